@@ -1,0 +1,46 @@
+# Everything lives in .venv inside the checkout; the command is .venv/bin/hqconv.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+DEMO_SRC := demo/qwen3-moe-tiny
+DEMO_OUT := demo/qwen3-moe-tiny-mxfp4-tp2
+CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --target sm90 --tp 2 --overwrite
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint clean
+
+help:
+	@echo "make install   create .venv with hqconv and its development tools"
+	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert and inspect it (no GPU needed)"
+	@echo "make test      install, lint, run the tests"
+	@echo "make lint      ruff check, ruff format --check, mypy"
+	@echo "make clean     remove caches, build output and the demo; .venv stays"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# make_checkpoint.py gives the folder its name only when it is complete.
+$(DEMO_SRC)/config.json: | $(STAMP)
+	$(BIN)/python scripts/make_checkpoint.py $(DEMO_SRC) --layers 3
+
+demo: $(STAMP) $(DEMO_SRC)/config.json
+	$(CONVERT) --dry-run
+	$(CONVERT)
+	$(BIN)/hqconv inspect $(DEMO_OUT)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find hqconv scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

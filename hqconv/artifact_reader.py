@@ -1,0 +1,124 @@
+"""Reads an artifact's manifest and says what is wrong with it; loads no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import RequestError, VerificationError
+from hqconv.schemas import artifact
+
+_AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
+
+# What every reader relies on; more keys may be there.
+_MANIFEST_KEYS: dict[str, type] = {
+    "hqconv_version": str,
+    "humming_kernels_version": str,
+    "source": dict,
+    "layout": str,
+    "schema_name": str,
+    "weight_schema": dict,
+    "input_schema": str,
+    "dtype": str,
+    "target": str,
+    "tp": int,
+    "ep": int,
+    "expert_placement": str,
+    "redundant_experts": int,
+    "family": str,
+    "blocks": dict,
+    "files": dict,
+    "tensors": dict,
+}
+_BLOCK_KEYS: dict[str, type] = {
+    "layer": int,
+    "num_experts": int,
+    "hidden_size": int,
+    "intermediate_size": int,
+    "activation": str,
+    "gated": bool,
+    "top_k": int,
+    "source_dtype": str,
+    "conversion": str,
+    "quantization_error": dict,
+}
+_FILE_KEYS: dict[str, type] = {"size_bytes": int, "sha256": str}
+
+
+def is_artifact(root: Path) -> bool:
+    """Whether the folder holds a finished artifact, whole or not."""
+    return (root / artifact.MANIFEST).is_file()
+
+
+def is_unfinished(root: Path) -> bool:
+    """Whether the folder holds a conversion that was interrupted (or is still running)."""
+    return (root / artifact.JOURNAL).is_file() and not is_artifact(root)
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """An artifact's `hqconv.json`, with every key that readers rely on present and of the right type.
+
+    Raises RequestError where `root` is no artifact or was made by a newer hqconv, VerificationError where
+    the conversion is unfinished or the manifest is damaged.
+    """
+    path = root / artifact.MANIFEST
+    if is_unfinished(root):
+        raise VerificationError(
+            "The conversion is unfinished: this is not an artifact yet.",
+            where=str(root),
+            remedy="Run the `hqconv convert` command that wrote it once more, with --resume.",
+        )
+    if not path.is_file():
+        raise RequestError(
+            "This is not an hqconv artifact.",
+            where=str(root),
+            expected=f"a folder with {artifact.MANIFEST}",
+            found="no such file" if root.is_dir() else "no such folder",
+            remedy="Give the OUT of `hqconv convert`. A folder whose manifest is lost cannot be trusted: convert again.",
+        )
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _damaged(path, "a readable file", error.strerror) from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too deep
+        raise _damaged(path, "a JSON document", error) from error
+    _check(path, words)
+    return dict(words)
+
+
+def _check(path: Path, words: Any) -> None:
+    if not isinstance(words, dict):
+        raise _damaged(path, "a JSON object", type(words).__name__)
+    version = words.get("format_version")
+    if type(version) is int and version > artifact.FORMAT_VERSION:
+        raise RequestError(
+            "The artifact was made by a newer hqconv.",
+            where=f"{path}: format_version",
+            expected=f"at most {artifact.FORMAT_VERSION}",
+            found=f"{version} (hqconv {words.get('hqconv_version', '?')})",
+            remedy="Upgrade hqconv.",
+        )
+    if version != artifact.FORMAT_VERSION:
+        raise _damaged(path, f"format_version {artifact.FORMAT_VERSION}", repr(version))
+    _check_keys(path, "", words, _MANIFEST_KEYS)
+    for group, keys in (("blocks", _BLOCK_KEYS), ("files", _FILE_KEYS)):
+        for name, entry in words[group].items():
+            _check_keys(path, f"{group}: {name}: ", entry, keys)
+
+
+def _check_keys(path: Path, inside: str, words: Any, types: Mapping[str, type]) -> None:
+    if not isinstance(words, dict):
+        raise _damaged(f"{path}: {inside.rstrip(': ')}", "an object", type(words).__name__)
+    for key, expected in types.items():
+        value = words.get(key)
+        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+            found = "no such key" if key not in words else type(value).__name__
+            raise _damaged(f"{path}: {inside}{key}", expected.__name__, found)
+
+
+def _damaged(where: object, expected: str, found: object) -> VerificationError:
+    return VerificationError(
+        "The artifact's manifest is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN
+    )

@@ -1,0 +1,87 @@
+"""One expert's quantized projections, cut for a tensor-parallel rank and stacked for the two GEMMs.
+
+Legend: N output rows, K input columns, I intermediate size. w1 and w3 are cut along N, w2 along K; `w13` is
+`[w1; w3]`, gate first, never interleaved (w3 alone where the family has no gate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hqconv.schemas.target import TargetSchema
+from hqconv.sharding import tp_range
+
+Tensors = dict[str, torch.Tensor]
+
+
+def gemm_tensors(
+    projections: Mapping[str, Tensors], schema: TargetSchema, tp: int, tp_rank: int
+) -> dict[str, Tensors]:
+    """Packed tensors of w13 and w2 on one TP rank, each with an expert dimension of 1 in front.
+
+    `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `Quantized.tensors`, plus `bias`
+    where the family has one. The w2 bias is on TP rank 0 and zero elsewhere, since ranks are summed.
+    """
+    inner = projections["w3"]["weight"].size(0)
+    begin, end = tp_range(inner, tp, tp_rank)
+    rows = [_cut_rows(projections[p], schema, begin, end) for p in ("w1", "w3") if p in projections]
+    down = _cut_columns(projections["w2"], schema, begin, end)
+    if "bias" in down and tp_rank > 0:
+        down["bias"] = torch.zeros_like(down["bias"])
+    return {"w13": _with_expert_dim(_stack_rows(rows)), "w2": _with_expert_dim(down)}
+
+
+def _is_tensor_level(name: str, tensor: torch.Tensor) -> bool:
+    return name.startswith("weight_scale") and tensor.shape == (1,)
+
+
+def _cut_rows(tensors: Tensors, schema: TargetSchema, begin: int, end: int) -> Tensors:
+    num_rows = tensors["weight"].size(0)
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if _is_tensor_level(name, tensor):
+            return tensor
+        # Rows of packed zero points and of scale blocks stand for several rows of the matrix each.
+        length = tensor.size(0)
+        return tensor[begin * length // num_rows : end * length // num_rows]
+
+    return {name: cut(name, tensor) for name, tensor in tensors.items()}
+
+
+def _cut_columns(tensors: Tensors, schema: TargetSchema, begin: int, end: int) -> Tensors:
+    num_columns = tensors["weight"].size(1) * 32 // schema.num_bits
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        per_row = name != "weight" and schema.weight_scale_group_size == 0
+        if tensor.ndim == 1 or per_row:  # a bias, a tensor-level or a channel-level scale or zero point
+            return tensor
+        length = tensor.size(1)
+        return tensor[:, begin * length // num_columns : end * length // num_columns]
+
+    return {name: cut(name, tensor) for name, tensor in tensors.items()}
+
+
+def _stack_rows(parts: list[Tensors]) -> Tensors:
+    if len(parts) == 1:
+        return dict(parts[0])
+    first, second = parts
+    stacked = {}
+    for name, tensor in first.items():
+        if _is_tensor_level(name, tensor):
+            assert torch.equal(tensor, second[name]), "gate and up must share their tensor-level scale"
+            stacked[name] = tensor
+        elif tensor.dtype.itemsize == 1:  # torch.cat on the CPU lacks some 8-bit floats
+            bits = torch.cat([tensor.view(torch.uint8), second[name].view(torch.uint8)])
+            stacked[name] = bits.view(tensor.dtype)
+        else:
+            stacked[name] = torch.cat([tensor, second[name]])
+    return stacked
+
+
+def _with_expert_dim(tensors: Tensors) -> Tensors:
+    return {
+        name: tensor if _is_tensor_level(name, tensor) else tensor.unsqueeze(0).contiguous()
+        for name, tensor in tensors.items()
+    }

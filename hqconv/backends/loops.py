@@ -1,0 +1,256 @@
+"""Compiled CPU loops: group ranges, encoding, bit packing. No torch, no allocation of a whole matrix.
+
+Shape legend: N rows, K columns, G groups along K, B bytes of packed codes along K (K * bits / 8).
+
+All arithmetic is IEEE single precision in the order of Humming's `quant_weight.cuh`; error sums are double
+precision in the fixed folding order of `fold_sum`, so that a GPU gives the same bits.
+Every loop releases the GIL: callers run one matrix per thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+FLOAT, SYM_INT, ASYM_INT, SIGN_MAGNITUDE = range(4)
+
+_SIGN = np.uint32(0x80000000)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_NON_FINITE = np.uint32(0x7F800000)
+# Humming starts each group's range at ±1e-30, so that an all-zero group has a scale.
+_TINY_BITS = np.uint32(np.float32(1e-30).view(np.uint32))
+
+
+def _load_row(source_row, bits_row):
+    """Fill `bits_row` (uint32) with the float32 bit patterns of one source row."""
+    raise AssertionError("compiled through its overload")
+
+
+@overload(_load_row, inline="always")
+def _load_row_overload(source_row, bits_row):
+    if source_row.dtype == types.uint16:  # bfloat16 bits
+
+        def load_bfloat16(source_row, bits_row):
+            for k in range(source_row.size):
+                bits_row[k] = np.uint32(source_row[k]) << np.uint32(16)
+
+        return load_bfloat16
+
+    def load_float32(source_row, bits_row):
+        for k in range(source_row.size):
+            bits_row[k] = source_row[k]
+
+    return load_float32
+
+
+@njit(nogil=True, cache=True)
+def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
+    """Write each group's largest and smallest value; return False if any value is NaN or infinite.
+
+    `source_NK` holds bfloat16 bits (uint16) or float32 bits (uint32); outputs are float32 bits (uint32).
+    Integer comparison of the bits is exact and order-free, and it vectorises where float max does not.
+    """
+    num_rows, num_columns = source_NK.shape
+    num_groups = num_columns // group_size
+    row = np.empty(num_columns, np.uint32)
+    finite = True
+    for n in range(num_rows):
+        _load_row(source_NK[n], row)
+        for g in range(num_groups):
+            highest = np.int32(_TINY_BITS)
+            lowest = _TINY_BITS | _SIGN
+            for k in range(g * group_size, (g + 1) * group_size):
+                highest = max(highest, np.int32(row[k]))
+                lowest = max(lowest, row[k])
+            highest_NG[n, g] = np.uint32(highest)
+            lowest_NG[n, g] = lowest
+            if np.uint32(highest) >= _NON_FINITE or (lowest & _MAGNITUDE) >= _NON_FINITE:
+                finite = False
+    return finite
+
+
+@njit(nogil=True, cache=True)
+def _encode_float(x, bits, codes, values, exponent_shift, mantissa_bits, sign_shift):
+    """Round `x` to a small float: nearest, ties to the truncated value; saturation is the caller's.
+
+    Humming divides by 2**exponent_shift, which makes the target's subnormals float32 subnormals, and rounds
+    their bits. Adding `threshold` rounds to the same float32 subnormal grid without the slow subnormals.
+    """
+    bias = np.uint32(exponent_shift) << np.uint32(23)
+    threshold_bits = np.uint32(exponent_shift + 1) << np.uint32(23)
+    threshold = np.float32(2.0 ** (exponent_shift - 126))
+    subnormal_unit = np.float32(2.0 ** (exponent_shift - 149))
+    drop = np.uint32(23 - mantissa_bits)
+    below_half = (np.uint32(1) << (drop - np.uint32(1))) - np.uint32(1)
+    mask = ((np.uint32(1) << np.uint32(sign_shift)) - np.uint32(1)) << drop
+    one = np.uint32(1) << np.uint32(23)
+    shifted = np.empty(x.size, np.float32)
+    shifted_bits = shifted.view(np.uint32)
+    value_bits = values.view(np.uint32)
+    for k in range(x.size):
+        shifted[k] = np.abs(x[k]) + threshold
+    for k in range(x.size):
+        magnitude = bits[k] & _MAGNITUDE
+        small = magnitude < threshold_bits
+        scaled = (shifted_bits[k] - threshold_bits) if small else (magnitude - bias)
+        rounded = ((scaled + below_half) >> drop << drop) & mask
+        codes[k] = (rounded >> drop) | ((bits[k] >> np.uint32(31)) << np.uint32(sign_shift))
+        shifted_bits[k] = rounded
+    for k in range(x.size):
+        rounded = shifted_bits[k]
+        subnormal = np.float32(np.int32(rounded)) * subnormal_unit
+        values[k] = subnormal
+        if rounded >= one:
+            value_bits[k] = rounded + bias
+        value_bits[k] |= bits[k] & _SIGN
+
+
+@njit(nogil=True, cache=True)
+def _encode_integer(x, codes, values, kind, num_bits):
+    """Round `x` half to even and clamp; symmetric codes are offset binary, `values` are the codes' meaning."""
+    midpoint = np.int32(1 << (num_bits - 1))
+    if kind == ASYM_INT:
+        top = np.int32((1 << num_bits) - 1)
+        for k in range(x.size):
+            code = np.int32(np.rint(x[k]))
+            code = min(max(code, np.int32(0)), top)
+            codes[k] = code
+            values[k] = np.float32(code)
+    elif kind == SYM_INT:
+        for k in range(x.size):
+            code = np.int32(np.rint(x[k]))
+            code = min(max(code, -midpoint), midpoint - np.int32(1))
+            codes[k] = code + midpoint
+            values[k] = np.float32(code)
+    else:
+        limit = midpoint - np.int32(1)
+        for k in range(x.size):
+            code = np.int32(np.rint(x[k]))
+            code = min(max(code, -limit), limit)
+            codes[k] = abs(code) | (midpoint if code < 0 else np.int32(0))
+            values[k] = np.float32(code)
+
+
+@njit(nogil=True, cache=True)
+def pack_row(codes, num_bits, packed):
+    """Pack uint8 `codes` little-endian: code k occupies bits [k*num_bits, (k+1)*num_bits) of the row."""
+    if num_bits == 8:
+        packed[:] = codes
+    elif num_bits == 4:
+        for i in range(packed.size):
+            packed[i] = codes[2 * i] | (codes[2 * i + 1] << np.uint8(4))
+    else:
+        for i in range(codes.size // 8):  # 8 codes fill num_bits whole bytes
+            word = np.uint64(0)
+            for j in range(8):
+                word |= np.uint64(codes[8 * i + j]) << np.uint64(j * num_bits)
+            for j in range(num_bits):
+                packed[i * num_bits + j] = np.uint8(word >> np.uint64(8 * j))
+
+
+@njit(nogil=True, cache=True)
+def unpack_row(packed, num_bits, codes):
+    """The inverse of `pack_row`, into an unsigned integer array."""
+    if num_bits == 8:
+        for i in range(packed.size):
+            codes[i] = packed[i]
+    elif num_bits == 4:
+        for i in range(packed.size):
+            codes[2 * i] = packed[i] & 15
+            codes[2 * i + 1] = packed[i] >> 4
+    else:
+        mask = np.uint64((1 << num_bits) - 1)
+        for i in range(codes.size // 8):
+            word = np.uint64(0)
+            for j in range(num_bits):
+                word |= np.uint64(packed[i * num_bits + j]) << np.uint64(8 * j)
+            for j in range(8):
+                codes[8 * i + j] = (word >> np.uint64(j * num_bits)) & mask
+
+
+@njit(nogil=True, cache=True)
+def fold_sum(terms):
+    """Sum float64 `terms` in place by folding the upper half onto the lower: one order on every device."""
+    length = terms.size
+    while length > 1:
+        half = (length + 1) // 2
+        for k in range(length - half):
+            terms[k] += terms[half + k]
+        length = half
+    return terms[0]
+
+
+@njit(nogil=True, cache=True)
+def _scale_row(row, kind, inverse_G, lowest_G, limit, x):
+    """x = (row - lowest) * inverse per group, clamped to ±limit where limit > 0."""
+    group_size = row.size // inverse_G.size
+    for g in range(inverse_G.size):
+        lowest, inverse = lowest_G[g], inverse_G[g]
+        if kind == ASYM_INT:  # in float64 and rounded once: both fl(w - lowest) and a fused multiply-add
+            for k in range(g * group_size, (g + 1) * group_size):
+                x[k] = np.float32(np.float64(row[k]) - lowest) * inverse
+        else:
+            for k in range(g * group_size, (g + 1) * group_size):
+                x[k] = row[k] * inverse
+    if limit > 0:
+        for k in range(row.size):
+            x[k] = min(max(x[k], -limit), limit)
+
+
+@njit(nogil=True, cache=True)
+def _squared_errors(row, values, zero_G, scale_G, scale_2, squares):
+    """(w - decoded)**2 in float64, where decoded = (value - zero) * scale * scale_2 in float32."""
+    group_size = row.size // scale_G.size
+    for g in range(scale_G.size):
+        zero, scale = zero_G[g], scale_G[g]
+        for k in range(g * group_size, (g + 1) * group_size):
+            decoded = (values[k] - zero) * scale * scale_2
+            difference = np.float64(row[k]) - np.float64(decoded)
+            squares[k] = difference * difference
+
+
+@njit(nogil=True, cache=True)
+def encode_matrix(
+    source_NK,
+    code,
+    limit,
+    inverse_NG,
+    lowest_NG,
+    scale_NG,
+    zero_NG,
+    scale_2_N,
+    packed_NB,
+    error_N,
+    power_N,
+):
+    """Encode one matrix with given group parameters and measure what the stored codes decode to.
+
+    `code` is (kind, bits, exponent bits, mantissa bits). A code is round((w - lowest) * inverse), clamped first
+    to ±`limit` where `limit` > 0; `lowest` is float64 and only read for asymmetric integers. The decoded value
+    is (code - zero) * scale * scale_2 in float32. `error_N` and `power_N` get each row's float64 sums of
+    (w - decoded)**2 and w**2.
+    """
+    kind, num_bits, exponent_bits, mantissa_bits = code
+    num_rows, num_columns = source_NK.shape
+    row_bits = np.empty(num_columns, np.uint32)
+    row = row_bits.view(np.float32)
+    x = np.empty(num_columns, np.float32)
+    x_bits = x.view(np.uint32)
+    values = np.empty(num_columns, np.float32)
+    codes = np.empty(num_columns, np.uint8)
+    squares = np.empty(num_columns, np.float64)
+    exponent_shift = 128 - (1 << (exponent_bits - 1)) if exponent_bits > 0 else 0
+    for n in range(num_rows):
+        _load_row(source_NK[n], row_bits)
+        _scale_row(row, kind, inverse_NG[n], lowest_NG[n], limit, x)
+        if kind == FLOAT:
+            _encode_float(x, x_bits, codes, values, exponent_shift, mantissa_bits, num_bits - 1)
+        else:
+            _encode_integer(x, codes, values, kind, num_bits)
+        pack_row(codes, num_bits, packed_NB[n])
+        _squared_errors(row, values, zero_NG[n], scale_NG[n], scale_2_N[n], squares)
+        error_N[n] = fold_sum(squares)
+        for k in range(num_columns):
+            squares[k] = np.float64(row[k]) * np.float64(row[k])
+        power_N[n] = fold_sum(squares)

@@ -1,0 +1,292 @@
+"""CPU twins of Humming's six weight ops: same arguments, same results to the bit, on CPU tensors.
+
+`meta` tensors are accepted too and give empty outputs of the right shape, so that layouts can be planned.
+Errors of use are Humming's own concern here: like its ops, the twins assert.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import numpy as np
+import torch
+
+from hqconv.backends import loops, repack_loops
+
+Array = np.ndarray[Any, np.dtype[Any]]
+NO_LIMIT = np.float32(0)
+
+
+def as_bits(tensor: torch.Tensor) -> Array:
+    """Bit patterns that the loops read: uint16 for bfloat16, uint32 for everything else (exact in float32)."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.uint16).numpy()
+    return tensor.float().contiguous().numpy().view(np.uint32)
+
+
+def parse_dtype(name: str) -> tuple[int, int, int, int]:
+    """(kind, bits, exponent bits, mantissa bits) of 'uint4', 'int8', 'float4e2m1'; asymmetry is not in a name."""
+    if match := re.fullmatch(r"u?int(\d+)", name):
+        return loops.SYM_INT, int(match[1]), 0, 0
+    match = re.fullmatch(r"float(\d+)e(\d+)m(\d+)", name)
+    assert match, name
+    bits, exponent, mantissa = (int(x) for x in match.groups())
+    return (loops.FLOAT if exponent else loops.SIGN_MAGNITUDE), bits, exponent, mantissa
+
+
+def largest_value(kind: int, bits: int, exponent: int, mantissa: int) -> float:
+    """The largest finite value of a code type, as Humming's `get_data_type_max_num`."""
+    if kind in (loops.SYM_INT, loops.ASYM_INT):
+        return float(2 ** (bits - 1) - 1)
+    if kind == loops.SIGN_MAGNITUDE:
+        return float(2**mantissa - 1)
+    top = 2 ** (bits - 1) - 1
+    if (bits, exponent) in ((8, 4), (8, 3)):
+        top -= 1  # the all-ones code is NaN ("fn" formats)
+    elif (bits, exponent) == (8, 5):
+        top -= 4  # IEEE infinity and NaNs
+    fraction, exponent_code = top & (2**mantissa - 1), top >> mantissa
+    bias = 2 ** (exponent - 1) - 1
+    return float((1 + fraction / 2**mantissa) * 2.0 ** (exponent_code - bias))
+
+
+# Up to this group size Humming's kernel makes one pass over a float32 group, and nvcc then fuses the product
+# `zero * -scale` into the subtraction that follows (seen on an H200 with CUDA 13.0; 16-bit sources never fuse).
+FUSED_GROUP_SIZE = 128
+
+
+def group_scales(
+    code: tuple[int, int, int, int],
+    highest: Array,
+    lowest: Array,
+    *,
+    e8m0: bool = False,
+    negative: bool = True,
+    fp_zero: bool = False,
+    fused: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Scale, lower bound and zero point per group from its range, as `quant_weight.cuh` computes them.
+
+    `code` is (kind, bits, exponent bits, mantissa bits); ranges are float32. The lower bound (float64) is what is
+    subtracted before encoding; `fused` keeps it unrounded. It and the zero point are 0 for symmetric kinds.
+    Humming divides by double constants; a float32 quotient of exact float32 operands is the same number except
+    for 1-bit integers, whose constants are not float32.
+    """
+    kind, bits, _, _ = code
+    largest = largest_value(*code)
+    widest = np.maximum(highest, np.abs(lowest))
+    if kind == loops.ASYM_INT:
+        scale = (highest - lowest) / np.float32(largest * 2 + 1)
+        zero = -lowest / scale
+        if fp_zero:
+            return scale, lowest.astype(np.float64), zero
+        zero = np.rint(zero)
+        bound: Array = zero.astype(np.float64) * -scale.astype(np.float64) if fused else zero * -scale
+        return scale, bound.astype(np.float64), zero
+    if kind == loops.SYM_INT:
+        scale = _symmetric_scale(widest, np.minimum(highest, np.abs(lowest)), bits, largest)
+        if negative:
+            scale = np.where(highest > np.abs(lowest), -scale, scale)
+    else:
+        scale = widest / np.float32(largest)
+    if e8m0:
+        scale = ((scale.view(np.uint32) + np.uint32(0x007FFFFF)) & np.uint32(0x7F800000)).view(np.float32)
+    return scale, np.zeros(scale.shape), np.zeros_like(scale)
+
+
+def _symmetric_scale(widest: Array, narrowest: Array, bits: int, largest: float) -> Array:
+    wide: Array
+    narrow: Array
+    if bits == 1:
+        wide = (widest.astype(np.float64) / (largest + 1.499)).astype(np.float32)
+        narrow = (narrowest.astype(np.float64) / (largest + 0.499)).astype(np.float32)
+    else:
+        wide, narrow = widest / np.float32(largest + 1), narrowest / np.float32(largest)
+    return np.maximum(wide, narrow)
+
+
+def quant_weight(
+    inputs: torch.Tensor,
+    source_dtype_str: str,
+    target_dtype_str: str,
+    group_size: int,
+    has_scale: bool,
+    use_e8m0_scale: bool,
+    has_zero_point: bool,
+    is_fp_zero_point: bool,
+    allow_negative_scale: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Twin of `humming.ops.quant_weight`: int32 codes, float32 (or e8m0) scales, zero points, unpacked."""
+    group_size = inputs.size(-1) if group_size <= 0 else group_size
+    kind, bits, exponent, mantissa = parse_dtype(target_dtype_str)
+    if kind == loops.SYM_INT and has_zero_point:
+        kind = loops.ASYM_INT
+    source = as_bits(inputs).reshape(-1, group_size)
+    num_groups = source.shape[0]
+    ones, zeros = np.ones((num_groups, 1), np.float32), np.zeros((num_groups, 1), np.float32)
+    scale, lowest, zero = ones, zeros.astype(np.float64), zeros
+    if has_scale:
+        bounds = np.empty((2, num_groups, 1), np.uint32)
+        loops.group_ranges(source, group_size, bounds[0], bounds[1])
+        scale, lowest, zero = group_scales(
+            (kind, bits, exponent, mantissa),
+            *bounds.view(np.float32),
+            e8m0=use_e8m0_scale,
+            negative=allow_negative_scale,
+            fp_zero=is_fp_zero_point,
+            fused=source_dtype_str == "float32" and group_size <= FUSED_GROUP_SIZE,
+        )
+    packed = np.empty((num_groups, group_size * bits // 8), np.uint8)
+    sums = np.empty((2, num_groups))
+    loops.encode_matrix(
+        source,
+        (kind, bits, exponent, mantissa),
+        NO_LIMIT,
+        np.float32(1) / scale,
+        lowest,
+        scale,
+        zero,
+        ones[:, 0],
+        packed,
+        *sums,
+    )
+    codes = _unpack(packed, bits).view(np.int32)
+    shape = (*inputs.shape[:-1], inputs.size(-1) // group_size) if has_scale else (0,)
+    scales = torch.from_numpy(scale if has_scale else np.empty(0, np.float32)).reshape(shape)
+    if has_scale and use_e8m0_scale:
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+    zero_point = torch.empty(0)
+    if has_scale and has_zero_point:
+        zero_point = torch.from_numpy(zero).reshape(shape)
+        zero_point = zero_point if is_fp_zero_point else zero_point.to(torch.int32)
+    return torch.from_numpy(codes).reshape(inputs.shape), scales, zero_point
+
+
+def _unpack(packed: Array, num_bits: int) -> Array:
+    """uint32 codes of a [rows, bytes] array."""
+    codes = np.empty((packed.shape[0], packed.shape[1] * 8 // num_bits), np.uint32)
+    for row in range(packed.shape[0]):
+        loops.unpack_row(packed[row], num_bits, codes[row])
+    return codes
+
+
+def pack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Twin of `humming.ops.pack_weight`: int32 codes [..., K] to int32 words [..., K * num_bits / 32]."""
+    assert inputs.dtype == torch.int32
+    assert inputs.size(-1) % 32 == 0
+    shape = (*inputs.shape[:-1], inputs.size(-1) * num_bits // 32)
+    if inputs.is_meta:
+        return inputs.new_empty(shape)
+    codes = (inputs.contiguous().reshape(-1, inputs.size(-1)).numpy() & ((1 << num_bits) - 1)).astype(
+        np.uint8
+    )
+    packed = np.empty((codes.shape[0], shape[-1] * 4), np.uint8)
+    for row in range(codes.shape[0]):
+        loops.pack_row(codes[row], num_bits, packed[row])
+    return torch.from_numpy(packed.view(np.int32)).reshape(shape)
+
+
+def unpack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Twin of `humming.ops.unpack_weight`: the inverse of `pack_weight`."""
+    assert inputs.dtype == torch.int32
+    assert inputs.size(-1) % num_bits == 0
+    shape = (*inputs.shape[:-1], inputs.size(-1) // num_bits * 32)
+    if inputs.is_meta:
+        return inputs.new_empty(shape)
+    packed = inputs.contiguous().reshape(-1, inputs.size(-1)).numpy().view(np.uint8)
+    return torch.from_numpy(_unpack(packed, num_bits).view(np.int32)).reshape(shape)
+
+
+def dequant_weight(
+    inputs: torch.Tensor, exponent_bits: int, mantissa_bits: int, is_signed: bool
+) -> torch.Tensor:
+    """Twin of `humming.ops.dequant_weight`: unpacked small-float codes to their float32 values."""
+    assert inputs.dtype == torch.int32
+    if inputs.is_meta:
+        return inputs.new_empty(inputs.shape, dtype=torch.float32)
+    num_bits = exponent_bits + mantissa_bits
+    magnitude, sign = inputs & ((1 << num_bits) - 1), inputs & ((1 << num_bits) if is_signed else 0)
+    if exponent_bits == 0:
+        value = magnitude.float()
+    else:
+        factor = 2.0 ** (128 - 2 ** (exponent_bits - 1))
+        value = (magnitude << (23 - mantissa_bits)).view(torch.float32) * factor
+    return torch.where(sign != 0, -value, value)
+
+
+def repack_weight(
+    inputs: torch.Tensor,
+    weight_bits: int,
+    activation_bits: int,
+    is_weight_packed: bool,
+    should_preprocess_for_int2fp: bool = False,
+    should_preprocess_with_zp: bool = False,
+    use_fused_e8m0_scale: bool = False,
+    interleave_mode: int = 3,
+    group_size_zp: int = 0,
+    zero_point: torch.Tensor | None = None,
+    use_packed_k_layout: bool = False,
+    use_native_dequant: bool = False,
+) -> torch.Tensor:
+    """Twin of `humming.ops.repack_weight`: codes [(E,) N, K] into the kernel's own order."""
+    assert inputs.dtype == torch.int32
+    shape_n = inputs.size(-2)
+    shape_k = inputs.size(-1) * 32 // weight_bits if is_weight_packed else inputs.size(-1)
+    assert shape_n % 64 == 0
+    assert shape_k % 64 == 0
+    k_per_row = 64 if use_packed_k_layout else 256 // activation_bits
+    shape = (*inputs.shape[:-2], shape_k // k_per_row, shape_n * k_per_row * weight_bits // 32)
+    if inputs.is_meta:
+        return inputs.new_empty(shape)
+    words = inputs.contiguous().reshape(-1, *inputs.shape[-2:]).numpy().view(np.uint32)
+    out = np.empty((words.shape[0], shape[-2] * shape[-1]), np.uint32)
+    zeros = np.empty((words.shape[0], 0, 0), np.uint32)
+    if should_preprocess_with_zp:
+        assert zero_point is not None
+        zeros = (
+            zero_point.contiguous().reshape(words.shape[0], -1, zero_point.size(-1)).numpy().view(np.uint32)
+        )
+    plain = is_weight_packed and not use_native_dequant and activation_bits == 16 and interleave_mode == 3
+    for expert in range(words.shape[0]):
+        tiles = out[expert].reshape(shape_k // k_per_row, shape_n // 64, 32, -1)
+        if plain and weight_bits == 4 and not should_preprocess_for_int2fp:
+            repack_loops.repack_4bit_a16(words[expert].view(np.uint8), tiles)
+            continue
+        if plain and weight_bits == 8 and not should_preprocess_with_zp:
+            repack_loops.repack_8bit_a16(words[expert].view(np.uint16), should_preprocess_for_int2fp, tiles)
+            continue
+        repack_loops.repack(
+            words[expert],
+            zeros[expert],
+            is_weight_packed,
+            weight_bits,
+            activation_bits,
+            should_preprocess_for_int2fp,
+            (group_size_zp or shape_k) if should_preprocess_with_zp else 0,
+            use_packed_k_layout and not use_fused_e8m0_scale,
+            use_packed_k_layout,
+            use_native_dequant,
+            interleave_mode,
+            out[expert],
+        )
+    return torch.from_numpy(out.view(np.int32)).reshape(shape)
+
+
+_shift_table = functools.cache(repack_loops.shift_table)
+
+
+def process_mxfp4_w4a8_weight(
+    inputs: torch.Tensor, delta_scale_offsets: torch.Tensor, inplace: bool = False
+) -> torch.Tensor:
+    """Twin of `humming.ops.process_mxfp4_w4a8_weight`: divide packed e2m1 codes by 2**offset per group."""
+    if inputs.is_meta:
+        return inputs if inplace else torch.empty_like(inputs)
+    words = inputs.contiguous().reshape(-1).numpy().view(np.uint32)
+    shifts = delta_scale_offsets.contiguous().reshape(-1).numpy()
+    repeat = words.size // shifts.size // 4
+    out = np.empty_like(words)
+    repack_loops.shift_mxfp4(words, np.repeat(shifts, repeat), _shift_table(), out)
+    result = torch.from_numpy(out.view(np.int32)).reshape(inputs.shape)
+    return inputs.copy_(result) if inplace else result

@@ -1,0 +1,60 @@
+"""The errors hqconv shows to people, and the exit code each one ends the command with.
+
+HqconvError                      anything the user can act on
+├── RequestError           (2)   the request cannot be met: unknown schema, TP does not divide, …
+├── InputError             (3)   the bytes given are corrupt, incomplete or contradict their config
+├── OutputError            (4)   the output exists, or the disk or a permission failed
+└── VerificationError      (1)   an artifact is not what its manifest or its source says
+"""
+
+from __future__ import annotations
+
+
+class HqconvError(Exception):
+    """One readable message: what, where, what was expected, what was found, what to do next."""
+
+    exit_code = 1
+
+    def __init__(
+        self, what: str, *, where: str = "", expected: object = "", found: object = "", remedy: str = ""
+    ) -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        self.expected, self.found = str(expected), str(found)
+        super().__init__(self.message())
+
+    def message(self) -> str:
+        """The parts that were given, one to a line, in a fixed order."""
+        lines = [self.what]
+        for label, text in (
+            ("where", self.where),
+            ("expected", self.expected),
+            ("found", self.found),
+            ("what to do", self.remedy),
+        ):
+            if text:
+                lines.append(f"  {label}: {text}")
+        return "\n".join(lines)
+
+
+class RequestError(HqconvError):
+    """The request itself cannot be met."""
+
+    exit_code = 2
+
+
+class InputError(HqconvError):
+    """The source checkpoint is corrupt, incomplete or not what it says it is."""
+
+    exit_code = 3
+
+
+class OutputError(HqconvError):
+    """The output place is taken, or writing to it failed."""
+
+    exit_code = 4
+
+
+class VerificationError(HqconvError):
+    """An artifact failed verification."""
+
+    exit_code = 1

@@ -1,0 +1,89 @@
+"""Names and words of an artifact on disk: folders, files, config.json's entry, the manifest's keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hqconv.schemas.target import TargetSchema
+
+FORMAT_VERSION = 1
+MANIFEST = "hqconv.json"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+EXPERTS_FOLDER = "experts"
+JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
+PARTIAL = ".partial"  # suffix of a file that is being written
+KERNEL, CHECKPOINT = "kernel", "checkpoint"
+GEMMS = ("w13", "w2")
+
+
+def rank_folder(tp_rank: int, ep_rank: int) -> str:
+    """Folder of one rank's expert files, relative to the artifact."""
+    return f"{EXPERTS_FOLDER}/tp{tp_rank}-ep{ep_rank}"
+
+
+def rank_file(block: str, tp_rank: int, ep_rank: int) -> str:
+    """One rank's file of one MoE block."""
+    return f"{rank_folder(tp_rank, ep_rank)}/{block}.safetensors"
+
+
+def shard_name(index: int, total: int) -> str:
+    """Name of the index-th (from 1) of `total` ordinary model shards."""
+    return f"model-{index:05d}-of-{total:05d}.safetensors"
+
+
+def humming_quantization_config(schema: TargetSchema, block_names: list[str]) -> dict[str, Any]:
+    """`quantization_config` with which a stock vLLM serves the checkpoint layout.
+
+    Long field names only: vLLM reads the same flat dict as an input schema, whose aliases `dtype`,
+    `group_size` and `scale_dtype` would turn on activation quantization. A scale dtype that is the parameter
+    dtype is left out. `ignore` keeps everything but the experts' modules unquantized: vLLM matches its
+    module names with `re.match` after `re:`.
+    """
+    words = schema.humming_fields()
+    kept = {key: value for key, value in words.items() if value not in (None, 0, False, "none")}
+    experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in block_names})
+    return {"quant_method": "humming", **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)"]}
+
+
+def hqconv_quantization_config(schema: TargetSchema, input_schema: str, sm_version: int) -> dict[str, Any]:
+    """`quantization_config` of the kernel layout, which only a loader that knows the artifact reads."""
+    return {
+        "quant_method": "hqconv",
+        "format_version": FORMAT_VERSION,
+        "manifest": MANIFEST,
+        "weight_schema": schema.humming_fields(),
+        "input_schema": input_schema,
+        "target": f"sm{sm_version}",
+    }
+
+
+def stock_vllm_obstacle(schema: TargetSchema, param_dtype: str) -> str | None:
+    """Why vLLM 0.33 with Humming 0.1.19 cannot serve the checkpoint layout of this schema, or None.
+
+    Read from its `quantization/humming.py`, `utils/humming/{moe,schema}.py`, `fused_moe/routed_experts.py`,
+    and for the first two run with its own classes.
+    """
+    if schema.has_zero_point:
+        return "its weight loader has no scale_type for zero points (ValueError)"
+    if schema.is_coupled:
+        return "its weight loader cannot place tensor-level scales of w13 (IndexError)"
+    if schema.bs_dtype == "float8e8m0" and param_dtype == "float16":
+        return "it does not widen e8m0 scales for float16: exponents outside [-14, 15] saturate"
+    if schema.b_dtype == "uint1":
+        return "it has no 1-bit integer type"
+    served_float = {
+        ("float4e2m1", "group"),
+        ("float8e4m3", "channel"),
+        ("float8e4m3", "block"),
+    }
+    if (
+        schema.b_dtype == "float8e4m3"
+        and schema.weight_scale_type == "group"
+        and schema.bs_dtype == "float8e8m0"
+    ):
+        return None
+    if not schema.is_integer and (schema.b_dtype, schema.weight_scale_type) not in served_float:
+        return f"it selects no MoE kernel for {schema.b_dtype} with {schema.weight_scale_type} scales"
+    return None

@@ -1,0 +1,249 @@
+"""Target schemas: what the expert weights become. Data and rules in Humming's words; no tensors.
+
+A schema is named by a preset (`mxfp4`), by the integer shorthand (`int4-g64-zp`), or by a TOML file whose
+keys are the fields of Humming's `HummingWeightSchema`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import RequestError
+
+PARAM_DTYPES = ("bfloat16", "float16")
+_SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
+_SCALE_2_DTYPES = ("float8e4m3", "float8e5m2")
+
+
+@dataclass(frozen=True)
+class TargetSchema:
+    """One target format. Field names and meanings are Humming's; `name` is what people call it."""
+
+    name: str
+    b_dtype: str
+    bs_dtype: str | None = None
+    weight_scale_type: str = "group"
+    weight_scale_group_size: int = 0
+    weight_scale_group_size_n: int = 0
+    weight_scale_2_type: str = "none"
+    has_zero_point: bool = False
+    is_fp_zero_point: bool = False
+    hadamard_block_size: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of one weight code."""
+        return int(re.findall(r"\d+", self.b_dtype)[0])
+
+    @property
+    def is_integer(self) -> bool:
+        return self.b_dtype.startswith("uint")
+
+    @property
+    def is_coupled(self) -> bool:
+        """True where the gate and up projection of one expert share a tensor-level scale."""
+        return "tensor" in (self.weight_scale_type, self.weight_scale_2_type)
+
+    def humming_fields(self) -> dict[str, Any]:
+        """The schema as keyword arguments of `HummingWeightSchema`, also what config.json records."""
+        words = asdict(self)
+        del words["name"]
+        return words
+
+    def describe(self) -> str:
+        """One line for people."""
+        size = {
+            "group": f"group {self.weight_scale_group_size}",
+            "block": f"block {self.weight_scale_group_size_n}x{self.weight_scale_group_size}",
+        }.get(self.weight_scale_type, self.weight_scale_type)
+        parts = [self.b_dtype, f"{self.bs_dtype or 'parameter-dtype'} scale per {size}"]
+        if self.weight_scale_2_type != "none":
+            parts.append(f"second scale per {self.weight_scale_2_type}")
+        if self.has_zero_point:
+            parts.append("float zero point" if self.is_fp_zero_point else "integer zero point")
+        return ", ".join(parts)
+
+    def bits_per_weight(self, param_bits: int = 16) -> float:
+        """Stored bits per weight, padding and tensor-level scales left out (channel scales count as none)."""
+        if self.weight_scale_type not in ("group", "block"):
+            return float(self.num_bits)
+        scale_bits = {"float8": 8, "float3": 32}.get((self.bs_dtype or "")[:6], param_bits)
+        zero_bits = 0
+        if self.has_zero_point:
+            zero_bits = param_bits if self.is_fp_zero_point else self.num_bits
+        size = self.weight_scale_group_size * max(self.weight_scale_group_size_n, 1)
+        return self.num_bits + (scale_bits + zero_bits) / size
+
+
+def _check(schema: TargetSchema) -> None:
+    """Refuse what Humming or its quantizer cannot represent, before any bare assert of theirs does."""
+
+    def need(condition: bool, field: str, expected: str) -> None:
+        if not condition:
+            raise RequestError(
+                f"The schema '{schema.name}' cannot be built.",
+                where=field,
+                expected=expected,
+                found=repr(getattr(schema, field)),
+                remedy="See `hqconv schemas` for presets and the integer shorthand.",
+            )
+
+    integer = re.fullmatch(r"uint([1-8])", schema.b_dtype)
+    small_float = re.fullmatch(r"float([3-8])e(\d)m(\d)", schema.b_dtype)
+    if small_float:
+        bits, exponent, mantissa = (int(x) for x in small_float.groups())
+        need(
+            bits == 1 + exponent + mantissa and mantissa > 0,
+            "b_dtype",
+            "1 sign bit + exponent + mantissa bits",
+        )
+        need(exponent in (0, 2, 3, 4, 5), "b_dtype", "0 or 2 to 5 exponent bits")
+    need(bool(integer or small_float), "b_dtype", "uintN (N = 1..8) or a signed floatXeYmZ of at most 8 bits")
+    need(schema.bs_dtype in (None, *_SCALE_DTYPES), "bs_dtype", "one of " + ", ".join(_SCALE_DTYPES))
+    _check_scale_type(schema, need)
+    need(
+        schema.weight_scale_2_type in ("none", "tensor", "channel"),
+        "weight_scale_2_type",
+        "none|tensor|channel",
+    )
+    if schema.weight_scale_2_type != "none":
+        need(schema.weight_scale_type == "group", "weight_scale_type", "group, where there is a second scale")
+        need(schema.bs_dtype in _SCALE_2_DTYPES, "bs_dtype", "float8e4m3 or float8e5m2 under a second scale")
+        has_exponent = small_float is not None and int(small_float[2]) > 0
+        need(has_exponent, "b_dtype", "a float type under a second scale")
+    if schema.has_zero_point:
+        need(bool(integer), "has_zero_point", "false for a float type")
+        need(schema.weight_scale_type in ("group", "channel"), "weight_scale_type", "group or channel")
+        need(schema.bs_dtype in (None, *PARAM_DTYPES), "bs_dtype", "the parameter dtype, with zero points")
+    need(
+        not schema.is_fp_zero_point or schema.has_zero_point,
+        "is_fp_zero_point",
+        "has_zero_point = true as well",
+    )
+    need(
+        schema.hadamard_block_size in (0, 1),
+        "hadamard_block_size",
+        "0: rotated weights are not supported yet",
+    )
+
+
+def _check_scale_type(schema: TargetSchema, need: Any) -> None:
+    kind, size, size_n = (
+        schema.weight_scale_type,
+        schema.weight_scale_group_size,
+        schema.weight_scale_group_size_n,
+    )
+    power_of_two = "a power of two, at least 16"
+    need(kind in ("group", "channel", "block", "tensor"), "weight_scale_type", "group|channel|block|tensor")
+    if kind in ("group", "block"):
+        need(size >= 16 and size & (size - 1) == 0, "weight_scale_group_size", power_of_two)
+    else:
+        need(size == 0, "weight_scale_group_size", f"0 for {kind} scales")
+    if kind == "block":
+        need(size_n >= 16 and size_n & (size_n - 1) == 0, "weight_scale_group_size_n", power_of_two)
+        need(not schema.b_dtype.startswith("uint"), "b_dtype", "a float type for block scales")
+    else:
+        need(size_n == 0, "weight_scale_group_size_n", f"0 for {kind} scales")
+    if kind in ("block", "tensor"):
+        need(schema.bs_dtype in (None, "float32"), "bs_dtype", f"float32 (or omitted) for {kind} scales")
+    else:
+        need(
+            schema.bs_dtype != "float32",
+            "bs_dtype",
+            "a 16- or 8-bit type: float32 is for block and tensor scales",
+        )
+
+
+def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more: Any) -> TargetSchema:
+    return TargetSchema(
+        name=name, b_dtype=b_dtype, weight_scale_type=kind, weight_scale_group_size=size, **more
+    )
+
+
+PRESETS: dict[str, TargetSchema] = {
+    schema.name: schema
+    for schema in (
+        _preset("mxfp4", "float4e2m1", size=32, bs_dtype="float8e8m0"),
+        _preset("nvfp4", "float4e2m1", size=16, bs_dtype="float8e4m3", weight_scale_2_type="tensor"),
+        _preset("mxfp8", "float8e4m3", size=32, bs_dtype="float8e8m0"),
+        _preset("fp8", "float8e4m3", "channel"),
+        _preset("fp8-e5m2", "float8e5m2", "channel"),
+        _preset("fp8-block", "float8e4m3", "block", 128, weight_scale_group_size_n=128, bs_dtype="float32"),
+        _preset("fp8-tensor", "float8e4m3", "tensor", bs_dtype="float32"),
+        _preset("fp6-e3m2", "float6e3m2", size=128),
+        _preset("fp6-e2m3", "float6e2m3", size=128),
+        _preset("int8", "uint8", "channel"),
+        _preset("int4", "uint4", size=128),
+    )
+}
+SHORTHAND = "intN[-gG|-c][-zp|-fpzp]"
+_SHORTHAND = re.compile(r"int([1-8])(?:-g(\d+)|-(c))?(?:-(zp|fpzp))?")
+
+
+def resolve_schema(text: str) -> TargetSchema:
+    """The schema that `--schema TEXT` names: a preset, the shorthand, or a path ending in .toml.
+
+    Raises RequestError for an unknown name, an unreadable file or an impossible combination.
+    """
+    if text.endswith(".toml"):
+        return load_schema(Path(text))
+    if text in PRESETS:
+        return PRESETS[text]
+    match = _SHORTHAND.fullmatch(text)
+    if match:
+        bits, size, channel, zero = match.groups()
+        default = PRESETS.get(f"int{bits}")
+        size = (
+            int(size) if size else (0 if channel else (default.weight_scale_group_size if default else 128))
+        )
+        return TargetSchema(
+            name=text,
+            b_dtype=f"uint{bits}",
+            weight_scale_type="group" if size else "channel",
+            weight_scale_group_size=size,
+            has_zero_point=zero is not None,
+            is_fp_zero_point=zero == "fpzp",
+        )
+    raise RequestError(
+        f"There is no schema named '{text}'.",
+        where="--schema",
+        expected=f"{', '.join(PRESETS)}, {SHORTHAND}, or a .toml file",
+        remedy="`hqconv schemas` explains each.",
+    )
+
+
+def load_schema(path: Path) -> TargetSchema:
+    """Read a schema from a TOML file with Humming's field names; unknown keys are refused."""
+    try:
+        words = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RequestError("The schema file cannot be read.", where=str(path), found=error) from error
+    types = {f.name: f.type for f in fields(TargetSchema) if f.name != "name"}
+    if "b_dtype" not in words:
+        raise RequestError("The schema file names no weight type.", where=str(path), expected="b_dtype = …")
+    for key, value in words.items():
+        expected = str(types.get(key, ""))
+        if key not in types or type(value).__name__ not in expected:
+            raise RequestError(
+                "The schema file has a key that is unknown or of the wrong type.",
+                where=f"{path}: {key} = {value!r}",
+                expected=expected or ", ".join(types),
+            )
+    if re.fullmatch(r"int[1-8]", words["b_dtype"]):
+        words["b_dtype"] = "u" + words["b_dtype"]
+    words.setdefault("weight_scale_type", _implied_scale_type(words))
+    return TargetSchema(name=path.stem, **words)
+
+
+def _implied_scale_type(words: dict[str, Any]) -> str:
+    """Humming's own default where a file names no scale type."""
+    if words.get("weight_scale_group_size_n", 0) > 1:
+        return "block"
+    return "group" if words.get("weight_scale_group_size", 0) > 0 else "channel"

@@ -1,0 +1,118 @@
+"""Which rows, columns and experts each rank holds. Integer arithmetic only.
+
+TP slices w1 and w3 along N and w2 along K, both of which are the expert's intermediate size I. EP deals whole
+experts. Every (tp, ep) pair is one rank. Placement formulas: vLLM's `expert_map_manager.determine_expert_map`;
+redundant copies: `eplb_state.build_initial_global_physical_to_logical_map`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hqconv.errors import RequestError
+from hqconv.schemas.target import TargetSchema
+
+LINEAR, ROUND_ROBIN = "linear", "round_robin"
+PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid of tp × ep ranks. `redundant` appends copies of experts i mod E before placement."""
+
+    tp: int = 1
+    ep: int = 1
+    placement: str = LINEAR
+    redundant: int = 0
+
+    def __post_init__(self) -> None:
+        for option, value, least in (
+            ("--tp", self.tp, 1),
+            ("--ep", self.ep, 1),
+            ("--redundant-experts", self.redundant, 0),
+        ):
+            if value < least:
+                raise RequestError(
+                    "A grid size is out of range.", where=option, expected=f">= {least}", found=value
+                )
+        if self.placement not in (LINEAR, ROUND_ROBIN):
+            raise RequestError(
+                "There is no such expert placement.",
+                where="--expert-placement",
+                expected=f"{LINEAR} or {ROUND_ROBIN}",
+                found=self.placement,
+            )
+
+    @property
+    def ranks(self) -> tuple[tuple[int, int], ...]:
+        """Every (tp rank, ep rank), tp first."""
+        return tuple((t, p) for t in range(self.tp) for p in range(self.ep))
+
+    def local_experts(self, num_experts: int, ep_rank: int) -> tuple[int, ...]:
+        """The source experts that one EP rank holds, in its local order; copies may repeat an expert."""
+        physical = [*range(num_experts), *(i % num_experts for i in range(self.redundant))]
+        if self.placement == ROUND_ROBIN:
+            return tuple(physical[ep_rank :: self.ep])
+        base, remainder = divmod(len(physical), self.ep)
+        start = ep_rank * base + min(ep_rank, remainder)
+        return tuple(physical[start : start + base + (ep_rank < remainder)])
+
+    def homes(self, num_experts: int) -> list[list[tuple[int, int]]]:
+        """For each source expert, its places: (EP rank, local index)."""
+        places: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]
+        for ep_rank in range(self.ep):
+            for local, expert in enumerate(self.local_experts(num_experts, ep_rank)):
+                places[expert].append((ep_rank, local))
+        return places
+
+
+def tp_range(size: int, tp: int, rank: int) -> tuple[int, int]:
+    """Begin and end of one TP rank's share of a dimension that `tp` divides."""
+    share = size // tp
+    return rank * share, (rank + 1) * share
+
+
+def slice_unit(schema: TargetSchema) -> int:
+    """The smallest run of the intermediate size that may be cut off without cutting a scale group."""
+    return math.lcm(PACK_UNIT, schema.weight_scale_group_size or 1, schema.weight_scale_group_size_n or 1)
+
+
+def working_tp_sizes(intermediate_size: int, schema: TargetSchema) -> list[int]:
+    """All TP sizes that cut no scale group and no packed word of this expert size."""
+    runs, rest = divmod(intermediate_size, slice_unit(schema))
+    if rest:
+        return []
+    return [t for t in range(1, runs + 1) if runs % t == 0]
+
+
+def check_grid(
+    block: str, num_experts: int, hidden_size: int, intermediate_size: int, schema: TargetSchema, grid: Grid
+) -> None:
+    """Refuse a block that the schema or the grid cannot cut, naming the TP sizes that would work."""
+    unit = slice_unit(schema)
+    if hidden_size % unit:
+        raise RequestError(
+            f"The schema '{schema.name}' does not fit the hidden size.",
+            where=block,
+            expected=f"a multiple of {unit}",
+            found=hidden_size,
+            remedy="Choose a schema with a smaller group size.",
+        )
+    sizes = working_tp_sizes(intermediate_size, schema)
+    if grid.tp not in sizes:
+        works = ", ".join(map(str, sizes)) or "none: choose a schema with a smaller group size"
+        raise RequestError(
+            f"--tp {grid.tp} would cut a scale group of the experts.",
+            where=f"{block}, intermediate size {intermediate_size}, schema {schema.name}",
+            expected=f"slices that are whole runs of {unit}",
+            found=f"{intermediate_size} / {grid.tp}",
+            remedy=f"TP sizes that work: {works}",
+        )
+    if grid.ep > num_experts + grid.redundant:
+        raise RequestError(
+            "There are more EP ranks than experts.",
+            where=block,
+            expected=f"--ep <= {num_experts + grid.redundant}",
+            found=grid.ep,
+        )

@@ -1,0 +1,99 @@
+"""Compiled loops of `unlayout`: kernel words to codes, zero-point centring undone, codes to float32.
+
+Shape legend: E experts, N rows, K columns (both padded), T = K / 16, G groups along K.
+Every loop releases the GIL: callers run one expert (or stack) per thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+_PAIR = np.uint32(0xFFFF)
+_EIGHT = np.uint32(8)
+
+
+def fragment_pieces(num_bits: int) -> Array:
+    """Where a lane's 16 pairs of codes lie in its `num_bits` words: uint32 [16, 7], see `unpack_pairs`.
+
+    A *plane* is 32 bits of fields, each as wide as the next power of two; a pair is one field in both 16-bit
+    halves of a plane (`dequant_b1248`, `dequant_b3567`). Where the width is no power of two, planes are
+    squeezed: one may straddle two words, its high bits in the first of them (`get_quanted_value_group`).
+    """
+    width = 1 << (num_bits - 1).bit_length()
+    pieces = np.zeros((16, 7), np.uint32)
+    for pair in range(16):
+        plane, field = divmod(pair * width, 16)
+        word, offset = divmod(plane * num_bits, width)
+        num_high = min(num_bits, width - offset)
+        num_low = num_bits - num_high
+        high, low = (0x00010001 * ((1 << count) - 1) for count in (num_high, num_low))
+        pieces[pair] = (word, field + offset, high, num_low, word + (num_low > 0), field, low)
+    return pieces
+
+
+@njit(nogil=True, cache=True)
+def unpack_pairs(words_ETW, num_bits, pieces, pairs_ENP):  # type: ignore[no-untyped-def]
+    """Write the codes of 16-bit-activation weights, two columns to a uint16, P = K / 2.
+
+    `words_ETW` uint32 [E, T, N * num_bits / 2]: for 64 rows and 16 columns, `num_bits` words for each of 32
+    lanes (`s2r_loader/loader_b.cuh`, `load`). A lane's fragment of 16 pairs is `pieces[pair]` = (first word,
+    shift, mask, left shift, second word, shift, mask), see `fragment_pieces`.
+    The pair's place is the A operand of `wgmma.m64nNk16`: row lane / 4, columns 2 * (lane % 4) and the next.
+    """
+    num_experts, num_tiles, num_words = words_ETW.shape
+    num_blocks = num_words // (32 * num_bits)
+    for e in range(num_experts):
+        for block in range(num_blocks):
+            for tile in range(num_tiles):
+                words = words_ETW[e, tile, block * 32 * num_bits : (block + 1) * 32 * num_bits]
+                for lane in range(32):
+                    fragment = words[lane * num_bits : (lane + 1) * num_bits]
+                    row, column = block * 64 + lane // 4, tile * 8 + lane % 4
+                    for pair in range(16):
+                        piece = pieces[pair]
+                        value = (fragment[piece[0]] >> piece[1]) & piece[2]
+                        value = (value << piece[3]) | ((fragment[piece[4]] >> piece[5]) & piece[6])
+                        # Pairs run over (16-row block, row half, column half): WGMMA::transform_b.
+                        n, k = row + pair // 2 * 8, column + pair % 2 * 4
+                        pairs_ENP[e, n, k] = (value | (value >> _EIGHT)) & _PAIR
+
+
+@njit(nogil=True, cache=True)
+def restore_centred(codes_ENK, zero_ENG, group_size, largest):  # type: ignore[no-untyped-def]
+    """Turn sign-and-magnitude codes around a zero point back into plain codes, in place; all uint8.
+
+    As `normalized_uint_to_fp` reads them: up to `largest - zero` a code is a distance above the zero point,
+    from there on the bitwise complement of the plain code.
+    """
+    for e in range(codes_ENK.shape[0]):
+        for n in range(codes_ENK.shape[1]):
+            for g in range(zero_ENG.shape[2]):
+                zero = zero_ENG[e, n, g]
+                bound = np.uint8(largest - zero)
+                codes = codes_ENK[e, n, g * group_size : (g + 1) * group_size]
+                for k in range(codes.size):
+                    code = codes[k]
+                    codes[k] = np.uint8(code + zero) if code <= bound else np.uint8(largest - code)
+
+
+@njit(nogil=True, cache=True)
+def decode_codes(codes_ENK, values, zero_ENG, scale_ENG, scale_2_EN, out_ENK):  # type: ignore[no-untyped-def]
+    """out = (values[code] - zero) * scale * scale_2 in float32, in this order; `values` has 256 entries.
+
+    The groups are the scale's; `zero_ENG` has as many or one.
+    """
+    group_size, last_zero = codes_ENK.shape[2] // scale_ENG.shape[2], zero_ENG.shape[2] - 1
+    for e in range(codes_ENK.shape[0]):
+        for n in range(codes_ENK.shape[1]):
+            scale_2 = scale_2_EN[e, n]
+            for g in range(scale_ENG.shape[2]):
+                zero, scale = zero_ENG[e, n, min(g, last_zero)], scale_ENG[e, n, g]
+                codes = codes_ENK[e, n, g * group_size : (g + 1) * group_size]
+                out = out_ENK[e, n, g * group_size : (g + 1) * group_size]
+                for k in range(codes.size):
+                    out[k] = ((values[codes[k]] - zero) * scale) * scale_2

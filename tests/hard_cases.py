@@ -1,0 +1,66 @@
+"""Matrices on which quantizers disagree: zeros, ties, -0, subnormals, extreme exponents, equal groups."""
+
+from __future__ import annotations
+
+import torch
+
+SCHEMAS = (
+    "mxfp4",
+    "nvfp4",
+    "mxfp8",
+    "fp8",
+    "fp8-e5m2",
+    "fp8-block",
+    "fp8-tensor",
+    "fp6-e3m2",
+    "fp6-e2m3",
+    "int8",
+    "int4",
+    "int4-g64-zp",
+    "int3-g64",
+    "int4-g128-fpzp",
+    "int7-c",
+    "int4-c-zp",
+    "int8-g128-zp",
+    "int7-g64-zp",
+    "int5-c-fpzp",
+    "int1-g64",
+    "int2-g32-zp",
+    "int6-g128",
+)
+
+
+def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A matrix [num_rows, num_columns] of weights with heavy channels and, in its first rows, every hard case."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    weights = normal(num_rows, num_columns) * 0.02
+    weights *= torch.exp(normal(1, num_columns) * 0.7)
+    info = torch.finfo(dtype)
+    columns = torch.arange(num_columns)
+    ramp = (columns % 97 - 48).float()
+    rows = [
+        torch.zeros(num_columns),
+        torch.full((num_columns,), -0.0),
+        torch.full((num_columns,), 0.03125),
+        torch.full((num_columns,), -0.0437),
+        ramp * (info.smallest_normal / 64),  # subnormals of the source type
+        normal(num_columns).clamp(-1, 1) * info.max * 0.999,
+        torch.where(columns % 64 < 32, info.max, info.smallest_normal)
+        * torch.where(columns % 2 == 0, 1.0, -1.0),
+        (columns % 25 - 12).float() * 0.25,  # e2m1 ties, with the group maximum 6 or 5.75 or …
+        torch.where(columns % 32 == 0, 6.0, (columns % 13).float() * 0.25),  # exact ties under scale 1
+        (columns % 33 - 16).float() * 0.5,  # integer ties
+        -normal(num_columns).abs(),
+        normal(num_columns).abs(),
+        torch.where(columns % 50 == 7, 3.0, 0.0),
+        torch.exp2((columns % 29 - 14).float()) * torch.where(columns % 3 == 0, -1.0, 1.0),
+        torch.where(columns % 128 < 64, torch.zeros(()), normal(num_columns) * 1e-4),
+        torch.where(columns % 16 == 0, 448.0, (columns % 17 - 8).float() * 26.0),
+    ]
+    for index, row in enumerate(rows[:num_rows]):
+        weights[index] = row
+    return weights.to(dtype)

@@ -1,0 +1,185 @@
+"""Checkpoints that transformers itself wrote, and conversions of them: the fixtures of the pipeline's tests."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hqconv.checkpoint import Checkpoint
+from hqconv.convert import Summary, convert
+from hqconv.experts import map_experts
+from hqconv.pipeline import Resources
+from hqconv.plan import Plan, Request, default_param_dtype, make_plan
+from hqconv.schemas.target import TargetSchema, resolve_schema
+from hqconv.sharding import Grid
+
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
+
+# Sizes are small, unequal, and not powers of two where the formats allow it.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": (
+        "Mixtral",
+        {**_ATTENTION, "intermediate_size": 192, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **_ATTENTION,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 64,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "intermediate_size": 192,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+
+def save_model(
+    folder: Path,
+    family: str,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: str = "150KB",
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """Let transformers make a tiny model with random weights and save it, with files of a tokenizer."""
+    import transformers
+
+    name, words = MODELS[family]
+    config = getattr(transformers, f"{name}Config")(**{**_COMMON, "hidden_size": 128, **words, **overrides})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3).add_(torch.randn_like(parameter) * 0.003)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "ключ": 1}\n', encoding="utf-8")
+    (folder / "extra").mkdir()
+    (folder / "extra" / "notes.bin.txt").write_bytes(bytes(range(256)))
+    return folder
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's model*.safetensors files, by the safetensors library."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def load_file(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(left: torch.Tensor, right: torch.Tensor, what: object) -> None:
+    """Same dtype, shape and bits; else say where they first differ."""
+    assert (left.dtype, tuple(left.shape)) == (right.dtype, tuple(right.shape)), what
+    if left.numel() == 0:
+        return
+    bits = [x.contiguous().flatten().view(torch.uint8).view(-1, x.dtype.itemsize) for x in (left, right)]
+    wrong = (bits[0] != bits[1]).any(-1).nonzero().flatten()
+    if len(wrong):
+        place = tuple(int(i) for i in torch.unravel_index(wrong[0], left.shape))
+        values = [x[int(wrong[0])].tolist() for x in bits]
+        raise AssertionError(f"{what}: {len(wrong)} of {left.numel()} differ, first at {place}: {values}")
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every file's digest, by path."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@functools.cache
+def schema_of(name: str) -> TargetSchema:
+    return resolve_schema(name)
+
+
+def open_plan(
+    src: Path,
+    schema: str | TargetSchema,
+    grid: Grid | None = None,
+    layout: str = "kernel",
+    dtype: str | None = None,
+) -> tuple[Checkpoint, Plan]:
+    """Open a folder and plan its conversion for sm90 and 16-bit activations."""
+    checkpoint = Checkpoint.open(str(src))
+    experts = map_experts(checkpoint.tensors, checkpoint.config)
+    request = Request(
+        schema=schema_of(schema) if isinstance(schema, str) else schema,
+        param_dtype=dtype or default_param_dtype(checkpoint.config, experts),
+        sm_version=90,
+        grid=grid or Grid(),
+        layout=layout,
+    )
+    return checkpoint, make_plan(checkpoint, experts, request)
+
+
+def run(
+    src: Path,
+    out: Path,
+    schema: str | TargetSchema,
+    grid: Grid | None = None,
+    *,
+    layout: str = "kernel",
+    dtype: str | None = None,
+    threads: int = 2,
+    max_memory: int = 1 << 30,
+    **options: Any,
+) -> Summary:
+    """Convert a folder on the CPU."""
+    checkpoint, plan = open_plan(src, schema, grid, layout, dtype)
+    with checkpoint:
+        resources = Resources(torch.device("cpu"), max_memory, threads)
+        return convert(checkpoint, plan, out, resources, **options)
+
+
+def manifest(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "hqconv.json").read_bytes()))
