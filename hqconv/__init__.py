@@ -1,3 +1,23 @@
-"""hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels."""
+"""hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels.
 
-__version__ = "0.1.0"
+For programs: `load(path, tp_rank, ep_rank)` gives a rank's kernel tensors, `dequantize(path, block)` float experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hqconv.version import __version__
+
+if TYPE_CHECKING:
+    from hqconv.library import dequantize, load
+
+__all__ = ["__version__", "dequantize", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("load", "dequantize"):
+        from hqconv import library  # loads torch, which the command line must not
+
+        return getattr(library, name)
+    raise AttributeError(f"module 'hqconv' has no attribute '{name}'")

@@ -76,7 +76,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
             where=str(root),
             expected=f"a folder with {artifact.MANIFEST}",
             found="no such file" if root.is_dir() else "no such folder",
-            remedy="Give the OUT of `hqconv convert`. A folder whose manifest is lost cannot be trusted: convert again.",
+            remedy="Give the OUT of `hqconv convert`; where the manifest is lost, convert again.",
         )
     try:
         words = json.loads(path.read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def _check(path: Path, words: Any) -> None:
             found=f"{version} (hqconv {words.get('hqconv_version', '?')})",
             remedy="Upgrade hqconv.",
         )
-    if version != artifact.FORMAT_VERSION:
+    if type(version) is not int or version != artifact.FORMAT_VERSION:
         raise _damaged(path, f"format_version {artifact.FORMAT_VERSION}", repr(version))
     _check_keys(path, "", words, _MANIFEST_KEYS)
     for group, keys in (("blocks", _BLOCK_KEYS), ("files", _FILE_KEYS)):

@@ -12,11 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import hqconv
 from hqconv.checkpoint import Checkpoint
 from hqconv.pipeline import Report, Resources, Workers, count_workers
 from hqconv.plan import BlockGroup, Group, Plan
 from hqconv.schemas import artifact
+from hqconv.version import __version__
 from hqconv.writer import (
     FileRecord,
     GroupWriter,
@@ -154,7 +154,7 @@ def _check_remaining_space(folder: OutputFolder, plan: Plan) -> None:
 def _identity(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     """What a resumed run must have in common with the first."""
     return {
-        "hqconv version": hqconv.__version__,
+        "hqconv version": __version__,
         "humming-kernels version": version("humming-kernels"),
         "source files": [asdict(file) for file in checkpoint.files],
         "source config": checkpoint.config,
@@ -204,7 +204,7 @@ def build_manifest(
     files = sorted((r for r in [*(f for e in entries for f in e.files), *loose]), key=lambda r: r.path)
     return {
         "format_version": artifact.FORMAT_VERSION,
-        "hqconv_version": hqconv.__version__,
+        "hqconv_version": __version__,
         "humming_kernels_version": version("humming-kernels"),
         "source": {
             "name": checkpoint.repo_id or checkpoint.name,

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +46,7 @@ def describe(path: str) -> Words:
         return describe_unfinished(root)
     with Checkpoint.open(path) as checkpoint:
         if _quant_method(checkpoint.config) == "hqconv":
-            read_manifest(root)  # says that the manifest is lost
+            return describe_artifact(checkpoint.root)  # from the Hub, or it says that the manifest is lost
         return describe_source(checkpoint)
 
 
@@ -208,7 +209,7 @@ def block_runs(blocks: Mapping[str, Mapping[str, Any]]) -> list[Words]:
 def _ranges(numbers: list[int]) -> str:
     """`3-60`, `0-3,7`, or `1,3,…,59` for a regular step."""
     numbers = sorted(numbers)
-    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"
     runs: list[list[int]] = []
@@ -235,7 +236,7 @@ def summarize_errors(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, Words
             "max": max(values.values()),
             "worst_block": max(values, key=values.__getitem__),
         }
-        for projection, values in sorted(found.items())
+        for projection, values in found.items()
     }
 
 
@@ -316,6 +317,7 @@ def _rank_bytes(manifest: Words) -> dict[str, int]:
 def describe_schemas() -> Words:
     """Every preset, and the integer shorthand."""
     return {
+        "kind": "schemas",
         "presets": [_schema_words(schema, "bfloat16") for schema in PRESETS.values()],
         "shorthand": {
             "name": SHORTHAND,

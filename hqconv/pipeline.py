@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ COPY_CHUNK_BYTES = 8 << 20
 _COUPLED = ("w1", "w3")
 _SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _MAX_CUDA_WORKERS = 4
+_HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
 
 Report = Callable[[str, int], None]  # group name, source bytes dealt with
 
@@ -109,16 +110,24 @@ class Workers:
 
     def _all(self, submitted: Iterable[Future[Any]]) -> list[Any]:
         """Results in order; on the first failure the rest is cancelled and that failure is raised."""
-        futures = list(submitted)
-        wait(futures, return_when=FIRST_EXCEPTION)
+        futures: list[Future[Any]] = []
+        try:
+            futures.extend(submitted)
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # interrupted: nobody may still write when the caller closes the files
+            self._stop(futures)
+            raise
         failures = [f.exception() for f in futures if f.done() and not f.cancelled() and f.exception()]
         if failures:
-            self._cancelled.set()
-            for future in futures:
-                future.cancel()
-            wait(futures)
+            self._stop(futures)
             raise next((e for e in failures if e and not isinstance(e, CancelledError)), CancelledError())
         return [future.result() for future in futures]
+
+    def _stop(self, futures: list[Future[Any]]) -> None:
+        self._cancelled.set()
+        for future in futures:
+            future.cancel()
+        wait(futures)
 
 
 def convert_expert(
@@ -131,9 +140,9 @@ def convert_expert(
         present = [name for name in names if name in block.sources[expert]]
         matrices = [_read(workers, block.sources[expert][name]["weight"]) for name in present]
         results = quantize(matrices, request.schema, request.param_dtype)
-        for name, result in zip(present, results, strict=True):
-            _check_numbers(block.sources[expert][name]["weight"], result, request)
-            quantized[name] = result
+        refs = [block.sources[expert][name]["weight"] for name in present]
+        _check_numbers(refs, results, request)
+        quantized |= dict(zip(present, results, strict=True))
         del matrices
     if request.layout == artifact.KERNEL:
         _write_kernel(group, request, writer, expert, quantized)
@@ -173,20 +182,23 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
-def _check_numbers(ref: TensorRef, result: Quantized, request: Request) -> None:
-    if not result.is_finite:
-        raise InputError(
-            "A weight is NaN or infinite.",
-            where=f"tensor {ref.name}",
-            expected="finite numbers",
-            remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
-        )
-    if not math.isfinite(result.error):
-        raise InputError(
-            "A weight is too large for the schema: it would decode to infinity or NaN.",
-            where=f"tensor {ref.name}, schema {request.schema.name}, {request.param_dtype}",
-            remedy="Try --dtype bfloat16, or look at the tensor: such values are rarely meant.",
-        )
+def _check_numbers(refs: Sequence[TensorRef], results: Sequence[Quantized], request: Request) -> None:
+    """Refuse what is no number, first of all: under a shared scale a NaN spoils its partner's codes too."""
+    for ref, result in zip(refs, results, strict=True):
+        if not result.is_finite:
+            raise InputError(
+                "A weight is NaN or infinite.",
+                where=f"tensor {ref.name}",
+                expected="finite numbers",
+                remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
+            )
+    for ref, result in zip(refs, results, strict=True):
+        if not math.isfinite(result.error):
+            raise InputError(
+                "A weight is too large for the schema: it would decode to infinity or NaN.",
+                where=f"tensor {ref.name}, schema {request.schema.name}, {request.param_dtype}",
+                remedy="Try --dtype bfloat16, or look at the tensor: such values are rarely meant.",
+            )
 
 
 def _block_errors(sums: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
@@ -222,7 +234,8 @@ def working_bytes(block: ExpertBlock, request: Request) -> int:
     widened = 0 if block.dtype == "BF16" else numbers * 4
     packed = numbers * request.schema.bits_per_weight() / 8
     # Two matrices in flight; three packed; a TP slice cut, stacked, padded and permuted; scale temporaries.
-    return int(2 * (source + widened) + 3 * packed + 8 * packed / request.grid.tp + 0.5 * numbers) + (4 << 20)
+    live = 2 * (source + widened) + 3 * packed + 8 * packed / request.grid.tp + 0.5 * numbers
+    return int(_HEAP_FACTOR * live) + (6 << 20)
 
 
 def count_workers(blocks: Iterable[ExpertBlock], request: Request, resources: Resources) -> int:

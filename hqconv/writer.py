@@ -177,7 +177,10 @@ class OutputFolder:
         with output_errors(self.root):
             if self.root.exists() and not self.root.is_dir():
                 raise _taken(self.root, "a file")
-            occupied = self.root.exists() and any(self.root.iterdir())
+            begun = self._journal.with_name(
+                self._journal.name + artifact.PARTIAL
+            )  # killed in its first moment
+            occupied = self.root.exists() and any(path != begun for path in self.root.iterdir())
         if occupied and overwrite:
             self._clear()
         elif occupied and resume:
@@ -209,15 +212,15 @@ class OutputFolder:
                     path.unlink()
 
     def _continue(self) -> None:
-        if (self.root / artifact.MANIFEST).exists():
-            raise _taken(self.root, "a finished artifact")
         if not self._journal.exists():
-            raise _taken(self.root, f"a folder without {artifact.JOURNAL}: nothing to resume")
+            finished = (self.root / artifact.MANIFEST).exists()
+            nothing = f"a folder without {artifact.JOURNAL}: nothing to resume"
+            raise _taken(self.root, "a finished artifact" if finished else nothing)
         with output_errors(self._journal):
-            lines = self._journal.read_bytes().split(b"\n")
+            *lines, torn = self._journal.read_bytes().split(b"\n")
         try:
-            before = json.loads(lines[0])
-        except ValueError:
+            before = dict(json.loads(lines[0]))
+        except (ValueError, IndexError, TypeError):
             raise _taken(self.root, "an unreadable journal: nothing to resume") from None
         _compare(self.root, before, self._identity)
         for line in lines[1:]:
@@ -225,6 +228,9 @@ class OutputFolder:
             if entry and all(self._is_there(record) for record in entry.files):
                 self.done[entry.group] = entry
         with output_errors(self.root):
+            if torn:  # half a line of a killed run: what is recorded next must not be glued to it
+                os.truncate(self._journal, sum(len(line) + 1 for line in lines))
+            (self.root / artifact.MANIFEST).unlink(missing_ok=True)  # killed after sealing
             for path in self.root.rglob("*" + artifact.PARTIAL):
                 path.unlink()
 
@@ -273,7 +279,7 @@ def _parse_entry(line: bytes) -> JournalEntry | None:
 
 def _compare(root: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to resume another conversion, naming the first difference."""
-    for key in sorted({*before, *now}):
+    for key in {**now, **before}:  # in their own order: what was asked for before what follows from it
         if before.get(key) != now.get(key):
             raise OutputError(
                 f"The unfinished conversion differs from this one in: {key}.",

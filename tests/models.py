@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from hqconv.checkpoint import Checkpoint
 from hqconv.convert import Summary, convert
@@ -97,6 +99,42 @@ def save_model(
     return folder
 
 
+def save_big(folder: Path, layers: int, experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Path:
+    """A Qwen3-MoE checkpoint of one shard per layer, with experts and little else. Quick: blocks repeat."""
+    folder.mkdir(parents=True)
+    words = {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "num_hidden_layers": layers,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "hidden_size": hidden,
+        "moe_intermediate_size": inner,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    (folder / "config.json").write_text(json.dumps(words))
+    noise = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+    weight_map = {}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        tensors = {f"{prefix}.mlp.gate.weight": noise[: experts * hidden].reshape(experts, hidden).clone()}
+        for expert in range(experts):
+            for name, shape in (
+                ("gate_proj", (inner, hidden)),
+                ("up_proj", (inner, hidden)),
+                ("down_proj", (hidden, inner)),
+            ):
+                flat = noise.roll(len(tensors)).repeat(-(-inner * hidden // len(noise)))
+                tensors[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = flat[: inner * hidden].reshape(
+                    shape
+                )
+        file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
+        save_file(tensors, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a folder's model*.safetensors files, by the safetensors library."""
     tensors: dict[str, torch.Tensor] = {}
@@ -113,6 +151,16 @@ def load_file(path: Path) -> dict[str, torch.Tensor]:
 def raw(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers: torch stacks, joins and picks those of every width."""
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+
+
+def pick(tensor: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+    """Entries of the first dimension, in the given order."""
+    return words_of(tensor)[list(indices)].view(tensor.dtype)
 
 
 def assert_same(left: torch.Tensor, right: torch.Tensor, what: object) -> None:

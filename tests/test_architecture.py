@@ -24,6 +24,7 @@ MAX_LINES = 400
 
 LAYERS = {
     "hqconv.errors": 0,
+    "hqconv.version": 0,
     "hqconv.schemas": 0,
     "hqconv.safetensors_header": 1,
     "hqconv.hub": 1,
@@ -32,39 +33,50 @@ LAYERS = {
     "hqconv.sharding": 1,
     "hqconv.decode": 1,
     "hqconv.unlayout*": 1,
+    "hqconv.reference": 1,
     "hqconv.backends": 1,
     "hqconv.plan": 2,
     "hqconv.writer": 2,
     "hqconv.pipeline": 3,
     "hqconv.convert": 3,
-    "hqconv.verify*": 3,
+    "hqconv.verif*": 3,
     "hqconv.inspection": 3,
+    "hqconv.library": 3,
     "hqconv.artifact_*": 3,
     "hqconv.cli": 4,
-    "hqconv.render": 4,
+    "hqconv.job": 4,
+    "hqconv.options": 4,
+    "hqconv.render*": 4,
+    "hqconv.progress": 4,
     "hqconv.__main__": 4,
 }
 # Who may import whom within one layer. The package `hqconv` itself imports nothing of its own.
 SAME_LAYER = {
     "hqconv.schemas": ("hqconv.errors", "hqconv.schemas"),
     "hqconv.checkpoint": ("hqconv.hub", "hqconv.safetensors_header"),
-    "hqconv.unlayout*": ("hqconv.backends", "hqconv.unlayout*"),
+    # Neither judge shares code with what it judges: no hqconv.backends here, and nothing for hqconv.reference.
+    "hqconv.unlayout*": ("hqconv.unlayout*",),
     "hqconv.backends": ("hqconv.backends", "hqconv.sharding"),
     "hqconv.writer": ("hqconv.plan",),
     "hqconv.convert": ("hqconv.pipeline", "hqconv.artifact_*"),
     "hqconv.pipeline": ("hqconv.artifact_*",),
-    "hqconv.verify*": ("hqconv.verify*", "hqconv.artifact_*"),
+    "hqconv.verif*": ("hqconv.verif*", "hqconv.artifact_*"),
     "hqconv.inspection": ("hqconv.artifact_*",),
+    "hqconv.library": ("hqconv.verif*",),
     "hqconv.artifact_*": ("hqconv.artifact_*",),
-    "hqconv.cli": ("hqconv.render",),
+    "hqconv.cli": ("hqconv.job", "hqconv.options", "hqconv.render*"),
+    "hqconv.job": ("hqconv.options", "hqconv.progress"),
+    "hqconv.render*": ("hqconv.progress", "hqconv.render*"),
     "hqconv.__main__": ("hqconv.cli",),
 }
+# What `import hqconv` offers: the version, and the functions for programs, which load on first use.
+PACKAGE_IMPORTS = (("hqconv", "hqconv.version"), ("hqconv", "hqconv.library"))
 # Libraries that only some modules may import at all.
 ONLY_IN = {
     "humming": ("hqconv.backends",),
     "numba": ("hqconv.backends", "hqconv.unlayout*"),
-    "typer": ("hqconv.cli", "hqconv.render", "hqconv.__main__"),
-    "rich": ("hqconv.cli", "hqconv.render", "hqconv.__main__"),
+    "typer": ("hqconv.cli",),
+    "rich": ("hqconv.progress", "hqconv.render*"),
 }
 # Modules that must not load torch when they are imported.
 WITHOUT_TORCH = (
@@ -177,7 +189,7 @@ def wrong_direction(found: Mapping[str, list[Import]]) -> list[str]:
         own = lookup(LAYERS, name)
         for item in targets:
             entry = lookup(LAYERS, item.target)
-            if entry is None or item.target == name:
+            if entry is None or item.target == name or (name, item.target) in PACKAGE_IMPORTS:
                 continue
             # The package's own __init__ runs before everything else, so it is below every layer.
             own_layer, layer = LAYERS[own] if own else -1, LAYERS[entry]

@@ -23,6 +23,15 @@ from torch.overrides import TorchFunctionMode
 
 from hqconv.backends import twins
 
+_MODULES = (
+    "ops",
+    "dtypes",
+    "schema",
+    "transform",
+    "device",
+    "config",
+    "utils.weight",
+)
 _OPS = (
     "quant_weight",
     "pack_weight",
@@ -63,17 +72,20 @@ def humming() -> SimpleNamespace:
     if not torch.cuda.is_available():
         # On import Humming starts a compiler process for its launcher, which only a GPU needs.
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
-    modules = {
-        name: importlib.import_module(f"humming.{name}" if name else "humming")
-        for name in ("ops", "dtypes", "schema", "transform", "device", "config", "utils.weight")
-    }
+    modules = {name.rpartition(".")[2]: importlib.import_module(f"humming.{name}") for name in _MODULES}
     ops = modules["ops"]
     for name in _OPS:
         setattr(ops, name, _by_device(getattr(ops, name), getattr(twins, name)))
-    modules["weight"] = modules.pop("utils.weight")
     if not torch.cuda.is_available():
         _stand_in_for_device(modules["device"])
     return SimpleNamespace(**modules)
+
+
+@functools.cache
+def humming_gpu() -> SimpleNamespace:
+    """The modules that only a GPU can use: tuning and the GEMM itself."""
+    names = ("tune", "forward", "kernel.humming")
+    return SimpleNamespace(**{n.partition(".")[0]: importlib.import_module(f"humming.{n}") for n in names})
 
 
 def _by_device(cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Callable[..., Any]:

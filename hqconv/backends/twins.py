@@ -57,6 +57,7 @@ def largest_value(kind: int, bits: int, exponent: int, mantissa: int) -> float:
 FUSED_GROUP_SIZE = 128
 
 
+@np.errstate(all="ignore")  # extreme ranges overflow, here as on the GPU
 def group_scales(
     code: tuple[int, int, int, int],
     highest: Array,

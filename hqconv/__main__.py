@@ -1,0 +1,5 @@
+"""`python -m hqconv`."""
+
+from hqconv.cli import main
+
+main()

@@ -1,0 +1,164 @@
+"""Runs the production kernel: Humming's indexed fused-MoE GEMMs, as vLLM's `fused_humming_moe.py` calls them.
+
+Legend: T tokens, k choices per token, E experts of this rank, H hidden size, I this rank's intermediate size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hqconv.backends.humming_runtime import humming, humming_gpu
+
+_COMPUTE = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}
+
+_SILU = "a / (1.f + expf(-a))"
+_GELU = "0.5f * a * (1.f + erff(a * 0.7071067811865476f))"
+_GELU_TANH = "0.5f * a * (1.f + tanhf(0.7978845608028654f * (a + 0.044715f * a * a * a)))"
+_RELU2 = "fmaxf(a, 0.f) * fmaxf(a, 0.f)"
+_UNARY = {
+    "silu": _SILU,
+    "swish": _SILU,
+    "gelu": _GELU,
+    "gelu_tanh": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "gelu_new": _GELU_TANH,
+    "relu": "fmaxf(a, 0.f)",
+    "relu2": _RELU2,
+}
+_CLAMPED_SWIGLU = "fminf(a, 7.f) / (1.f + expf(-1.702f * fminf(a, 7.f))) * (fmaxf(fminf(b, 7.f), -7.f) + 1.f)"
+
+
+def activation_words(name: str, gated: bool) -> dict[str, str]:
+    """The activation as Humming's input-processing kernel takes it. KeyError if unknown."""
+    if name == "swigluoai":
+        return {"activation_type": "binary_split", "activation_impl": _CLAMPED_SWIGLU}
+    if not gated:
+        return {"activation_type": "unary", "activation_impl": _UNARY[name]}
+    return {"activation_type": "binary_split", "activation_impl": f"({_UNARY[name]}) * b"}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM of a rank: Humming's LayerConfig and its kernel tensors [E, …] on the device."""
+
+    config: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Gemm:
+    """A GEMM from LayerConfig words, as a rank file's metadata holds them, and its tensors."""
+    return Gemm(humming().config.LayerConfig(**words), tensors)
+
+
+@functools.lru_cache(maxsize=64)
+def _tuning_entry(config: Any, shape_m: int) -> dict[str, Any]:
+    """The one tuning entry that covers `shape_m`; compiling all of them takes most of a minute."""
+    entries = humming_gpu().tune.get_heuristics_config(layer_config=config, gemm_type="indexed")
+    for low, high, entry in entries:
+        if low < shape_m <= high:
+            return dict(entry)
+    return dict(entries[-1][2])
+
+
+def compile_kernels(gemms: list[Gemm], tuned_for_m: int, device: torch.device) -> None:
+    """Compile all that `fused_moe` will need, side by side; each takes seconds on a fresh kernel cache."""
+    lib = humming_gpu()
+
+    def compile_one(config: Any) -> None:
+        entry = _tuning_entry(config, tuned_for_m)
+        with torch.cuda.device(device):
+            lib.kernel.HummingKernel.prepare_kernels(config.to_str(), _COMPUTE, entry, device)
+
+    configs = list({gemm.config.to_str(): gemm.config for gemm in gemms}.values())
+    with ThreadPoolExecutor(max(1, len(configs))) as pool:
+        list(pool.map(compile_one, configs))
+
+
+def _align(local_ids: torch.Tensor, num_experts: int, block_size: int) -> dict[str, torch.Tensor]:
+    """Route indices sorted by expert, each expert's run padded to the block size; routes of -1 are left out."""
+    flat = local_ids.reshape(-1)
+    runs, experts = [], []
+    for expert in range(num_experts):
+        routes = torch.nonzero(flat == expert).squeeze(1)
+        num_blocks = math.ceil(routes.numel() / block_size)
+        padding = num_blocks * block_size - routes.numel()
+        runs.append(torch.nn.functional.pad(routes, (0, padding), value=flat.numel()))
+        experts += [expert] * num_blocks
+    sorted_ids = torch.cat(runs).to(torch.int32)
+    return {
+        "sorted_ids": sorted_ids,
+        "expert_ids": torch.tensor(experts, dtype=torch.int32, device=flat.device),
+        "num_tokens_padded": torch.tensor(sorted_ids.numel(), dtype=torch.int32, device=flat.device),
+    }
+
+
+def fused_moe(
+    gemms: Mapping[str, Gemm],
+    x: torch.Tensor,
+    local_ids: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str,
+    gated: bool,
+    tuned_for_m: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's share of a MoE block on tokens `x` [T, H] of the parameter dtype.
+
+    `local_ids` int64 [T, k] are this rank's expert indices, -1 for routes of other ranks; `weights` float32
+    [T, k]. Returns float32 partial sums [T, H] and the activated intermediate [T * k, I] (zero rows for other
+    ranks' routes). `tuned_for_m` picks the tuning entry, so that batches of several sizes compile one kernel.
+    """
+    num_tokens, top_k = local_ids.shape
+    is_local = (local_ids >= 0).reshape(-1, 1)
+    num_local = int(is_local.sum())
+    w13, w2 = gemms["w13"], gemms["w2"]
+    inner = w2.config.shape_k - w2.config.pad_shape_k
+    if not num_local:
+        return x.new_zeros(x.shape, dtype=torch.float32), x.new_zeros(num_tokens * top_k, inner)
+    width = w13.config.shape_n - w13.config.pad_shape_n
+    wide = _gemm(w13, x, local_ids, top_k, x.new_zeros(num_tokens * top_k, width), num_local, tuned_for_m)
+    hidden, group_scale, token_scale = humming_gpu().forward.may_process_input(
+        w2.config, inputs=wide, **activation_words(activation, gated)
+    )
+    scale = group_scale if group_scale is not None else token_scale
+    out = x.new_zeros(num_tokens * top_k, x.size(1))
+    out = _gemm(w2, hidden, local_ids, 1, out, num_local, tuned_for_m, scale)
+    routed = torch.where(is_local, out.float(), 0.0).view(num_tokens, top_k, -1)
+    inner_values = torch.where(is_local, hidden, 0.0) if hidden.dtype == x.dtype else hidden
+    return (routed * weights.unsqueeze(-1)).sum(1), inner_values
+
+
+def _gemm(
+    gemm: Gemm,
+    inputs: torch.Tensor,
+    local_ids: torch.Tensor,
+    top_k: int,
+    outputs: torch.Tensor,
+    num_local: int,
+    tuned_for_m: int,
+    input_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    lib = humming_gpu()
+    entry = _tuning_entry(gemm.config, tuned_for_m)
+    aligned = _align(local_ids, gemm.config.num_experts, entry["block_shape"][0])
+    num_sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
+    result: torch.Tensor = lib.forward.humming_forward(
+        gemm.config,
+        inputs=inputs,
+        outputs=outputs,
+        input_scale=input_scale,
+        locks=torch.zeros(num_sms * 8, dtype=torch.int32, device=inputs.device),
+        top_k=top_k,
+        valid_shape_m=num_local,
+        compute_config=_COMPUTE,
+        tuning_config=entry,
+        **gemm.tensors,
+        **aligned,
+    )
+    return result

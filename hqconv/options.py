@@ -1,0 +1,116 @@
+"""What option values mean: sizes, targets, devices, places. No Typer here; torch only where a device is asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hqconv.errors import OutputError, RequestError
+from hqconv.schemas import artifact
+
+if TYPE_CHECKING:
+    import torch
+
+_CHECKPOINT_LAYOUT_TARGET = 90  # only to ask Humming whether a schema runs at all
+
+
+def parse_bytes(text: str) -> int:
+    """`512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        what, expected = "The memory limit is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
+        raise RequestError(what, where="--max-memory", expected=expected, found=text)
+    number, prefix, binary, unit = match[1], match[2].upper(), match[3], match[4]
+    power = " KMGT".index(prefix) if prefix else 0
+    return int(float(number) * (1000 if unit and not binary else 1024) ** power)
+
+
+def parse_target(text: str) -> int:
+    """The SM version in `sm75` … `sm120`. Raises RequestError for anything else."""
+    match = re.fullmatch(r"sm(\d{2,3})", text)
+    if match is None or not 75 <= int(match[1]) <= 120:
+        remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", text) else "An H100 or H200 is sm90."
+        what = "The target is not a GPU architecture."
+        raise RequestError(what, where="--target", expected="sm75 … sm120", found=text, remedy=remedy)
+    return int(match[1])
+
+
+def choose_device(text: str) -> torch.device:
+    """The device of `--device`. Raises RequestError for one that is not here."""
+    import torch
+
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", text)
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if match is None:
+        expected = "auto, cuda, cuda:N or cpu"
+        raise RequestError("There is no such device.", where="--device", expected=expected, found=text)
+    if text == "cpu" or (text == "auto" and not num_devices):
+        return torch.device("cpu")
+    index = int(match[1] or 0)
+    if index >= num_devices:
+        expected, remedy = f"one of {num_devices} CUDA device(s)", "Use --device cpu: the bytes are the same."
+        what = "There is no such CUDA device."
+        raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
+    return torch.device("cuda", index)
+
+
+def choose_target(text: str | None, layout: str, device: torch.device) -> int:
+    """The SM version of `--target`, or of the CUDA device here. Raises RequestError where there is none.
+
+    The checkpoint layout does not depend on it.
+    """
+    if text is not None:
+        return parse_target(text)
+    if layout == artifact.CHECKPOINT:
+        return _CHECKPOINT_LAYOUT_TARGET
+    import torch
+
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device.index or 0)
+        return major * 10 + minor
+    raise RequestError(
+        "The target GPU must be named.",
+        where="--target",
+        expected="the GPU that will serve, such as sm90",
+        found="no option, and no CUDA device here to take it from",
+        remedy="Add --target sm90 (H100, H200): the kernel layout depends on the GPU.",
+    )
+
+
+def default_out(name: str, schema: str, tp: int, ep: int) -> Path:
+    """`./<model>-<schema>[-tpT][-epP]`."""
+    return Path(f"{name}-{schema}" + (f"-tp{tp}" if tp > 1 else "") + (f"-ep{ep}" if ep > 1 else ""))
+
+
+def check_places(source_folder: Path, out: Path) -> None:
+    """Raises OutputError where source and output lie in one another: a later run would mistake one for the other."""
+    source, target = source_folder.resolve(), out.resolve()
+    if target.is_relative_to(source) or source.is_relative_to(target):
+        what, remedy = "The output would lie in the source, or the source in it.", "Choose another with -o."
+        raise OutputError(
+            what, where=str(out), expected=f"a folder outside of {source_folder}", remedy=remedy
+        )
+
+
+def parse_layers(text: str | None) -> frozenset[int] | None:
+    """The layers of `--layers 0,3-5`, or None where the option is not given. Raises RequestError for anything else."""
+    if text is None:
+        return None
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            expected = "layer numbers and ranges, such as 0,3-5"
+            raise RequestError("The layers cannot be read.", where="--layers", expected=expected, found=text)
+        layers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(layers)
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """The batch sizes of `--tokens 1,17,256`. Raises RequestError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,5}", part) for part in parts):
+        expected = "batch sizes from 1 to 999999, such as 1,17,256"
+        raise RequestError("The batch sizes cannot be read.", where="--tokens", expected=expected, found=text)
+    return tuple(int(part) for part in parts)

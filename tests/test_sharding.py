@@ -1,0 +1,127 @@
+"""Placement against vLLM's own formulas written down once more, and TP sizes by brute force."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hqconv.errors import RequestError
+from hqconv.schemas.target import resolve_schema
+from hqconv.sharding import LINEAR, ROUND_ROBIN, Grid, check_grid, slice_unit, tp_range, working_tp_sizes
+
+PLACEMENTS = (LINEAR, ROUND_ROBIN)
+SCHEMAS = ("mxfp4", "nvfp4", "fp8", "fp8-block", "fp8-tensor", "int4", "int4-g64-zp", "int7-c", "int2-g32-zp")
+
+
+def vllm_owner(num_physical: int, ep: int, placement: str, physical: int) -> int:
+    """The EP rank of a physical expert, one at a time: vLLM's determine_expert_map.
+
+    linear: "first `remainder` ranks get one more expert"; round_robin: expert e lives on rank e mod ep.
+    """
+    if placement == ROUND_ROBIN:
+        return physical % ep
+    base, remainder = num_physical // ep, num_physical % ep
+    for rank in range(ep):
+        physical -= base + 1 if rank < remainder else base
+        if physical < 0:
+            return rank
+    raise AssertionError(physical)
+
+
+grids = st.builds(
+    Grid,
+    tp=st.integers(1, 4),
+    ep=st.integers(1, 12),
+    placement=st.sampled_from(PLACEMENTS),
+    redundant=st.integers(0, 30),
+)
+
+
+@given(num_experts=st.integers(1, 40), grid=grids)
+def test_placement_is_vllms(num_experts: int, grid: Grid) -> None:
+    total = num_experts + grid.redundant
+    expected: list[list[int]] = [[] for _ in range(grid.ep)]
+    for physical in range(total):
+        source = physical if physical < num_experts else (physical - num_experts) % num_experts
+        expected[vllm_owner(total, grid.ep, grid.placement, physical)].append(source)
+    assert [list(grid.local_experts(num_experts, rank)) for rank in range(grid.ep)] == expected
+
+
+@given(num_experts=st.integers(1, 40), grid=grids)
+def test_homes_is_the_exact_inverse_of_local_experts(num_experts: int, grid: Grid) -> None:
+    homes = grid.homes(num_experts)
+    assert len(homes) == num_experts
+    forwards = {
+        (rank, local, expert)
+        for rank in range(grid.ep)
+        for local, expert in enumerate(grid.local_experts(num_experts, rank))
+    }
+    backwards = [(rank, local, expert) for expert, places in enumerate(homes) for rank, local in places]
+    assert len(backwards) == len(set(backwards)) == num_experts + grid.redundant
+    assert set(backwards) == forwards
+
+
+def test_literal_placements() -> None:
+    assert [Grid(ep=3).local_experts(8, r) for r in range(3)] == [(0, 1, 2), (3, 4, 5), (6, 7)]
+    robin = Grid(ep=3, placement=ROUND_ROBIN)
+    assert [robin.local_experts(8, r) for r in range(3)] == [(0, 3, 6), (1, 4, 7), (2, 5)]
+    copies = Grid(ep=2, redundant=4)
+    assert [copies.local_experts(3, r) for r in range(2)] == [(0, 1, 2, 0), (1, 2, 0)]
+    assert Grid(tp=2, ep=3).ranks == ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+
+
+@given(tp=st.integers(1, 64), share=st.integers(1, 300))
+def test_tp_ranges_tile_the_dimension(tp: int, share: int) -> None:
+    ranges = [tp_range(tp * share, tp, rank) for rank in range(tp)]
+    assert [i for begin, end in ranges for i in range(begin, end)] == list(range(tp * share))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@given(size=st.one_of(st.integers(1, 40).map(lambda x: x * 32), st.integers(1, 2000)))
+def test_working_tp_sizes_by_brute_force(name: str, size: int) -> None:
+    """A TP size works if every cut falls between scale groups, scale blocks and runs of 32 packed codes."""
+    schema = resolve_schema(name)
+    periods = [32, schema.weight_scale_group_size or 1, schema.weight_scale_group_size_n or 1]
+    expected = [
+        tp
+        for tp in range(1, size + 1)
+        if size % tp == 0
+        and all((rank * size // tp) % period == 0 for rank in range(tp + 1) for period in periods)
+    ]
+    assert working_tp_sizes(size, schema) == expected
+    assert slice_unit(schema) == max(periods)  # all are powers of two
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ({"tp": 0}, "--tp"),
+        ({"ep": -1}, "--ep"),
+        ({"redundant": -1}, "--redundant-experts"),
+        ({"placement": "striped"}, "--expert-placement"),
+    ],
+)
+def test_impossible_grids_are_refused(words: dict[str, object], option: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Grid(**words)  # type: ignore[arg-type]
+    assert option in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_refusals_say_what_would_work() -> None:
+    schema = resolve_schema("int4")  # groups of 128
+    check_grid("b", 8, 256, 768, schema, Grid(tp=6))
+    with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 3, 6$"):
+        check_grid("b", 8, 256, 768, schema, Grid(tp=4))
+    with pytest.raises(RequestError, match="TP sizes that work: none"):
+        check_grid("b", 8, 256, 704, schema, Grid())
+    with pytest.raises(RequestError, match="hidden size"):
+        check_grid("b", 8, 320, 768, schema, Grid())
+
+
+def test_more_ranks_than_experts() -> None:
+    schema = resolve_schema("mxfp4")
+    check_grid("b", 8, 256, 256, schema, Grid(ep=10, redundant=2))
+    with pytest.raises(RequestError, match="expected: --ep <= 10"):
+        check_grid("b", 8, 256, 256, schema, Grid(ep=11, redundant=2))
