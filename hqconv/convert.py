@@ -23,6 +23,7 @@ from hqconv.writer import (
     JournalEntry,
     OutputFolder,
     check_space,
+    num_bytes_below,
     output_errors,
     sha256_of,
     write_whole,
@@ -66,7 +67,7 @@ def convert(
     num_workers = count_workers(blocks, plan.request, resources)
     folder = OutputFolder(out, _identity(checkpoint, plan))
     if not out.exists() or overwrite:
-        check_space(out, plan.num_bytes_out)
+        check_space(out, plan.num_bytes_out - (num_bytes_below(out) if overwrite else 0))
     folder.start(resume=resume, overwrite=overwrite)
     resumed = set(folder.done)
     _check_remaining_space(folder, plan)

@@ -295,6 +295,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + " …"
 
 
+def num_bytes_below(root: Path) -> int:
+    """Bytes of all files below a folder; 0 where there is none."""
+    with output_errors(root):
+        return sum(path.lstat().st_size for path in root.rglob("*") if path.is_file())
+
+
 def check_space(root: Path, num_bytes: int) -> None:
     """Refuse to start where the disk cannot hold the output."""
     folder = root
