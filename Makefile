@@ -12,7 +12,7 @@ CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --tar
 
 help:
 	@echo "make install   create .venv with hqconv and its development tools"
-	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert and inspect it (no GPU needed)"
+	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert, inspect and verify it (no GPU needed)"
 	@echo "make test      install, lint, run the tests"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make clean     remove caches, build output and the demo; .venv stays"
@@ -32,6 +32,7 @@ demo: $(STAMP) $(DEMO_SRC)/config.json
 	$(CONVERT) --dry-run
 	$(CONVERT)
 	$(BIN)/hqconv inspect $(DEMO_OUT)
+	$(BIN)/hqconv verify $(DEMO_OUT) --source $(DEMO_SRC)
 
 test: lint
 	$(BIN)/python -m pytest

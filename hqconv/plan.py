@@ -385,9 +385,14 @@ def _check_request(experts: ExpertMap, request: Request) -> None:
 
 
 def _warnings(request: Request) -> tuple[str, ...]:
-    if request.layout != artifact.CHECKPOINT:
-        return ()
-    obstacle = artifact.stock_vllm_obstacle(request.schema, request.param_dtype)
-    return (
-        (f"vLLM 0.33 cannot serve '{request.schema.name}' from this layout: {obstacle}.",) if obstacle else ()
-    )
+    name, warnings = request.schema.name, []
+    if request.layout == artifact.CHECKPOINT:
+        obstacle = artifact.stock_vllm_obstacle(request.schema, request.param_dtype)
+        if obstacle:
+            warnings.append(f"vLLM 0.33 cannot serve '{name}' from this layout: {obstacle}.")
+    if request.schema.b_dtype == "float8e5m2" and request.param_dtype == "float16":
+        # docs/kernels.md: codes of up to 57344 are summed before the scale is applied.
+        warnings.append(
+            f"Humming's kernel overflows on '{name}' with float16 and gives NaN; use --dtype bfloat16."
+        )
+    return tuple(warnings)

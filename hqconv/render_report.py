@@ -48,7 +48,7 @@ def verdict(words: Words) -> str:
 def _first(check: Words) -> str:
     finding, count = check["findings"][0], len(check["findings"])
     more = f" (and {count - 1} more)" if count > 1 else ""
-    return f"{finding['what']} in {finding['where']}{more}"
+    return f"{finding['what'].rstrip('.')} ({finding['where']}){more}"
 
 
 def _findings(console: Console, findings: list[Words]) -> None:

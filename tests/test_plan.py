@@ -347,6 +347,11 @@ def test_warnings_for_what_stock_vllm_cannot_serve(name: str, warns: bool) -> No
     assert plan_of(synthetic(), name).warnings == ()
 
 
+def test_warning_for_what_the_kernel_was_seen_to_fail_on() -> None:
+    assert "overflows" in plan_of(synthetic(), "fp8-e5m2", dtype="float16").warnings[0]
+    assert plan_of(synthetic(), "fp8", dtype="float16").warnings == ()
+
+
 @pytest.mark.parametrize(
     ("config", "source", "expected"),
     [

@@ -1,0 +1,119 @@
+"""The kernel check on a GPU: good artifacts pass, damaged ones are found. Without a GPU, its refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hqconv.checkpoint import Checkpoint
+from hqconv.errors import RequestError
+from hqconv.sharding import Grid
+from hqconv.verify import Options, Report, verify
+from tests.models import run, save_model
+
+BLOCK = "model.layers.1.mlp.experts"
+cuda = pytest.mark.cuda
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 6}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("kernel") / "source", "qwen3_moe", **SIZES)
+
+
+def check(out: Path, source: Path, **options: Any) -> Report:
+    with Checkpoint.open(str(source)) as checkpoint:
+        return verify(out, checkpoint, Options(checks=("kernel",), **options))
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Load a rank file, let `change(tensors, metadata)` damage it, and write it back."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(tensors, metadata)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+
+
+@cuda
+@needs_gpu
+@pytest.mark.parametrize("schema", ["mxfp4", "int4-g64-zp", "nvfp4", "fp8"])
+@pytest.mark.parametrize("grid", [Grid(), Grid(2, 2), Grid(1, 4, "round_robin", 2)], ids=str)
+def test_good_artifacts_pass(source: Path, tmp_path: Path, schema: str, grid: Grid) -> None:
+    run(source, tmp_path / "out", schema, grid)
+    report = check(tmp_path / "out", source, layers=frozenset({1}))
+    assert report.passed, report.words()
+    (measured,) = report.results[0].measured.values()
+    assert 0 < measured["kernel"] < 0.0105
+    assert measured["routed_by"] == "the checkpoint's router"
+
+
+def swap_experts(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+    for name, tensor in tensors.items():
+        if ".w2_" in name:
+            raw = tensor.view(torch.uint8)
+            raw[[0, 1]] = raw[[1, 0]].clone()
+
+
+def shift_rows(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+    name = f"{BLOCK}.w13_weight_scale"
+    tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(tensors[name].dtype)
+
+
+def other_activation_dtype(_: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    words = json.loads(metadata["w13"])
+    metadata["w13"] = json.dumps({**words, "weight_scale_group_size": 64})
+
+
+@cuda
+@needs_gpu
+@pytest.mark.parametrize("damage", [swap_experts, shift_rows, other_activation_dtype])
+def test_damage_is_found(source: Path, tmp_path: Path, damage: Any) -> None:
+    out = tmp_path / "out"
+    run(source, out, "mxfp4", Grid(2, 1))
+    rewrite(out / "experts" / "tp1-ep0" / f"{BLOCK}.safetensors", damage)
+    report = check(out, source, layers=frozenset({1}))
+    assert not report.passed
+    assert report.results[0].findings
+
+
+@cuda
+@needs_gpu
+def test_exchanged_ranks_are_found(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out, "mxfp4", Grid(2, 1))
+    first, second = (out / "experts" / f"tp{t}-ep0" / f"{BLOCK}.safetensors" for t in (0, 1))
+    shutil.move(first, out / "kept")
+    shutil.move(second, first)
+    shutil.move(out / "kept", second)
+    assert not check(out, source, layers=frozenset({1})).passed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_is_skipped_or_refused(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out, "mxfp4")
+    with pytest.raises(RequestError, match="cannot run here"):
+        check(out, source)
+    report = verify(out, None, Options())
+    assert [r.status for r in report.results] == ["pass", "pass", "skipped"]
+    assert "no CUDA device" in report.results[2].skipped
+    assert report.passed
+
+
+def test_what_is_asked_for_must_exist(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out, "mxfp4")
+    with pytest.raises(RequestError, match="no such check"):
+        verify(out, None, Options(checks=("file",)))
+    with pytest.raises(RequestError, match="no MoE block in that layer"):
+        verify(out, None, Options(layers=frozenset({9})))
+    assert not verify(out, None, Options(checks=("weights",), layers=frozenset({0}))).results[0].findings
