@@ -1,6 +1,6 @@
 """Time whole `hqconv convert` processes on a page-cached checkpoint.
 
-    python scripts/bench.py [--schemas mxfp4,int4] [--runs 5] [--device cpu] [--size 1.2] [--work FOLDER]
+    python scripts/bench.py [--schemas mxfp4,int4] [--runs 5] [--device cpu] [--size 4.8] [--work FOLDER]
 
 Makes a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about `--size` GB, reads it once into the page cache,
 converts it once uncounted (compiles the loops), then `--runs` times, and prints the median wall time, GB/s of
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tp", default="1")
-    parser.add_argument("--size", type=float, default=1.2)
+    parser.add_argument("--size", type=float, default=4.8)
     parser.add_argument("--max-memory", default="4GiB")
     parser.add_argument("--work", type=Path, default=None)
     args = parser.parse_args()

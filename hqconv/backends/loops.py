@@ -54,15 +54,16 @@ def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
     num_rows, num_columns = source_NK.shape
     num_groups = num_columns // group_size
     row = np.empty(num_columns, np.uint32)
+    row_Gk = row.reshape(num_groups, group_size)
     finite = True
     for n in range(num_rows):
         _load_row(source_NK[n], row)
         for g in range(num_groups):
             highest = np.int32(_TINY_BITS)
             lowest = _TINY_BITS | _SIGN
-            for k in range(g * group_size, (g + 1) * group_size):
-                highest = max(highest, np.int32(row[k]))
-                lowest = max(lowest, row[k])
+            for k in range(group_size):
+                highest = max(highest, np.int32(row_Gk[g, k]))
+                lowest = max(lowest, row_Gk[g, k])
             highest_NG[n, g] = np.uint32(highest)
             lowest_NG[n, g] = lowest
             if np.uint32(highest) >= _NON_FINITE or (lowest & _MAGNITUDE) >= _NON_FINITE:
@@ -184,30 +185,61 @@ def fold_sum(terms):
 @njit(nogil=True, cache=True)
 def _scale_row(row, kind, inverse_G, lowest_G, limit, x):
     """x = (row - lowest) * inverse per group, clamped to ±limit where limit > 0."""
-    group_size = row.size // inverse_G.size
-    for g in range(inverse_G.size):
+    num_groups = inverse_G.size
+    row_Gk, x_Gk = row.reshape(num_groups, -1), x.reshape(num_groups, -1)
+    for g in range(num_groups):
         lowest, inverse = lowest_G[g], inverse_G[g]
         if kind == ASYM_INT:  # in float64 and rounded once: both fl(w - lowest) and a fused multiply-add
-            for k in range(g * group_size, (g + 1) * group_size):
-                x[k] = np.float32(np.float64(row[k]) - lowest) * inverse
+            for k in range(row_Gk.shape[1]):
+                x_Gk[g, k] = np.float32(np.float64(row_Gk[g, k]) - lowest) * inverse
         else:
-            for k in range(g * group_size, (g + 1) * group_size):
-                x[k] = row[k] * inverse
+            for k in range(row_Gk.shape[1]):
+                x_Gk[g, k] = row_Gk[g, k] * inverse
     if limit > 0:
         for k in range(row.size):
             x[k] = min(max(x[k], -limit), limit)
 
 
 @njit(nogil=True, cache=True)
-def _squared_errors(row, values, zero_G, scale_G, scale_2, squares):
-    """(w - decoded)**2 in float64, where decoded = (value - zero) * scale * scale_2 in float32."""
-    group_size = row.size // scale_G.size
+def _decode_row(values, zero_G, scale_G, scale_2):
+    """Turn code values into weights in place: (value - zero) * scale * scale_2 in float32."""
+    values_Gk = values.reshape(scale_G.size, -1)
     for g in range(scale_G.size):
         zero, scale = zero_G[g], scale_G[g]
-        for k in range(g * group_size, (g + 1) * group_size):
-            decoded = (values[k] - zero) * scale * scale_2
-            difference = np.float64(row[k]) - np.float64(decoded)
-            squares[k] = difference * difference
+        for k in range(values_Gk.shape[1]):
+            values_Gk[g, k] = (values_Gk[g, k] - zero) * scale * scale_2
+
+
+@njit(nogil=True, cache=True)
+def _fold_squares(row, decoded, terms):
+    """Sums of (row - decoded)**2 and of row**2 in float64, in the order of `fold_sum`.
+
+    Columns come in multiples of 32, so the first three folds are done on the way in; `terms` is scratch of K / 8.
+    """
+    eighth = row.size // 8
+    for k in range(eighth):
+        total = 0.0
+        for i in range(2):  # the pairs of the third fold
+            inner = 0.0
+            for j in range(2):  # the pairs of the second
+                at = k + (i + 2 * j) * eighth
+                low = np.float64(row[at]) - np.float64(decoded[at])
+                high = np.float64(row[at + 4 * eighth]) - np.float64(decoded[at + 4 * eighth])
+                inner += low * low + high * high
+            total += inner
+        terms[k] = total
+    error = fold_sum(terms)
+    for k in range(eighth):
+        total = 0.0
+        for i in range(2):
+            inner = 0.0
+            for j in range(2):
+                at = k + (i + 2 * j) * eighth
+                low, high = np.float64(row[at]), np.float64(row[at + 4 * eighth])
+                inner += low * low + high * high
+            total += inner
+        terms[k] = total
+    return error, fold_sum(terms)
 
 
 @njit(nogil=True, cache=True)
@@ -239,7 +271,7 @@ def encode_matrix(
     x_bits = x.view(np.uint32)
     values = np.empty(num_columns, np.float32)
     codes = np.empty(num_columns, np.uint8)
-    squares = np.empty(num_columns, np.float64)
+    terms = np.empty(num_columns // 8, np.float64)
     exponent_shift = 128 - (1 << (exponent_bits - 1)) if exponent_bits > 0 else 0
     for n in range(num_rows):
         _load_row(source_NK[n], row_bits)
@@ -249,8 +281,5 @@ def encode_matrix(
         else:
             _encode_integer(x, codes, values, kind, num_bits)
         pack_row(codes, num_bits, packed_NB[n])
-        _squared_errors(row, values, zero_NG[n], scale_NG[n], scale_2_N[n], squares)
-        error_N[n] = fold_sum(squares)
-        for k in range(num_columns):
-            squares[k] = np.float64(row[k]) * np.float64(row[k])
-        power_N[n] = fold_sum(squares)
+        _decode_row(values, zero_NG[n], scale_NG[n], scale_2_N[n])
+        error_N[n], power_N[n] = _fold_squares(row, values, terms)
