@@ -138,7 +138,10 @@ def convert_expert(
     quantized: dict[str, Quantized] = {}
     for names in (_COUPLED, ("w2",)):
         present = [name for name in names if name in block.sources[expert]]
-        matrices = [_read(workers, block.sources[expert][name]["weight"]) for name in present]
+        matrices = [
+            read_matrix(workers.checkpoint, block.sources[expert][name]["weight"], workers.resources.device)
+            for name in present
+        ]
         results = quantize(matrices, request.schema, request.param_dtype)
         refs = [block.sources[expert][name]["weight"] for name in present]
         _check_numbers(refs, results, request)
@@ -170,10 +173,10 @@ def _write_kernel(
         assert not places, f"{group.name}: planned but not produced: {sorted(places)}"
 
 
-def _read(workers: Workers, ref: TensorRef) -> torch.Tensor:
-    device = workers.resources.device
+def read_matrix(checkpoint: Checkpoint, ref: TensorRef, device: torch.device) -> torch.Tensor:
+    """A float tensor of the source, in its own dtype, on `device` (through pinned memory for CUDA)."""
     host = torch.empty(ref.shape, dtype=_SOURCE_DTYPES[ref.dtype], pin_memory=device.type == "cuda")
-    workers.checkpoint.read_into(ref, host.view(torch.uint8).numpy().data)
+    checkpoint.read_into(ref, host.view(torch.uint8).numpy().data)
     return host if device.type == "cpu" else host.to(device, non_blocking=True)
 
 

@@ -60,7 +60,7 @@ SAME_LAYER = {
     "hqconv.writer": ("hqconv.plan",),
     "hqconv.convert": ("hqconv.pipeline", "hqconv.artifact_*"),
     "hqconv.pipeline": ("hqconv.artifact_*",),
-    "hqconv.verif*": ("hqconv.verif*", "hqconv.artifact_*"),
+    "hqconv.verif*": ("hqconv.verif*", "hqconv.artifact_*", "hqconv.pipeline"),
     "hqconv.inspection": ("hqconv.artifact_*",),
     "hqconv.library": ("hqconv.verif*",),
     "hqconv.artifact_*": ("hqconv.artifact_*",),

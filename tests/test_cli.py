@@ -169,7 +169,8 @@ def test_default_out() -> None:
 def test_summary_goes_to_stdout(model: Path, tmp_path: Path) -> None:
     result = convert(model, tmp_path / "out", "--tp", 2)
     assert result.exit_code == 0, result.stderr
-    assert result.stderr == ""
+    # Nothing but progress, of which there is a line only where compiling the loops takes seconds.
+    assert all(" GB/s " in line for line in result.stderr.splitlines())
     for text in ("mxfp4", "2 rank", "gate (w1)", "down (w2)", "model.layers.1.mlp.experts", "hqconv inspect"):
         assert text in result.stdout
     assert (tmp_path / "out" / "hqconv.json").is_file()

@@ -348,8 +348,8 @@ def test_warnings_for_what_stock_vllm_cannot_serve(name: str, warns: bool) -> No
 
 
 def test_warning_for_what_the_kernel_was_seen_to_fail_on() -> None:
-    assert "overflows" in plan_of(synthetic(), "fp8-e5m2", dtype="float16").warnings[0]
-    assert plan_of(synthetic(), "fp8", dtype="float16").warnings == ()
+    assert "overflows" in plan_of(synthetic(), "fp8-e5m2", param_dtype="float16").warnings[0]
+    assert plan_of(synthetic(), "fp8", param_dtype="float16").warnings == ()
 
 
 @pytest.mark.parametrize(

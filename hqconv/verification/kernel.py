@@ -19,8 +19,9 @@ from safetensors import safe_open
 
 from hqconv.backends.moe import Gemm, compile_kernels, fused_moe, load_gemm
 from hqconv.backends.quantize import torch_dtype
-from hqconv.checkpoint import Checkpoint, TensorRef
+from hqconv.checkpoint import Checkpoint
 from hqconv.experts import ExpertBlock
+from hqconv.pipeline import read_matrix
 from hqconv.reference import ACTIVATIONS, Expert, Routing, cover_all_experts, moe_forward, route
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import text_config
@@ -37,7 +38,6 @@ TOLERANCE_FACTOR, CHANNEL_FACTOR = 3.0, 12.0
 # factor; the decoded weights' error, over the experts that were hit, the recorded one by the second.
 SOURCE_FACTOR, WEIGHT_FACTOR = 2.0, 1.25
 MIN_ROWS_PER_CHANNEL = 16
-_SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def _compare_source(
 
     def exact(expert: int) -> Expert:
         roles = original.sources[expert]
-        weights = {p: _read(checkpoint, roles[p]["weight"], batch.x.device) for p in roles}
+        weights = {p: read_matrix(checkpoint, roles[p]["weight"], batch.x.device) for p in roles}
         for projection, approximate in decoded(expert).items():
             if projection in weights:
                 weight = weights[projection].double()
@@ -345,12 +345,6 @@ def _compare_source(
         "against_source": relative_error(found, expected),
         "weights_against_source": {p: math.sqrt(e / w) if w else math.sqrt(e) for p, (e, w) in sums.items()},
     }
-
-
-def _read(checkpoint: Checkpoint, ref: TensorRef, device: torch.device) -> torch.Tensor:
-    host = torch.empty(ref.shape, dtype=_SOURCE_DTYPES[ref.dtype])
-    checkpoint.read_into(ref, host.view(torch.uint8).numpy().data)
-    return host.to(device)
 
 
 def _load_rank(

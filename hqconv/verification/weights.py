@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from hqconv.backends.layout import safetensors_dtype
 from hqconv.backends.quantize import Quantized, quantize
-from hqconv.checkpoint import Checkpoint, TensorRef
+from hqconv.checkpoint import Checkpoint
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts import ExpertBlock, map_experts
+from hqconv.pipeline import read_matrix
 from hqconv.schemas import artifact as names
 from hqconv.schemas.target import TargetSchema
 from hqconv.verification import CheckResult, Finding
@@ -32,7 +34,7 @@ from hqconv.verification.matrices import (
     unpack,
 )
 
-_SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_CPU = torch.device("cpu")
 _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
 
 
@@ -223,7 +225,7 @@ class _Job:
         if self.source is None or self.of_source is None:
             return {}
         refs = self.of_source.sources[expert]
-        return {role: _read_tensor(self.source, refs[role]["weight"]) for role in roles}
+        return {role: read_matrix(self.source, refs[role]["weight"], _CPU) for role in roles}
 
     def _quantize(self, sources: Mapping[str, torch.Tensor], outcome: _Outcome) -> dict[str, Quantized]:
         """What the artifact must hold. Sources that are quantized already will be read, not quantized, here."""
@@ -258,12 +260,6 @@ class _Job:
                 outcome.found[role] = fingerprint(found[role])
 
 
-def _read_tensor(source: Checkpoint, ref: TensorRef) -> torch.Tensor:
-    tensor = torch.empty(ref.shape, dtype=_SOURCE_DTYPES[ref.dtype])
-    source.read_into(ref, tensor.view(torch.uint8).numpy().data)
-    return tensor
-
-
 def _as_matrix(quantized: Quantized, schema: TargetSchema) -> Matrix:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     bits = {
@@ -274,18 +270,7 @@ def _as_matrix(quantized: Quantized, schema: TargetSchema) -> Matrix:
         for name, tensor in quantized.tensors.items()
     }
     scale = quantized.tensors["weight_scale"].dtype
-    return unpack(bits, schema, _SAFETENSORS[scale])
-
-
-_SAFETENSORS = {
-    torch.uint8: "U8",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
+    return unpack(bits, schema, safetensors_dtype(scale))
 
 
 def _check_block(job: _Job, pool: ThreadPoolExecutor, result: CheckResult) -> None:
