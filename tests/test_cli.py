@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -487,3 +489,74 @@ def test_human_units() -> None:
         "2.05 TB",
     ]
     assert [human_seconds(s) for s in (0.04, 59.9, 61, 3723)] == ["0.0 s", "59.9 s", "1:01", "1:02:03"]
+
+
+# --- verify ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    assert convert(model, out, "--tp", 2).exit_code == 0
+    return out
+
+
+def damaged_copy(made: Path, folder: Path) -> Path:
+    shutil.copytree(made, folder)
+    path = folder / "experts" / "tp1-ep0" / "model.layers.1.mlp.experts.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 4
+    path.write_bytes(data)
+    return folder
+
+
+def test_verify_passes_and_says_what_it_did(model: Path, made: Path) -> None:
+    result = call("verify", made, "--source", model, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith(f"PASS  files, weights against {model}")
+    assert "SKIPPED" in result.stdout
+    alone = call("verify", made, "--device", "cpu", "--checks", "files,weights", "--layers", "0")
+    assert alone.exit_code == 0
+    assert alone.stdout.splitlines()[-1] == "PASS  files, weights, without the source"
+
+
+def test_verify_names_the_damage_and_exits_with_1(model: Path, made: Path, tmp_path: Path) -> None:
+    out = damaged_copy(made, tmp_path / "damaged")
+    result = call("verify", out, "--source", model, "--device", "cpu")
+    assert result.exit_code == 1
+    verdict = result.stdout.splitlines()[-1]
+    assert verdict.startswith("FAIL  files: ")
+    assert "tp1-ep0/model.layers.1.mlp.experts.safetensors" in verdict
+    words = json.loads(call("verify", out, "--source", model, "--device", "cpu", "--json").stdout)
+    assert words["passed"] is False
+    assert {name: check["status"] for name, check in words["checks"].items()} == {
+        "files": "fail",
+        "weights": "fail",
+        "kernel": "skipped",
+    }
+    assert words["checks"]["weights"]["findings"][0]["where"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--checks", "file"), "no such check"),
+        (("--layers", "7"), "no MoE block in that layer"),
+        (("--layers", "3-1"), "--layers"),
+        (("--tokens", "0"), "--tokens"),
+        (("--checks", "kernel", "--device", "cpu"), "cannot run here"),
+    ],
+)
+def test_verify_requests_that_cannot_be_met(made: Path, options: tuple[str, ...], text: str) -> None:
+    if torch.cuda.is_available() and "kernel" in options:
+        pytest.skip("the kernel can run here")
+    result = call("verify", made, *options)
+    assert result.exit_code == 2, result.output
+    assert text in result.stderr
+    assert result.stdout == ""
+
+
+def test_verify_of_what_is_no_artifact(model: Path) -> None:
+    result = call("verify", model)
+    assert result.exit_code == 2
+    assert "not an hqconv artifact" in result.stderr
