@@ -17,19 +17,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hqconv.errors import RequestError
 from hqconv.experts import ExpertBlock, ExpertMap
+from hqconv.request_checks import check_request, request_warnings
 from hqconv.schemas import artifact
 from hqconv.schemas.dtypes import dtype_num_bits
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
-from hqconv.sharding import Grid, check_grid
+from hqconv.sharding import Grid
 
 if TYPE_CHECKING:
     from hqconv.backends.layout import KernelForm, TensorForm
     from hqconv.checkpoint import Checkpoint, TensorRef
 
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
-SUPPORTED_TARGETS = (90,)
 
 
 @dataclass(frozen=True)
@@ -147,17 +146,22 @@ class Plan:
         for group in self.groups:
             for file in group.files:
                 digest.update(f"{file.path}\0{file.size_bytes}\0".encode() + file.header)
-        words = {"schema": self.request.schema.humming_fields(), "grid": vars(self.request.grid)}
-        request = {**vars(self.request), **words}
-        return {
-            **{key: json.dumps(value, sort_keys=True) for key, value in request.items()},
-            "layout of the output files": digest.hexdigest(),
+        request = self.request
+        options = {
+            "--schema": request.schema.humming_fields(),
+            "--dtype": request.param_dtype,
+            "--target": f"sm{request.sm_version}",
+            "--tp, --ep or the placement": vars(request.grid),
+            "--layout": request.layout,
+            "--input-schema": request.input_schema,
         }
+        words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
+        return {**words, "layout of the output files": digest.hexdigest()}
 
 
 def make_plan(checkpoint: Checkpoint, experts: ExpertMap, request: Request) -> Plan:
     """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
-    _check_request(experts, request)
+    check_request(experts, request)
     shards: list[_Shard] = []
     groups: list[Group] = []
     if request.layout == artifact.KERNEL:
@@ -183,7 +187,7 @@ def make_plan(checkpoint: Checkpoint, experts: ExpertMap, request: Request) -> P
         groups=(*sharded, *groups),
         other_files=checkpoint.other_files,
         weight_map=weight_map,
-        warnings=_warnings(request),
+        warnings=request_warnings(request),
     )
 
 
@@ -335,64 +339,3 @@ def _copy_shards(refs: list[TensorRef]) -> list[_Shard]:
         shards[-1].append(ref)
         filled += ref.num_bytes
     return [_Shard([(r.name, r.dtype, r.shape) for r in chosen], tuple(chosen)) for chosen in shards]
-
-
-# --- checks ------------------------------------------------------------------------------------------------
-
-
-def _check_request(experts: ExpertMap, request: Request) -> None:
-    from hqconv.backends.layout import is_compatible
-
-    schema = request.schema
-    if request.input_schema != "a16":
-        raise RequestError(
-            "This version converts for 16-bit activations only.",
-            where="--input-schema",
-            expected="a16",
-            found=request.input_schema,
-        )
-    if request.sm_version not in SUPPORTED_TARGETS:
-        raise RequestError(
-            "This version does not know the kernel layout of that GPU.",
-            where="--target",
-            expected=", ".join(f"sm{sm}" for sm in SUPPORTED_TARGETS),
-            found=f"sm{request.sm_version}",
-        )
-    if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != request.param_dtype:
-        raise RequestError(
-            "A 16-bit scale dtype must be the parameter dtype.",
-            where=f"schema {schema.name}: bs_dtype",
-            expected=request.param_dtype,
-            found=schema.bs_dtype,
-            remedy="Leave bs_dtype out of the schema, or change --dtype.",
-        )
-    if not is_compatible(schema, request.param_dtype, request.sm_version):
-        raise RequestError(
-            "Humming has no kernel for this combination.",
-            where=f"schema {schema.name}, input {request.input_schema}, {request.param_dtype}, sm{request.sm_version}",
-            remedy="Choose another schema; `hqconv schemas` lists those that run.",
-        )
-    if request.layout == artifact.CHECKPOINT and request.grid != Grid():
-        raise RequestError(
-            "The checkpoint layout is unsharded: it serves at any TP and EP.",
-            where="--layout checkpoint",
-            remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
-        )
-    for block in experts.blocks:
-        check_grid(
-            block.name, block.num_experts, block.hidden_size, block.intermediate_size, schema, request.grid
-        )
-
-
-def _warnings(request: Request) -> tuple[str, ...]:
-    name, warnings = request.schema.name, []
-    if request.layout == artifact.CHECKPOINT:
-        obstacle = artifact.stock_vllm_obstacle(request.schema, request.param_dtype)
-        if obstacle:
-            warnings.append(f"vLLM 0.33 cannot serve '{name}' from this layout: {obstacle}.")
-    if request.schema.b_dtype == "float8e5m2" and request.param_dtype == "float16":
-        # docs/kernels.md: codes of up to 57344 are summed before the scale is applied.
-        warnings.append(
-            f"Humming's kernel overflows on '{name}' with float16 and gives NaN; use --dtype bfloat16."
-        )
-    return tuple(warnings)

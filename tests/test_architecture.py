@@ -35,6 +35,7 @@ LAYERS = {
     "hqconv.unlayout*": 1,
     "hqconv.reference": 1,
     "hqconv.backends": 1,
+    "hqconv.request_checks": 2,
     "hqconv.plan": 2,
     "hqconv.writer": 2,
     "hqconv.pipeline": 3,
@@ -57,6 +58,7 @@ SAME_LAYER = {
     # Neither judge shares code with what it judges: no hqconv.backends here, and nothing for hqconv.reference.
     "hqconv.unlayout*": ("hqconv.unlayout*",),
     "hqconv.backends": ("hqconv.backends", "hqconv.sharding"),
+    "hqconv.plan": ("hqconv.request_checks",),
     "hqconv.writer": ("hqconv.plan",),
     "hqconv.convert": ("hqconv.pipeline", "hqconv.artifact_*"),
     "hqconv.pipeline": ("hqconv.artifact_*",),

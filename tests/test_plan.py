@@ -372,10 +372,10 @@ def test_the_fingerprint_follows_everything_that_decides_bytes() -> None:
     base = plan_of(synthetic()).fingerprint()
     assert base == plan_of(synthetic()).fingerprint()
     different = {
-        "schema": plan_of(synthetic(), "int4"),
-        "grid": plan_of(synthetic(), grid=Grid(ep=2)),
-        "layout": plan_of(synthetic(), layout="checkpoint"),
-        "param_dtype": plan_of(synthetic(), param_dtype="float16"),
+        "--schema": plan_of(synthetic(), "int4"),
+        "--tp, --ep or the placement": plan_of(synthetic(), grid=Grid(ep=2)),
+        "--layout": plan_of(synthetic(), layout="checkpoint"),
+        "--dtype": plan_of(synthetic(), param_dtype="float16"),
     }
     for key, plan in different.items():
         assert plan.fingerprint()[key] != base[key]

@@ -271,11 +271,11 @@ def changed_config(src: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "difference"),
     [
-        ({"schema": "int4-g32"}, "schema"),
-        ({"grid": Grid(1, 2)}, "grid"),
-        ({"grid": Grid(2, 2, ROUND_ROBIN)}, "grid"),
-        ({"grid": Grid(), "layout": "checkpoint"}, "grid"),
-        ({"dtype": "float16"}, "param_dtype"),
+        ({"schema": "int4-g32"}, "--schema"),
+        ({"grid": Grid(1, 2)}, "--tp, --ep or the placement"),
+        ({"grid": Grid(2, 2, ROUND_ROBIN)}, "--tp, --ep or the placement"),
+        ({"grid": Grid(), "layout": "checkpoint"}, "--tp, --ep or the placement"),
+        ({"dtype": "float16"}, "--dtype"),
     ],
     ids=str,
 )

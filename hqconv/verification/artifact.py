@@ -23,7 +23,8 @@ from hqconv.backends.layout import KernelForm, TensorForm, is_compatible, kernel
 from hqconv.checkpoint import TensorRef
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.experts import ExpertBlock
-from hqconv.plan import SUPPORTED_TARGETS, Request, gemm_shapes
+from hqconv.plan import Request, gemm_shapes
+from hqconv.request_checks import SUPPORTED_TARGETS
 from hqconv.safetensors_header import HeaderEntry, read_header
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family

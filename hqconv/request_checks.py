@@ -1,0 +1,76 @@
+"""Which requests can be met: target, schema, parameter dtype and grid against Humming and the blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hqconv.errors import RequestError
+from hqconv.experts import ExpertMap
+from hqconv.schemas import artifact
+from hqconv.schemas.target import PARAM_DTYPES
+from hqconv.sharding import Grid, check_grid
+
+if TYPE_CHECKING:
+    from hqconv.plan import Request
+
+SUPPORTED_TARGETS = (90,)
+
+
+def check_request(experts: ExpertMap, request: Request) -> None:
+    """Raises RequestError for what this version, Humming or the experts' sizes do not allow."""
+    from hqconv.backends.layout import is_compatible
+
+    schema = request.schema
+    if request.input_schema != "a16":
+        raise RequestError(
+            "This version converts for 16-bit activations only.",
+            where="--input-schema",
+            expected="a16",
+            found=request.input_schema,
+        )
+    if request.sm_version not in SUPPORTED_TARGETS:
+        raise RequestError(
+            "This version does not know the kernel layout of that GPU.",
+            where="--target",
+            expected=", ".join(f"sm{sm}" for sm in SUPPORTED_TARGETS),
+            found=f"sm{request.sm_version}",
+        )
+    if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != request.param_dtype:
+        raise RequestError(
+            "A 16-bit scale dtype must be the parameter dtype.",
+            where=f"schema {schema.name}: bs_dtype",
+            expected=request.param_dtype,
+            found=schema.bs_dtype,
+            remedy="Leave bs_dtype out of the schema, or change --dtype.",
+        )
+    if not is_compatible(schema, request.param_dtype, request.sm_version):
+        raise RequestError(
+            "Humming has no kernel for this combination.",
+            where=f"schema {schema.name}, input {request.input_schema}, {request.param_dtype}, sm{request.sm_version}",
+            remedy="Choose another schema; `hqconv schemas` lists those that run.",
+        )
+    if request.layout == artifact.CHECKPOINT and request.grid != Grid():
+        raise RequestError(
+            "The checkpoint layout is unsharded: it serves at any TP and EP.",
+            where="--layout checkpoint",
+            remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
+        )
+    for block in experts.blocks:
+        check_grid(
+            block.name, block.num_experts, block.hidden_size, block.intermediate_size, schema, request.grid
+        )
+
+
+def request_warnings(request: Request) -> tuple[str, ...]:
+    """What converts, but is known not to run well."""
+    name, warnings = request.schema.name, []
+    if request.layout == artifact.CHECKPOINT:
+        obstacle = artifact.stock_vllm_obstacle(request.schema, request.param_dtype)
+        if obstacle:
+            warnings.append(f"vLLM 0.33 cannot serve '{name}' from this layout: {obstacle}.")
+    if request.schema.b_dtype == "float8e5m2" and request.param_dtype == "float16":
+        # docs/kernels.md: codes of up to 57344 are summed before the scale is applied.
+        warnings.append(
+            f"Humming's kernel overflows on '{name}' with float16 and gives NaN; use --dtype bfloat16."
+        )
+    return tuple(warnings)
