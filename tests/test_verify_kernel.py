@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from hqconv.checkpoint import Checkpoint
 from hqconv.errors import RequestError
 from hqconv.sharding import Grid
+from hqconv.verification import CheckResult
+from hqconv.verification.kernel import Limits, Tally, _judge
 from hqconv.verify import Options, Report, verify
 from tests.models import run, save_model
 
@@ -68,14 +70,14 @@ def shift_rows(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
     tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(tensors[name].dtype)
 
 
-def other_activation_dtype(_: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def other_group_size(_: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     words = json.loads(metadata["w13"])
     metadata["w13"] = json.dumps({**words, "weight_scale_group_size": 64})
 
 
 @cuda
 @needs_gpu
-@pytest.mark.parametrize("damage", [swap_experts, shift_rows, other_activation_dtype])
+@pytest.mark.parametrize("damage", [swap_experts, shift_rows, other_group_size])
 def test_damage_is_found(source: Path, tmp_path: Path, damage: Any) -> None:
     out = tmp_path / "out"
     run(source, out, "mxfp4", Grid(2, 1))
@@ -117,3 +119,30 @@ def test_what_is_asked_for_must_exist(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no MoE block in that layer"):
         verify(out, None, Options(layers=frozenset({9})))
     assert not verify(out, None, Options(checks=("weights",), layers=frozenset({0}))).results[0].findings
+
+
+def test_what_is_no_number_never_passes() -> None:
+    """NaN compares false with everything, so each comparison must be written the other way round."""
+    tally = Tally()
+    wanted = torch.ones(32, 4, dtype=torch.float64)
+    tally.add(wanted, wanted)
+    assert (tally.error(), tally.worst_batch) == (0.0, 0.0)
+    tally.add(torch.where(torch.eye(32, 4) > 0, torch.nan, wanted), wanted)
+    good = {"kernel": 0.001, "channel": 0.001, "batch": 0.001, "worst_rank": "-", "worst_channel": "-"}
+    source = {"against_source": 0.1, "weights_against_source": {"w2": 0.1}}
+    bad = {"kernel": tally.error(), "channel": tally.worst_channel()[0], "batch": tally.worst_batch}
+    limits, recorded = Limits.of("a16"), {"w2": 0.1}
+
+    def findings(**words: Any) -> int:
+        result = CheckResult("kernel")
+        _judge(result, BLOCK, {**good, **source, **words}, limits, recorded)
+        return len(result.findings)
+
+    assert findings() == 0
+    for key, value in bad.items():
+        assert findings(**{key: value}) == 1, key
+    assert findings(against_source=float("nan")) == 1
+    assert findings(weights_against_source={"w2": float("nan")}) == 1
+    assert (
+        findings(weights_against_source={"w2": 1.41}) == 1
+    )  # gate and up swapped, say: not excused by itself
