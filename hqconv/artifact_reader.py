@@ -41,6 +41,8 @@ _BLOCK_KEYS: dict[str, type] = {
     "gated": bool,
     "top_k": int,
     "source_dtype": str,
+    "source_format": dict,
+    "source_parts": dict,
     "conversion": str,
     "quantization_error": dict,
 }
@@ -103,6 +105,10 @@ def _check(path: Path, words: Any) -> None:
     if type(version) is not int or version != artifact.FORMAT_VERSION:
         raise _damaged(path, f"format_version {artifact.FORMAT_VERSION}", repr(version))
     _check_keys(path, "", words, _MANIFEST_KEYS)
+    quantization = words["source"].get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict):
+        where, found = f"{path}: source: quantization_config", type(quantization).__name__
+        raise _damaged(where, "an object or null", found)
     for group, keys in (("blocks", _BLOCK_KEYS), ("files", _FILE_KEYS)):
         for name, entry in words[group].items():
             _check_keys(path, f"{group}: {name}: ", entry, keys)

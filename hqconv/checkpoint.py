@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 from hqconv import hub
 from hqconv.errors import InputError, RequestError
 from hqconv.safetensors_header import HeaderEntry, RepeatedKey, keep_repeats, read_header
+from hqconv.schemas.artifact import MANIFEST
+from hqconv.schemas.families import text_config
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 CONFIG_NAME = "config.json"
+HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # Weights in other formats (or the same ones once more, in original/): neither read, copied nor downloaded.
@@ -61,7 +64,8 @@ class Checkpoint:
     """An opened checkpoint; a context manager that closes the descriptors `read_into` opened.
 
     root: the folder; name: its name or the repo's, without the organisation; repo_id, revision: Hub id and
-    commit hash, None for a folder; config: config.json; files: the weight files sorted by name; tensors: by
+    commit hash, None for a folder; config: config.json;
+    quantization: its quantization_config or what stands for it; files: the weight files sorted by name; tensors: by
     file, then by offset; metadata: each file's `__metadata__`, in the order of files; index_sha256: of the
     index, None without one; other_files: what belongs in an artifact verbatim, POSIX paths relative to root
     (a link to a folder is not followed); total_bytes: of all tensors.
@@ -73,6 +77,7 @@ class Checkpoint:
         """Reads and checks config, index and headers of the folder `root`; see `open`."""
         self.root, self.name, self.repo_id, self.revision = root, name, repo_id, revision
         self.config: dict[str, Any] = _read_config(root)
+        self.quantization = _read_quantization(root, self.config)
         weight_map, self.index_sha256 = _read_weight_map(root)
         names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
         self.files, headers, self.metadata = _read_files(root, names)
@@ -201,6 +206,22 @@ def _read_config(root: Path) -> dict[str, Any]:
     return _read_json(root / CONFIG_NAME)[0]
 
 
+def _read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The config's quantization_config, else ModelOpt's file of its own; None where there is neither."""
+    for words in (config, text_config(config)):
+        found = words.get("quantization_config")
+        if isinstance(found, dict):
+            return dict(found)
+        if found is not None:
+            what, where = "the checkpoint's quantization config is not an object", "quantization_config"
+            remedy = f"restore it in {CONFIG_NAME}; leave it out where nothing is quantized"
+            raise InputError(
+                what, where=where, expected="an object or null", found=repr(found), remedy=remedy
+            )
+    path = root / HF_QUANT_CONFIG_NAME
+    return _read_json(path)[0] if path.is_file() else None
+
+
 def _listing(root: Path) -> str:
     names = sorted(path.name for path in root.iterdir())
     return (
@@ -311,7 +332,7 @@ def _other_files(root: Path) -> Iterator[str]:
         folders[:] = [name for name in folders if name[0] != "." and not (top and name in WEIGHT_FOLDERS)]
         for name in names:
             skipped = name[0] == "." or name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-            if skipped or (top and name == CONFIG_NAME):
+            if skipped or (top and name in (CONFIG_NAME, MANIFEST)):  # an artifact may be a source
                 continue
             if not (root / relative / name).is_file():
                 what, where = "not a file, or a link to nothing", str(root / relative / name)

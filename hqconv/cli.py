@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from hqconv import job as jobs
-from hqconv.artifact_reader import is_artifact, is_unfinished
+from hqconv.artifact_reader import is_unfinished
 from hqconv.errors import HqconvError, RequestError
 from hqconv.options import choose_target, default_out, parse_bytes, parse_layers, parse_tokens
 from hqconv.schemas import artifact
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.target import SOURCE, resolve_schema
 from hqconv.sharding import LINEAR, ROUND_ROBIN, Grid
 from hqconv.version import __version__
 
@@ -60,7 +60,12 @@ Inspected = Annotated[str, typer.Argument(metavar="SRC|OUT", help="Model folder,
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="Output folder.  [default: ./<model>-<schema>[-tpT][-epP]]")
 ]
-Schema = Annotated[str, typer.Option(help="Preset, shorthand such as int4-g64-zp, or FILE.toml.")]
+Schema = Annotated[
+    str,
+    typer.Option(
+        help="Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
+    ),
+]
 InputSchema = Annotated[str, typer.Option(help="What activations are quantized to when serving.")]
 Target = Annotated[
     str | None,
@@ -184,31 +189,29 @@ def convert(
 ) -> None:
     """Convert the experts of SRC and write an artifact."""
     _check_early(src, resume, overwrite)
-    chosen = resolve_schema(schema)
+    chosen = None if schema == SOURCE else resolve_schema(schema)
     grid = Grid(tp, ep, expert_placement.value, redundant_experts)
     resources = jobs.resources(device, parse_bytes(max_memory), threads)
     sm_version = choose_target(target, layout.value, resources.device)
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from hqconv.plan import Request
-
     with jobs.open_source(src, revision) as checkpoint:
-        request = Request(chosen, dtype.value if dtype else "", sm_version, grid, layout.value, input_schema)
-        plan = jobs.plan_for(checkpoint, request)
-        place = out or default_out(checkpoint.name, chosen.name, tp, ep)
+        words = {"sm_version": sm_version, "layout": layout.value, "input_schema": input_schema}
+        plan = jobs.plan_for(checkpoint, chosen, dtype.value if dtype else None, grid, **words)
+        place = out or default_out(checkpoint.name, chosen.name if chosen else SOURCE, tp, ep)
         job = jobs.Job(checkpoint, plan, place, resources, resume=resume, overwrite=overwrite)
-        words = jobs.dry_run(job) if dry_run else jobs.run(job, quiet=quiet)
-    _show(words, json=json, quiet=quiet)
+        done = jobs.dry_run(job) if dry_run else jobs.run(job, quiet=quiet)
+    _show(done, json=json, quiet=quiet)
 
 
 def _check_early(src: str, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise RequestError("--resume and --overwrite exclude each other.", remedy="Give one of the two.")
-    if is_artifact(Path(src)) or is_unfinished(Path(src)):
+    if is_unfinished(Path(src)):
         raise RequestError(
-            "The source is an artifact of hqconv, not a checkpoint.",
+            "The source is an unfinished conversion of hqconv, not a checkpoint.",
             where=src,
-            remedy="Give the model folder it was made from.",
+            remedy="Finish it with --resume, or give the model folder it is made from.",
         )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from hqconv.checkpoint import Checkpoint
 from hqconv.pipeline import Report, Resources, Workers, count_workers
-from hqconv.plan import BlockGroup, Group, Plan
+from hqconv.plan import BlockGroup, Group, Plan, Request
 from hqconv.schemas import artifact
+from hqconv.schemas.sources import conversion_of
 from hqconv.version import __version__
 from hqconv.writer import (
     FileRecord,
@@ -138,12 +139,7 @@ def _finish(
 
 def _source_bytes(group: Group) -> int:
     if isinstance(group, BlockGroup):
-        return sum(
-            ref.num_bytes
-            for expert in group.block.sources
-            for roles in expert.values()
-            for ref in roles.values()
-        )
+        return group.block.num_bytes
     return sum(ref.num_bytes for ref in group.refs)
 
 
@@ -171,7 +167,7 @@ def _copy_loose_files(checkpoint: Checkpoint, plan: Plan, out: Path) -> list[Fil
             data = (checkpoint.root / name).read_bytes()
         write_whole(out / name, data)
         written.append(name)
-    write_whole(out / artifact.CONFIG, _json_bytes(artifact_config(checkpoint.config, plan)))
+    write_whole(out / artifact.CONFIG, _json_bytes(artifact_config(checkpoint, plan)))
     written.append(artifact.CONFIG)
     if len(set(plan.weight_map.values())) > 1:
         shards = {name: file for group in plan.groups for file in group.files for name in file.tensors}
@@ -182,16 +178,16 @@ def _copy_loose_files(checkpoint: Checkpoint, plan: Plan, out: Path) -> list[Fil
     return [FileRecord(name, (out / name).stat().st_size, sha256_of(out / name)) for name in sorted(written)]
 
 
-def artifact_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def artifact_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     """The source's config.json plus the artifact's quantization_config."""
     request = plan.request
-    words = copy.deepcopy(config)
+    words = copy.deepcopy(checkpoint.config)
     if request.layout == artifact.CHECKPOINT:
         names = [block.name for block in plan.experts.blocks]
         words["quantization_config"] = artifact.humming_quantization_config(request.schema, names)
     else:
         words["quantization_config"] = artifact.hqconv_quantization_config(
-            request.schema, request.input_schema, request.sm_version
+            request.schema, request.input_schema, request.sm_version, checkpoint.quantization
         )
     return words
 
@@ -210,6 +206,7 @@ def build_manifest(
         "source": {
             "name": checkpoint.repo_id or checkpoint.name,
             "revision": checkpoint.revision,
+            "quantization_config": checkpoint.quantization,
             "index_sha256": checkpoint.index_sha256,
             "files": [
                 {"name": f.name, "size_bytes": f.size_bytes, "header_sha256": f.header_sha256}
@@ -229,7 +226,8 @@ def build_manifest(
         "family": plan.experts.family,
         "family_chosen_because": plan.experts.chosen_because,
         "blocks": {
-            group.name: _block_words(group, folder.done[group.name].measured) for group in plan.block_groups
+            group.name: _block_words(group, folder.done[group.name].measured, request)
+            for group in plan.block_groups
         },
         "files": {r.path: {"size_bytes": r.size_bytes, "sha256": r.sha256} for r in files},
         "tensors": {
@@ -240,7 +238,7 @@ def build_manifest(
     }
 
 
-def _block_words(group: BlockGroup, errors: dict[str, Any]) -> dict[str, Any]:
+def _block_words(group: BlockGroup, errors: dict[str, Any], request: Request) -> dict[str, Any]:
     block = group.block
     words: dict[str, Any] = {
         "layer": block.layer,
@@ -252,7 +250,9 @@ def _block_words(group: BlockGroup, errors: dict[str, Any]) -> dict[str, Any]:
         "top_k": block.top_k,
         "w13_order": ["gate", "up"] if block.gated else ["up"],
         "source_dtype": block.dtype,
-        "conversion": "quantized",
+        "source_format": block.format.words(),
+        "source_parts": block.parts_words(),
+        "conversion": conversion_of(block.format, request.schema, request.param_dtype),
         "quantization_error": errors,
     }
     for gemm, form in group.forms.items():

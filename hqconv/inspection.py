@@ -15,14 +15,19 @@ from typing import Any
 from hqconv.artifact_reader import is_artifact, is_unfinished, read_manifest
 from hqconv.checkpoint import Checkpoint
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
-from hqconv.experts import ExpertBlock, ExpertMap, map_experts
-from hqconv.plan import CopyGroup, Plan
+from hqconv.expert_block import ExpertBlock
+from hqconv.experts import ExpertMap, map_checkpoint
+from hqconv.gguf_header import holds_gguf
+from hqconv.plan import CopyGroup, Plan, Request, default_param_dtype
 from hqconv.schemas import artifact
+from hqconv.schemas.sources import SourceFormat, conversion_of
 from hqconv.schemas.target import PRESETS, SHORTHAND, TargetSchema
 from hqconv.sharding import slice_unit, working_tp_sizes
+from hqconv.source_schema import direct_schemas
 from hqconv.writer import check_space
 
 Words = dict[str, Any]
+REQUANTIZED_COUNTS = ("num_experts_requantized", "num_groups", "num_exact_groups")
 _SHAPE_KEYS = (
     "num_experts",
     "hidden_size",
@@ -30,6 +35,7 @@ _SHAPE_KEYS = (
     "top_k",
     "activation",
     "gated",
+    "source_format",
     "source_dtype",
 )
 
@@ -44,10 +50,18 @@ def describe(path: str) -> Words:
         return describe_artifact(root)
     if is_unfinished(root):
         return describe_unfinished(root)
-    with Checkpoint.open(path) as checkpoint:
-        if _quant_method(checkpoint.config) == "hqconv":
+    with _open(path) as checkpoint:
+        if _quant_method(checkpoint.quantization) == "hqconv":
             return describe_artifact(checkpoint.root)  # from the Hub, or it says that the manifest is lost
         return describe_source(checkpoint)
+
+
+def _open(path: str) -> Checkpoint:
+    if not path or not holds_gguf(Path(path)):
+        return Checkpoint.open(path)
+    from hqconv.gguf_source import open_with_gguf
+
+    return open_with_gguf(Path(path))
 
 
 # --- source and plan ---------------------------------------------------------------------------------------
@@ -58,7 +72,7 @@ def describe_source(checkpoint: Checkpoint) -> Words:
     words: Words = {"kind": "source", **_source_words(checkpoint)}
     words["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
     try:
-        experts = map_experts(checkpoint.tensors, checkpoint.config)
+        experts = map_checkpoint(checkpoint)
     except RequestError as error:
         return {**words, "convertible": False, "obstacle": error.message()}
     sizes = _bytes_of(checkpoint, experts.converted)
@@ -70,6 +84,7 @@ def describe_source(checkpoint: Checkpoint) -> Words:
         "tensors": _tensor_words(checkpoint, experts),
         "num_bytes_experts": sizes,
         "blocks": block_runs({block.name: _block_words(block) for block in experts.blocks}),
+        "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
         "tp_sizes": {name: _tp_sizes(experts.blocks, schema) for name, schema in PRESETS.items()},
     }
 
@@ -95,6 +110,7 @@ def describe_plan(checkpoint: Checkpoint, plan: Plan, *, num_workers: int, worke
         "blocks": block_runs({block.name: _block_words(block) for block in experts.blocks}),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for g in plan.groups for f in g.files],
         "other_files": list(plan.other_files),
+        "conversion": conversions(experts, request),
         "num_bytes_in": checkpoint.total_bytes,
         "num_bytes_out": plan.num_bytes_out,
         "rank_bytes": plan.rank_bytes(),
@@ -141,16 +157,18 @@ def _source_words(checkpoint: Checkpoint) -> Words:
         "folder": str(checkpoint.root),
         "revision": checkpoint.revision,
         "model_type": checkpoint.config.get("model_type"),
-        "quant_method": _quant_method(checkpoint.config),
+        "quant_method": _quant_method(checkpoint.quantization),
         "num_files": len(checkpoint.files),
         "num_tensors": len(checkpoint.tensors),
         "num_bytes": checkpoint.total_bytes,
     }
 
 
-def _quant_method(config: Mapping[str, Any]) -> Any:
-    quantization = config.get("quantization_config")
-    return quantization.get("quant_method") if isinstance(quantization, dict) else None
+def _quant_method(quantization: Any) -> Any:
+    """The method that a quantization config names; hf_quant_config.json, which names none, is ModelOpt's."""
+    if not isinstance(quantization, dict):
+        return None
+    return quantization.get("quant_method", "modelopt" if "quantization" in quantization else None)
 
 
 def _bytes_by_dtype(checkpoint: Checkpoint) -> dict[str, int]:
@@ -175,14 +193,39 @@ def _tensor_words(checkpoint: Checkpoint, experts: ExpertMap) -> Words:
 
 
 def _block_words(block: ExpertBlock) -> Words:
-    return {key: getattr(block, key) for key in _SHAPE_KEYS[:-1]} | {"source_dtype": block.dtype}
+    words = {key: getattr(block, key) for key in _SHAPE_KEYS if hasattr(block, key)}
+    return words | {"source_dtype": block.dtype, "source_format": block.format.describe()}
+
+
+def conversions(experts: ExpertMap, request: Request) -> dict[str, int]:
+    """How the blocks are converted: quantized, requantized or direct, and how many each."""
+    return dict(Counter(conversion_of(b.format, request.schema, request.param_dtype) for b in experts.blocks))
+
+
+def summarize_requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Over all blocks and projections of a quantized source: what was quantized anew, and what of it is exact."""
+    totals: Counter[str] = Counter()
+    for projections in errors.values():
+        for words in projections.values():
+            totals.update({key: words[key] for key in REQUANTIZED_COUNTS if key in words})
+    return dict(totals)
+
+
+def _manifest_block_words(words: Mapping[str, Any]) -> Words:
+    """A manifest's block with its source's format in one line."""
+    try:
+        source = SourceFormat(**words["source_format"]).describe()
+    except TypeError:
+        source = "unknown"
+    return {**words, "source_format": source}
 
 
 def _tp_sizes(blocks: Iterable[ExpertBlock], schema: TargetSchema) -> list[int]:
     """TP sizes that work for every block."""
     sizes: list[set[int]] = []
-    for hidden, inner in {(block.hidden_size, block.intermediate_size) for block in blocks}:
-        sizes.append(set() if hidden % slice_unit(schema) else set(working_tp_sizes(inner, schema)))
+    for hidden, inner, pads in {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in blocks}:
+        works = working_tp_sizes(inner, schema, pads_last_rank=pads)
+        sizes.append(set() if hidden % slice_unit(schema) else set(works))
     return sorted(set.intersection(*sizes)) if sizes else []
 
 
@@ -259,10 +302,14 @@ def describe_artifact(root: Path) -> Words:
         **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
         **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
         "source": {key: manifest["source"].get(key) for key in ("name", "revision")},
-        "quant_method": _quant_method(_config_of(root)),
+        "quant_method": _quant_method(_config_of(root).get("quantization_config")),
         "tensors": {kind: len(names) for kind, names in manifest["tensors"].items()},
-        "blocks": block_runs(manifest["blocks"]),
+        "blocks": block_runs({name: _manifest_block_words(b) for name, b in manifest["blocks"].items()}),
+        "conversion": dict(Counter(block["conversion"] for block in manifest["blocks"].values())),
         "quantization_error": summarize_errors(
+            {name: block["quantization_error"] for name, block in manifest["blocks"].items()}
+        ),
+        "requantized": summarize_requantized(
             {name: block["quantization_error"] for name, block in manifest["blocks"].items()}
         ),
         "num_files": len(manifest["files"]),

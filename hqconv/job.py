@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hqconv.artifact_reader import is_artifact, is_unfinished
+from hqconv.artifact_reader import is_artifact, is_unfinished, read_manifest
 from hqconv.errors import OutputError
+from hqconv.gguf_header import holds_gguf
 from hqconv.options import check_places, choose_device
+from hqconv.schemas.artifact import KERNEL
 
 if TYPE_CHECKING:
     from hqconv.checkpoint import Checkpoint
     from hqconv.pipeline import Resources
-    from hqconv.plan import Plan, Request
+    from hqconv.plan import Plan
+    from hqconv.schemas.target import TargetSchema
+    from hqconv.sharding import Grid
 
 
 @dataclass(frozen=True)
@@ -52,21 +56,33 @@ def _without_gc() -> Iterator[None]:
 
 @_without_gc()
 def open_source(src: str, revision: str | None) -> Checkpoint:
-    """`Checkpoint.open`."""
+    """`Checkpoint.open`, an artifact in the kernel layout as a source, or a folder with experts in GGUF files."""
     from hqconv.checkpoint import Checkpoint
 
+    path = Path(src)
+    if revision is None and is_artifact(path) and read_manifest(path)["layout"] == KERNEL:
+        from hqconv.artifact_source import ArtifactSource
+
+        return ArtifactSource(path, name=path.resolve().name)
+    if src and revision is None and holds_gguf(path):
+        from hqconv.gguf_source import open_with_gguf
+
+        return open_with_gguf(path)
     return Checkpoint.open(src, revision)
 
 
 @_without_gc()
-def plan_for(checkpoint: Checkpoint, request: Request) -> Plan:
-    """The plan of a request; an empty `param_dtype` becomes the checkpoint's."""
-    from hqconv.experts import map_experts
-    from hqconv.plan import default_param_dtype, make_plan
+def plan_for(
+    checkpoint: Checkpoint, schema: TargetSchema | None, param_dtype: str | None, grid: Grid, **words: Any
+) -> Plan:
+    """The plan of a request; what is None becomes the checkpoint's own."""
+    from hqconv.experts import map_checkpoint
+    from hqconv.plan import make_plan
+    from hqconv.source_schema import make_request
 
-    experts = map_experts(checkpoint.tensors, checkpoint.config)
-    dtype = request.param_dtype or default_param_dtype(checkpoint.config, experts)
-    return make_plan(checkpoint, experts, replace(request, param_dtype=dtype))
+    experts = map_checkpoint(checkpoint)
+    request = make_request(experts, checkpoint.config, schema, param_dtype, grid, **words)
+    return make_plan(checkpoint, experts, request)
 
 
 @_without_gc()
@@ -133,6 +149,8 @@ def _interrupted(out: Path) -> str:
 
 
 def _summary_words(job: Job, summary: dict[str, Any]) -> dict[str, Any]:
+    from hqconv.inspection import conversions, summarize_requantized
+
     request = job.plan.request
     return {
         "kind": "summary",
@@ -145,6 +163,8 @@ def _summary_words(job: Job, summary: dict[str, Any]) -> dict[str, Any]:
         "tp": request.grid.tp,
         "ep": request.grid.ep,
         "warnings": list(job.plan.warnings),
+        "conversion": conversions(job.plan.experts, request),
+        "requantized": summarize_requantized(summary["errors"]),
     }
 
 

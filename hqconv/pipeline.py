@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,18 @@ import torch
 
 from hqconv.backends.assemble import gemm_tensors
 from hqconv.backends.layout import to_kernel
-from hqconv.backends.quantize import Quantized, quantize
+from hqconv.backends.quantize import Cost, Quantized
 from hqconv.checkpoint import Checkpoint, TensorRef
-from hqconv.errors import InputError, RequestError
-from hqconv.experts import ExpertBlock
+from hqconv.encoding import COUPLED, encode
+from hqconv.errors import RequestError
+from hqconv.expert_block import ExpertBlock
 from hqconv.plan import BlockGroup, CopyGroup, Place, Request, checkpoint_place, gemm_shapes, kernel_places
 from hqconv.schemas import artifact
+from hqconv.schemas.sources import QUANTIZED, conversion_of
+from hqconv.source_reader import read_source
 from hqconv.writer import GroupWriter
 
 COPY_CHUNK_BYTES = 8 << 20
-_COUPLED = ("w1", "w3")
-_SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _MAX_CUDA_WORKERS = 4
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
 
@@ -56,7 +57,9 @@ class Workers:
         self, checkpoint: Checkpoint, request: Request, resources: Resources, num_workers: int
     ) -> None:
         self.checkpoint, self.request, self.resources = checkpoint, request, resources
-        self._cancelled = threading.Event()
+        self._is_cancelled = False
+        self._num_at_work = 0
+        self._idle = threading.Condition()
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(num_workers, "hqconv", initializer=self._prepare_thread)
 
@@ -64,7 +67,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cancelled.set()
+        self._is_cancelled = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _prepare_thread(self) -> None:
@@ -75,26 +78,26 @@ class Workers:
     def run_block(self, group: BlockGroup, writer: GroupWriter, report: Report) -> dict[str, Any]:
         """Convert every expert of a block. Returns its quantization error per projection."""
 
-        def one(expert: int) -> dict[str, tuple[float, float]]:
-            self._check()
+        def one(expert: int) -> dict[str, Cost]:
             stream = self._local.stream
-            with torch.cuda.stream(stream) if stream else nullcontext():
-                sums = convert_expert(self, group, writer, expert)
-            report(group.name, _expert_bytes(group.block, expert))
-            return sums
+            with self._at_work(), torch.cuda.stream(stream) if stream else nullcontext():
+                costs = convert_expert(self, group, writer, expert)
+            report(group.name, sum(ref.num_bytes for ref in group.block.refs(expert)))
+            return costs
 
-        return _block_errors(self._all(self._pool.submit(one, e) for e in range(group.block.num_experts)))
+        costs = self._all(self._pool.submit(one, e) for e in range(group.block.num_experts))
+        return block_errors(costs, is_coded=not group.block.format.is_float)
 
     def run_copy(self, group: CopyGroup, writer: GroupWriter, report: Report) -> dict[str, Any]:
         """Copy a shard's tensors, byte for byte."""
         tensors = group.files[0].tensors
 
         def one(ref: TensorRef, start: int) -> None:
-            self._check()
             size = min(COPY_CHUNK_BYTES, ref.num_bytes - start)
             buffer = bytearray(size)
-            self.checkpoint.read_into(ref, buffer, start)
-            writer.write(Place(0, tensors[ref.name].offset_bytes + start, size), buffer)
+            with self._at_work():
+                self.checkpoint.read_into(ref, buffer, start)
+                writer.write(Place(0, tensors[ref.name].offset_bytes + start, size), buffer)
             report(group.name, size)
 
         self._all(
@@ -104,9 +107,19 @@ class Workers:
         )
         return {}
 
-    def _check(self) -> None:
-        if self._cancelled.is_set():
-            raise CancelledError
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Counts who may still write. Raises CancelledError where nobody may begin any more."""
+        with self._idle:
+            if self._is_cancelled:
+                raise CancelledError
+            self._num_at_work += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._num_at_work -= 1
+                self._idle.notify_all()
 
     def _all(self, submitted: Iterable[Future[Any]]) -> list[Any]:
         """Results in order; on the first failure the rest is cancelled and that failure is raised."""
@@ -124,43 +137,45 @@ class Workers:
         return [future.result() for future in futures]
 
     def _stop(self, futures: list[Future[Any]]) -> None:
-        self._cancelled.set()
-        for future in futures:
-            future.cancel()
-        wait(futures)
+        """Let nobody begin, and wait until nobody is at work, whatever else is interrupted meanwhile.
+
+        A future may be missing here, where the interrupt came while it was handed in: those at work are counted.
+        """
+        is_idle = False
+        while not is_idle:
+            try:
+                with self._idle:
+                    self._is_cancelled = True
+                    for future in futures:
+                        future.cancel()
+                    is_idle = self._idle.wait_for(lambda: self._num_at_work == 0)
+            except KeyboardInterrupt:
+                continue
 
 
-def convert_expert(
-    workers: Workers, group: BlockGroup, writer: GroupWriter, expert: int
-) -> dict[str, tuple[float, float]]:
-    """Read, quantize, lay out and write one expert. Returns (error, power) sums per projection."""
+def convert_expert(workers: Workers, group: BlockGroup, writer: GroupWriter, expert: int) -> dict[str, Cost]:
+    """Read, encode, lay out and write one expert. Returns what each projection lost."""
     block, request = group.block, workers.request
-    quantized: dict[str, Quantized] = {}
-    for names in (_COUPLED, ("w2",)):
-        present = [name for name in names if name in block.sources[expert]]
-        matrices = [
-            read_matrix(workers.checkpoint, block.sources[expert][name]["weight"], workers.resources.device)
-            for name in present
-        ]
-        results = quantize(matrices, request.schema, request.param_dtype)
-        refs = [block.sources[expert][name]["weight"] for name in present]
-        _check_numbers(refs, results, request)
-        quantized |= dict(zip(present, results, strict=True))
-        del matrices
+    encoded: dict[str, Quantized] = {}
+    for names in COUPLED:
+        roles = [role for role in names if role in block.roles]
+        stored = read_source(workers.checkpoint, block, expert, roles, workers.resources.device)
+        encoded |= encode(stored, request)
+        del stored
     if request.layout == artifact.KERNEL:
-        _write_kernel(group, request, writer, expert, quantized)
+        _write_kernel(group, request, writer, expert, encoded)
     else:
-        for name, result in quantized.items():
+        for role, result in encoded.items():
             for tensor, value in result.tensors.items():
-                writer.write(checkpoint_place(group, expert, name, tensor), _bytes(value))
-    return {name: (result.error, result.power) for name, result in quantized.items()}
+                writer.write(checkpoint_place(group, expert, role, tensor), _bytes(value))
+    return {role: result.cost for role, result in encoded.items()}
 
 
 def _write_kernel(
     group: BlockGroup, request: Request, writer: GroupWriter, expert: int, quantized: dict[str, Quantized]
 ) -> None:
     projections = {name: result.tensors for name, result in quantized.items()}
-    shapes = gemm_shapes(group.block, request.grid.tp)
+    shapes = gemm_shapes(group.block, request.grid.tp, request.schema)
     for tp_rank in range(request.grid.tp):
         packed = gemm_tensors(projections, request.schema, request.grid.tp, tp_rank)
         places = kernel_places(group, request.grid, tp_rank, expert)
@@ -173,72 +188,60 @@ def _write_kernel(
         assert not places, f"{group.name}: planned but not produced: {sorted(places)}"
 
 
-def read_matrix(checkpoint: Checkpoint, ref: TensorRef, device: torch.device) -> torch.Tensor:
-    """A float tensor of the source, in its own dtype, on `device` (through pinned memory for CUDA)."""
-    host = torch.empty(ref.shape, dtype=_SOURCE_DTYPES[ref.dtype], pin_memory=device.type == "cuda")
-    checkpoint.read_into(ref, host.view(torch.uint8).numpy().data)
-    return host if device.type == "cpu" else host.to(device, non_blocking=True)
-
-
 def _bytes(tensor: torch.Tensor) -> Any:
     """A tensor's bytes as a flat uint8 array on the host."""
     return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
-def _check_numbers(refs: Sequence[TensorRef], results: Sequence[Quantized], request: Request) -> None:
-    """Refuse what is no number, first of all: under a shared scale a NaN spoils its partner's codes too."""
-    for ref, result in zip(refs, results, strict=True):
-        if not result.is_finite:
-            raise InputError(
-                "A weight is NaN or infinite.",
-                where=f"tensor {ref.name}",
-                expected="finite numbers",
-                remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
-            )
-    for ref, result in zip(refs, results, strict=True):
-        if not math.isfinite(result.error):
-            raise InputError(
-                "A weight is too large for the schema: it would decode to infinity or NaN.",
-                where=f"tensor {ref.name}, schema {request.schema.name}, {request.param_dtype}",
-                remedy="Try --dtype bfloat16, or look at the tensor: such values are rarely meant.",
-            )
-
-
-def _block_errors(sums: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
+def block_errors(costs: list[dict[str, Cost]], *, is_coded: bool) -> dict[str, Any]:
     """Relative Frobenius error of each projection over all experts, and of the worst expert.
 
-    `math.fsum` is exact, so the order of the experts does not matter.
+    Where the source `is_coded`, also how many experts were quantized anew, and how many of their scale groups came
+    out without any error. `math.fsum` is exact, so the order of the experts does not matter.
     """
     errors: dict[str, Any] = {}
-    for name in sums[0]:
-        error, power = (math.fsum(s[name][i] for s in sums) for i in (0, 1))
-        each = [_relative(*s[name]) for s in sums]
+    for role in costs[0]:
+        of_role = [cost[role] for cost in costs]
+        each = [_relative(cost.error, cost.power) for cost in of_role]
         worst = max(range(len(each)), key=each.__getitem__)
-        errors[name] = {
-            "relative_error": _relative(error, power),
+        errors[role] = {
+            "relative_error": _relative(
+                math.fsum(cost.error for cost in of_role), math.fsum(cost.power for cost in of_role)
+            ),
             "worst_expert": worst,
             "worst_relative_error": each[worst],
         }
+        errors[role] |= requantized_counts(of_role) if is_coded else {}
     return errors
+
+
+def requantized_counts(costs: Sequence[Cost]) -> dict[str, int]:
+    """Of one projection: the experts that were quantized anew, their scale groups, and those without any error."""
+    anew = [cost for cost in costs if not cost.is_direct]
+    return {
+        "num_experts_requantized": len(anew),
+        "num_groups": sum(cost.num_groups for cost in anew),
+        "num_exact_groups": sum(cost.num_exact for cost in anew),
+    }
 
 
 def _relative(error: float, power: float) -> float:
     return math.sqrt(error / power) if power else 0.0
 
 
-def _expert_bytes(block: ExpertBlock, expert: int) -> int:
-    return sum(ref.num_bytes for roles in block.sources[expert].values() for ref in roles.values())
-
-
 def working_bytes(block: ExpertBlock, request: Request) -> int:
     """Upper bound of the host memory that one worker needs for one expert of this block."""
     numbers = block.intermediate_size * block.hidden_size
-    source = numbers * 4 if block.dtype != "BF16" else numbers * 2
-    widened = 0 if block.dtype == "BF16" else numbers * 4
+    stored = max(sum(ref.num_bytes for ref in parts.values()) for parts in block.sources[0].values())
+    is_viewed = any(p.is_stacked and not p.is_run for parts in block.parts.values() for p in parts.values())
+    if conversion_of(block.format, request.schema, request.param_dtype) == QUANTIZED:
+        widened = 0 if block.dtype == "BF16" else numbers * 4
+    else:  # codes in Humming's packing, and floats where they are quantized anew
+        widened = stored + numbers * 5
     packed = numbers * request.schema.bits_per_weight() / 8
     # Two matrices in flight; three packed; a TP slice cut, stacked, padded and permuted; scale temporaries.
-    live = 2 * (source + widened) + 3 * packed + 8 * packed / request.grid.tp + 0.5 * numbers
-    return int(_HEAP_FACTOR * live) + (6 << 20)
+    live = 2 * (stored * (2 if is_viewed else 1) + widened) + 3 * packed + 8 * packed / request.grid.tp
+    return int(_HEAP_FACTOR * (live + 0.5 * numbers)) + (6 << 20)
 
 
 def count_workers(blocks: Iterable[ExpertBlock], request: Request, resources: Resources) -> int:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hqconv.experts import ExpertBlock, ExpertMap
-from hqconv.request_checks import check_request, request_warnings
+from hqconv.expert_block import ExpertBlock
+from hqconv.experts import ExpertMap
+from hqconv.request_checks import check_copied, check_request, request_warnings
 from hqconv.schemas import artifact
 from hqconv.schemas.dtypes import dtype_num_bits
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
-from hqconv.sharding import Grid
+from hqconv.sharding import Grid, tp_share
 
 if TYPE_CHECKING:
     from hqconv.backends.layout import KernelForm, TensorForm
@@ -33,7 +34,10 @@ MAX_SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, resolved: everything that decides the bytes of the artifact."""
+    """What the user asked for, resolved: everything that decides the bytes of the artifact.
+
+    `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales.
+    """
 
     schema: TargetSchema
     param_dtype: str
@@ -41,6 +45,7 @@ class Request:
     grid: Grid = field(default_factory=Grid)
     layout: str = artifact.KERNEL
     input_schema: str = "a16"
+    must_be_direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,7 @@ class Plan:
     @cached_property
     def num_bytes_experts(self) -> int:
         """Source bytes of all experts."""
-        return sum(
-            ref.num_bytes
-            for g in self.block_groups
-            for e in g.block.sources
-            for p in e.values()
-            for ref in p.values()
-        )
+        return sum(group.block.num_bytes for group in self.block_groups)
 
     def rank_bytes(self) -> dict[str, int]:
         """Bytes of expert tensors that each rank will load (kernel layout)."""
@@ -162,6 +161,7 @@ class Plan:
 def make_plan(checkpoint: Checkpoint, experts: ExpertMap, request: Request) -> Plan:
     """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
     check_request(experts, request)
+    check_copied(checkpoint, experts, request)
     shards: list[_Shard] = []
     groups: list[Group] = []
     if request.layout == artifact.KERNEL:
@@ -242,15 +242,10 @@ def checkpoint_place(group: BlockGroup, expert: int, projection: str, tensor: st
     return Place(index, out.offset_bytes, out.num_bytes)
 
 
-def gemm_shapes(block: ExpertBlock, tp: int) -> dict[str, tuple[int, int]]:
-    """(N, K) of each GEMM on one TP rank, before padding."""
-    share = block.intermediate_size // tp
+def gemm_shapes(block: ExpertBlock, tp: int, schema: TargetSchema) -> dict[str, tuple[int, int]]:
+    """(N, K) of each GEMM on every TP rank, before the kernel's padding."""
+    share = tp_share(block.intermediate_size, tp, schema)
     return {"w13": ((2 if block.gated else 1) * share, block.hidden_size), "w2": (block.hidden_size, share)}
-
-
-def has_bias(block: ExpertBlock) -> bool:
-    """Whether the experts' projections have biases."""
-    return any("bias" in roles for roles in block.sources[0].values())
 
 
 # --- groups ------------------------------------------------------------------------------------------------
@@ -277,8 +272,8 @@ def _kernel_group(block: ExpertBlock, request: Request) -> BlockGroup:
     from hqconv.backends.layout import kernel_form
 
     forms = {
-        gemm: kernel_form(n, k, request.schema, request.param_dtype, request.sm_version, has_bias(block))
-        for gemm, (n, k) in gemm_shapes(block, request.grid.tp).items()
+        gemm: kernel_form(n, k, request.schema, request.param_dtype, request.sm_version, block.has_bias)
+        for gemm, (n, k) in gemm_shapes(block, request.grid.tp, request.schema).items()
     }
     files = []
     for tp_rank, ep_rank in request.grid.ranks:
@@ -298,10 +293,10 @@ def _expert_shards(block: ExpertBlock, request: Request) -> list[_Shard]:
     from hqconv.backends.layout import packed_form
 
     def form(n: int, k: int) -> dict[str, TensorForm]:
-        return packed_form(n, k, request.schema, request.param_dtype, has_bias(block))
+        return packed_form(n, k, request.schema, request.param_dtype, block.has_bias)
 
     inner, outer = block.intermediate_size, block.hidden_size
-    forms = {p: form(outer, inner) if p == "w2" else form(inner, outer) for p in block.sources[0]}
+    forms = {p: form(outer, inner) if p == "w2" else form(inner, outer) for p in block.roles}
     expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
     per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
     shards = []
@@ -325,7 +320,7 @@ def _sharded_group(parts: list[tuple[_Shard, OutFile]]) -> BlockGroup:
 
 
 def _tensor_name(block: ExpertBlock, expert: int, projection: str, tensor: str) -> str:
-    return block.sources[expert][projection]["weight"].name.removesuffix(".weight") + f".{tensor}"
+    return f"{block.module(expert, projection)}.{tensor}"
 
 
 def _copy_shards(refs: list[TensorRef]) -> list[_Shard]:

@@ -5,6 +5,7 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +47,36 @@ _ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": _relu2,
 }
 ACTIVATIONS = (*_ELEMENTWISE, "swigluoai")
+# silu_clamp10: gate and up are cut off at 10 first (DeepSeek-V4); silu_bound7: the activated gate and up at 7
+# (Step-3.7). transformers: modeling_deepseek_v4.py, modeling_step3p7.py (_apply_gate).
+_LIMITED = re.compile(r"(?P<function>\w+)_(?P<kind>clamp|bound)(?P<limit>\d+(?:\.\d+)?)")
 
 
 def activate(name: str, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """The experts' activation of w13's output; without a gate it acts on `up` alone. KeyError if unknown."""
+    """The experts' activation of w13's output; without a gate it acts on `up` alone. KeyError if unknown.
+
+    A name of `ACTIVATIONS`, or one that acts elementwise with a limit: `<name>_clamp<limit>`, `<name>_bound<limit>`.
+    """
+    if gate is not None and (limited := _LIMITED.fullmatch(name)):
+        return _limited_gate(limited, gate, up)
     if name == "swigluoai":
         assert gate is not None
         return _clamped_swiglu(gate, up)
     function = _ELEMENTWISE[name]
     return function(up) if gate is None else _gated(function)(gate, up)
+
+
+def _limited_gate(name: re.Match[str], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    function, limit = _ELEMENTWISE[name["function"]], float(name["limit"])
+    is_before = name["kind"] == "clamp"
+    activated = function(gate.clamp(max=limit)) if is_before else function(gate).clamp(max=limit)
+    return activated * up.clamp(-limit, limit)
+
+
+def is_known(activation: str, gated: bool = True) -> bool:
+    """Whether `activate` computes it."""
+    limited = _LIMITED.fullmatch(activation)
+    return activation in ACTIVATIONS if limited is None else gated and limited["function"] in _ELEMENTWISE
 
 
 @dataclass(frozen=True)

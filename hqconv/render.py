@@ -13,6 +13,7 @@ from rich.table import Table
 from hqconv.inspection import Words, summarize_errors
 from hqconv.progress import human_bytes, human_seconds
 from hqconv.render_report import show_report
+from hqconv.schemas.sources import PLAIN
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 _WIDE = 500  # columns where nobody looks at a terminal: nothing is cut or wrapped
@@ -56,7 +57,7 @@ def _table(console: Console, headers: Iterable[str], rows: Iterable[Iterable[Any
 
 
 def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
-    headers = ("blocks", "count", "experts", "hidden", "intermediate", "top-k", "activation", "dtype")
+    headers = ("blocks", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
     rows = (
         (
             run["name"],
@@ -66,7 +67,7 @@ def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
             run["intermediate_size"],
             run["top_k"],
             run["activation"] + (" (gated)" if run["gated"] else ""),
-            run["source_dtype"],
+            run["source_dtype"] if run["source_format"] == PLAIN.name else run["source_format"],
         )
         for run in runs
     )
@@ -133,6 +134,24 @@ def _dropped(words: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"… {more} more (--json lists all)"] if more else lines)
 
 
+def _conversion(words: Words) -> str:
+    """`direct: codes and scales kept (58 blocks)` and the like."""
+    meaning = {
+        "quantized": "quantized",
+        "direct": "direct: codes and scales kept",
+        "requantized": "requantized from exactly decoded float32",
+    }
+    found = words["conversion"].items()
+    return "; ".join(f"{meaning.get(kind, kind)} ({n} block{'s' * (n != 1)})" for kind, n in found)
+
+
+def _exact(counts: Mapping[str, int]) -> str:
+    """How many scale groups of a requantized source came out without any error."""
+    if not counts.get("num_groups"):
+        return ""
+    return f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
+
+
 def _show_plan(console: Console, words: Words) -> None:
     """The plan of a dry run."""
     converted = f"{words['family']} ({words['family_chosen_because']})"
@@ -146,6 +165,7 @@ def _show_plan(console: Console, words: Words) -> None:
             ("source", _source(words["source"])),
             ("family", converted),
             ("schema", _schema(words["schema"])),
+            ("conversion", _conversion(words)),
             ("for", _target(words)),
             ("tensors", _tensors(words["tensors"])),
             ("dropped", _dropped(words["tensors"])),
@@ -182,6 +202,8 @@ def _show_summary(console: Console, words: Words) -> None:
         console,
         (
             ("schema", f"{words['schema']}, {words['layout']} layout"),
+            ("conversion", _conversion(words)),
+            ("exact", _exact(words["requantized"])),
             ("blocks", f"{words['num_blocks']}, for {words['num_ranks']} rank(s)"),
             (
                 "size",
@@ -203,6 +225,7 @@ def _show_source(console: Console, words: Words) -> None:
         _facts(console, [*rows, ("convertible", f"no: {words['obstacle']}")])
         return
     rows.append(("family", f"{words['family']} ({words['family_chosen_because']})"))
+    rows.append(("direct", ", ".join(words["direct_schemas"])))
     rows += [("tensors", _tensors(words["tensors"])), ("dropped", _dropped(words["tensors"]))]
     _facts(console, rows)
     _blocks(console, words["blocks"])
@@ -222,6 +245,8 @@ def _show_artifact(console: Console, words: Words) -> None:
             ("source", f"{words['source']['name']}{revision}"),
             ("family", words["family"]),
             ("schema", _schema(words["schema"])),
+            ("conversion", _conversion(words)),
+            ("exact", _exact(words["requantized"])),
             ("for", _target(words)),
             ("experts", _ranks(words["rank_bytes"])),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in words["tensors"].items())),

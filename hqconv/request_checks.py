@@ -11,9 +11,11 @@ from hqconv.schemas.target import PARAM_DTYPES
 from hqconv.sharding import Grid, check_grid
 
 if TYPE_CHECKING:
+    from hqconv.checkpoint import Checkpoint
     from hqconv.plan import Request
 
 SUPPORTED_TARGETS = (90,)
+_CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
 def check_request(experts: ExpertMap, request: Request) -> None:
@@ -56,8 +58,23 @@ def check_request(experts: ExpertMap, request: Request) -> None:
             remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
         )
     for block in experts.blocks:
-        check_grid(
-            block.name, block.num_experts, block.hidden_size, block.intermediate_size, schema, request.grid
+        sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
+        check_grid(block.name, *sizes, schema, request.grid, pads_last_rank=block.pads_last_rank)
+
+
+def check_copied(checkpoint: Checkpoint, experts: ExpertMap, request: Request) -> None:
+    """Refuse the checkpoint layout where tensors that it copies are quantized: vLLM would take them for plain ones."""
+    if request.layout != artifact.CHECKPOINT or checkpoint.quantization is None:
+        return
+    refs = (checkpoint.tensors[name] for name in experts.copied)
+    quantized = next((ref for ref in refs if ref.dtype in _CODE_DTYPES and len(ref.shape) > 1), None)
+    if quantized is not None:
+        raise RequestError(
+            "The checkpoint layout cannot hold this source: its other layers are quantized as well.",
+            where=f"tensor {quantized.name}",
+            expected="float tensors outside of the experts: the layout's config describes one quantization",
+            found=quantized.dtype,
+            remedy="Use --layout kernel, whose config keeps the source's quantization for the other layers.",
         )
 
 

@@ -67,10 +67,20 @@ class Grid:
         return places
 
 
-def tp_range(size: int, tp: int, rank: int) -> tuple[int, int]:
-    """Begin and end of one TP rank's share of a dimension that `tp` divides."""
-    share = size // tp
-    return rank * share, (rank + 1) * share
+def tp_share(size: int, tp: int, schema: TargetSchema) -> int:
+    """What each TP rank holds of a dimension, padding included: whole runs of `slice_unit`, as equal as they can be."""
+    unit = slice_unit(schema)
+    return (
+        size // tp
+        if size % tp == 0 and size // tp % unit == 0
+        else math.ceil(math.ceil(size / unit) / tp) * unit
+    )
+
+
+def tp_range(size: int, tp: int, rank: int, schema: TargetSchema) -> tuple[int, int]:
+    """Begin and end of one TP rank's part of a dimension; the last rank's may be shorter than its share."""
+    share = tp_share(size, tp, schema)
+    return min(rank * share, size), min((rank + 1) * share, size)
 
 
 def slice_unit(schema: TargetSchema) -> int:
@@ -78,16 +88,32 @@ def slice_unit(schema: TargetSchema) -> int:
     return math.lcm(PACK_UNIT, schema.weight_scale_group_size or 1, schema.weight_scale_group_size_n or 1)
 
 
-def working_tp_sizes(intermediate_size: int, schema: TargetSchema) -> list[int]:
-    """All TP sizes that cut no scale group and no packed word of this expert size."""
+def working_tp_sizes(
+    intermediate_size: int, schema: TargetSchema, *, pads_last_rank: bool = False
+) -> list[int]:
+    """All TP sizes that cut no scale group and no packed word of this expert size.
+
+    With `pads_last_rank` the last rank may hold less than the others, but not nothing.
+    """
     runs, rest = divmod(intermediate_size, slice_unit(schema))
     if rest:
         return []
-    return [t for t in range(1, runs + 1) if runs % t == 0]
+    # Padded rows must be zero, which an integer code under a scale that all rows share cannot be.
+    is_padded = pads_last_rank and not (schema.is_integer and schema.weight_scale_type == "tensor")
+    return [
+        t for t in range(1, runs + 1) if runs % t == 0 or (is_padded and (t - 1) * math.ceil(runs / t) < runs)
+    ]
 
 
 def check_grid(
-    block: str, num_experts: int, hidden_size: int, intermediate_size: int, schema: TargetSchema, grid: Grid
+    block: str,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    schema: TargetSchema,
+    grid: Grid,
+    *,
+    pads_last_rank: bool = False,
 ) -> None:
     """Refuse a block that the schema or the grid cannot cut, naming the TP sizes that would work."""
     unit = slice_unit(schema)
@@ -99,7 +125,7 @@ def check_grid(
             found=hidden_size,
             remedy="Choose a schema with a smaller group size.",
         )
-    sizes = working_tp_sizes(intermediate_size, schema)
+    sizes = working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank)
     if grid.tp not in sizes:
         works = ", ".join(map(str, sizes)) or "none: choose a schema with a smaller group size"
         raise RequestError(

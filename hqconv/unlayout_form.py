@@ -135,7 +135,7 @@ def _check_supported(config: Mapping[str, Any], flags: Mapping[str, Any]) -> Non
 
 
 def _parse_weight_dtype(text: str) -> tuple[int, int | None]:
-    match = re.fullmatch(r"uint([1-8])|float([3-8])e([0-5])m([1-7])", text)
+    match = re.fullmatch(r"uint([1-8])|float([2-8])e([0-5])m([1-7])", text)
     if match is None or (match[2] and int(match[2]) != 1 + int(match[3]) + int(match[4])):
         raise ValueError(f"b_dtype {text}")
     return (int(match[1]), None) if match[1] else (int(match[2]), int(match[3]))

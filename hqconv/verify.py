@@ -12,7 +12,8 @@ import torch
 
 from hqconv.checkpoint import Checkpoint
 from hqconv.errors import HqconvError, RequestError
-from hqconv.experts import ExpertBlock, map_experts
+from hqconv.expert_block import ExpertBlock
+from hqconv.experts import map_checkpoint
 from hqconv.schemas import artifact as names
 from hqconv.verification import FAIL, CheckResult
 from hqconv.verification.artifact import Artifact
@@ -142,7 +143,7 @@ def _kernel(
         chosen = [blocks[0], blocks[len(blocks) // 2], blocks[-1]]
     source: dict[str, ExpertBlock] | None = None
     if checkpoint is not None:
-        source = {b.name: b for b in map_experts(checkpoint.tensors, checkpoint.config).blocks}
+        source = {b.name: b for b in map_checkpoint(checkpoint).blocks}
     with torch.cuda.device(device):
         result = check_kernel(artifact, source, checkpoint, chosen, options.tokens, device)
     result.notes.append(

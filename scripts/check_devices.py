@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.checkpoint import Checkpoint
 from hqconv.convert import convert
-from hqconv.experts import map_experts
+from hqconv.experts import map_checkpoint
 from hqconv.pipeline import Resources
 from hqconv.plan import Request, make_plan
 from hqconv.schemas.target import PRESETS, resolve_schema
@@ -45,7 +45,7 @@ def compare(source: Path, work: Path, name: str, dtype: str) -> list[str]:
         made = []
         for device in ("cpu", "cuda:0"):
             with Checkpoint.open(str(source)) as checkpoint:
-                experts = map_experts(checkpoint.tensors, checkpoint.config)
+                experts = map_checkpoint(checkpoint)
                 plan = make_plan(checkpoint, experts, Request(resolve_schema(name), dtype, 90, grid, layout))
                 out = work / device.replace(":", "")
                 resources = Resources(torch.device(device), 4 << 30, 8)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.checkpoint import Checkpoint
 from hqconv.convert import convert
-from hqconv.experts import map_experts
+from hqconv.experts import map_checkpoint
 from hqconv.pipeline import Resources
 from hqconv.plan import Request, make_plan
 from hqconv.schemas.target import PRESETS, resolve_schema
@@ -38,7 +38,7 @@ def check(source: Path, work: Path, name: str, dtype: str) -> tuple[str, bool]:
     started = time.monotonic()
     for grid in GRIDS:
         with Checkpoint.open(str(source)) as checkpoint:
-            experts = map_experts(checkpoint.tensors, checkpoint.config)
+            experts = map_checkpoint(checkpoint)
             plan = make_plan(checkpoint, experts, Request(resolve_schema(name), dtype, 90, grid))
             out = work / "out"
             convert(

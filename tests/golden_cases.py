@@ -37,4 +37,4 @@ def outputs(
     one = {key: value if value.shape == (1,) else value.unsqueeze(0) for key, value in first.items()}
     _, kernel = to_kernel(one, *shape, schema, param_dtype, 90)
     tensors |= {f"kernel.{key}": value for key, value in kernel.items()}
-    return tensors, [[q.error.hex(), q.power.hex()] for q in quantized]
+    return tensors, [[q.cost.error.hex(), q.cost.power.hex()] for q in quantized]

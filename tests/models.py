@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 
 from hqconv.checkpoint import Checkpoint
 from hqconv.convert import Summary, convert
-from hqconv.experts import map_experts
+from hqconv.experts import map_checkpoint
 from hqconv.pipeline import Resources
-from hqconv.plan import Plan, Request, default_param_dtype, make_plan
+from hqconv.plan import Plan, make_plan
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.sharding import Grid
+from hqconv.source_schema import make_request
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -199,12 +200,15 @@ def open_plan(
 ) -> tuple[Checkpoint, Plan]:
     """Open a folder and plan its conversion for sm90 and 16-bit activations."""
     checkpoint = Checkpoint.open(str(src))
-    experts = map_experts(checkpoint.tensors, checkpoint.config)
-    request = Request(
-        schema=schema_of(schema) if isinstance(schema, str) else schema,
-        param_dtype=dtype or default_param_dtype(checkpoint.config, experts),
+    experts = map_checkpoint(checkpoint)
+    chosen = schema_of(schema) if isinstance(schema, str) and schema != "source" else schema
+    request = make_request(
+        experts,
+        checkpoint.config,
+        None if isinstance(chosen, str) else chosen,
+        dtype,
+        grid or Grid(),
         sm_version=90,
-        grid=grid or Grid(),
         layout=layout,
     )
     return checkpoint, make_plan(checkpoint, experts, request)

@@ -295,11 +295,24 @@ def test_output_and_source_do_not_lie_in_one_another(place: str, tmp_path: Path)
     assert "The output would lie in the source" in result.stderr
 
 
-def test_an_artifact_is_no_source(model: Path, tmp_path: Path) -> None:
+def test_an_artifact_may_be_a_source(model: Path, tmp_path: Path) -> None:
     assert convert(model, tmp_path / "a").exit_code == 0
+    assert convert(model, tmp_path / "tp2", "--tp", 2).exit_code == 0
+    result = convert(tmp_path / "a", tmp_path / "b", "--tp", 2)
+    assert result.exit_code == 0, result.stderr
+    experts = [f"{p.relative_to(tmp_path / 'b')}" for p in (tmp_path / "b/experts").rglob("*.safetensors")]
+    assert len(experts) == 4
+    for path in experts:
+        assert (tmp_path / "b" / path).read_bytes() == (tmp_path / "tp2" / path).read_bytes()
+
+
+def test_a_damaged_artifact_is_no_source(model: Path, tmp_path: Path) -> None:
+    assert convert(model, tmp_path / "a").exit_code == 0
+    (tmp_path / "a/hqconv.json").unlink()
     result = convert(tmp_path / "a", tmp_path / "b")
     assert result.exit_code == 2
-    assert "is an artifact of hqconv" in result.stderr
+    assert "kernel layout" in result.stderr
+    assert not (tmp_path / "b").exists()
 
 
 # --- unexpected ends ---------------------------------------------------------------------------------------

@@ -47,5 +47,5 @@ def test_recipe_can_be_converted(name: str) -> None:
     (result,) = quantize([matrix], schema, "bfloat16")
     assert result.is_finite
     limit = {3: 0.25, 4: 0.12, 8: 0.03}[schema.num_bits]
-    assert 0 < (result.error / result.power) ** 0.5 < limit
+    assert 0 < (result.cost.error / result.cost.power) ** 0.5 < limit
     assert "weight" in kernel_form(256, 512, schema, "bfloat16", 90).tensors

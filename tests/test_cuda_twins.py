@@ -47,7 +47,7 @@ def test_quantize_and_layout_are_the_same_bits(name: str, source: torch.dtype, p
             assert not differences(cpu.tensors, gpu.tensors), (n, k)
             assert cpu.is_finite
             assert gpu.is_finite
-            for ours, theirs in ((cpu.error, gpu.error), (cpu.power, gpu.power)):
+            for ours, theirs in ((cpu.cost.error, gpu.cost.error), (cpu.cost.power, gpu.cost.power)):
                 assert ours == theirs or (math.isnan(ours) and math.isnan(theirs)), (n, k)
         stacks = []
         for side in (on_cpu, on_gpu):

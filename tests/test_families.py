@@ -172,10 +172,19 @@ def test_every_model_type_has_one_row() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_row_is_well_formed(family: Family) -> None:
+    assert family.blocks
+    assert len(set(family.blocks)) == len(family.blocks)
     for template in family.blocks:
-        assert template.endswith(".experts")  # what experts.py takes for an expert tensor must cover it
         assert template.count("{layer}") == 1
-        assert template.format(layer=3).count("layers.3.") == 1
-    if family.blocks:
-        assert set(family.projections) in ({"w1", "w3", "w2"}, {"w3", "w2"})
-        assert family.suffix.startswith(".")
+        path = template.format(layer=3)
+        assert (
+            len(re.findall(r"(?:^|\.)(?:layers|blocks|mtp)\.3\.", path)) == 1
+        )  # where the layer is read from
+        # what experts.py takes for an expert tensor must cover the row's own names
+        assert re.search(r"(^|\.)experts(\.|$)", path) or (family.stacks and "moe" in path)
+    assert set(family.projections) in ({"w1", "w3", "w2"}, {"w3", "w2"})
+    assert len(set(family.projections.values())) == len(family.projections)
+    # one pattern tells a stack from an expert's projection: an expert's name begins with a number
+    assert all(
+        name.isidentifier() for name in (*family.projections.values(), *(s.name for s in family.stacks))
+    )

@@ -19,6 +19,7 @@ from hqconv.inspection import block_runs, describe, describe_schemas, summarize_
 from hqconv.progress import ConversionProgress
 from hqconv.schemas.target import PRESETS
 from tests.small_models import read_tree, write_qwen3_moe
+from tests.small_sources import GOOD, E, save
 
 ROOT = Path(__file__).parents[1]
 
@@ -163,15 +164,133 @@ def test_inspect_source(model: Path) -> None:
             "top_k": 2,
             "activation": "silu",
             "gated": True,
+            "source_format": "not quantized",
             "source_dtype": "BF16",
         }
     ]
+    assert (words["quant_method"], words["direct_schemas"]) == (None, [])
     assert set(words["tp_sizes"]) == set(PRESETS)
     assert words["tp_sizes"]["mxfp4"] == [1, 2, 4, 8]
     assert words["tp_sizes"]["int4"] == [1, 2]
     stdout = succeed("inspect", model)
     assert "--tp sizes that work" in stdout
+    assert "direct" not in stdout
+    assert "BF16" in stdout
     assert json.loads(succeed("inspect", model, "--json")) == words
+
+
+DIRECT = {
+    "fp8_blocks": ("fp8", "fp8: float8e4m3, float32 scale per 128x128", "fp8-block", ["fp8-block"]),
+    "packed_int4": (
+        "compressed-tensors",
+        "compressed-tensors pack-quantized int4: uint4, bfloat16 scale per 1x128",
+        "int4",
+        ["int4"],
+    ),
+    "nvfp4": (
+        "modelopt",
+        "modelopt nvfp4: float4e2m1, float8e4m3 scale per 1x16, second scale per tensor",
+        "nvfp4",
+        ["nvfp4"],
+    ),
+    "gpt_oss_mxfp4": ("mxfp4", "mxfp4: float4e2m1, float8e8m0 scale per 1x32", "mxfp4", ["mxfp4"]),
+    "gptq": ("gptq", "gptq int4: uint4, float16 scale per 1x64, columns in g_idx order", None, []),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_inspect_of_a_quantized_source(name: str, tmp_path: Path) -> None:
+    """Its method, each block's format, and the schemas that keep its codes."""
+    folder = save(tmp_path / name, GOOD[name][0]())
+    method, stored, own, direct = DIRECT[name]
+    words = describe(str(folder))
+    assert words["quant_method"] == method
+    assert [block["source_format"] for block in words["blocks"]] == [stored]
+    assert words["direct_schemas"] == [*direct, *([f"source ({own})"] if own else [])]
+    stdout = succeed("inspect", folder)
+    assert stored in stdout
+    assert ("direct" in stdout) == bool(direct)
+    assert json.loads(succeed("inspect", folder, "--json")) == words
+
+
+def test_inspect_reads_the_file_that_modelopt_writes(tmp_path: Path) -> None:
+    tensors, config = GOOD["nvfp4"][0]()
+    quantization = config.pop("quantization_config")
+    folder = save(tmp_path / "src", (tensors, config))
+    words = {"quant_algo": quantization["quant_algo"], "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": words}))
+    found = describe(str(folder))
+    assert found["quant_method"] == "modelopt"
+    assert found["direct_schemas"] == ["nvfp4", "source (nvfp4)"]
+
+
+def test_inspect_of_blocks_that_differ(tmp_path: Path) -> None:
+    """One layer in fp8, one left in bf16: two entries, and no schema is the source's own."""
+    tensors, config = GOOD["fp8_blocks"][0]()
+    for name, tensor in GOOD["plain"][0]()[0].items():
+        if ".experts." in name:
+            tensors[name.replace("layers.0", "layers.1")] = tensor
+    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.1.mlp"]
+    folder = save(tmp_path / "src", (tensors, {**config, "num_hidden_layers": 2}))
+    words = describe(str(folder))
+    formats = [block["source_format"] for block in words["blocks"]]
+    assert formats == ["fp8: float8e4m3, float32 scale per 128x128", "not quantized"]
+    assert words["direct_schemas"] == []
+    planned = plan_of(folder, "-o", tmp_path / "out", "--schema", "fp8-block")
+    assert planned["conversion"] == {"direct": 1, "quantized": 1}
+    result = CliRunner().invoke(
+        app, ["convert", str(folder), "--schema", "source", "--target", "sm90", "--dry-run"]
+    )
+    assert result.exit_code == 2
+    assert "different formats" in result.stderr
+
+
+CONVERSIONS = [
+    ("fp8_blocks", "source", "direct", "direct: codes and scales kept (1 block)"),
+    ("fp8_blocks", "fp8-block", "direct", "direct: codes and scales kept (1 block)"),
+    ("fp8_blocks", "int4", "requantized", "requantized from exactly decoded float32 (1 block)"),
+    ("gptq", "int4", "requantized", "requantized from exactly decoded float32 (1 block)"),
+    ("plain", "int4", "quantized", "quantized (1 block)"),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "conversion", "text"), CONVERSIONS)
+def test_dry_run_says_how_blocks_are_converted(
+    name: str, schema: str, conversion: str, text: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / name, GOOD[name][0]())
+    words = plan_of(folder, "-o", tmp_path / "out", "--schema", schema)
+    assert words["conversion"] == {conversion: 1}
+    assert words["source"]["quant_method"] == describe(str(folder))["quant_method"]
+    assert words["blocks"][0]["source_format"] == describe(str(folder))["blocks"][0]["source_format"]
+    arguments = (
+        "convert",
+        folder,
+        "-o",
+        tmp_path / "out",
+        "--schema",
+        schema,
+        "--target",
+        "sm90",
+        "--dry-run",
+    )
+    assert text in succeed(*arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_of_an_artifact_of_a_quantized_source(tmp_path: Path) -> None:
+    folder = save(tmp_path / "src", GOOD["fp8_blocks"][0]())
+    for schema, conversion in (("source", "direct"), ("int8", "requantized")):
+        out = tmp_path / schema
+        succeed("convert", folder, "-o", out, "--schema", schema, "--target", "sm90")
+        words = describe(str(out))
+        assert words["conversion"] == {conversion: 1}
+        assert words["blocks"][0]["source_format"] == "fp8: float8e4m3, float32 scale per 128x128"
+        assert words["quant_method"] == "hqconv"
+        stdout = succeed("inspect", out)
+        assert "float32 scale per 128x128" in stdout
+        assert ("requantized scale groups" in stdout) == (conversion == "requantized")
+    assert words["requantized"]["num_experts_requantized"] == 3 * E
 
 
 def test_inspect_says_why_a_source_cannot_be_converted(tmp_path: Path) -> None:
@@ -261,6 +380,9 @@ def changed(words: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         ("blocks/*/num_experts", None, "num_experts"),
         ("blocks/x", 1, "blocks: x"),
         ("files/*/size_bytes", "many", "size_bytes"),
+        ("blocks/*/source_format", None, "source_format"),
+        ("blocks/*/source_parts", [], "source_parts"),
+        ("source/quantization_config", "fp8", "quantization_config"),
         ("weight_schema/b_dtype", "uint77", "weight_schema"),
         ("weight_schema/b_dtype", None, "weight_schema"),
     ],
@@ -299,18 +421,21 @@ def test_missing_manifests(made: Path, tmp_path: Path) -> None:
 
 def block(**more: object) -> dict[str, object]:
     sizes = dict.fromkeys(("num_experts", "hidden_size", "intermediate_size", "top_k"), 8)
-    return {**sizes, "activation": "silu", "gated": True, "source_dtype": "BF16", **more}
+    words = {"activation": "silu", "gated": True, "source_format": "not quantized", "source_dtype": "BF16"}
+    return {**sizes, **words, **more}
 
 
 def test_blocks_are_collapsed() -> None:
     blocks = {f"model.layers.{i}.mlp.experts": block() for i in (3, 4, 5, 7)}
     blocks |= {f"model.layers.{i}.mlp.experts": block(num_experts=2) for i in range(11, 31, 2)}
     blocks |= {"mtp.layers.0.mlp.experts": block(), "experts": block()}
+    blocks |= {f"model.layers.{i}.mlp.experts": block(source_format="fp8") for i in (40, 41)}
     assert [(run["name"], run["num_blocks"]) for run in block_runs(blocks)] == [
         ("model.layers.[3-5,7].mlp.experts", 4),
         ("model.layers.[11,13,…,29].mlp.experts", 10),
         ("mtp.layers.0.mlp.experts", 1),
         ("experts", 1),
+        ("model.layers.[40-41].mlp.experts", 2),
     ]
 
 

@@ -160,7 +160,7 @@ class Damaged:
             done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
             packed |= {role: one.tensors for role, one in zip(roles, done, strict=True)}
         cut = gemm_tensors(packed, schema, 2, tp_rank)[gemm]
-        _, kernel = to_kernel(cut, *gemm_shapes(block, 2)[gemm], schema, request.param_dtype, 90)
+        _, kernel = to_kernel(cut, *gemm_shapes(block, 2, schema)[gemm], schema, request.param_dtype, 90)
         path = self.rank_file(BLOCK, tp_rank, 1)
         for name, tensor in kernel.items():
             slot = self.expert_bytes(path, f"{BLOCK}.{gemm}_{name}", local)
@@ -466,7 +466,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "dtype": (lambda w: w.update(dtype="float16"), "metadata w13"),
     "target": (lambda w: w.update(target="sm80"), "target"),
     "layout": (lambda w: w.update(layout="checkpoint"), "tp, ep"),
-    "family": (lambda w: w.update(family="mixtral"), "converted"),
+    "family": (lambda w: w.update(family="mixtral"), "hqconv.json: family"),
     "no family": (lambda w: w.update(family="none"), "family"),
     "top_k": (lambda w: w["blocks"][BLOCK].update(top_k=3), f"{BLOCK}: top_k"),
     "gated": (lambda w: w["blocks"][BLOCK].update(gated=False), f"{BLOCK}: gated"),
@@ -474,7 +474,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "experts": (lambda w: w["blocks"][BLOCK].update(num_experts=5), "num_experts"),
     "no experts": (lambda w: w["blocks"][BLOCK].update(num_experts=0), BLOCK),
     "too many": (lambda w: w["blocks"][BLOCK].update(num_experts=10**10), BLOCK),
-    "size I": (lambda w: w["blocks"][BLOCK].update(intermediate_size=256), "down_proj.weight"),
+    "size I": (lambda w: w["blocks"][BLOCK].update(intermediate_size=256), "experts: intermediate_size"),
     "flags": (lambda w: w["blocks"][BLOCK]["w2"]["flags"].update(use_flat_weight=True), "w2: use_flat_weight"),
     "accounting": (lambda w: w["tensors"].update(copied=3), "tensors"),
     "copied": (lambda w: w["tensors"]["copied"].pop(), "copied"),

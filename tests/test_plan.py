@@ -57,7 +57,9 @@ def synthetic(
     width = DTYPE_NUM_BITS[dtype] // 8
 
     def put(name: str, *shape: int) -> None:
-        tensors[name] = TensorRef(name, dtype, shape, 0, 0, math.prod(shape) * width)
+        last = next(reversed(tensors.values()), None)
+        offset = last.offset_bytes + last.num_bytes if last else 0
+        tensors[name] = TensorRef(name, dtype, shape, 0, offset, math.prod(shape) * width)
 
     put("model.embed_tokens.weight", 96, hidden)
     for layer in range(layers):
@@ -74,7 +76,9 @@ def synthetic(
         "hidden_size": hidden,
         "moe_intermediate_size": inner,
     }
-    checkpoint = SimpleNamespace(tensors=tensors, config={**QWEN, **words}, other_files=("tokenizer.json",))
+    checkpoint = SimpleNamespace(
+        tensors=tensors, config={**QWEN, **words}, quantization=None, other_files=("tokenizer.json",)
+    )
     return checkpoint, map_experts(tensors, checkpoint.config)
 
 

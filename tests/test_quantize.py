@@ -115,7 +115,7 @@ def humming_quant_tensor(
 def check_sums(matrix: torch.Tensor, result: Quantized, schema: TargetSchema) -> None:
     """The error against ours, in float64: exact sums, and once more in the GPU's own folding order."""
     values, decoded = matrix.double().numpy(), decode(result.tensors, schema).astype(np.float64)
-    for found, terms in ((result.error, values - decoded), (result.power, values)):
+    for found, terms in ((result.cost.error, values - decoded), (result.cost.power, values)):
         squares = (terms * terms).ravel()
         if np.isfinite(squares).all():
             assert found == pytest.approx(math.fsum(squares), rel=1e-12)
@@ -162,7 +162,10 @@ def test_a_partner_changes_nothing_where_no_scale_is_shared(name: str) -> None:
     [alone] = quantize([mine], schema, "bfloat16")
     for pair, index in (([mine, other], 0), ([other, mine], 1)):
         result = quantize(pair, schema, "bfloat16")[index]
-        assert (result.error.hex(), result.power.hex()) == (alone.error.hex(), alone.power.hex())
+        assert (result.cost.error.hex(), result.cost.power.hex()) == (
+            alone.cost.error.hex(),
+            alone.cost.power.hex(),
+        )
         for key, value in alone.tensors.items():
             assert_same(result.tensors[key], value, key)
 
@@ -287,9 +290,7 @@ def test_a_second_scale_per_row(given_matrices: list[torch.Tensor], param_dtype:
     assert ((scale_2.double() - ideal.clamp_min(tiny)).abs() <= rounding * ideal.clamp_min(tiny)).all()
     effective = (scale.float() * scale_2.float()[:, None]).numpy()
     check_codes(matrix, unpack(result.tensors["weight"], 4), "float4e2m1", spread_over(effective, (32, 128)))
-    widened = Quantized(
-        {**result.tensors, "weight_scale_2": scale_2.float()}, result.error, result.power, True
-    )
+    widened = Quantized({**result.tensors, "weight_scale_2": scale_2.float()}, result.cost)
     check_sums(matrix, widened, NVFP4_PER_ROW)
 
 
@@ -322,9 +323,9 @@ def test_zeros_stay_zeros(name: str, zero: float) -> None:
     schema = resolve_schema(name)
     for result in quantize([torch.full((128, 128), zero, dtype=torch.bfloat16)] * 2, schema, "bfloat16"):
         assert result.is_finite
-        assert result.power == 0
+        assert result.cost.power == 0
         assert np.abs(decode(result.tensors, schema)).max() <= 1e-30
-        assert result.error <= 128 * 128 * 1e-60
+        assert result.cost.error <= 128 * 128 * 1e-60
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -339,7 +340,7 @@ def test_a_source_type_that_holds_the_same_numbers_gives_the_same_bytes(name: st
     dtypes = [torch.bfloat16, torch.float16] + ([] if fuses else [torch.float32])
     reference, *others = (quantize([values.to(dtype)] * 2, schema, "bfloat16")[0] for dtype in dtypes)
     for other in others:
-        assert (other.error, other.power) == (reference.error, reference.power)
+        assert (other.cost.error, other.cost.power) == (reference.cost.error, reference.cost.power)
         for key, value in reference.tensors.items():
             assert_same(other.tensors[key], value, key)
 
@@ -363,7 +364,7 @@ def test_gaussian_error_is_what_the_format_gives(name: str) -> None:
     schema = resolve_schema(name)
     matrix = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     [result] = quantize([matrix], schema, "bfloat16")
-    relative = math.sqrt(result.error / result.power)
+    relative = math.sqrt(result.cost.error / result.cost.power)
     if name in known:
         assert relative == pytest.approx(known[name], rel=0.05)
     elif schema.is_integer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from hqconv.reference import ACTIVATIONS, Routing, activate, cover_all_experts, moe_forward, route
+from hqconv.reference import ACTIVATIONS, Routing, activate, cover_all_experts, is_known, moe_forward, route
 
 COMMON: dict[str, Any] = {
     "hidden_size": 96,
@@ -119,6 +120,40 @@ def test_activations_are_transformers(name: str) -> None:
     theirs = ACT2FN["gelu_pytorch_tanh" if name == "gelu_tanh" else name](x)
     assert torch.allclose(activate(name, x, up), theirs * up, atol=1e-6)
     assert torch.allclose(activate(name, None, x), theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [10.0, 1.5])
+@pytest.mark.parametrize(
+    ("module", "experts", "kind"),
+    [
+        ("deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts", "clamp"),
+        ("glm5_next.modeling_glm5_next", "Glm5NextTextExperts", "clamp"),
+        ("hy_v4.modeling_hy_v4", "HYV4Experts", "clamp"),
+        ("step3p7.modeling_step3p7", "Step3p7Experts", "bound"),
+    ],
+)
+def test_limited_activations_are_transformers(module: str, experts: str, kind: str, limit: float) -> None:
+    kind_of = getattr(importlib.import_module(f"transformers.models.{module}"), experts)
+    block = kind_of.__new__(kind_of)
+    nn.Module.__init__(block)
+    block.act_fn, block.limit, block.swiglu_limit = nn.functional.silu, limit, limit
+    gate, up = (torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(1)) * 12).double()
+    name = f"silu_{kind}{limit:g}"
+    assert is_known(name)
+    theirs = block._apply_gate(torch.cat([gate, up], -1))
+    assert torch.allclose(activate(name, gate, up), theirs, atol=1e-12)
+    other = activate(f"silu_{'bound' if kind == 'clamp' else 'clamp'}{limit:g}", gate, up)
+    assert not torch.allclose(other, theirs, atol=1e-6)
+
+
+def test_unknown_activations() -> None:
+    x = torch.zeros(1)
+    for name in ("softcapped_swiglu", "silu_clamp", "swigluoai_clamp7", "sin_clamp7", "silu_clamp7_"):
+        assert not is_known(name)
+        with pytest.raises(KeyError):
+            activate(name, x, x)
+    assert not is_known("silu_clamp7", gated=False)
+    assert all(is_known(name) for name in ACTIVATIONS)
 
 
 def test_every_expert_is_hit_when_routes_allow() -> None:

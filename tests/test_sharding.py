@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from hqconv.errors import RequestError
 from hqconv.schemas.target import resolve_schema
-from hqconv.sharding import LINEAR, ROUND_ROBIN, Grid, check_grid, slice_unit, tp_range, working_tp_sizes
+from hqconv.sharding import (
+    LINEAR,
+    ROUND_ROBIN,
+    Grid,
+    check_grid,
+    slice_unit,
+    tp_range,
+    tp_share,
+    working_tp_sizes,
+)
 
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
 SCHEMAS = ("mxfp4", "nvfp4", "fp8", "fp8-block", "fp8-tensor", "int4", "int4-g64-zp", "int7-c", "int2-g32-zp")
@@ -71,10 +80,30 @@ def test_literal_placements() -> None:
     assert Grid(tp=2, ep=3).ranks == ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 
 
-@given(tp=st.integers(1, 64), share=st.integers(1, 300))
-def test_tp_ranges_tile_the_dimension(tp: int, share: int) -> None:
-    ranges = [tp_range(tp * share, tp, rank) for rank in range(tp)]
-    assert [i for begin, end in ranges for i in range(begin, end)] == list(range(tp * share))
+@given(name=st.sampled_from(SCHEMAS), tp=st.integers(1, 16), runs=st.integers(1, 60))
+def test_tp_ranges_tile_the_dimension(name: str, tp: int, runs: int) -> None:
+    """Every rank's part is a whole number of runs and at most its share; the shares of the first ranks are full."""
+    schema = resolve_schema(name)
+    size = runs * slice_unit(schema)
+    ranges = [tp_range(size, tp, rank, schema) for rank in range(tp)]
+    assert [i for begin, end in ranges for i in range(begin, end)] == list(range(size))
+    share = tp_share(size, tp, schema)
+    lengths = [end - begin for begin, end in ranges]
+    assert all(length % slice_unit(schema) == 0 and length <= share for length in lengths)
+    assert lengths == sorted(lengths, reverse=True)
+    assert share * tp < size + slice_unit(schema) * tp
+    if runs % tp == 0:
+        assert lengths == [size // tp] * tp
+
+
+@given(runs=st.integers(1, 200))
+def test_padded_tp_sizes_leave_no_rank_empty(runs: int) -> None:
+    schema = resolve_schema("mxfp4")
+    size = runs * 32
+    sizes = working_tp_sizes(size, schema, pads_last_rank=True)
+    for tp in range(1, runs + 2):
+        begin, end = tp_range(size, tp, tp - 1, schema)
+        assert (tp in sizes) == (begin < end)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -182,7 +182,7 @@ def piece(**fields: Any) -> Matrix:
 
 def test_the_w2_bias_is_on_the_first_rank_only() -> None:
     notes: list[Any] = []
-    schema, home = resolve_schema("fp8"), _Home(BLOCK, "w2", 3, 1, 0, lambda *words: notes.append(words))
+    schema, home = resolve_schema("fp8"), _Home(BLOCK, "w2", 3, 1, 0, lambda *words: notes.append(words), 2)
     bias, zero = np.array([1, 2], np.uint16), np.zeros(2, np.uint16)
     whole = _join([piece(bias=bias), piece(bias=zero)], 1, schema, home)
     assert whole.bias is not None
@@ -201,7 +201,7 @@ def test_a_source_of_nothing_but_nan(src: Path, tmp_path: Path) -> None:
     tensors[f"{BLOCK}.0.up_proj.weight"][3, 4] = math.nan
     save_file(tensors, tmp_path / "src/model.safetensors", metadata={"format": "pt"})
     result = weights_of(tmp_path / "out", tmp_path / "src")
-    found(result, "source", "w3", "A source weight is NaN or infinite")
+    found(result, f"source: tensor {BLOCK}.0.up_proj.weight", "A weight is NaN or infinite")
 
 
 @pytest.mark.parametrize("key", ["conversion", "num_experts"])

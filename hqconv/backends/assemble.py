@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from hqconv.schemas.target import TargetSchema
-from hqconv.sharding import tp_range
+from hqconv.sharding import tp_range, tp_share
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,9 +25,13 @@ def gemm_tensors(
     where the family has one. The w2 bias is on TP rank 0 and zero elsewhere, since ranks are summed.
     """
     inner = projections["w3"]["weight"].size(0)
-    begin, end = tp_range(inner, tp, tp_rank)
+    begin, end = tp_range(inner, tp, tp_rank, schema)
+    share = tp_share(inner, tp, schema)
     rows = [_cut_rows(projections[p], schema, begin, end) for p in ("w1", "w3") if p in projections]
     down = _cut_columns(projections["w2"], schema, begin, end)
+    if end - begin < share:
+        rows = [_pad(part, schema, 0, end - begin, share) for part in rows]
+        down = _pad(down, schema, 1, end - begin, share)
     if "bias" in down and tp_rank > 0:
         down["bias"] = torch.zeros_like(down["bias"])
     return {"w13": _with_expert_dim(_stack_rows(rows)), "w2": _with_expert_dim(down)}
@@ -61,6 +65,31 @@ def _cut_columns(tensors: Tensors, schema: TargetSchema, begin: int, end: int) -
         return tensor[:, begin * length // num_columns : end * length // num_columns]
 
     return {name: cut(name, tensor) for name, tensor in tensors.items()}
+
+
+def _pad(tensors: Tensors, schema: TargetSchema, axis: int, size: int, share: int) -> Tensors:
+    """Fill the last rank's slice up to its share: with rows that give 0, and columns that only meet such rows.
+
+    Zero bits do, but for e8m0 scales: their zero bits are a power of two so small that float16's range would have
+    to be split for it, so those are repeated. The zero codes below them are 0 whatever the scale.
+    """
+
+    def pad(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_per_row = axis == 1 and name != "weight" and schema.weight_scale_group_size == 0
+        if is_per_row or _is_tensor_level(name, tensor) or tensor.ndim <= axis:
+            return tensor
+        length = tensor.size(axis) * share // size
+        shape = (length, *tensor.shape[1:]) if axis == 0 else (tensor.size(0), length, *tensor.shape[2:])
+        bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+        padded = bits.new_zeros(shape)
+        kept = padded.narrow(axis, 0, tensor.size(axis))
+        kept.copy_(bits)
+        if tensor.dtype == torch.float8_e8m0fnu:
+            rest = padded.narrow(axis, tensor.size(axis), length - tensor.size(axis))
+            rest.copy_(bits.narrow(axis, tensor.size(axis) - 1, 1).expand_as(rest))
+        return padded.view(tensor.dtype)
+
+    return {name: pad(name, tensor) for name, tensor in tensors.items()}
 
 
 def _stack_rows(parts: list[Tensors]) -> Tensors:

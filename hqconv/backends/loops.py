@@ -243,6 +243,19 @@ def _fold_squares(row, decoded, terms):
 
 
 @njit(nogil=True, cache=True)
+def _count_exact(row, decoded, num_groups):
+    """How many groups of a row decode to the very source values."""
+    row_Gk, decoded_Gk = row.reshape(num_groups, -1), decoded.reshape(num_groups, -1)
+    num_exact = 0
+    for g in range(num_groups):
+        num_wrong = 0
+        for k in range(row_Gk.shape[1]):
+            num_wrong += row_Gk[g, k] != decoded_Gk[g, k]
+        num_exact += num_wrong == 0
+    return num_exact
+
+
+@njit(nogil=True, cache=True)
 def encode_matrix(
     source_NK,
     code,
@@ -255,13 +268,14 @@ def encode_matrix(
     packed_NB,
     error_N,
     power_N,
+    exact_N,
 ):
     """Encode one matrix with given group parameters and measure what the stored codes decode to.
 
     `code` is (kind, bits, exponent bits, mantissa bits). A code is round((w - lowest) * inverse), clamped first
     to ±`limit` where `limit` > 0; `lowest` is float64 and only read for asymmetric integers. The decoded value
     is (code - zero) * scale * scale_2 in float32. `error_N` and `power_N` get each row's float64 sums of
-    (w - decoded)**2 and w**2.
+    (w - decoded)**2 and w**2, and `exact_N`, unless it is empty, the number of groups without any error.
     """
     kind, num_bits, exponent_bits, mantissa_bits = code
     num_rows, num_columns = source_NK.shape
@@ -283,3 +297,5 @@ def encode_matrix(
         pack_row(codes, num_bits, packed_NB[n])
         _decode_row(values, zero_NG[n], scale_NG[n], scale_2_N[n])
         error_N[n], power_N[n] = _fold_squares(row, values, terms)
+        if exact_N.size > 0:
+            exact_N[n] = _count_exact(row, values, inverse_NG.shape[1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ _UNARY = {
     "relu": "fmaxf(a, 0.f)",
     "relu2": _RELU2,
 }
+_OPERAND = r"\ba\b"
+# `silu_clamp10`: gate and up cut off before the function; `silu_bound7`: its value, and up, cut off.
+_LIMITED = re.compile(r"(?P<function>\w+)_(?P<kind>clamp|bound)(?P<limit>\d+(?:\.\d+)?)")
 _CLAMPED_SWIGLU = "fminf(a, 7.f) / (1.f + expf(-1.702f * fminf(a, 7.f))) * (fmaxf(fminf(b, 7.f), -7.f) + 1.f)"
 
 
@@ -41,7 +45,17 @@ def activation_words(name: str, gated: bool) -> dict[str, str]:
         return {"activation_type": "binary_split", "activation_impl": _CLAMPED_SWIGLU}
     if not gated:
         return {"activation_type": "unary", "activation_impl": _UNARY[name]}
-    return {"activation_type": "binary_split", "activation_impl": f"({_UNARY[name]}) * b"}
+    gate, up = f"({_UNARY.get(name, '')})", "b"
+    if limited := _LIMITED.fullmatch(name):
+        function, limit = _UNARY[limited["function"]], f"{float(limited['limit'])}f"
+        up = f"fmaxf(fminf(b, {limit}), -{limit})"
+        if limited["kind"] == "clamp":
+            gate = f"({re.sub(_OPERAND, f'fminf(a, {limit})', function)})"
+        else:
+            gate = f"fminf({function}, {limit})"
+    elif name not in _UNARY:
+        raise KeyError(name)
+    return {"activation_type": "binary_split", "activation_impl": f"{gate} * {up}"}
 
 
 @dataclass(frozen=True)

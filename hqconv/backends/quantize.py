@@ -10,6 +10,7 @@ its *stored* codes and scales.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,18 +34,32 @@ _TORCH_DTYPES = {
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a matrix lost by its encoding.
+
+    `error`, `power`: float64 sums of (w - decoded)**2 and of w**2, in one folding order on every device.
+    `num_exact`: of `num_groups` scale groups (per row), those without any error, where they were counted. `is_direct`:
+    the source's codes and scales were kept, and nothing was measured.
+    """
+
+    error: float = 0.0
+    power: float = 0.0
+    num_exact: int = 0
+    num_groups: int = 0
+    is_direct: bool = False
+
+
+@dataclass(frozen=True)
 class Quantized:
-    """One matrix in Humming's packed form, and what rounding cost.
+    """One matrix in Humming's packed form, and what that cost.
 
     `tensors`: `weight` int32 [N, K * bits / 32], `weight_scale`, `zero_point`, `weight_scale_2` as
     `HummingWeightSchema.get_tensors_attrs` describes them without an expert dimension.
-    `error`, `power`: float64 sums of (w - decoded)**2 and of w**2, in one folding order on every device.
     """
 
     tensors: dict[str, torch.Tensor]
-    error: float
-    power: float
-    is_finite: bool
+    cost: Cost
+    is_finite: bool = True
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -57,16 +72,54 @@ def humming_schema(schema: TargetSchema) -> Any:
     return humming().schema.HummingWeightSchema(**schema.humming_fields())
 
 
-def quantize(matrices: Sequence[torch.Tensor], schema: TargetSchema, param_dtype: str) -> list[Quantized]:
+def quantize(
+    matrices: Sequence[torch.Tensor],
+    schema: TargetSchema,
+    param_dtype: str,
+    powers: Sequence[torch.Tensor] | None = None,
+    *,
+    count_exact: bool = False,
+) -> list[Quantized]:
     """Quantize matrices [N, K] of one expert that share their tensor-level scale, if the schema has one.
 
     Inputs are bfloat16, float16 or float32 on one device; each is quantized alone and at full size.
-    A matrix with NaN or Inf comes back with `is_finite` False and meaningless codes.
+    A matrix with NaN or Inf comes back with `is_finite` False and meaningless codes. `powers`, float32 [N, G] powers
+    of two, are the group scales to take instead of the recipe's, where a tensor-level second scale lets them.
     """
+    stored = None if powers is None else _powers_of_two(matrices, powers, schema)
     if matrices[0].is_cuda:
         with resident(matrices[0].device):
-            return _quantize_cuda(matrices, schema, param_dtype)
-    return _quantize_cpu(matrices, schema, param_dtype)
+            return _quantize_cuda(matrices, schema, param_dtype, stored, count_exact)
+    return _quantize_cpu(matrices, schema, param_dtype, stored, count_exact)
+
+
+@dataclass
+class _Scales:
+    """Group scales that are given: stored fp8 [N, G], and the second scale float32 [1, 1]."""
+
+    group: torch.Tensor
+    second: torch.Tensor
+
+
+def _powers_of_two(
+    matrices: Sequence[torch.Tensor], powers: Sequence[torch.Tensor], schema: TargetSchema
+) -> list[_Scales]:
+    """Split powers of two into fp8 scales and one power of two above them, the same for all the matrices.
+
+    The largest scale of a group that is not zero becomes fp8's largest power of two; so scales down to 2**-17 of it
+    are exact, and smaller ones become that.
+    """
+    fp8 = torch_dtype(schema.bs_dtype or "")
+    top = 2.0 ** math.floor(math.log2(_FP8_MAX[schema.bs_dtype or ""]))
+    lowest = torch.finfo(fp8).smallest_normal * torch.finfo(fp8).eps
+    largest = torch.stack(
+        [
+            torch.where(m.view(*p.shape, -1).abs().amax(-1) > 0, p, torch.zeros_like(p)).amax()
+            for m, p in zip(matrices, powers, strict=True)
+        ]
+    ).amax()
+    second = (largest / top).clamp_min(2.0**-100).reshape(1, 1)  # its inverse stays finite
+    return [_Scales((p / second).clamp(lowest, top).to(fp8), second) for p in powers]
 
 
 # --- CPU: compiled loops -----------------------------------------------------------------------------------
@@ -84,13 +137,20 @@ class _Ranges:
 
 
 def _quantize_cpu(
-    matrices: Sequence[torch.Tensor], schema: TargetSchema, param_dtype: str
+    matrices: Sequence[torch.Tensor],
+    schema: TargetSchema,
+    param_dtype: str,
+    given: Sequence[_Scales] | None,
+    count_exact: bool,
 ) -> list[Quantized]:
     ranges = [_measure(matrix, schema) for matrix in matrices]
     shared = None
     if schema.is_coupled:
         shared = np.max([np.maximum(r.highest, -r.lowest).max() for r in ranges]).astype(np.float32)
-    return [_encode_cpu(r, schema, param_dtype, shared) for r in ranges]
+    each: Sequence[_Scales | None] = given or [None] * len(ranges)
+    return [
+        _encode_cpu(r, schema, param_dtype, shared, g, count_exact) for r, g in zip(ranges, each, strict=True)
+    ]
 
 
 def _measure(matrix: torch.Tensor, schema: TargetSchema) -> _Ranges:
@@ -109,7 +169,14 @@ def _measure(matrix: torch.Tensor, schema: TargetSchema) -> _Ranges:
     return _Ranges(source, highest, lowest, bool(is_finite), fused)
 
 
-def _encode_cpu(ranges: _Ranges, schema: TargetSchema, param_dtype: str, shared: Any) -> Quantized:
+def _encode_cpu(
+    ranges: _Ranges,
+    schema: TargetSchema,
+    param_dtype: str,
+    shared: Any,
+    given: _Scales | None,
+    count_exact: bool,
+) -> Quantized:
     kind, bits, exponent, mantissa = twins.parse_dtype(schema.b_dtype)
     kind = loops.ASYM_INT if schema.has_zero_point else kind
     num_rows, num_columns = ranges.source.shape
@@ -127,7 +194,7 @@ def _encode_cpu(ranges: _Ranges, schema: TargetSchema, param_dtype: str, shared:
             fused=ranges.fused,
         )
         tensors, decode_scale, scale_2, limit = _store_scales(
-            torch.from_numpy(scale), schema, param_dtype, shared
+            torch.from_numpy(scale), schema, param_dtype, shared, given
         )
         inverse = np.float32(1) / scale
         if scale_2 is not None:
@@ -141,7 +208,7 @@ def _encode_cpu(ranges: _Ranges, schema: TargetSchema, param_dtype: str, shared:
         return np.ascontiguousarray(np.repeat(values, block_rows, axis=0) if block_rows > 1 else values)
 
     packed = np.empty((num_rows, num_columns * bits // 8), np.uint8)
-    sums = np.empty((2, num_rows))
+    sums, exact = np.empty((2, num_rows)), np.zeros(num_rows if count_exact else 0, np.int64)
     scale_2_rows = (
         np.ones(num_rows, np.float32) if scale_2 is None else np.broadcast_to(scale_2, (num_rows, 1))
     )
@@ -156,22 +223,31 @@ def _encode_cpu(ranges: _Ranges, schema: TargetSchema, param_dtype: str, shared:
         np.ascontiguousarray(scale_2_rows).reshape(-1),
         packed,
         *sums,
+        exact,
     )
     tensors["weight"] = torch.from_numpy(packed.view(np.int32))
-    return Quantized(
-        tensors, float(loops.fold_sum(sums[0])), float(loops.fold_sum(sums[1])), ranges.is_finite
+    cost = Cost(
+        float(loops.fold_sum(sums[0])),
+        float(loops.fold_sum(sums[1])),
+        int(exact.sum()),
+        _num_groups(ranges.source.shape, schema) if count_exact else 0,
     )
+    return Quantized(tensors, cost, ranges.is_finite)
+
+
+def _num_groups(shape: Sequence[int], schema: TargetSchema) -> int:
+    return shape[0] * (shape[1] // (schema.weight_scale_group_size or shape[1]))
 
 
 def _store_scales(
-    scale: torch.Tensor, schema: TargetSchema, param_dtype: str, shared: Any
+    scale: torch.Tensor, schema: TargetSchema, param_dtype: str, shared: Any, given: _Scales | None
 ) -> tuple[dict[str, torch.Tensor], Array, Array | None, float]:
     """Stored scale tensors, the float32 scales they decode to, scale_2 as [1, 1] or [N, 1], and the clamp."""
     if schema.weight_scale_type == "tensor":
         return {"weight_scale": scale.reshape(1)}, scale.numpy(), None, 0.0
     if schema.weight_scale_2_type != "none":
         amax = torch.full((1, 1), float(shared)) if schema.weight_scale_2_type == "tensor" else None
-        stored, scale_2_tensor, scale_2, limit = _two_level(scale, schema, param_dtype, amax)
+        stored, scale_2_tensor, scale_2, limit = _two_level(scale, schema, param_dtype, amax, given)
         tensors = {"weight_scale": stored, "weight_scale_2": scale_2_tensor}
         return tensors, stored.float().numpy(), scale_2.numpy(), limit
     if schema.bs_dtype == "float8e8m0":
@@ -190,7 +266,11 @@ def _store_scales(
 
 
 def _two_level(
-    scale: torch.Tensor, schema: TargetSchema, param_dtype: str, amax: torch.Tensor | None
+    scale: torch.Tensor,
+    schema: TargetSchema,
+    param_dtype: str,
+    amax: torch.Tensor | None,
+    given: _Scales | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Group scales in fp8 under a second scale: (stored scale, stored scale_2, float scale_2, code limit).
 
@@ -200,6 +280,8 @@ def _two_level(
     """
     kind, bits, exponent, mantissa = twins.parse_dtype(schema.b_dtype)
     limit = twins.largest_value(kind, bits, exponent, mantissa)
+    if given is not None:
+        return given.group, given.second.reshape(1), given.second, limit
     scale_max = _FP8_MAX[schema.bs_dtype or ""]
     if amax is None:
         scale_2 = scale.amax(-1, keepdim=True) / scale.new_tensor(scale_max)
@@ -228,19 +310,32 @@ def _store_zero_point(zero: Array, schema: TargetSchema, param_dtype: str) -> tu
 
 
 def _quantize_cuda(
-    matrices: Sequence[torch.Tensor], schema: TargetSchema, param_dtype: str
+    matrices: Sequence[torch.Tensor],
+    schema: TargetSchema,
+    param_dtype: str,
+    given: Sequence[_Scales] | None,
+    count_exact: bool,
 ) -> list[Quantized]:
     target = humming_schema(schema)
     if schema.is_coupled or schema.weight_scale_2_type != "none":
         shared = torch.stack([m.abs().amax() for m in matrices]).amax().float().clamp_min(1e-30)
-        packed = [_encode_shared_cuda(m, schema, param_dtype, shared) for m in matrices]
+        each: Sequence[_Scales | None] = given or [None] * len(matrices)
+        packed = [
+            _encode_shared_cuda(m, schema, param_dtype, shared, g)
+            for m, g in zip(matrices, each, strict=True)
+        ]
     else:
         packed = [target.quant_tensor(m, target, torch_dtype(param_dtype)) for m in matrices]
-    return [_with_error_cuda(m, p, target) for m, p in zip(matrices, packed, strict=True)]
+    num_groups = _num_groups(matrices[0].shape, schema) if count_exact else 0
+    return [_with_error_cuda(m, p, target, num_groups) for m, p in zip(matrices, packed, strict=True)]
 
 
 def _encode_shared_cuda(
-    matrix: torch.Tensor, schema: TargetSchema, param_dtype: str, shared: torch.Tensor
+    matrix: torch.Tensor,
+    schema: TargetSchema,
+    param_dtype: str,
+    shared: torch.Tensor,
+    given: _Scales | None,
 ) -> dict[str, torch.Tensor]:
     kind, bits, exponent, mantissa = twins.parse_dtype(schema.b_dtype)
     largest = shared.new_tensor(twins.largest_value(kind, bits, exponent, mantissa))
@@ -253,7 +348,7 @@ def _encode_shared_cuda(
         grouped = values.view(values.size(0), -1, schema.weight_scale_group_size)
         group_scale = grouped.abs().amax(-1).clamp_min(1e-30) / largest
         amax = shared.view(1, 1) if schema.weight_scale_2_type == "tensor" else None
-        stored, stored_2, scale_2, limit = _two_level(group_scale, schema, param_dtype, amax)
+        stored, stored_2, scale_2, limit = _two_level(group_scale, schema, param_dtype, amax, given)
         tensors = {"weight_scale": stored, "weight_scale_2": stored_2}
         effective = stored.float() * scale_2
         inverse = torch.where(effective > 0, effective.reciprocal(), torch.zeros_like(effective))
@@ -272,11 +367,14 @@ def _encode_shared_cuda(
     return tensors
 
 
-def _with_error_cuda(matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any) -> Quantized:
+def _with_error_cuda(
+    matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any, num_groups: int
+) -> Quantized:
     values = matrix.double()
     difference = values - schema.dequant_tensors(dict(tensors)).double()
+    exact = (difference.view(num_groups, -1) == 0).all(-1).sum() if num_groups else 0
     sums = torch.stack([_fold_sum(_fold_sum(x * x)) for x in (difference, values)]).tolist()
-    return Quantized(tensors, sums[0], sums[1], bool(np.isfinite(sums[1])))
+    return Quantized(tensors, Cost(sums[0], sums[1], int(exact), num_groups), bool(np.isfinite(sums[1])))
 
 
 def _fold_sum(terms: torch.Tensor) -> torch.Tensor:

@@ -152,6 +152,7 @@ def quant_weight(
         ones[:, 0],
         packed,
         *sums,
+        np.zeros(0, np.int64),
     )
     codes = _unpack(packed, bits).view(np.int32)
     shape = (*inputs.shape[:-1], inputs.size(-1) // group_size) if has_scale else (0,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hqconv.schemas.target import TargetSchema
@@ -47,8 +48,14 @@ def humming_quantization_config(schema: TargetSchema, block_names: list[str]) ->
     return {"quant_method": "humming", **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)"]}
 
 
-def hqconv_quantization_config(schema: TargetSchema, input_schema: str, sm_version: int) -> dict[str, Any]:
-    """`quantization_config` of the kernel layout, which only a loader that knows the artifact reads."""
+def hqconv_quantization_config(
+    schema: TargetSchema, input_schema: str, sm_version: int, source: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """`quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
+
+    `source` is the source's own: what the copied tensors (attention, shared experts …) are still stored in.
+    """
+    dense = {} if source is None else {"source_quantization_config": dict(source)}
     return {
         "quant_method": "hqconv",
         "format_version": FORMAT_VERSION,
@@ -56,6 +63,7 @@ def hqconv_quantization_config(schema: TargetSchema, input_schema: str, sm_versi
         "weight_schema": schema.humming_fields(),
         "input_schema": input_schema,
         "target": f"sm{sm_version}",
+        **dense,
     }
 
 

@@ -1,153 +1,129 @@
 """How model families name their experts: one row per vocabulary of names and config keys, data only.
 
 Sources: transformers' `conversion_mapping.py` (names on disk), the families' `configuration_*.py` and
-vLLM's loaders (config keys). A new family is one row here and one parameter in tests/test_families.py.
+vLLM's loaders (config keys). A new family is one row here and one entry in tests/transformers_families.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
 
-# Where decoder layers live: alone, inside a multimodal wrapper (before and since transformers 5), saved
-# without a head, and in multi-token-prediction modules that are not numbered on after the last layer.
-LAYER_PREFIXES = (
-    "model.layers.{layer}",
-    "language_model.model.layers.{layer}",
-    "model.language_model.layers.{layer}",
-    "layers.{layer}",
-    "mtp.layers.{layer}",
-    "language_model.mtp.layers.{layer}",
-)
-BACKBONE_PREFIXES = ("backbone.layers.{layer}", "language_model.backbone.layers.{layer}")
+from hqconv.schemas.family import INDEX, Config, Family, Stack, fused_stacks, text_config, under_layers
+
+__all__ = ["BY_MODEL_TYPE", "FAMILIES", "INDEX", "UNSUPPORTED", "Config", "Family", "Stack", "text_config"]
 
 GATE_UP_DOWN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 W1_W3_W2 = {"w1": "w1", "w3": "w3", "w2": "w2"}
 UP_DOWN = {"w3": "up_proj", "w2": "down_proj"}
 
-# Multimodal configs keep the language model's values under one of these.
-TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
+# How transformers 5 holds most families' experts in memory, and saves some.
+FUSED = fused_stacks("gate_up_proj", "down_proj")
 
-Config = Mapping[str, object]  # a parsed config.json
-
-# One spelling per number, so that no two names mean the same expert.
-_INDEX = r"(?:0|[1-9][0-9]{0,8})"
-
-
-@dataclass(frozen=True)
-class Family:
-    """One vocabulary: `<block>.<expert>.<projection><suffix>` is a matrix `[out, in]` of one expert.
-
-    `blocks` are anchored templates of the experts module's path, with `{layer}` for the layer index.
-    `projections` maps the role (w1 gate, w3 up, w2 down) to its name. Each `*_keys` lists config keys, the
-    first one present wins; a list value holds one number per layer. `activation` is what the family's
-    code uses when the config does not say.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    blocks: tuple[str, ...] = ()
-    projections: Mapping[str, str] = field(default_factory=dict, hash=False)
-    suffix: str = ".weight"
-    activation: str = "silu"
-    num_experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
-    top_k_keys: tuple[str, ...] = ("num_experts_per_tok",)
-    hidden_size_keys: tuple[str, ...] = ("hidden_size",)
-    intermediate_size_keys: tuple[str, ...] = ("moe_intermediate_size",)
-    activation_keys: tuple[str, ...] = ("hidden_act",)
-    num_layers_keys: tuple[str, ...] = ("num_hidden_layers",)
-    zero_experts_keys: tuple[str, ...] = ()  # routed to after the real experts, without weights of use
-    fused: bool = False  # all experts of a block in one tensor
-    transposed: bool = False  # [in, out] instead of [out, in]
-    interleaved: bool = False  # gate and up rows alternate
-
-    @property
-    def gated(self) -> bool:
-        """Whether an expert has a gate next to its up projection."""
-        return "w1" in self.projections
-
-    def pattern(self) -> re.Pattern[str]:
-        """Matches a whole tensor name; groups: block, expert, projection. Equal rows give the same object."""
-        return _name_pattern(self.blocks, tuple(self.projections.values()), self.suffix)
-
-    def example(self) -> str:
-        """A tensor name of this family, for messages."""
-        block = self.blocks[0].format(layer="N")
-        return f"{block}.E.{next(iter(self.projections.values()))}{self.suffix}"
-
-
-@cache
-def _name_pattern(blocks: tuple[str, ...], projections: tuple[str, ...], suffix: str) -> re.Pattern[str]:
-    paths = "|".join(re.escape(t).replace(re.escape("{layer}"), _INDEX) for t in blocks)
-    names = "|".join(map(re.escape, projections))
-    return re.compile(
-        rf"(?P<block>{paths})\.(?P<expert>{_INDEX})\.(?P<projection>{names}){re.escape(suffix)}"
-    )
-
-
-def text_config(config: Config) -> Config:
-    """The language model's values: a nested text config, where there is one, over the outer config."""
-    for key in TEXT_CONFIG_KEYS:
-        nested = config.get(key)
-        if isinstance(nested, Mapping):
-            return {**config, **nested}
-    return config
-
-
-def _under(module: str, *more_prefixes: str) -> tuple[str, ...]:
-    return tuple(f"{prefix}.{module}" for prefix in (*more_prefixes, *LAYER_PREFIXES))
-
+# For families whose hidden_act does not say what their experts do; a key that a config may be given.
+OWN_ACTIVATION = ("expert_activation",)
 
 # Where several rows fit an unknown model_type equally well, the earlier row is taken.
 FAMILIES: tuple[Family, ...] = (
     Family(
+        # Also released fused, under the same module (Qwen3.5, Zaya).
         name="qwen_moe",
         model_types=(
             "qwen2_moe",
             "qwen3_moe",
             "qwen3_moe_text",
             "qwen3_next",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_omni_moe",
+            "qwen3_omni_moe_thinker",
+            "qwen3_omni_moe_text",
+            "qwen4_exp",
+            "qwen4_exp_text",
             "afmoe",
+            "beam",
             "exaone_moe",
+            "flint",
+            "hy_v3",
+            "kolibri1",
+            "laguna",
+            "mellum",
+            "zaya",
             "bailing_moe",
             "bailing_moe_linear",
             "bailing_moe_v2",
             "bailing_hybrid",
         ),
-        blocks=_under("mlp.experts"),
+        blocks=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
+        stacks=FUSED,
         top_k_keys=("num_experts_per_tok", "num_experts_per_token"),
     ),
     Family(
+        # mistral4 is released fused; transformers 5 saves kimi_k25's layers as blocks.
         name="deepseek",
         model_types=(
             "deepseek_v2",
             "deepseek_v3",
             "deepseek_v32",
+            "deepseek_ocr2",
+            "deepseek_ocr2_text",
             "kimi_k2",
             "kimi_k25",
             "kimi_vl",
+            "axk1",
+            "axk2",
             "dots1",
+            "dots3_note_text",
             "glm4_moe",
             "glm4_moe_lite",
             "glm4v_moe",
             "glm4v_moe_text",
             "glm_moe_dsa",
+            "inkling_text",
             "mimo_v2",
             "mimo_v2_flash",
+            "mistral4",
             "solar_open",
+            "unlimited_ocr",
+            "unlimited_ocr_text",
         ),
-        blocks=_under("mlp.experts"),
+        blocks=under_layers("mlp.experts", "language_model.model.blocks.{layer}"),
         projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+    ),
+    Family(
+        # As deepseek, but gate and up are clamped before the activation. hy_v4 is released fused.
+        name="glm5_next",
+        model_types=("glm5_next", "glm5_next_text", "hy_v4"),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        limit=("swiglu_limit", "silu_clamp{:g}"),
+    ),
+    Family(
+        name="deepseek_v4",
+        model_types=("deepseek_v4",),
+        blocks=under_layers("ffn.experts", "mtp.{layer}"),
+        projections=W1_W3_W2,
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        limit=("swiglu_limit", "silu_clamp{:g}"),
+    ),
+    Family(
+        # Mistral's own format: neither mlp nor ffn between the layer and its experts.
+        name="mistral_large4",
+        model_types=("mistral_large4", "mistral_large4_text"),
+        blocks=under_layers("experts"),
+        projections=W1_W3_W2,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
         name="ernie4_5_moe",
         model_types=("ernie4_5_moe",),
-        blocks=_under("mlp.experts"),
+        blocks=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
+        stacks=FUSED,
         num_experts_keys=("moe_num_experts",),
         top_k_keys=("moe_k",),
     ),
@@ -156,8 +132,9 @@ FAMILIES: tuple[Family, ...] = (
         # sizes its experts by intermediate_size, vLLM prefers moe_intermediate_size where there is one.
         name="hunyuan_v1_moe",
         model_types=("hunyuan_v1_moe", "hunyuan"),
-        blocks=_under("mlp.experts"),
+        blocks=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
+        stacks=FUSED,
         top_k_keys=("moe_topk",),
         intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
     ),
@@ -166,7 +143,7 @@ FAMILIES: tuple[Family, ...] = (
         # transformers 5 writes their gate and up (modeling_longcat_flash.py, LongcatFlashExperts).
         name="longcat_flash",
         model_types=("longcat_flash",),
-        blocks=_under("mlp.experts"),
+        blocks=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         num_experts_keys=("n_routed_experts",),
         top_k_keys=("moe_topk",),
@@ -176,23 +153,37 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="olmoe",
-        model_types=("olmoe", "flex_olmo"),
-        blocks=_under("mlp.experts"),
+        model_types=("olmoe", "flex_olmo", "cohere2_moe"),
+        blocks=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
+        stacks=FUSED,
         intermediate_size_keys=("intermediate_size",),
     ),
     Family(
         name="mixtral",
         model_types=("mixtral", "phimoe", "minimax", "minimax_m2"),
-        blocks=_under("block_sparse_moe.experts"),
+        blocks=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         num_experts_keys=("num_local_experts", "num_experts"),
         intermediate_size_keys=("intermediate_size",),
     ),
     Family(
+        # hidden_act says silu: what the experts do is fixed in the model's code. The text model alone is saved
+        # fused, with other names.
+        name="minimax_m3",
+        model_types=("minimax_m3_vl", "minimax_m3_vl_text"),
+        blocks=(*under_layers("block_sparse_moe.experts"), *under_layers("mlp.experts")),
+        projections=W1_W3_W2,
+        stacks=FUSED,
+        activation="swigluoai",
+        num_experts_keys=("num_local_experts", "num_experts"),
+        intermediate_size_keys=("intermediate_size",),
+        activation_keys=OWN_ACTIVATION,
+    ),
+    Family(
         name="kimi_linear",
         model_types=("kimi_linear",),
-        blocks=_under("block_sparse_moe.experts"),
+        blocks=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         top_k_keys=("num_experts_per_token", "num_experts_per_tok"),
     ),
@@ -200,39 +191,183 @@ FAMILIES: tuple[Family, ...] = (
         # No hidden_act in the config: silu is fixed in the model's code.
         name="lfm2_moe",
         model_types=("lfm2_moe",),
-        blocks=_under("feed_forward.experts"),
+        blocks=under_layers("feed_forward.experts"),
         projections=W1_W3_W2,
+        stacks=FUSED,
     ),
     Family(
         name="jamba",
         model_types=("jamba",),
-        blocks=_under("feed_forward.experts"),
+        blocks=under_layers("feed_forward.experts"),
         projections=GATE_UP_DOWN,
+        stacks=FUSED,
         intermediate_size_keys=("intermediate_size",),
     ),
     Family(
         # With moe_latent_size the experts work in that space: it is their K and the down projection's N.
         name="nemotron_h",
-        model_types=("nemotron_h",),
-        blocks=_under("mixer.experts", *BACKBONE_PREFIXES),
+        model_types=("nemotron_h", "nemotron_h_omni", "nemo_speechlm"),
+        blocks=under_layers(
+            "mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"
+        ),
         projections=UP_DOWN,
+        stacks=(Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
         activation="relu2",
         num_experts_keys=("n_routed_experts",),
         hidden_size_keys=("moe_latent_size", "hidden_size"),
         activation_keys=("mlp_hidden_act",),
     ),
-    # Known, but their experts cannot be mapped yet: no templates, only what they are. (deepseek_v4 stores
-    # its experts one by one, as fp4 or fp8 with `.scale` partners.)
-    Family("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), fused=True),
-    Family("qwen3_vl_moe", ("qwen3_vl_moe", "qwen3_vl_moe_text"), fused=True, transposed=True),
-    Family("llama4", ("llama4", "llama4_text"), fused=True, transposed=True),
-    Family("gpt_oss", ("gpt_oss",), fused=True, transposed=True, interleaved=True),
-    Family("granitemoe", ("granitemoe", "granitemoeshared", "granitemoehybrid"), fused=True),
-    Family("gemma4", ("gemma4", "gemma4_text", "gemma4_unified"), fused=True),
-    Family("dbrx", ("dbrx",), fused=True),
-    Family("step3", ("step3", "step3_text", "step3_vl", "step3p5", "step3p7"), fused=True),
-    Family("aria", ("aria", "aria_text"), fused=True, transposed=True),
-    Family("deepseek_v4", ("deepseek_v4",)),
+    Family(
+        # transformers 4 saved [E, in, out]; version 5 reads both by shape and saves [E, out, in].
+        name="qwen3_vl_moe",
+        model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=None),
+    ),
+    Family(
+        # Here the router's weights scale the experts' inputs, not their outputs (Llama4TextMoe).
+        name="llama4",
+        model_types=("llama4", "llama4_text"),
+        blocks=under_layers("feed_forward.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
+        num_experts_keys=("num_local_experts",),
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        # Transposed as floats only: the released blocks and scales are [E, out, …]. hidden_act says silu, the
+        # activation is fixed in the model's code.
+        name="gpt_oss",
+        pads_last_rank=True,
+        model_types=("gpt_oss",),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True, interleaved=True),
+        activation="swigluoai",
+        num_experts_keys=("num_local_experts", "num_experts"),
+        top_k_keys=("num_experts_per_tok", "experts_per_token"),
+        intermediate_size_keys=("intermediate_size",),
+        activation_keys=OWN_ACTIVATION,
+    ),
+    Family(
+        # A gpt_oss whose gate and up are one after the other.
+        name="openai_privacy_filter",
+        model_types=("openai_privacy_filter",),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
+        activation="swigluoai",
+        num_experts_keys=("num_local_experts", "num_experts"),
+        intermediate_size_keys=("intermediate_size",),
+        activation_keys=OWN_ACTIVATION,
+    ),
+    Family(
+        name="granitemoe",
+        model_types=("granitemoe", "granitemoeshared", "granitemoehybrid"),
+        blocks=under_layers("block_sparse_moe"),
+        projections=W1_W3_W2,
+        stacks=fused_stacks("input_linear", "output_linear"),
+        num_experts_keys=("num_local_experts",),
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        name="granitemoe_swa",
+        model_types=("granitemoe_swa",),
+        blocks=under_layers("block_sparse_moe.experts"),
+        projections=W1_W3_W2,
+        stacks=FUSED,
+        num_experts_keys=("num_local_experts",),
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        name="gemma4",
+        model_types=("gemma4", "gemma4_text", "gemma4_unified", "diffusion_gemma", "diffusion_gemma_text"),
+        blocks=under_layers(
+            "experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"
+        ),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        activation="gelu_pytorch_tanh",
+        top_k_keys=("top_k_experts",),
+        activation_keys=("hidden_activation",),
+    ),
+    Family(
+        # Its sizes lie in ffn_config, the activation too, as {"name": …}.
+        name="dbrx",
+        model_types=("dbrx",),
+        blocks=("transformer.blocks.{layer}.ffn.experts.mlp",),
+        projections={"w1": "w1", "w3": "v1", "w2": "w2"},
+        stacks=(
+            Stack("w1", ("w1",), flat=True),
+            Stack("v1", ("w3",), flat=True),
+            Stack("w2", ("w2",), transposed=True, flat=True),
+        ),
+        num_experts_keys=("moe_num_experts",),
+        top_k_keys=("moe_top_k",),
+        hidden_size_keys=("d_model",),
+        intermediate_size_keys=("ffn_hidden_size",),
+        num_layers_keys=("n_layers",),
+    ),
+    Family(
+        # Some layers of Step-3.7 bound silu(gate) and up; a 0 in the list means no bound.
+        name="step3",
+        model_types=("step3", "step3_text", "step3_vl", "step3p5", "step3p7"),
+        blocks=under_layers("moe"),
+        projections=GATE_UP_DOWN,
+        stacks=(
+            Stack("gate_proj", ("w1",)),
+            Stack("up_proj", ("w3",)),
+            Stack("down_proj", ("w2",)),
+        ),
+        num_experts_keys=("moe_num_experts", "n_routed_experts", "num_local_experts"),
+        top_k_keys=("moe_top_k", "num_experts_per_tok"),
+        limit=("swiglu_limits", "silu_bound{:g}"),
+    ),
+    Family(
+        name="aria",
+        model_types=("aria", "aria_text"),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("fc1", "fc2", transposed=True),
+        num_experts_keys=("moe_num_experts",),
+        top_k_keys=("moe_topk",),
+        intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
+        activation_keys=OWN_ACTIVATION,
+    ),
+    Family(
+        name="inkling",
+        model_types=("inkling_mm_model",),
+        blocks=("model.llm.layers.{layer}.mlp.experts",),
+        projections=W1_W3_W2,
+        stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+    ),
+    Family(
+        # gate and up go through soft caps, in numbers of the config: no activation that is known here.
+        name="inkling2",
+        model_types=("inkling2", "inkling2_text"),
+        blocks=("model.llm.layers.{layer}.mlp.experts",),
+        projections=W1_W3_W2,
+        stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
+        activation="softcapped_swiglu",
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        activation_keys=OWN_ACTIVATION,
+    ),
 )
 
 BY_MODEL_TYPE: Mapping[str, Family] = {t: family for family in FAMILIES for t in family.model_types}
+
+# Models with experts that no row can describe, and why: a fused Mixture-of-Experts kernel could not serve them.
+UNSUPPORTED: Mapping[str, str] = {
+    "doge": "its experts are rows of embeddings, not matrices",
+    "dots3_note": "its vision tower has experts of its own",
+    "ernie4_5_vl_moe": "text and vision tokens have experts of their own, of different sizes, in one module",
+    "ernie4_5_vl_moe_text": "text and vision tokens have experts of their own, of different sizes, in one module",
+    "jetmoe": "its attention is a mixture of experts too, in modules of the same names",
+    "muse_spark": "a norm lies between an expert's down projection and the weighted sum",
+    "muse_spark_text": "a norm lies between an expert's down projection and the weighted sum",
+    "nllb-moe": "it is an encoder and a decoder, whose experts have biases and an activation without a gate",
+    "switch_transformers": "it is an encoder and a decoder, which route each token to one expert of limited capacity",
+    "vitpose_backbone": "an expert is a single matrix",
+}

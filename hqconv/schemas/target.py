@@ -96,7 +96,7 @@ def _check(schema: TargetSchema) -> None:
             )
 
     integer = re.fullmatch(r"uint([1-8])", schema.b_dtype)
-    small_float = re.fullmatch(r"float([3-8])e(\d)m(\d)", schema.b_dtype)
+    small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", schema.b_dtype)
     if small_float:
         bits, exponent, mantissa = (int(x) for x in small_float.groups())
         need(
@@ -173,6 +173,8 @@ def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more:
     )
 
 
+SOURCE = "source"  # `--schema source`: see `hqconv.source_schema`
+
 PRESETS: dict[str, TargetSchema] = {
     schema.name: schema
     for schema in (
@@ -202,12 +204,6 @@ def resolve_schema(text: str) -> TargetSchema:
         return load_schema(Path(text))
     if text in PRESETS:
         return PRESETS[text]
-    if text == "source":
-        raise RequestError(
-            "--schema source is not supported yet.",
-            where="--schema",
-            expected="a schema to quantize to: sources that are quantized already cannot be read yet",
-        )
     match = _SHORTHAND.fullmatch(text)
     if match:
         bits, size, channel, zero = match.groups()
@@ -226,7 +222,7 @@ def resolve_schema(text: str) -> TargetSchema:
     raise RequestError(
         f"There is no schema named '{text}'.",
         where="--schema",
-        expected=f"{', '.join(PRESETS)}, {SHORTHAND}, or a .toml file",
+        expected=f"{', '.join(PRESETS)}, {SHORTHAND}, {SOURCE}, or a .toml file",
         remedy="`hqconv schemas` explains each.",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 
 from hqconv.checkpoint import Checkpoint, TensorRef
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.experts import ExpertBlock, ExpertMap, map_experts
+from hqconv.expert_block import ExpertBlock
+from hqconv.experts import ExpertMap, map_checkpoint, map_experts
 from hqconv.safetensors_header import HeaderEntry
 from hqconv.schemas import artifact as names
+from hqconv.schemas.sources import KNOWN_BY_SOURCE, conversion_of
 from hqconv.verification import CheckResult
 from hqconv.verification.artifact import Artifact
 from hqconv.writer import sha256_of
@@ -68,7 +71,8 @@ def check_config(artifact: Artifact, source: Checkpoint | None, result: CheckRes
         request = artifact.request
     except VerificationError:  # reported already
         return config
-    expected = names.hqconv_quantization_config(request.schema, request.input_schema, request.sm_version)
+    own = artifact.manifest["source"].get("quantization_config")
+    expected = names.hqconv_quantization_config(request.schema, request.input_schema, request.sm_version, own)
     if request.layout == names.CHECKPOINT:
         expected = names.humming_quantization_config(request.schema, list(artifact.blocks))
     what = "The config does not describe the manifest's quantization."
@@ -126,8 +130,16 @@ def check_accounting(
         if block_words.get("w13_order") != order:
             where, found = f"{names.MANIFEST}: {name}: w13_order", block_words.get("w13_order")
             result.add(where, "The rows of w13 are in another order.", order, found)
-    if config is not None and blocks:
+    # The tensors of rank files and GGUF files say nothing by their names: only a source of that kind can map them.
+    if config is not None and any(_is_known_by_names(block) for block in blocks.values()):
         _map_again(artifact, blocks, words, copied, config, result)
+
+
+def _is_known_by_names(block: ExpertBlock) -> bool:
+    """Whether the block came from a checkpoint, whose tensors lie in the block's module."""
+    templates = (part.template for parts in block.parts.values() for part in parts.values())
+    inside = any(template.startswith(f"{block.name}.") for template in templates)
+    return inside or block.format.decoder not in KNOWN_BY_SOURCE
 
 
 def _check_converted(
@@ -144,8 +156,7 @@ def _check_converted(
         else:
             by_block[block].add(name)
     for block_name, one in blocks.items():
-        expected = {r.name for expert in one.sources for roles in expert.values() for r in roles.values()}
-        compare_names(f"{where}: {block_name}", "tensor", by_block[block_name], expected, result)
+        compare_names(f"{where}: {block_name}", "tensor", by_block[block_name], one.tensor_names(), result)
 
 
 def _accounting(artifact: Artifact, result: CheckResult) -> dict[str, Any] | None:
@@ -175,24 +186,32 @@ def _map_again(
     config: Mapping[str, Any],
     result: CheckResult,
 ) -> None:
-    known = {
-        r.name: r
-        for block in blocks.values()
-        for e in block.sources
-        for roles in e.values()
-        for r in roles.values()
-    }
+    known = {name: ref for block in blocks.values() for name, ref in source_tensors(block).items()}
     known |= {name: TensorRef(name, e.dtype, e.shape, 0, 0, 0) for name, (_, e) in copied.items()}
-    dtype = next(iter(blocks.values())).dtype
+    block = next(iter(blocks.values()))
+    # Of what was dropped only the names are recorded; one number for each expert fits in any block.
+    unknown = (block.dtype, (block.num_experts, 1), 0, 0, 0)
     listed = (*words["converted"], *words["copied"], *words["dropped"])
-    refs = {name: known.get(name, TensorRef(name, dtype, (1, 1), 0, 0, 0)) for name in listed}
+    refs = {name: known.get(name) or TensorRef(name, *unknown) for name in listed}
     try:
-        experts = map_experts(refs, config)
+        experts = map_experts(refs, config, artifact.manifest["source"].get("quantization_config"))
     except HqconvError as error:
         what = "The manifest's tensors and config.json contradict each other."
         result.add(f"{names.MANIFEST}: {error.where}", what, error.expected, f"{error.what}: {error.found}")
         return
     _compare_blocks(artifact, experts, "config.json and the tensors' names", result)
+
+
+def source_tensors(block: ExpertBlock) -> dict[str, TensorRef]:
+    """A block's source tensors by name, as the manifest describes them; file and offset mean nothing."""
+    return {
+        part.template.format(expert=e): TensorRef(
+            part.template.format(expert=e), part.dtype, part.shape, 0, 0, 0
+        )
+        for parts in block.parts.values()
+        for part in parts.values()
+        for e in (range(1) if part.is_stacked else range(block.num_experts))
+    }
 
 
 def _compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: CheckResult) -> None:
@@ -215,10 +234,21 @@ def _compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result:
                 "no such block",
             )
             continue
-        for key, attribute in _FACTS.items():
-            if words[key] != getattr(block, attribute):
-                what = f"A block's fact is not that of {origin}."
-                result.add(f"{names.MANIFEST}: {name}: {key}", what, getattr(block, attribute), words[key])
+        facts = _facts(block, artifact)
+        found = {key: words[key] for key in facts}
+        what = f"A block's fact is not that of {origin}."
+        compare_words(f"{names.MANIFEST}: {name}", what, facts, found, result)
+
+
+def _facts(block: ExpertBlock, artifact: Artifact) -> dict[str, Any]:
+    """What the manifest must say of a mapped block."""
+    facts = {key: getattr(block, attribute) for key, attribute in _FACTS.items()}
+    facts["source_format"] = block.format.words()
+    facts["source_parts"] = block.parts_words()
+    with suppress(VerificationError):  # reported already
+        schema, dtype = artifact.request.schema, artifact.param_dtype
+        facts["conversion"] = conversion_of(block.format, schema, dtype)
+    return facts
 
 
 # --- against the source ------------------------------------------------------------------------------------
@@ -234,7 +264,7 @@ def check_source(
     """Source identity, its blocks and accounting, copied tensors byte for byte, and the other files."""
     _check_identity(artifact, source, result)
     try:
-        experts = map_experts(source.tensors, source.config)
+        experts = map_checkpoint(source)
     except HqconvError as error:
         what = f"The source cannot be mapped: {error.what}"
         result.add(f"source: {error.where}", what, error.expected, error.found)
@@ -258,6 +288,9 @@ def _check_identity(artifact: Artifact, source: Checkpoint, result: CheckResult)
     """The source is the one that the manifest records; its name and folder do not matter."""
     words, what = artifact.manifest["source"], "The source is not the one that was converted."
     where = f"{names.MANIFEST}: source"
+    if words.get("quantization_config") != source.quantization:
+        texts = [json.dumps(one) for one in (source.quantization, words.get("quantization_config"))]
+        result.add(f"{where}: quantization_config", what, *texts)
     if words.get("index_sha256") != source.index_sha256:
         result.add(f"{where}: index_sha256", what, words.get("index_sha256"), source.index_sha256)
     recorded = words.get("files")

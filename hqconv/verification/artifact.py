@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from hqconv.artifact_reader import read_manifest
 from hqconv.backends.layout import KernelForm, TensorForm, is_compatible, kernel_form, packed_form
-from hqconv.checkpoint import TensorRef
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
-from hqconv.experts import ExpertBlock
+from hqconv.expert_block import ExpertBlock, PartSource
 from hqconv.plan import Request, gemm_shapes
 from hqconv.request_checks import SUPPORTED_TARGETS
 from hqconv.safetensors_header import HeaderEntry, read_header
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family
+from hqconv.schemas.sources import SourceFormat
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 from hqconv.sharding import Grid, check_grid
 
@@ -56,6 +56,10 @@ class Artifact:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that were read."""
         with self._lock:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
@@ -118,7 +122,7 @@ class Artifact:
         return known[self.manifest["family"]]
 
     def expert_block(self, name: str) -> ExpertBlock:
-        """One block as the manifest's facts imply it; of its `sources`, file and offset mean nothing.
+        """One block as the manifest's facts imply it, without `sources`.
 
         Raises VerificationError for facts that cannot be true.
         """
@@ -129,15 +133,22 @@ class Artifact:
         if not (0 < num_experts <= _MAX_COUNT and 0 < hidden < 1 << 24 and 0 < inner < 1 << 24):
             raise _impossible(name, f"{num_experts} experts, hidden {hidden}, intermediate {inner}")
         try:
-            check_grid(name, num_experts, hidden, inner, self.request.schema, self.request.grid)
+            sizes = (num_experts, hidden, inner)
+            pads = family.pads_last_rank
+            check_grid(name, *sizes, self.request.schema, self.request.grid, pads_last_rank=pads)
         except RequestError as error:
             raise _impossible(error.where, f"{error.what} {error.found}") from error
-        shapes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
-
-        def ref(expert: int, role: str, word: str) -> TensorRef:
-            full = f"{name}.{expert}.{word}{family.suffix}"
-            return TensorRef(full, words["source_dtype"], shapes[role], 0, 0, 0)
-
+        try:
+            format_words = dict(words["source_format"])
+            source = SourceFormat(**{**format_words, "options": tuple(format_words["options"].items())})
+            parts = {
+                role: {part: PartSource.from_words(one) for part, one in of_role.items()}
+                for role, of_role in words["source_parts"].items()
+            }
+            if set(parts) != set(family.projections) or any("weight" not in p for p in parts.values()):
+                raise ValueError(f"projections {', '.join(parts)}")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _impossible(f"{name}: source_format, source_parts", error) from error
         return ExpertBlock(
             name=name,
             family=family.name,
@@ -145,10 +156,11 @@ class Artifact:
             hidden_size=hidden,
             intermediate_size=inner,
             dtype=words["source_dtype"],
-            sources=tuple(
-                {role: {"weight": ref(e, role, word)} for role, word in family.projections.items()}
-                for e in range(num_experts)
-            ),
+            pads_last_rank=family.pads_last_rank,
+            format=source,
+            words=dict(family.projections),
+            parts=parts,
+            sources=(),
             **{key: words[key] for key in ("layer", "gated", "activation", "top_k")},
         )
 
@@ -161,16 +173,16 @@ class Artifact:
                 raise _impossible(
                     "weight_schema", f"no kernel for {request.schema.describe()}, {request.param_dtype}"
                 )
-            shapes = gemm_shapes(block, request.grid.tp)
-            return {gemm: kernel_form(n, k, *words) for gemm, (n, k) in shapes.items()}
+            shapes = gemm_shapes(block, request.grid.tp, request.schema)
+            return {gemm: kernel_form(n, k, *words, block.has_bias) for gemm, (n, k) in shapes.items()}
 
     def packed_forms(self, block: ExpertBlock) -> dict[str, dict[str, TensorForm]]:
         """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""
         words = (self.request.schema, self.request.param_dtype)
         with _humming_errors(block.name):
-            tall = packed_form(block.intermediate_size, block.hidden_size, *words)
-            wide = packed_form(block.hidden_size, block.intermediate_size, *words)
-        return {role: wide if role == "w2" else tall for role in block.sources[0]}
+            tall = packed_form(block.intermediate_size, block.hidden_size, *words, block.has_bias)
+            wide = packed_form(block.hidden_size, block.intermediate_size, *words, block.has_bias)
+        return {role: wide if role == "w2" else tall for role in block.roles}
 
     @property
     def param_dtype(self) -> str:

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hqconv.experts import ExpertBlock
+from hqconv.backends.quantize import Cost
+from hqconv.expert_block import ExpertBlock
 from hqconv.schemas import artifact as names
 from hqconv.schemas.target import TargetSchema
+from hqconv.sharding import tp_share
 from hqconv.unlayout_form import code_values, read_config, to_float32
 from hqconv.verification.artifact import Artifact
 from hqconv.verification.matrices import Array, Matrix, Note
@@ -25,6 +27,7 @@ _TENSOR_OF = {
     "scale": "weight_scale",
     "zero_point": "zero_point",
     "scale_2": "weight_scale_2",
+    "bias": "bias",
 }
 _SAFETENSORS = {"bfloat16": "BF16", "float16": "F16"}
 
@@ -53,11 +56,14 @@ class Place:
 
     def describe(self, role: str, tensor: str, shape: Sequence[int], index: Sequence[int]) -> str:
         """File, tensor and expert of one value of the whole matrix."""
-        base = self.block.sources[self.expert][role]["weight"].name.removesuffix("weight")
+        base = self.block.module(self.expert, role) + "."
         if self.artifact.manifest["layout"] == names.CHECKPOINT:
             return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
-        is_cut = self.axis < len(shape) and shape[self.axis] % self.tp == 0
-        tp_rank = index[self.axis] * self.tp // shape[self.axis] if is_cut else 0
+        size = self.block.intermediate_size
+        share = tp_share(size, self.tp, self.artifact.schema)
+        # A value's place in its tensor, told in rows or columns of the matrix.
+        is_cut = self.axis < len(shape) and shape[self.axis] > 1
+        tp_rank = index[self.axis] * size // shape[self.axis] // share if is_cut else 0
         ep_rank, local = self.artifact.grid.homes(self.block.num_experts)[self.expert][0]
         path = names.rank_file(self.block.name, tp_rank, ep_rank)
         return f"{path}, tensor {self.block.name}.{self.gemm}_{tensor}, {role} of expert {self.expert} (local {local})"
@@ -114,7 +120,7 @@ def diagnose(
     if gated in found and _is_interleaved(found, expected, field, place.tp):
         return ": gate and up rows are interleaved instead of stacked"
     size = left.shape[place.axis]
-    if size % place.tp:
+    if size % place.tp or place.block.intermediate_size % place.tp:
         return ""
     slices = [_slice(place.axis, t * size // place.tp, (t + 1) * size // place.tp) for t in range(place.tp)]
     wrong = [t for t, part in enumerate(slices) if not np.array_equal(left[part], right[part])]
@@ -174,7 +180,7 @@ class Figures:
     """Sums over one matrix in float64: w the source, d the decoded weights; the first four without one are 0.
 
     error (w - d)**2, power w**2, dot w * d, worst (relative error of a group, row, group); decoded_power d**2.
-    quantizer: error and power as the conversion measures them.
+    quantizer: the cost as the conversion measures it.
     """
 
     error: float = 0.0
@@ -186,11 +192,13 @@ class Figures:
     num_scales: int = 0
     num_flushed: int = 0
     has_source: bool = False
-    quantizer: tuple[float, float] | None = None
+    quantizer: Cost | None = None
 
     def recorded_sums(self) -> tuple[float, float]:
         """Error and power as the manifest records them: before float16 flushes the smallest e8m0 scales."""
-        return self.quantizer if self.num_flushed and self.quantizer else (self.error, self.power)
+        if self.num_flushed and self.quantizer:
+            return self.quantizer.error, self.quantizer.power
+        return self.error, self.power
 
     def recorded_error(self) -> float:
         """The relative error as the manifest records it."""

@@ -38,12 +38,16 @@ def rank_expert(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, loca
 
 def whole_expert(artifact: Artifact, block: str, expert: int) -> dict[str, Floats]:
     """One source expert reassembled from all TP ranks of the first EP rank that holds it, as float32."""
-    ep_rank, local = artifact.grid.homes(artifact.blocks[block]["num_experts"])[expert][0]
+    words = artifact.blocks[block]
+    ep_rank, local = artifact.grid.homes(words["num_experts"])[expert][0]
+    inner = words["intermediate_size"]
     shares = [rank_expert(artifact, block, t, ep_rank, local) for t in range(artifact.grid.tp)]
     whole: dict[str, Floats] = {}
     for name in shares[0]:
         if name == "b2":  # on TP rank 0, zero elsewhere: ranks are summed
             whole[name] = functools.reduce(np.add, [share[name] for share in shares])
         else:
-            whole[name] = np.concatenate([share[name] for share in shares], axis=1 if name == "w2" else 0)
+            joined = np.concatenate([share[name] for share in shares], axis=1 if name == "w2" else 0)
+            # The last TP rank may be padded.
+            whole[name] = joined[:, :inner] if name == "w2" else joined[:inner]
     return whole

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from hqconv.backends.layout import KernelForm, TensorForm
 from hqconv.checkpoint import Checkpoint
 from hqconv.errors import VerificationError
-from hqconv.experts import ExpertBlock
+from hqconv.expert_block import ExpertBlock
 from hqconv.schemas import artifact as names
 from hqconv.verification import CheckResult
 from hqconv.verification.accounting import (
@@ -286,9 +286,9 @@ def _check_packed(
         if form is None:
             continue
         expected = {
-            ref["weight"].name.removesuffix("weight") + name: (tensor.dtype, tensor.shape)
-            for expert in block.sources
-            for role, ref in expert.items()
+            f"{block.module(expert, role)}.{name}": (tensor.dtype, tensor.shape)
+            for expert in range(block.num_experts)
+            for role in block.roles
             for name, tensor in form[role].items()
         }
         compare_names(f"block {block.name}", "tensor", of_block, expected, result)

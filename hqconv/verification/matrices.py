@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hqconv.errors import HqconvError
-from hqconv.experts import ExpertBlock
+from hqconv.expert_block import ExpertBlock
 from hqconv.plan import gemm_shapes
 from hqconv.schemas import artifact as names
 from hqconv.schemas.target import TargetSchema
@@ -56,7 +56,7 @@ def check_rank_headers(artifact: Artifact, block: ExpertBlock, note: Note) -> se
     for tp_rank, ep_rank in artifact.grid.ranks:
         path = names.rank_file(block.name, tp_rank, ep_rank)
         num_local = len(artifact.grid.local_experts(block.num_experts, ep_rank))
-        for gemm, shape in gemm_shapes(block, artifact.grid.tp).items():
+        for gemm, shape in gemm_shapes(block, artifact.grid.tp, artifact.schema).items():
             try:
                 config = artifact.layer_config(block.name, gemm, tp_rank, ep_rank)
                 found, expected = _forms(artifact, config, artifact.flags(block.name, gemm), shape)
@@ -133,6 +133,7 @@ class _Home:
     ep_rank: int
     local: int
     note: Note
+    num_tp: int
 
     def path(self, tp_rank: int) -> str:
         return names.rank_file(self.block, tp_rank, self.ep_rank)
@@ -156,7 +157,8 @@ def read_kernel_expert(
     """
     slices: list[Matrix] = []
     places = artifact.grid.homes(block.num_experts)[expert]
-    home, *copies = (_Home(block.name, gemm, expert, *place, note) for place in places)
+    num_tp = artifact.grid.tp
+    home, *copies = (_Home(block.name, gemm, expert, *place, note, num_tp) for place in places)
     for tp_rank in range(artifact.grid.tp):
         if (gemm, tp_rank, home.ep_rank) not in good:
             continue
@@ -171,11 +173,13 @@ def read_kernel_expert(
             _note_error(f"{home.path(tp_rank)}, {gemm} of expert {expert} (local {home.local})", error, note)
     if len(slices) < artifact.grid.tp:
         return {}
+    size, schema = block.intermediate_size, artifact.schema
     if gemm == "w2":
-        return {"w2": _join(slices, 1, artifact.schema, home)}
-    roles = [role for role in ("w1", "w3") if role in block.sources[expert]]
+        return {"w2": _trim(_join(slices, 1, schema, home), 1, size, home)}
+    roles = [role for role in ("w1", "w3") if role in block.roles]
     parts = [[_rows(one, i, len(roles)) for one in slices] for i in range(len(roles))]
-    return {role: _join(part, 0, artifact.schema, home) for role, part in zip(roles, parts, strict=True)}
+    joined = {role: _join(part, 0, schema, home) for role, part in zip(roles, parts, strict=True)}
+    return {role: _trim(one, 0, size, home) for role, one in joined.items()}
 
 
 def _compare_copy(first: Tensors, other: Tensors, path: str, copy: _Home, tp_rank: int) -> None:
@@ -241,6 +245,35 @@ def _join(slices: Sequence[Matrix], axis: int, schema: TargetSchema, home: _Home
     )
 
 
+def _trim(matrix: Matrix, axis: int, size: int, home: _Home) -> Matrix:
+    """Take the last TP rank's padding off along `axis`; its rows must give zeros."""
+    total = matrix.codes.shape[axis]
+    if total == size:
+        return matrix
+    is_e8m0 = matrix.scale_dtype == "F8_E8M0"  # has no zero; the codes below are zero anyway
+
+    def cut(field: str) -> Any:
+        array = getattr(matrix, field)
+        is_along = array is not None and array.ndim > axis and array.shape[axis] > 1
+        if not is_along or (field == "bias" and axis == 1):
+            return array
+        kept = array.shape[axis] * size // total
+        rest = array[kept:] if axis == 0 else array[:, kept:]
+        if field in ("codes", "bias", "zero_point") or (field == "scale" and not is_e8m0):
+            _check_padding(rest, field, home)
+        return array[:kept] if axis == 0 else array[:, :kept]
+
+    names_ = [one.name for one in fields(matrix) if one.name != "scale_dtype"]
+    return replace(matrix, **{name: cut(name) for name in names_})
+
+
+def _check_padding(rest: Array, field: str, home: _Home) -> None:
+    if rest.any():
+        tensor = {"codes": "weight", "scale": "weight_scale"}.get(field, field)
+        what, found = "The padding of the last TP rank is not zero.", f"{np.count_nonzero(rest)} values"
+        home.note(home.where(home.num_tp - 1, tensor), what, "zero", found)
+
+
 def _merge(parts: Sequence[Any], axis: int | None, tensor: str, home: _Home | None) -> Any:
     """The ranks' parts along `axis`, or the first one of what every rank must hold alike."""
     if parts[0] is None or len(parts) == 1:
@@ -275,7 +308,7 @@ def read_packed_expert(
     artifact: Artifact, block: ExpertBlock, role: str, expert: int, shards: Mapping[str, str], note: Note
 ) -> Matrix | None:
     """One projection from the checkpoint layout; `shards` is tensor name → file. None where it cannot be read."""
-    base = block.sources[expert][role]["weight"].name.removesuffix("weight")
+    base = block.module(expert, role) + "."
     shape = (block.hidden_size, block.intermediate_size)
     try:
         dtypes, bits = artifact.read_module(base, shards)

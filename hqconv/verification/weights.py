@@ -16,14 +16,19 @@ from typing import Any
 import torch
 
 from hqconv.backends.layout import safetensors_dtype
-from hqconv.backends.quantize import Quantized, quantize
+from hqconv.backends.quantize import Cost, Quantized
 from hqconv.checkpoint import Checkpoint
+from hqconv.encoding import encode
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.experts import ExpertBlock, map_experts
-from hqconv.pipeline import read_matrix
+from hqconv.expert_block import ExpertBlock
+from hqconv.experts import map_checkpoint
+from hqconv.pipeline import requantized_counts
 from hqconv.schemas import artifact as names
+from hqconv.schemas.sources import conversion_of
 from hqconv.schemas.target import TargetSchema
+from hqconv.source_reader import StoredMatrix, read_source
 from hqconv.verification import CheckResult, Finding
+from hqconv.verification.accounting import compare_words
 from hqconv.verification.artifact import Artifact
 from hqconv.verification.comparison import Figures, Place, compare, fingerprint, measure, summarize
 from hqconv.verification.matrices import (
@@ -98,7 +103,7 @@ def _source_blocks(source: Checkpoint | None, result: CheckResult) -> dict[str, 
     if source is None:
         return None
     try:
-        return {block.name: block for block in map_experts(source.tensors, source.config).blocks}
+        return {block.name: block for block in map_checkpoint(source).blocks}
     except HqconvError as error:
         result.add(
             f"source: {error.where}",
@@ -124,9 +129,10 @@ def _comparable(
         result.add(f"block {block.name}", "The source has no such block.", *described)
         return None
     conversion = artifact.blocks[block.name]["conversion"]
-    if conversion != "quantized":
-        what = "This version does not know how the block was converted."
-        result.add(f"{names.MANIFEST}: {block.name}: conversion", what, "quantized", conversion)
+    expected = conversion_of(found.format, artifact.schema, artifact.param_dtype)
+    if conversion != expected:
+        what = "The block was not converted as its source's format asks for."
+        result.add(f"{names.MANIFEST}: {block.name}: conversion", what, expected, conversion)
         return None
     return found
 
@@ -148,7 +154,11 @@ def _shards(artifact: Artifact) -> dict[str, str]:
 def _working_bytes(block: ExpertBlock, schema: TargetSchema) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
     numbers = block.intermediate_size * block.hidden_size
-    source = 2 if block.dtype == "BF16" else 8 if block.dtype == "F32" else 6  # read, and widened to float32
+    # Read, and widened to float32; a fused share is read as a whole, codes are unpacked on the way.
+    source = 2 if block.dtype == "BF16" else 8 if block.dtype == "F32" else 6
+    source += (
+        6 if not block.format.is_float or any(p["weight"].is_stacked for p in block.parts.values()) else 0
+    )
     packed = schema.num_bits / 8
     scales = 56 / (schema.weight_scale_group_size or block.hidden_size)
     # Gate and up together: sources, codes decoded (padded, then joined) and expected, packed codes on both sides.
@@ -195,22 +205,23 @@ class _Job:
     def run(self, expert: int) -> _Outcome:
         outcome = _Outcome()
         for gemm in names.GEMMS:
-            roles = [r for r in (("w1", "w3") if gemm == "w13" else ("w2",)) if r in self.block.sources[0]]
+            roles = [r for r in (("w1", "w3") if gemm == "w13" else ("w2",)) if r in self.block.roles]
             found = self._read(gemm, roles, expert, outcome)
             try:
-                sources = self._read_source(roles, expert)
+                stored = self._read_source(roles, expert)
+                results = encode(stored, self.artifact.request) if stored else {}
             except HqconvError as error:
                 outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
                 continue
-            results = self._quantize(sources, outcome)
             for role, matrix in found.items():
-                figures = measure(matrix, sources.get(role), self.artifact.schema, self.artifact.param_dtype)
+                source = stored[role].matrix() if stored else None
+                figures = measure(matrix, source, self.artifact.schema, self.artifact.param_dtype)
                 outcome.figures[role] = figures
                 if not math.isfinite(figures.decoded_power):
                     where = f"block {self.block.name}, {role} of expert {expert}"
                     outcome.note(where, "Decoded weights are not finite.", "numbers", "NaN or infinity")
                 if role in results:
-                    figures.quantizer = results[role].error, results[role].power
+                    figures.quantizer = results[role].cost
             self._compare(found, results, gemm, expert, outcome)
         return outcome
 
@@ -221,28 +232,10 @@ class _Job:
         found = {role: read(role, expert) for role in roles}
         return {role: matrix for role, matrix in found.items() if matrix is not None}
 
-    def _read_source(self, roles: Sequence[str], expert: int) -> dict[str, torch.Tensor]:
+    def _read_source(self, roles: Sequence[str], expert: int) -> dict[str, StoredMatrix]:
         if self.source is None or self.of_source is None:
             return {}
-        refs = self.of_source.sources[expert]
-        return {role: read_matrix(self.source, refs[role]["weight"], _CPU) for role in roles}
-
-    def _quantize(self, sources: Mapping[str, torch.Tensor], outcome: _Outcome) -> dict[str, Quantized]:
-        """What the artifact must hold. Sources that are quantized already will be read, not quantized, here."""
-        if not sources:
-            return {}
-        done = quantize(list(sources.values()), self.artifact.schema, self.artifact.param_dtype)
-        for role, one in zip(sources, done, strict=True):
-            if not one.is_finite:
-                outcome.note(
-                    f"source of {self.block.name}: {role}",
-                    "A source weight is NaN or infinite.",
-                    "numbers",
-                    "",
-                )
-        if not all(one.is_finite for one in done):
-            return {}
-        return dict(zip(sources, done, strict=True))
+        return read_source(self.source, self.of_source, expert, roles, _CPU)
 
     def _compare(
         self,
@@ -281,14 +274,14 @@ def _check_block(job: _Job, pool: ThreadPoolExecutor, result: CheckResult) -> No
     _name_swapped(job.block, outcomes, result)
     figures = {
         role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures]
-        for role in job.block.sources[0]
+        for role in job.block.roles
     }
     result.measured[job.block.name] = {
         role: summarize(of_role) for role, of_role in figures.items() if of_role
     }
     if job.source is not None:
         recorded = job.artifact.blocks[job.block.name]["quantization_error"]
-        _check_recorded(job.block, recorded, figures, result)
+        _check_recorded(job.block, recorded, figures, not job.block.format.is_float, result)
 
 
 def _name_swapped(block: ExpertBlock, outcomes: Sequence[_Outcome], result: CheckResult) -> None:
@@ -307,6 +300,7 @@ def _check_recorded(
     block: ExpertBlock,
     recorded: Mapping[str, Any],
     figures: Mapping[str, Sequence[Figures]],
+    is_coded: bool,
     result: CheckResult,
 ) -> None:
     """The manifest's error figures with those measured, where every expert was."""
@@ -326,9 +320,25 @@ def _check_recorded(
             for key, value in expected.items():
                 _check_figure(f"{where}: {key}", value, words.get(key), result)
             _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
+            _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
+
+
+def _check_counts(
+    where: str, words: Mapping[str, Any], costs: Sequence[Cost], is_coded: bool, result: CheckResult
+) -> None:
+    """The manifest's counts of what was quantized anew, and of what came out without an error."""
+    expected = requantized_counts(costs) if is_coded else {}
+    known = {"relative_error", "worst_expert", "worst_relative_error"}
+    compare_words(
+        where, "The recorded count is not the counted one.", expected, _without(words, known), result
+    )
+
+
+def _without(words: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in words.items() if key not in keys}
 
 
 def _check_figure(where: str, expected: float | None, found: Any, result: CheckResult) -> None:
-    is_number = isinstance(found, float | int) and expected is not None
+    is_number = isinstance(found, float | int) and not isinstance(found, bool) and expected is not None
     if not is_number or not math.isclose(expected or 0.0, found, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
         result.add(where, "The recorded error is not the measured one.", expected, found)

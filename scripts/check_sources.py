@@ -1,0 +1,292 @@
+"""Convert a small checkpoint of every source format, verify each artifact, and write the table of what is supported.
+
+    python scripts/check_sources.py [--formats fp8-block,awq] [--write]
+
+Converts with `--schema source` at tp 1 (where the source has a schema of its own) and requantized at tp 2 (or what the
+sizes allow), on a CUDA device if there is one, and runs all checks that can run: files and weights against the source,
+and the production kernel on a GPU. `--write` puts the result into docs/sources.md; exit 1 on a failure. `--check` only
+compares that file with the lists of formats and families.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hqconv.checkpoint import Checkpoint
+from hqconv.convert import convert
+from hqconv.errors import HqconvError
+from hqconv.job import open_source, plan_for, resources
+from hqconv.plan import Plan
+from hqconv.schemas.families import FAMILIES, UNSUPPORTED
+from hqconv.schemas.family import Family, Stack
+from hqconv.schemas.target import resolve_schema
+from hqconv.sharding import Grid
+from hqconv.verify import Options, verify
+from tests.source_checkpoints import FORMATS, FormatSpec, write
+from tests.source_layouts import Sizes
+
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "sources.md"
+SIZES = {"hidden": 512, "inner": 256, "experts": 4}  # one shape, so that kernels are compiled once a schema
+TOKENS = (64,)
+PACKAGES = ("torch", "humming-kernels", "safetensors", "numba", "bitsandbytes")
+FORMAT_HEAD = "| format | recognised by | `--schema source` | checked | requantized to | checked | error |"
+FAMILY_HEAD = "| family | model types | form | names of the first kind of block |"
+
+
+@dataclass
+class Outcome:
+    """What came of one conversion: the schema, the checks that passed, the error, or why there is none."""
+
+    schema: str = ""
+    checks: str = ""
+    error: str = ""
+    refused: str = ""
+    failed: str = ""
+
+
+# --- conversions -------------------------------------------------------------------------------------------
+
+
+def attempt(source: Path, out: Path, schema: str, tp: int, device: str, refusal: str) -> Outcome:
+    """Convert and verify once; failures are in the outcome, and a refusal that says `refusal` is none."""
+    try:
+        with open_source(str(source), None) as checkpoint:
+            chosen = None if schema == "source" else resolve_schema(schema)
+            plan = plan_for(checkpoint, chosen, None, Grid(tp=tp), sm_version=90, layout="kernel")
+            summary = convert(checkpoint, plan, out, resources(device, 4 << 30, None))
+            report = verify(out, checkpoint, Options(tokens=TOKENS, num_threads=4))
+            differs = _differs_on_cpu(checkpoint, plan, out) if device == "cuda" else ""
+        alone = verify(out, None, Options(checks=("files", "weights"), num_threads=4))
+    except HqconvError as error:
+        # Where no schema fits, what was found ends with the reason.
+        text = (
+            error.found.rpartition(": ")[2] if error.what.startswith("No schema") else error.what.rstrip(".")
+        )
+        expected = bool(refusal) and refusal in error.message()
+        return Outcome(refused=text) if expected else Outcome(failed=error.message().replace("\n", " "))
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        return Outcome(failed=f"{type(error).__name__}: {error}".splitlines()[0])
+    results = [*report.results, *alone.results]
+    findings = [
+        f"{r.name}: {f.where}: {f.what} ({f.expected}; {f.found})" for r in results for f in r.findings
+    ]
+    worst = max(
+        error["relative_error"] for of_block in summary.errors.values() for error in of_block.values()
+    )
+    passed = [result.name for result in report.results if not result.skipped]
+    for result in report.results:
+        if result.name in passed and result.name == "kernel":
+            passed[-1] += f" {max(measured['kernel'] for measured in result.measured.values()):.4f}"
+    failed = differs or (findings or [""])[0]
+    return Outcome(plan.request.schema.name, ", ".join(passed), f"{worst:.3f}", failed=failed)
+
+
+def _differs_on_cpu(checkpoint: Checkpoint, plan: Plan, out: Path) -> str:
+    """Convert once more on the CPU: the first file whose bytes are not those of `out`, if there is one."""
+    again = out.with_name(f"{out.name}-cpu")
+    convert(checkpoint, plan, again, resources("cpu", 4 << 30, None))
+    paths = [path.relative_to(out) for path in sorted(out.rglob("*")) if path.is_file()]
+    wrong = [path for path in paths if (out / path).read_bytes() != (again / path).read_bytes()]
+    return f"{wrong[0]} differs between CPU and CUDA" if wrong else ""
+
+
+def check_format(name: str, work: Path, device: str) -> tuple[Outcome, Outcome]:
+    """The outcomes of keeping a format and of requantizing it."""
+    spec, started = FORMATS[name], time.monotonic()
+    sizes = SIZES if spec.sizes == Sizes() else {"experts": SIZES["experts"]}
+    folder = work / name
+    source = write(folder / "source", name, **sizes).folder
+    kept = attempt(source, folder / "kept", "source", 1, device, spec.refused)
+    anew = attempt(source, folder / "anew", spec.target, spec.tp, device, "")
+    if spec.direct and not kept.failed and kept.schema != spec.direct:
+        kept.failed = f"schema {kept.schema}, not {spec.direct}"
+    shutil.rmtree(folder)
+    seconds = f"{time.monotonic() - started:.1f} s"
+    print(format_row(name, kept, anew), "FAIL" if kept.failed or anew.failed else "pass", seconds, flush=True)
+    return kept, anew
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+COMMAND = "`python scripts/check_sources.py --write`"
+INTRO = """# Sources: formats and families
+
+{origin}
+
+Each row: a small checkpoint of Qwen3-MoE, or of the family that publishes the format, written by
+tests/source_checkpoints.py from drawn codes and a publisher's config, its attention stored in the same format.
+Converted with `--schema source` at tp 1, which keeps codes and scales or is refused, and requantized at tp 2 from an
+exact float32 decode (where the schema is the source's own, it is kept).
+
+* **checked**: the checks that passed against the source; `files` and `weights` also without it. For `kernel`: its
+  relative error against the decoded weights, over a batch of 64 tokens (the limit is in [kernels.md](kernels.md)); rows
+  without it were run on a machine without a GPU.
+  There, every artifact was also converted on the CPU and is the same, byte for byte.
+* **error**: the worst projection's relative error against the source, as the manifest records it. The codes are drawn
+  from wide distributions, so it is larger than for trained weights.
+
+tests/test_sources.py compares the decoded artifacts with the drawn numbers: equal where they are kept; requantized
+artifacts equal, byte for byte, those of a float32 checkpoint that holds these numbers.
+
+Not in the table: plain BF16, F16 and F32 checkpoints; artifacts of hqconv in both layouts, for other ranks or another
+schema (tests/test_sources.py); experts in GGUF files, decoded by the `gguf` library (tests/test_gguf_source.py). Mixed
+checkpoints are read block by block: a block that has the requested schema already is kept.
+
+## Formats
+"""
+FAMILY_INTRO = """
+## Families
+
+Rows of `hqconv/schemas/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well. An
+unknown `model_type` gets the closest row whose single experts' names and shapes fit every tensor, or is refused.
+"""
+REFUSED_INTRO = """
+## Refused model types
+"""
+
+
+def format_columns(name: str, spec: FormatSpec) -> str:
+    """The columns of a row that no run decides."""
+    return f"| {name} | {spec.recognised} |"
+
+
+def format_row(name: str, kept: Outcome, anew: Outcome) -> str:
+    """One format's row."""
+    own = kept.schema or f"refused: {kept.refused}"
+    checked = [f"FAILED: {one.failed}" if one.failed else one.checks or "–" for one in (kept, anew)]
+    cells = (own, checked[0], anew.schema, checked[1], anew.error)
+    return format_columns(name, FORMATS[name]) + "".join(f" {cell} |" for cell in cells)
+
+
+def family_rows() -> Iterator[str]:
+    """One row a family: its model types, form and names."""
+    for family in FAMILIES:
+        block = family.blocks[0].format(layer="N")
+        forms = [f"per expert{'' if family.gated else ', no gate'}"]
+        names = [f"`{block}.E.{_words(family)}.weight`"]
+        if family.stacks:
+            forms.append("stacks: " + "; ".join(dict.fromkeys(_form(stack) for stack in family.stacks)))
+            names.append(", ".join(f"`{block}.{stack.name}`" for stack in family.stacks))
+        types = ", ".join(family.model_types)
+        yield f"| {family.name} | {types} | {' / '.join(forms)} | {' / '.join(names)} |"
+
+
+def _words(family: Family) -> str:
+    return "{" + ",".join(family.projections.values()) + "}"
+
+
+def _form(stack: Stack) -> str:
+    text = {False: "[E, out, in]", True: "[E, in, out]", None: "[E, out, in] or [E, in, out]"}[
+        stack.transposed
+    ]
+    text = text.replace("E, ", "E·") if stack.flat else text
+    return f"{text}, rows interleaved" if stack.interleaved else text
+
+
+def refused_rows() -> Iterator[str]:
+    """Model types that no row can describe."""
+    yield from ("| model type | because |", "| --- | --- |")
+    for model_type, reason in UNSUPPORTED.items():
+        yield f"| {model_type} | {reason} |"
+
+
+def origin(device: str) -> str:
+    """What the table was measured with, and when."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    packages = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    return f"{COMMAND}, {today}, {device};\n{packages}."
+
+
+def document(rows: list[str], measured: str) -> str:
+    """The whole file; `measured`: see `origin`."""
+    intro = INTRO.format(origin=measured)
+    parts = [intro, FORMAT_HEAD, _line(FORMAT_HEAD), *rows, FAMILY_INTRO, FAMILY_HEAD, _line(FAMILY_HEAD)]
+    return "\n".join([*parts, *family_rows(), REFUSED_INTRO, *refused_rows()]) + "\n"
+
+
+def _line(head: str) -> str:
+    return re.sub(r"[^|]+", " --- ", head)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def find_row(lines: list[str], name: str) -> str:
+    """A format's row of the file, if it says of the format what the list says; else nothing."""
+    spec = FORMATS[name]
+    start = f"{format_columns(name, spec)} {f'{spec.direct} |' if spec.direct else 'refused: '}"
+    return next((line for line in lines if line.startswith(start)), "")
+
+
+def missing_rows(lines: list[str]) -> list[str]:
+    """What the lists of formats and families have and the file lacks."""
+    wrong = [
+        f"{format_columns(name, spec)} {spec.direct or 'refused'}"
+        for name, spec in FORMATS.items()
+        if not find_row(lines, name)
+    ]
+    return wrong + [row for row in (*family_rows(), *refused_rows()) if row not in lines]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument(
+        "--write", action="store_true", help="write the table; with --formats, its other rows are kept"
+    )
+    parser.add_argument("--out", type=Path, default=TABLE, help="another file to write")
+    parser.add_argument("--check", action="store_true", help="only compare docs/sources.md with the lists")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Check every format, and write the table."""
+    args = arguments()
+    lines = TABLE.read_text(encoding="utf-8").splitlines() if TABLE.is_file() else []
+    if args.check:
+        problems = missing_rows(lines)
+        print("".join(f"not in {TABLE.name}: {row}\n" for row in problems), end="")
+        sys.exit(1 if problems else 0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    done = {}
+    with tempfile.TemporaryDirectory() as work:
+        for name in filter(None, args.formats.split(",")):
+            needs = FORMATS[name].needs
+            if needs and importlib.util.find_spec(needs) is None:
+                print(f"{name}: left as it is in the table, {needs} is not installed")
+            else:
+                done[name] = check_format(name, Path(work), device)
+    if args.write:
+        where = torch.cuda.get_device_name() if device == "cuda" else "without a GPU"
+        begin = next((i for i, line in enumerate(lines) if line.startswith(COMMAND)), None)
+        is_partial = begin is not None and args.formats != ",".join(FORMATS)
+        measured = "\n".join(lines[begin : begin + 2]) if begin is not None and is_partial else origin(where)
+        rows = [format_row(name, *done[name]) if name in done else find_row(lines, name) for name in FORMATS]
+        args.out.write_text(document(list(filter(None, rows)), measured), encoding="utf-8")
+    sys.exit(1 if any(one.failed for outcomes in done.values() for one in outcomes) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""An artifact as a source: what was converted once is cut or requantized again without the original model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hqconv.convert import convert
+from hqconv.errors import HqconvError, InputError
+from hqconv.experts import map_checkpoint
+from hqconv.job import open_source
+from hqconv.library import dequantize
+from hqconv.pipeline import Resources
+from hqconv.plan import make_plan
+from hqconv.sharding import Grid
+from hqconv.source_schema import make_request
+from hqconv.verify import Options, verify
+from tests import models
+
+BLOCK = "model.layers.1.mlp.experts"
+SCHEMAS = [
+    *("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "fp8-tensor", "fp6-e3m2", "int8", "int4-g32"),
+    *("int4-g32-zp", "int4-g32-fpzp", "int3-g32", "int7-c"),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek")
+    return models.save_model(folder / "src", "deepseek_v3", moe_intermediate_size=256, hidden_size=128)
+
+
+def again(src: Path, out: Path, schema: str, grid: Grid, layout: str = "kernel", **words: str) -> Path:
+    """Convert an artifact, and verify the new one against it and alone."""
+    with open_source(str(src), None) as checkpoint:
+        experts = map_checkpoint(checkpoint)
+        chosen = None if schema == "source" else models.schema_of(schema)
+        dtype = words.get("dtype")
+        request = make_request(experts, checkpoint.config, chosen, dtype, grid, sm_version=90, layout=layout)
+        plan = make_plan(checkpoint, experts, request)
+        convert(checkpoint, plan, out, Resources(torch.device("cpu"), 1 << 30, 2))
+    with open_source(str(src), None) as checkpoint:
+        for against in (checkpoint, None):
+            report = verify(out, against, Options(checks=("files", "weights")))
+            assert report.passed, [f for result in report.results for f in result.findings]
+    return out
+
+
+def rank_files(folder: Path) -> dict[str, bytes]:
+    paths = sorted((folder / "experts").rglob("*.safetensors"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_another_grid_gives_the_bytes_of_the_original_model(
+    source: Path, tmp_path: Path, schema: str, dtype: str
+) -> None:
+    models.run(source, tmp_path / "first", schema, Grid(tp=2), dtype=dtype)
+    for grid in (Grid(), Grid(tp=2, ep=3, placement="round_robin", redundant=2)):
+        models.run(source, tmp_path / "expected", schema, grid, dtype=dtype, overwrite=True)
+        found = again(tmp_path / "first", tmp_path / f"found-{grid.ep}", "source", grid)
+        assert rank_files(found) == rank_files(tmp_path / "expected")
+        words = models.manifest(found)
+        assert (words["schema_name"], words["dtype"]) == (schema if schema != "int4-g32" else "int4-g32", dtype)
+        assert {block["conversion"] for block in words["blocks"].values()} == {"direct"}
+
+
+@pytest.mark.parametrize("schema", ["mxfp4", "fp8-block", "int4-g32", "int8", "fp8", "int4-g32-zp"])
+def test_the_checkpoint_layout_becomes_the_kernels(source: Path, tmp_path: Path, schema: str) -> None:
+    models.run(source, tmp_path / "first", schema, layout="checkpoint")
+    models.run(source, tmp_path / "expected", schema, Grid(tp=2))
+    found = again(tmp_path / "first", tmp_path / "found", "source", Grid(tp=2))
+    assert rank_files(found) == rank_files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("schema", ["mxfp4", "int4-g32-zp", "fp8-block"])
+def test_the_kernel_layout_becomes_a_checkpoint(source: Path, tmp_path: Path, schema: str) -> None:
+    models.run(source, tmp_path / "first", schema, Grid(tp=2, ep=2))
+    models.run(source, tmp_path / "expected", schema, layout="checkpoint")
+    found = again(tmp_path / "first", tmp_path / "found", "source", Grid(), "checkpoint")
+    expected = models.load_all(tmp_path / "expected")
+    assert models.load_all(found).keys() == expected.keys()
+    for name, tensor in models.load_all(found).items():
+        models.assert_same(tensor, expected[name], name)
+
+
+def test_another_schema_is_quantized_from_the_decoded_weights(source: Path, tmp_path: Path) -> None:
+    models.run(source, tmp_path / "first", "mxfp4", Grid(tp=2))
+    found = again(tmp_path / "first", tmp_path / "found", "mxfp8", Grid())
+    words = models.manifest(found)
+    assert {block["conversion"] for block in words["blocks"].values()} == {"requantized"}
+    # Each e2m1 value times a power of two is an e4m3 value times a power of two.
+    before, after = dequantize(tmp_path / "first", BLOCK), dequantize(found, BLOCK)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    errors = words["blocks"][BLOCK]["quantization_error"]["w1"]
+    assert errors["num_exact_groups"] == errors["num_groups"] > 0
+    assert errors["relative_error"] == 0
+
+
+def test_the_config_and_the_other_tensors_stay(source: Path, tmp_path: Path) -> None:
+    models.run(source, tmp_path / "first", "mxfp4")
+    found = again(tmp_path / "first", tmp_path / "found", "source", Grid(tp=2))
+    before, after = models.load_all(source), models.load_all(found)
+    assert after
+    assert all(models.raw(tensor) == models.raw(before[name]) for name, tensor in after.items())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, found)]
+    del configs[1]["quantization_config"]
+    assert configs[0] == configs[1]
+    assert not (found / "hqconv.json").samefile(tmp_path / "first/hqconv.json")
+
+
+def test_a_damaged_artifact_is_no_source(source: Path, tmp_path: Path) -> None:
+    models.run(source, tmp_path / "first", "mxfp4", Grid(tp=2))
+    path = tmp_path / f"first/experts/tp1-ep0/{BLOCK}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(HqconvError):
+        again(tmp_path / "first", tmp_path / "out", "source", Grid())
+    assert not (tmp_path / "out/hqconv.json").exists()
+
+
+def test_scales_that_float16_flushed_cannot_be_told(tmp_path: Path) -> None:
+    src = models.save_model(tmp_path / "src", "mixtral")
+    from safetensors.torch import load_file, save_file
+
+    path = next(p for p in sorted(src.glob("model-*.safetensors")) if any("experts.0.w1" in n for n in load_file(p)))
+    tensors = load_file(path)
+    name = next(name for name in tensors if "experts.0.w1" in name)
+    tensors[name][0, :32] = 2.0**-60
+    save_file(tensors, path, {"format": "pt"})
+    models.run(src, tmp_path / "first", "mxfp4", dtype="float16")
+    with pytest.raises(InputError, match="lost scales"):
+        again(tmp_path / "first", tmp_path / "out", "source", Grid())

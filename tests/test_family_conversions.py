@@ -1,0 +1,71 @@
+"""Every family, as transformers saves it, converted and verified; on a GPU with the production kernel too."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from hqconv.job import open_source
+from hqconv.library import dequantize
+from hqconv.sharding import Grid
+from hqconv.source_reader import read_source
+from hqconv.verify import Options, verify
+from tests import models
+from tests.transformers_families import FAMILIES, save_family
+
+SCHEMA = "int4-g32"
+ERROR = 0.15  # relative, of 4 bits in groups of 32
+# One of each kind: biases, no gate, a clamped or bounded activation, gelu, swigluoai without biases, and plain silu.
+KERNELS = ("gpt_oss", "nemotron_h", "deepseek_v4", "step3p7", "gemma4", "minimax_m3_vl", "llama4", "dbrx", "aria")
+
+
+def saved(folder: Path, model_type: str, **sizes: int) -> Path:
+    try:
+        save_family(folder, model_type, torch.bfloat16, **sizes)
+    except (AttributeError, KeyError, ValueError) as error:
+        pytest.skip(f"this transformers does not make {model_type}: {error}")
+    return folder
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_converts_and_verifies(model_type: str, tmp_path: Path) -> None:
+    """The decoded artifact is near to what is read from the source, every expert and projection in its place."""
+    src, out = saved(tmp_path / "src", model_type, hidden=64, inner=64), tmp_path / "out"
+    models.run(src, out, SCHEMA, Grid(tp=2, ep=2), dtype="bfloat16")
+    with open_source(str(src), None) as checkpoint:
+        report = verify(out, checkpoint, Options(checks=("files", "weights")))
+        assert report.passed, [f for result in report.results for f in result.findings]
+        assert verify(out, None, Options(checks=("files", "weights"))).passed
+        _, plan = models.open_plan(src, SCHEMA, dtype="bfloat16")
+        for block in plan.experts.blocks:
+            found = dequantize(out, block.name)
+            for e in range(block.num_experts):
+                stored = read_source(checkpoint, block, e, block.roles, torch.device("cpu"))
+                for role, matrix in stored.items():
+                    expected = matrix.floats()
+                    error = (found[role][e] - expected).norm() / expected.norm()
+                    assert error < ERROR, (block.name, e, role, float(error))
+                    if matrix.bias is not None:
+                        assert torch.equal(found[f"b{role[1:]}"][e], matrix.bias.float())
+
+
+@functools.cache
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model_type", KERNELS)
+def test_the_kernel_serves_a_family(model_type: str, tmp_path: Path) -> None:
+    """Activation, biases and routes of the production kernel against a plain block with the source's weights."""
+    if _capability() != (9, 0):
+        pytest.skip("needs a CUDA device of the target architecture, sm90")
+    src, out = saved(tmp_path / "src", model_type, hidden=256, inner=256), tmp_path / "out"
+    models.run(src, out, SCHEMA, Grid(tp=2, ep=2), dtype="bfloat16")
+    with open_source(str(src), None) as checkpoint:
+        report = verify(out, checkpoint)
+    assert report.passed, [f for result in report.results for f in result.findings]
+    assert not any(result.skipped for result in report.results)
