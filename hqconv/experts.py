@@ -282,6 +282,8 @@ def _top_k(family: Family, name: str, layers: Mapping[str, int], text: Config) -
 def _activation(choice: _Choice, text: Config) -> tuple[str, str]:
     """The activation and where it came from; never guessed for a model_type without a row of its own."""
     family = choice.family
+    if not choice.is_own_row:
+        _refuse_unknown_bounds(choice, text)
     for key in family.activation_keys:
         value = text.get(key)
         if isinstance(value, str) and value:
@@ -295,6 +297,20 @@ def _activation(choice: _Choice, text: Config) -> tuple[str, str]:
         found=f"none ({choice.because})",
         remedy=f'add "{family.activation_keys[0]}" to config.json',
     )
+
+
+def _refuse_unknown_bounds(choice: _Choice, text: Config) -> None:
+    """What other families bound their activation by means nothing certain in a model without a row of its own."""
+    keys = {row.limit[0] for row in FAMILIES if row.limit[0]}
+    key = next((key for key in sorted(keys) if text.get(key)), None)
+    if key is not None:
+        raise RequestError(
+            "the experts' activation is not known",
+            where=f"config.json: {key}",
+            expected=f"no bound, since the family is not known ({choice.because})",
+            found=text[key],
+            remedy="a new family needs a row in hqconv/schemas/families.py",
+        )
 
 
 def _bounded(family: Family, activation: str, layer: int, text: Config) -> str:

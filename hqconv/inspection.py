@@ -27,7 +27,12 @@ from hqconv.source_schema import direct_schemas
 from hqconv.writer import check_space
 
 Words = dict[str, Any]
-REQUANTIZED_COUNTS = ("num_experts_requantized", "num_groups", "num_exact_groups")
+# What the manifest counts per projection, and what the sum over projections counts.
+REQUANTIZED_COUNTS = {
+    "num_experts_requantized": "num_matrices",
+    "num_groups": "num_groups",
+    "num_exact_groups": "num_exact_groups",
+}
 _SHAPE_KEYS = (
     "num_experts",
     "hidden_size",
@@ -207,7 +212,7 @@ def summarize_requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     totals: Counter[str] = Counter()
     for projections in errors.values():
         for words in projections.values():
-            totals.update({key: words[key] for key in REQUANTIZED_COUNTS if key in words})
+            totals.update({name: words[key] for key, name in REQUANTIZED_COUNTS.items() if key in words})
     return dict(totals)
 
 

@@ -194,7 +194,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def block_errors(costs: list[dict[str, Cost]], *, is_coded: bool) -> dict[str, Any]:
-    """Relative Frobenius error of each projection over all experts, and of the worst expert.
+    """Relative Frobenius error of each projection over all experts that were quantized, and of the worst expert.
 
     Where the source `is_coded`, also how many experts were quantized anew, and how many of their scale groups came
     out without any error. `math.fsum` is exact, so the order of the experts does not matter.

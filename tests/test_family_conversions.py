@@ -14,12 +14,22 @@ from hqconv.sharding import Grid
 from hqconv.source_reader import read_source
 from hqconv.verify import Options, verify
 from tests import models
-from tests.transformers_families import FAMILIES, save_family
+from tests.transformers_families import FAMILIES, SIZES, save_family
 
 SCHEMA = "int4-g32"
 ERROR = 0.15  # relative, of 4 bits in groups of 32
 # One of each kind: biases, no gate, a clamped or bounded activation, gelu, swigluoai without biases, and plain silu.
-KERNELS = ("gpt_oss", "nemotron_h", "deepseek_v4", "step3p7", "gemma4", "minimax_m3_vl", "llama4", "dbrx", "aria")
+KERNELS = (
+    "gpt_oss",
+    "nemotron_h",
+    "deepseek_v4",
+    "step3p7",
+    "gemma4",
+    "minimax_m3_vl",
+    "llama4",
+    "dbrx",
+    "aria",
+)
 
 
 def saved(folder: Path, model_type: str, **sizes: int) -> Path:
@@ -32,15 +42,29 @@ def saved(folder: Path, model_type: str, **sizes: int) -> Path:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_converts_and_verifies(model_type: str, tmp_path: Path) -> None:
+    check_conversion(model_type, tmp_path, 64)
+
+
+def test_a_latent_size_is_what_the_experts_see(tmp_path: Path) -> None:
+    check_conversion("nemotron_h", tmp_path, 32, moe_latent_size=32)
+
+
+def check_conversion(model_type: str, tmp_path: Path, hidden: int, **words: int) -> None:
     """The decoded artifact is near to what is read from the source, every expert and projection in its place."""
-    src, out = saved(tmp_path / "src", model_type, hidden=64, inner=64), tmp_path / "out"
+    src, out = saved(tmp_path / "src", model_type, hidden=64, inner=64, **words), tmp_path / "out"
     models.run(src, out, SCHEMA, Grid(tp=2, ep=2), dtype="bfloat16")
     with open_source(str(src), None) as checkpoint:
         report = verify(out, checkpoint, Options(checks=("files", "weights")))
         assert report.passed, [f for result in report.results for f in result.findings]
         assert verify(out, None, Options(checks=("files", "weights"))).passed
         _, plan = models.open_plan(src, SCHEMA, dtype="bfloat16")
-        for block in plan.experts.blocks:
+        experts, spec = plan.experts, FAMILIES[model_type]
+        assert experts.chosen_because.startswith(f"model_type {model_type}")
+        assert len(experts.blocks) == spec.num_blocks
+        top_k = spec.words.get(spec.keys.top_k, SIZES["top_k"])
+        for block in experts.blocks:
+            assert (block.num_experts, block.top_k, block.dtype) == (SIZES["experts"], top_k, "BF16")
+            assert (block.hidden_size, block.intermediate_size) == (hidden, 64)
             found = dequantize(out, block.name)
             for e in range(block.num_experts):
                 stored = read_source(checkpoint, block, e, block.roles, torch.device("cpu"))

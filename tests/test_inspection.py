@@ -290,7 +290,7 @@ def test_inspect_of_an_artifact_of_a_quantized_source(tmp_path: Path) -> None:
         stdout = succeed("inspect", out)
         assert "float32 scale per 128x128" in stdout
         assert ("requantized scale groups" in stdout) == (conversion == "requantized")
-    assert words["requantized"]["num_experts_requantized"] == 3 * E
+    assert words["requantized"]["num_matrices"] == 3 * E
 
 
 def test_inspect_says_why_a_source_cannot_be_converted(tmp_path: Path) -> None:

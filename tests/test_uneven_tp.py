@@ -52,7 +52,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def convert(source: Path, out: Path, schema: str, tp: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
+def convert(
+    source: Path, out: Path, schema: str, tp: int, dtype: str | None = None
+) -> dict[str, torch.Tensor]:
     models.run(source, out, schema, Grid(tp), dtype=dtype)
     checkpoint, _ = models.open_plan(source, schema, dtype=dtype)
     with checkpoint:

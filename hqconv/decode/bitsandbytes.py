@@ -37,6 +37,7 @@ def decode_bitsandbytes(fmt: SourceFormat, parts: Parts, shape: Shape, names: Na
     device = parts["weight"].device
     state = _state(parts, names)
     _check_state(fmt, state, parts, shape, names)
+    _check_tables(functional, state, parts, names)
     tensors = {name: parts[name].cpu() for name in parts if name not in ("weight", "bias", "quant_state")}
     quant_state = functional.QuantState.from_dict({**state, **tensors}, torch.device("cpu"))
     quant_state.dtype = torch.float32
@@ -45,6 +46,18 @@ def decode_bitsandbytes(fmt: SourceFormat, parts: Parts, shape: Shape, names: Na
     if not bool(values.isfinite().all()):
         refuse("A scale is NaN or infinite.", names.get("absmax", ""), "finite weights", "NaN or Inf")
     return values.to(device)
+
+
+def _check_tables(functional: Any, state: dict[str, Any], parts: Parts, names: Names) -> None:
+    """The stored tables are the library's own, which its CPU decoder takes whatever is stored."""
+    tables = {"quant_map": functional.get_4bit_type(state["quant_type"], device="cpu")}
+    if "nested_quant_map" in parts:
+        tables["nested_quant_map"] = functional.create_dynamic_map()
+    for name, table in tables.items():
+        found = parts[name].cpu().float().flatten()
+        if found.shape != table.shape or not bool((found == table.float()).all()):
+            expected = f"the {state['quant_type']} table of bitsandbytes"
+            refuse("A code table is not the library's.", names.get(name, ""), expected, "other numbers")
 
 
 def _state(parts: Parts, names: Names) -> dict[str, Any]:

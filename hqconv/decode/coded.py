@@ -51,7 +51,10 @@ class Coded:
         return self.packed.size(0), self.packed.size(1) * 32 // self.num_bits
 
 
-def refuse(what: str, where: str, expected: object, found: object, remedy: str = "") -> NoReturn:
+_REMEDY = "Get a good copy of the checkpoint, and check that its quantization config belongs to it."
+
+
+def refuse(what: str, where: str, expected: object, found: object, remedy: str = _REMEDY) -> NoReturn:
     """Raise InputError about one tensor's values."""
     raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
 

@@ -313,7 +313,9 @@ def _check_recorded(
             )
         elif len(of_role) == block.num_experts:
             each = [one.recorded_error() for one in of_role]
-            total = summarize(of_role, as_recorded=True)["relative_error"]
+            # Experts that were kept have no error; the total is of the others.
+            anew = [one for one in of_role if one.quantizer is None or not one.quantizer.is_direct]
+            total = summarize(anew, as_recorded=True)["relative_error"] if anew else 0.0
             worst = words.get("worst_expert")
             at_worst = each[worst] if isinstance(worst, int) and 0 <= worst < len(each) else None
             expected = {"relative_error": total, "worst_relative_error": max(each)}
