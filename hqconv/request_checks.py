@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from hqconv.errors import RequestError
 from hqconv.experts import ExpertMap
 from hqconv.schemas import artifact
+from hqconv.schemas.sources import why_not_direct
 from hqconv.schemas.target import PARAM_DTYPES
 from hqconv.sharding import Grid, check_grid
 
 if TYPE_CHECKING:
     from hqconv.checkpoint import Checkpoint
+    from hqconv.expert_block import ExpertBlock
     from hqconv.plan import Request
 
 SUPPORTED_TARGETS = (90,)
@@ -58,8 +60,21 @@ def check_request(experts: ExpertMap, request: Request) -> None:
             remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
         )
     for block in experts.blocks:
-        sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
+        _check_sizes(block, request)
+
+
+def _check_sizes(block: ExpertBlock, request: Request) -> None:
+    sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
+    schema = request.schema
+    try:
         check_grid(block.name, *sizes, schema, request.grid, pads_last_rank=block.pads_last_rank)
+    except RequestError as error:
+        is_block = schema.weight_scale_type == "block"
+        if not is_block or why_not_direct(block.format, schema, request.param_dtype):
+            raise
+        hint = "; --schema source repeats the source's scales into smaller blocks"
+        words = {"where": error.where, "expected": error.expected, "found": error.found}
+        raise RequestError(error.what, **words, remedy=error.remedy + hint) from None
 
 
 def check_copied(checkpoint: Checkpoint, experts: ExpertMap, request: Request) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hqconv.expert_block import ExpertBlock
     from hqconv.experts import ExpertMap
 
+_TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the one asked for does not work
 _MAX_BLOCK = 128  # of scales that serve whole matrices
 _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
@@ -46,19 +47,31 @@ def source_schema(experts: ExpertMap, param_dtype: str, tp: int) -> TargetSchema
             found=first.dtype,
             remedy="Name the schema to quantize to, such as mxfp4.",
         )
-    obstacle = "" if first.format.b_dtype else "no kernel reads codes of this kind"
-    for schema in _candidates(first, tp):
-        why = why_not_direct(first.format, schema, param_dtype)
-        if not why:
-            return named(schema)
-        obstacle = obstacle or why
+    schema, obstacle = _keeping(first, param_dtype, tp)
+    if schema is not None:
+        return named(schema)
+    others = [t for t in _TP_SIZES if t != tp and _keeping(first, param_dtype, t)[0]]
+    works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
     raise RequestError(
         "No schema of Humming keeps the source's experts exactly.",
-        where=f"--schema source, {first.name}",
+        where=f"--schema source, --tp {tp}, {first.name}",
         expected=f"scales in {param_dtype}, an 8-bit dtype, or float32 for blocks",
-        found=f"{first.format.describe()}: {obstacle or 'no kernel loads scales cut like this'}",
-        remedy=_remedy(first.format, param_dtype),
+        found=f"{first.format.describe()}: {obstacle}",
+        remedy=_remedy(first.format, param_dtype) + works,
     )
+
+
+def _keeping(block: ExpertBlock, param_dtype: str, tp: int) -> tuple[TargetSchema | None, str]:
+    """The closest schema that keeps the block's format when it is cut for `tp` ranks, or None and why."""
+    obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
+    if block.intermediate_size % tp and not block.pads_last_rank:
+        return None, f"{block.intermediate_size} columns are not {tp} equal slices"
+    for schema in _candidates(block, tp):
+        why = why_not_direct(block.format, schema, param_dtype)
+        if not why:
+            return schema, ""
+        obstacle = obstacle or why
+    return None, obstacle or "no kernel loads scales cut like this"
 
 
 def source_param_dtype(experts: ExpertMap) -> str | None:

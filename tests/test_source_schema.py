@@ -1,0 +1,78 @@
+"""`--schema source`: which schema keeps a source, at which TP sizes, and what is said where none does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hqconv.errors import RequestError
+from hqconv.experts import map_checkpoint
+from hqconv.job import open_source
+from hqconv.schemas.target import PRESETS, TargetSchema
+from hqconv.sharding import Grid
+from hqconv.source_schema import direct_schemas, named, source_schema
+from tests import models
+from tests.source_checkpoints import write
+
+
+def schema_of(folder: Path, tp: int, dtype: str = "bfloat16") -> TargetSchema:
+    with open_source(str(folder), None) as checkpoint:
+        return source_schema(map_checkpoint(checkpoint), dtype, tp)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Blocks of 128 x 128 over an intermediate size of 384."""
+    return write(tmp_path_factory.mktemp("fp8") / "src", "fp8-block", hidden=512, inner=384).folder
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 128), (2, 64), (3, 128), (6, 64)])
+def test_blocks_shrink_until_no_slice_cuts_one(fp8: Path, tp: int, rows: int) -> None:
+    schema = schema_of(fp8, tp)
+    assert (schema.weight_scale_group_size_n, schema.weight_scale_group_size) == (rows, rows)
+    assert schema.name == ("fp8-block" if rows == 128 else "source")
+
+
+def test_where_no_block_is_small_enough_the_tp_sizes_are_listed(fp8: Path) -> None:
+    with pytest.raises(RequestError) as error:
+        schema_of(fp8, 12)  # 32 rows a rank, and the kernel loads scales of 64 rows or more
+    assert "no kernel loads scales cut like this" in error.value.message()
+    assert error.value.remedy.endswith("TP sizes that work: 1, 2, 3, 6.")
+    with pytest.raises(RequestError, match="384 columns are not 5 equal slices"):
+        schema_of(fp8, 5)
+
+
+def test_a_preset_that_a_slice_would_cut_points_to_source(fp8: Path) -> None:
+    with pytest.raises(RequestError) as error:
+        models.open_plan(fp8, "fp8-block", Grid(2))
+    assert error.value.remedy == (
+        "TP sizes that work: 1, 3; --schema source repeats the source's scales into smaller blocks"
+    )
+    with pytest.raises(RequestError) as error:
+        models.open_plan(fp8, "int4", Grid(2))
+    assert error.value.remedy == "TP sizes that work: 1, 3"
+
+
+def test_direct_schemas_are_those_that_convert_directly(tmp_path: Path) -> None:
+    expected = {
+        "fp8-block": ["fp8-block", "source (fp8-block)"],
+        "fp8-block-e8m0": ["mxfp8", "fp8-block", "source (fp8-block)"],
+        "fp8-tensor": ["fp8-block", "fp8-tensor", "source (fp8-block)"],
+        "mxfp4-gpt-oss": ["mxfp4", "source (mxfp4)"],
+        "ct-int4-g32": ["source (int4-g32)"],
+        "ct-int4-channel": ["int4", "source (int4-c)"],
+        "gptq-desc-act": [],
+        "fp8-channel-f32": [],
+    }
+    for name, schemas in expected.items():
+        folder = write(tmp_path / name, name, hidden=512, inner=256).folder
+        with open_source(str(folder), None) as checkpoint:
+            experts = map_checkpoint(checkpoint)
+            assert direct_schemas(experts, "bfloat16") == schemas, name
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "int4-g32", "int3-c", "int8-g64-zp", "int4-g128-fpzp"])
+def test_known_schemas_get_their_names_back(name: str) -> None:
+    schema = models.schema_of(name)
+    assert named(TargetSchema(name="source", **schema.humming_fields())).name == name
