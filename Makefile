@@ -5,6 +5,7 @@ STAMP := .venv/.installed
 
 DEMO_SRC := demo/qwen3-moe-tiny
 DEMO_OUT := demo/qwen3-moe-tiny-mxfp4-tp2
+DEMO_CUT := demo/qwen3-moe-tiny-mxfp4-tp4
 CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --target sm90 --tp 2 --overwrite
 
 .DEFAULT_GOAL := help
@@ -12,7 +13,8 @@ CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --tar
 
 help:
 	@echo "make install   create .venv with hqconv and its development tools"
-	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert, inspect and verify it (no GPU needed)"
+	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert, inspect and verify it, cut the artifact"
+	@echo "               for other ranks without the checkpoint (no GPU needed)"
 	@echo "make test      install, lint, run the tests"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make clean     remove caches, build output and the demo; .venv stays"
@@ -33,6 +35,9 @@ demo: $(STAMP) $(DEMO_SRC)/config.json
 	$(CONVERT)
 	$(BIN)/hqconv inspect $(DEMO_OUT)
 	$(BIN)/hqconv verify $(DEMO_OUT) --source $(DEMO_SRC)
+	$(BIN)/hqconv inspect $(DEMO_SRC)
+	$(BIN)/hqconv convert $(DEMO_OUT) -o $(DEMO_CUT) --schema source --target sm90 --tp 4 --overwrite
+	$(BIN)/hqconv verify $(DEMO_CUT) --source $(DEMO_OUT)
 
 test: lint
 	$(BIN)/python -m pytest

@@ -146,10 +146,11 @@ def _conversion(words: Words) -> str:
 
 
 def _exact(counts: Mapping[str, int]) -> str:
-    """How many scale groups of a requantized source came out without any error."""
+    """What of a quantized source was quantized anew, and how much of that came out without any error."""
     if not counts.get("num_groups"):
         return ""
-    return f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
+    exact = f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
+    return f"{counts['num_matrices']} matrices requantized; {exact}"
 
 
 def _show_plan(console: Console, words: Words) -> None:
@@ -203,7 +204,7 @@ def _show_summary(console: Console, words: Words) -> None:
         (
             ("schema", f"{words['schema']}, {words['layout']} layout"),
             ("conversion", _conversion(words)),
-            ("exact", _exact(words["requantized"])),
+            ("requantized", _exact(words["requantized"])),
             ("blocks", f"{words['num_blocks']}, for {words['num_ranks']} rank(s)"),
             (
                 "size",
@@ -246,7 +247,7 @@ def _show_artifact(console: Console, words: Words) -> None:
             ("family", words["family"]),
             ("schema", _schema(words["schema"])),
             ("conversion", _conversion(words)),
-            ("exact", _exact(words["requantized"])),
+            ("requantized", _exact(words["requantized"])),
             ("for", _target(words)),
             ("experts", _ranks(words["rank_bytes"])),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in words["tensors"].items())),

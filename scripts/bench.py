@@ -1,10 +1,12 @@
 """Time whole `hqconv convert` processes on a page-cached checkpoint.
 
     python scripts/bench.py [--schemas mxfp4,int4] [--runs 5] [--device cpu] [--size 4.8] [--work FOLDER]
+                            [--quantized fp8-block]
 
 Makes a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about `--size` GB, reads it once into the page cache,
 converts it once uncounted (compiles the loops), then `--runs` times, and prints the median wall time, GB/s of
-source bytes and the peak resident memory of the process.
+source bytes and the peak resident memory of the process. With `--quantized` the source is that checkpoint in the
+checkpoint layout of this schema, so that `--schemas source` keeps its codes and any other schema requantizes them.
 """
 
 from __future__ import annotations
@@ -39,6 +41,15 @@ def make_source(folder: Path, size_gb: float) -> None:
                 pass
 
 
+def quantize_source(source: Path, schema: str) -> Path:
+    """The checkpoint in the checkpoint layout of a schema; read through the page cache by having been written."""
+    out = source.with_name(f"source-{schema}")
+    if not out.exists():
+        command = [sys.executable, "-m", "hqconv", "convert", str(source), "-o", str(out), "-q"]
+        subprocess.run([*command, "--schema", schema, "--layout", "checkpoint"], check=True)
+    return out
+
+
 def run(command: list[str]) -> tuple[float, int]:
     """Wall seconds and peak resident bytes of one process."""
     started = time.monotonic()
@@ -59,10 +70,13 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=4.8)
     parser.add_argument("--max-memory", default="4GiB")
     parser.add_argument("--work", type=Path, default=None)
+    parser.add_argument("--quantized", default="")
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp())
     source = work / "source"
     make_source(source, args.size)
+    if args.quantized:
+        source = quantize_source(source, args.quantized)
     num_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     for schema in args.schemas.split(","):
         out = work / f"out-{schema}"
@@ -77,6 +91,7 @@ def main() -> None:
             json.dumps(
                 {
                     "schema": schema,
+                    "source": args.quantized or "bfloat16",
                     "device": args.device,
                     "tp": args.tp,
                     "source_gb": round(num_bytes / 1e9, 3),
