@@ -70,6 +70,8 @@ class PartSource:
         """The shape of one expert's share of the tensor. Raises ValueError where it cannot be dealt."""
         if not self.is_stacked:
             return self.shape
+        if self._is_for_all(num_experts):
+            return ()
         if self.is_flat:
             if not self.shape or self.shape[0] % num_experts:
                 raise ValueError(f"{list(self.shape)} does not hold {num_experts} experts")
@@ -77,6 +79,10 @@ class PartSource:
         if not self.shape or self.shape[0] != num_experts:
             raise ValueError(f"{list(self.shape)} does not hold {num_experts} experts")
         return self.shape[1:]
+
+    def _is_for_all(self, num_experts: int) -> bool:
+        """Whether the tensor is one number, a scale that all experts have in common."""
+        return num_experts > 1 and math.prod(self.shape) == 1
 
     def logical_shape(self, num_experts: int) -> tuple[int, ...]:
         """The shape of one expert's projection's part, [out, …]. Raises ValueError as `share`."""
@@ -86,6 +92,8 @@ class PartSource:
         """Where one expert's share is. A projection that is a run of the share's bytes is narrowed to it."""
         if not self.is_stacked:
             return tensor
+        if self._is_for_all(num_experts):
+            return replace(tensor, shape=())
         shape = self.share(num_experts)
         share_bytes = num_bytes = tensor.num_bytes // num_experts
         offset = tensor.offset_bytes + expert * share_bytes

@@ -187,7 +187,7 @@ def make_plan(checkpoint: Checkpoint, experts: ExpertMap, request: Request) -> P
         groups=(*sharded, *groups),
         other_files=checkpoint.other_files,
         weight_map=weight_map,
-        warnings=request_warnings(request),
+        warnings=request_warnings(experts, request),
     )
 
 

@@ -93,9 +93,24 @@ def check_copied(checkpoint: Checkpoint, experts: ExpertMap, request: Request) -
         )
 
 
-def request_warnings(request: Request) -> tuple[str, ...]:
-    """What converts, but is known not to run well."""
+def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
+    """What converts, but is known not to run well, or loses what another option would keep."""
     name, warnings = request.schema.name, []
+    for dtype in PARAM_DTYPES:
+        kept, here = (
+            [b for b in experts.blocks if not why_not_direct(b.format, request.schema, param)]
+            for param in (dtype, request.param_dtype)
+        )
+        if len(kept) > len(here):
+            warnings.append(
+                f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
+            )
+    if request.layout == artifact.CHECKPOINT and any(
+        part.is_stacked for block in experts.blocks for part in block.parts["w2"].values()
+    ):
+        warnings.append(
+            f"a stock vLLM reads the experts of '{experts.family}' fused, not by the names of this layout."
+        )
     if request.layout == artifact.CHECKPOINT:
         obstacle = artifact.stock_vllm_obstacle(request.schema, request.param_dtype)
         if obstacle:

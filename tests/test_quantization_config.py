@@ -197,6 +197,10 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": None},
         SourceFormat("fp8", "fp8", "float8e5m2", "", ANY, ANY),
     ),
+    "fp8 in torch's words (MiniMax-M2)": (
+        {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
+        SourceFormat("fp8", "fp8", "float8e4m3", "", 128, 128),
+    ),
     "fbgemm": (
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
         SourceFormat("fbgemm fp8", "fp8", "float8e4m3", "", 1, 0),

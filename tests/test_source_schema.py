@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hqconv.errors import RequestError
 from hqconv.experts import map_checkpoint
 from hqconv.job import open_source
+from hqconv.library import dequantize
 from hqconv.schemas.target import PRESETS, TargetSchema
 from hqconv.sharding import Grid
 from hqconv.source_schema import direct_schemas, named, source_schema
+from hqconv.verify import Options, verify
 from tests import models
 from tests.source_checkpoints import write
 
@@ -76,3 +81,46 @@ def test_direct_schemas_are_those_that_convert_directly(tmp_path: Path) -> None:
 def test_known_schemas_get_their_names_back(name: str) -> None:
     schema = models.schema_of(name)
     assert named(TargetSchema(name="source", **schema.humming_fields())).name == name
+
+
+def test_scales_of_another_parameter_dtype_are_pointed_out(tmp_path: Path) -> None:
+    """GPTQ's scales are float16: in bfloat16 the codes cannot be kept, and one option would keep them."""
+    folder = write(tmp_path / "gptq", "gptq-int4", hidden=512, inner=256).folder
+    _, plan = models.open_plan(folder, "int4", dtype="bfloat16")
+    assert plan.warnings == (
+        "the source's scales are float16: with --dtype float16 its codes would be kept as they are.",
+    )
+    _, plan = models.open_plan(folder, "int4", dtype="float16")
+    assert plan.warnings == ()
+
+
+def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
+    """ModelOpt's Llama 4 in fp8: a number for all experts' gates and ups, another for their downs."""
+    block, (e, h, i) = "model.layers.0.feed_forward.experts", (3, 128, 256)
+    codes = torch.arange(e * h * 2 * i).to(torch.uint8) % 120
+    gate_up, down = codes.view(e, h, 2 * i), codes[: e * i * h].view(e, i, h).clone()
+    tensors = {
+        f"{block}.gate_up_proj": gate_up.view(torch.float8_e4m3fn),
+        f"{block}.gate_up_proj_weight_scale": torch.tensor(0.25),
+        f"{block}.down_proj": down.view(torch.float8_e4m3fn),
+        f"{block}.down_proj_weight_scale": torch.tensor([0.75]),
+    }
+    (tmp_path / "src").mkdir()
+    save_file(tensors, tmp_path / "src" / "model.safetensors", {"format": "pt"})
+    sizes = {"hidden_size": h, "intermediate_size": i, "num_local_experts": e, "num_experts_per_tok": 1}
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    words = {"model_type": "llama4_text", "hidden_act": "silu", "num_hidden_layers": 1, **sizes}
+    config = {**words, "quantization_config": quantization, "torch_dtype": "bfloat16"}
+    (tmp_path / "src" / "config.json").write_text(json.dumps(config))
+    for schema in ("source", "fp8-tensor"):
+        out = tmp_path / schema
+        models.run(tmp_path / "src", out, schema, Grid(2))
+        with open_source(str(tmp_path / "src"), None) as checkpoint:
+            for against in (checkpoint, None):
+                report = verify(out, against, Options(checks=("files", "weights")))
+                assert report.passed, [f for result in report.results for f in result.findings]
+        found = dequantize(out, block)
+        both = gate_up.view(torch.float8_e4m3fn).float().transpose(1, 2) * 0.25
+        assert torch.equal(found["w1"], both[:, :i])
+        assert torch.equal(found["w3"], both[:, i:])
+        assert torch.equal(found["w2"], down.view(torch.float8_e4m3fn).float().transpose(1, 2) * 0.75)

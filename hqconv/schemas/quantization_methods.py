@@ -39,6 +39,15 @@ def _skipped(words: Words, *keys: str) -> Rule:
     return when(skipped_by_transformers(names, words.where(words.first(*keys))))
 
 
+# DeepSeek's words, and torch's, as MiniMax writes them.
+_FP8_CODES = {
+    "e4m3": "float8e4m3",
+    "e5m2": "float8e5m2",
+    "float8_e4m3fn": "float8e4m3",
+    "float8_e5m2": "float8e5m2",
+}
+
+
 def fp8(words: Words, text: Text) -> list[Rule]:
     """fp8 of transformers and DeepSeek, per block, or per tensor or channel as the scales' shapes say.
 
@@ -46,7 +55,7 @@ def fp8(words: Words, text: Text) -> list[Rule]:
     """
     skipped = _skipped(words, "modules_to_not_convert", "ignored_layers")
     rows, columns = words.pair("weight_block_size") if words.has("weight_block_size") else (ANY, ANY)
-    codes = f"float8{words.text('fmt', ('e4m3', 'e5m2'))}" if words.has("fmt") else ""
+    codes = _FP8_CODES[words.text("fmt", tuple(_FP8_CODES))] if words.has("fmt") else ""
     is_power = words.text("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
     dense = SourceFormat(
         "fp8",
