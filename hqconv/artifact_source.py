@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.backends import twins
 from hqconv.checkpoint import Checkpoint, SourceFile, TensorRef
-from hqconv.decode import Coded, dequantize
+from hqconv.decode import Coded, dequantize, words
 from hqconv.errors import InputError, VerificationError
 from hqconv.expert_block import ExpertBlock, PartSource
 from hqconv.experts import ExpertMap
@@ -175,10 +174,9 @@ class ArtifactSource(Checkpoint):
                 remedy="Convert the original model.",
             )
         format_ = self.format
-        codes = torch.from_numpy(matrix.codes.astype(np.int32))
         coded = Coded(
             b_dtype=format_.b_dtype,
-            packed=twins.pack_weight(codes, self.artifact.schema.num_bits).to(device),
+            packed=words.pack(torch.from_numpy(matrix.codes), self.artifact.schema.num_bits).to(device),
             scale=_tensor(matrix.scale, matrix.scale_dtype, device),
             group_n=format_.group_n,
             group_k=format_.group_k,

@@ -26,7 +26,7 @@ from hqconv.errors import RequestError
 from hqconv.expert_block import ExpertBlock
 from hqconv.plan import BlockGroup, CopyGroup, Place, Request, checkpoint_place, gemm_shapes, kernel_places
 from hqconv.schemas import artifact
-from hqconv.schemas.sources import QUANTIZED, conversion_of
+from hqconv.schemas.sources import DIRECT, QUANTIZED, conversion_of
 from hqconv.source_reader import read_source
 from hqconv.writer import GroupWriter
 
@@ -234,9 +234,14 @@ def working_bytes(block: ExpertBlock, request: Request) -> int:
     numbers = block.intermediate_size * block.hidden_size
     stored = max(sum(ref.num_bytes for ref in parts.values()) for parts in block.sources[0].values())
     is_viewed = any(p.is_stacked and not p.is_run for parts in block.parts.values() for p in parts.values())
-    if conversion_of(block.format, request.schema, request.param_dtype) == QUANTIZED:
+    conversion = conversion_of(block.format, request.schema, request.param_dtype)
+    if conversion == QUANTIZED:
         widened = 0 if block.dtype == "BF16" else numbers * 4
-    else:  # codes in Humming's packing, and floats where they are quantized anew
+    elif (
+        conversion == DIRECT and not request.schema.is_coupled
+    ):  # codes in Humming's packing, maybe unpacked before
+        widened = stored + numbers
+    else:  # and floats, since they are quantized anew, or may be where gate and up must share a scale
         widened = stored + numbers * 5
     packed = numbers * request.schema.bits_per_weight() / 8
     # Two matrices in flight; three packed; a TP slice cut, stacked, padded and permuted; scale temporaries.
