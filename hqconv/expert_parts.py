@@ -68,6 +68,7 @@ def build_block(
     parts = {
         role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections
     }
+    _check_cuts(parts, done["w2"].format, count, inner)
     block = ExpertBlock(
         name=name,
         family=family.name,
@@ -312,6 +313,32 @@ def _check_one_format(done: Mapping[str, Completed], raw: RoleParts) -> None:
         if dtypes[0] != dtypes[1]:
             where = raw[role][one.used["weight"]].template.format(expert=0)
             raise contradiction("a block mixes dtypes", where, f"{dtypes[0]} as its w2", dtypes[1])
+
+
+def _check_cuts(
+    parts: Mapping[str, Mapping[str, PartSource]], source: SourceFormat, count: int, inner: int
+) -> None:
+    """Rows of a stack are dealt to its projections only where each row belongs to one of them.
+
+    A row of block scales, and of zero points packed along N, stands for several rows of the matrix, which may be of
+    gate and up both.
+    """
+    for role, of_role in parts.items():
+        for name, part in of_role.items():
+            view = part.view
+            whole = View(transposed=view.transposed).shape(part.share(count))
+            num_rows = whole[0] if whole else 1
+            # One number for each projection: a scale of its own, or its second scale.
+            is_own = num_rows == view.count and (
+                name == "scale_2" or (name == "scale" and source.group_n == 0)
+            )
+            if view.count == 1 or is_own or num_rows in (1, inner * view.count):
+                continue
+            runs = {"scale": source.group_n, "zero_point": inner * view.count // num_rows}.get(name, 0)
+            if view.interleaved or not runs or inner % runs:
+                what = "a fused tensor's rows belong to several of its projections"
+                expected = f"one row, or rows that are all of one projection, as {inner} rows of {role} are"
+                raise contradiction(what, part.template, expected, list(part.shape))
 
 
 def _sources(

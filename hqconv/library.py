@@ -69,9 +69,12 @@ def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
     """One block's experts as float32, decoded from the kernel layout and put together from all ranks.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
-    there are biases. Raises RequestError for an unknown block, VerificationError where a file is damaged.
+    there are biases. Raises RequestError for an unknown block or the checkpoint layout, VerificationError where a
+    file is damaged.
     """
     with Artifact(Path(path)) as artifact:
+        if artifact.manifest["layout"] != names.KERNEL:
+            raise RequestError("The checkpoint layout is not decoded here.", where=str(path))
         if block not in artifact.blocks:
             raise RequestError(
                 "The artifact has no such block.",

@@ -60,12 +60,12 @@ BAD_VALUES = [
     ("fp8-e5m2", "weight", 0xFE, "NaN or infinite"),
     ("fp8-block-e8m0", "scale", 255, "NaN"),
     ("mxfp4", "scale", 255, "NaN"),
+    ("mxfp4", "scale", 254, "would be infinite"),
     ("gpt-oss", "scales", 255, "NaN"),
     ("mxfp8", "weight_scale", 255, "NaN"),
     ("nvfp4", "weight_scale_2", 0.0, "global scale"),
     ("nvfp4", "weight_scale_2", float("nan"), "global scale"),
     ("nvfp4", "weight_scale", 0x7F, "NaN or infinite"),
-    ("nvfp4", "weight_scale", 0x00, "zero, but its codes are not"),
     ("ct-nvfp4", "weight_global_scale", 0.0, "global scale"),
     ("ct-nvfp4", "weight_global_scale", -2.0, "global scale"),
     ("ct-int4-64", "weight_scale", float("nan"), "NaN or infinite"),
@@ -124,14 +124,28 @@ def test_gptq_symmetric_zeros_depend_on_the_version() -> None:
     assert "midpoint" in refused(second, "qzeros")
 
 
-@pytest.mark.parametrize("stored", [15, 7, 0])
-def test_gptq_version_1_adds_one_modulo_the_codes(stored: int) -> None:
+@pytest.mark.parametrize("zeros", ["77777777", "00000000", "eeeeeeee", "01234567", "f0f0f0f0", "0000000f"])
+def test_gptq_version_1_is_one_less_in_whole_words(zeros: str) -> None:
+    """As GPTQModel saves it: 0x11111111 is taken off the packed word, so a zero of 0 borrows from the next."""
     one = ALL["gptq4-v1-zp"]
-    word = int(f"{stored:x}" * 8, 16)
-    zeros = torch.full_like(one.tensors["qzeros"], word - 2**32 if word >= 2**31 else word)
-    zero_point = one.with_tensor("qzeros", zeros).coded().zero_point
+    word = (int(zeros, 16) - 0x11111111) % 2**32
+    stored = torch.full_like(one.tensors["qzeros"], word - 2**32 if word >= 2**31 else word)
+    zero_point = one.with_tensor("qzeros", stored).coded().zero_point
     assert zero_point is not None
-    assert (zero_point == (stored + 1) % 16).all()
+    expected = torch.tensor([int(digit, 16) for digit in reversed(zeros)], dtype=torch.uint8)
+    assert torch.equal(zero_point[:, 0].view(-1, 8), expected.expand(len(zero_point) // 8, 8))
+
+
+def test_a_group_scale_under_a_second_one_may_have_underflowed() -> None:
+    """Then its weights are 0, as for whoever else loads them; a matrix of such scales is damage."""
+    one = ALL["nvfp4"]
+    scales = changed(one.tensors["weight_scale"], 0, 0)
+    values = dequantize(one.with_tensor("weight_scale", scales).coded())
+    assert not values[0, :16].any()
+    assert values[0, 16:].any()
+    nothing = torch.zeros_like(one.tensors["weight_scale"].view(torch.uint8)).view(torch.float8_e4m3fn)
+    with pytest.raises(InputError, match="zero, but its codes are not"):
+        one.with_tensor("weight_scale", nothing).coded()
 
 
 # --- scales ------------------------------------------------------------------------------------------------

@@ -190,12 +190,17 @@ def little_endian(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", names("gptq"))
 def test_gptqmodel(name: str) -> None:
-    """gptqmodel, nn_modules/qlinear/__init__.py: scales[g_idx] * (weight - zeros[g_idx]), zeros + 1 in version 1."""
+    """gptqmodel, nn_modules/qlinear/__init__.py: scales[g_idx] * (weight - zeros[g_idx]).
+
+    Version 1: utils/model.py, convert_gptq_v1_to_v2_format_module, adds one to each code of the packed words at once.
+    """
     one = ALL[name]
     bits = int(name[4])
     weight = little_endian(one.tensors["qweight"].t(), bits).t()
-    zeros = little_endian(one.tensors["qzeros"], bits)
-    if "v2" not in name and "desc" not in name:
+    is_first = "v2" not in name and "desc" not in name
+    ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}.get(bits, 0) if is_first else 0
+    zeros = little_endian(one.tensors["qzeros"] + ones, bits)
+    if is_first and not ones:
         zeros = (zeros + 1) % 2**bits
     index = one.tensors["g_idx"].long()
     theirs = one.tensors["scales"].float()[index] * (weight - zeros[index]).float()

@@ -105,3 +105,10 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
         hqconv.load(tmp_path / "packed")
     with pytest.raises(AttributeError, match="no attribute 'x'"):
         _ = hqconv.x
+
+
+def test_dequantize_reads_the_kernel_layout_only(tmp_path: Path) -> None:
+    src = save_model(tmp_path / "src", "qwen3_moe")
+    run(src, tmp_path / "out", "mxfp4", layout="checkpoint")
+    with pytest.raises(RequestError, match="checkpoint layout"):
+        hqconv.dequantize(tmp_path / "out", "model.layers.0.mlp.experts")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqconv.errors import RequestError
-from hqconv.experts import map_checkpoint
+from hqconv.checkpoint import TensorRef
+from hqconv.errors import InputError, RequestError
+from hqconv.experts import map_checkpoint, map_experts
 from hqconv.job import open_source
 from hqconv.library import dequantize
 from hqconv.schemas.target import PRESETS, TargetSchema
@@ -124,3 +126,36 @@ def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
         assert torch.equal(found["w1"], both[:, :i])
         assert torch.equal(found["w3"], both[:, i:])
         assert torch.equal(found["w2"], down.view(torch.float8_e4m3fn).float().transpose(1, 2) * 0.75)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "inner", "good"),
+    [
+        ("qwen3_5_moe", 256, True),
+        ("qwen3_5_moe", 64, True),  # one row of blocks for gate and up
+        ("qwen3_5_moe", 96, False),  # two rows, the first for all of gate and a third of up
+        ("qwen3_5_moe", 224, False),
+        ("qwen3_5_moe", 192, False),
+        ("gpt_oss", 256, False),  # gate and up in every block
+        ("gpt_oss", 64, True),
+    ],
+)
+def test_blocks_of_a_stack_must_not_hold_gate_and_up(model_type: str, inner: int, good: bool) -> None:
+    block, (e, h) = "model.layers.0.mlp.experts", (2, 256)
+    shapes = {"gate_up_proj": (e, 2 * inner, h), "down_proj": (e, h, inner)}
+    refs = {}
+    for name, (_, rows, columns) in shapes.items():
+        stored = (e, columns, rows) if model_type == "gpt_oss" else (e, rows, columns)
+        scale = (e, *(-(-size // 128) for size in stored[1:]))
+        for suffix, dtype, shape in (("", "F8_E4M3", stored), ("_scale_inv", "F32", scale)):
+            full = f"{block}.{name}{suffix}"
+            refs[full] = TensorRef(full, dtype, shape, 0, 0, math.prod(shape) * (4 if suffix else 1))
+    sizes = {"num_experts": e, "num_local_experts": e, "num_experts_per_tok": 1, "hidden_size": h}
+    config = {"model_type": model_type, "hidden_act": "silu", "intermediate_size": inner, **sizes}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if good:
+        assert map_experts(refs, config | {"moe_intermediate_size": inner}, quantization).blocks
+        return
+    with pytest.raises(InputError) as error:
+        map_experts(refs, config | {"moe_intermediate_size": inner}, quantization)
+    assert f"{block}.gate_up_proj_scale_inv" in error.value.where

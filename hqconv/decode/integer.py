@@ -74,15 +74,22 @@ def decode_gptq(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> 
     bits = _bits(fmt)
     packed = parts["weight"].t().contiguous()
     scale = parts["scale"].t().contiguous()
-    zero = words.unpack(parts["zero_point"].contiguous(), bits)
-    if fmt.option("zero_offset", 1):
-        zero = (zero + 1) & (2**bits - 1)
+    zero = _gptq_zero(parts["zero_point"].contiguous(), bits, int(fmt.option("zero_offset", 1)))
     zero_point = _zero_or_midpoint(fmt, zero.t().contiguous(), bits, names)
     columns = None
     if "g_idx" in parts:
         columns = _columns_of(fmt, parts["g_idx"], scale.size(1), shape[1], names)
     coded = Coded(fmt.b_dtype, packed, scale, 1, fmt.group_k, zero_point=zero_point, column_groups=columns)
     return checked(coded, names)
+
+
+def _gptq_zero(stored: torch.Tensor, bits: int, offset: int) -> torch.Tensor:
+    """uint8 zero points [G, N]; GPTQModel took `offset` off whole int32 words, where a zero of 0 borrows."""
+    if offset and 32 % bits == 0:
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        return words.unpack(stored + ones, bits)  # wraps
+    zero: torch.Tensor = (words.unpack(stored, bits) + offset) & (2**bits - 1)
+    return zero
 
 
 def _zero_or_midpoint(fmt: SourceFormat, zero: torch.Tensor, bits: int, names: Names) -> torch.Tensor | None:
