@@ -155,6 +155,7 @@ def _identity(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
         "humming-kernels version": version("humming-kernels"),
         "source files": [asdict(file) for file in checkpoint.files],
         "source config": checkpoint.config,
+        "source quantization": checkpoint.quantization,
         **plan.fingerprint(),
     }
 

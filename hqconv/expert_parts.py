@@ -13,7 +13,7 @@ from hqconv.errors import InputError
 from hqconv.expert_block import ExpertBlock, Parts, PartSource, View
 from hqconv.schemas.families import Family, Stack
 from hqconv.schemas.sources import SourceFormat
-from hqconv.source_parts import PART_NAMES, Completed, RawPart, complete, logical_shape
+from hqconv.source_parts import PART_NAMES, UNUSED_PARTS, Completed, RawPart, complete, logical_shape
 
 if TYPE_CHECKING:
     from hqconv.checkpoint import TensorRef
@@ -84,16 +84,22 @@ def build_block(
         sources=_sources(name, found, raw, parts, count),
         **facts,
     )
-    return block, _unused(done, raw, count)
+    return block, _unused(done, raw, found, count)
 
 
-def _unused(done: Mapping[str, Completed], raw: RoleParts, count: int) -> dict[str, str]:
-    return {
+def _unused(done: Mapping[str, Completed], raw: RoleParts, found: Found, count: int) -> dict[str, str]:
+    """The block's tensors that nothing needs. Not every expert need have them: calibration may have missed some."""
+    unused = {
         name: reason
         for role, one in done.items()
         for key, reason in one.unused.items()
+        if found.stacks
         for name in _names(raw[role][key], count)
     }
+    for roles in found.experts.values():
+        for parts in roles.values():
+            unused |= {parts[key].name: UNUSED_PARTS[key] for key in parts.keys() & UNUSED_PARTS.keys()}
+    return unused
 
 
 def contradiction(what: str, where: str, expected: object, found: object) -> InputError:
@@ -375,8 +381,9 @@ def _sources(
 
 
 def _check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None:
-    for role, like in raw.items():
-        refs = roles[role]
+    for role, whole in raw.items():
+        refs = {key: ref for key, ref in roles[role].items() if key not in UNUSED_PARTS}
+        like = {key: part for key, part in whole.items() if key not in UNUSED_PARTS}
         if refs.keys() != like.keys():
             for key in sorted(like.keys() - refs.keys()):
                 where = like[key].template.format(expert=expert)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from hqconv.errors import HqconvError, InputError, RequestError
@@ -17,7 +18,7 @@ from hqconv.expert_block import ExpertBlock
 from hqconv.expert_parts import Found, Size, Sizes, build_block, contradiction
 from hqconv.schemas.families import BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family, text_config
 from hqconv.schemas.quantization_config import Declared, declared_formats
-from hqconv.schemas.sources import SourceFormat
+from hqconv.schemas.sources import PLAIN, SourceFormat
 from hqconv.source_parts import PART_NAMES
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 NUM_NAMES_SHOWN = 5
 
-# Not routed experts' weights: shared experts, the router's correction of its scores (in `experts` in laguna).
-_NOT_AN_EXPERT = ("shared_expert.", "shared_experts.", ".e_score_correction_bias")
+# Lies in `experts` without being a weight: the router's correction of its scores (laguna).
+_CORRECTION = ".e_score_correction_bias"
+_SHARED = ("shared_expert.", "shared_experts.")  # dense, though a stack in some
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def map_experts(
     choice = _choose_family(tensors, candidates, config, text)
     family, because = choice.family, choice.because
     declared = declared_formats(quantization, text)
+    num_layers = _num_layers(family, text)
     grouped, unmatched = _group(family, tensors, candidates)
     if unmatched:
         raise _unmatched_error(InputError, family, unmatched, because)
@@ -91,7 +94,9 @@ def map_experts(
             "top_k": _top_k(family, name, layers, text),
         }
         sizes = sizes_of(family, layers[name], text)
-        block, unused = build_block(family, name, grouped[name], sizes, _formats(declared, name), facts)
+        is_extra = num_layers is not None and layers[name] >= num_layers
+        format_of = _formats(declared, name, grouped[name], is_extra)
+        block, unused = build_block(family, name, grouped[name], sizes, format_of, facts)
         blocks.append(block)
         dropped |= unused
     converted = {name: block.name for block in blocks for name in block.tensor_names()}
@@ -101,18 +106,36 @@ def map_experts(
     return ExpertMap(family.name, f"{because}; {origin}", tuple(blocks), converted, copied, dropped)
 
 
-def _formats(declared: Declared, block: str) -> Callable[[str], SourceFormat]:
-    """The declared format of a module. Humming's own rules speak of the experts module, as vLLM has it."""
+def _formats(declared: Declared, block: str, found: Found, is_extra: bool) -> Callable[[str], SourceFormat]:
+    """The declared format of a block's modules. Humming's own rules speak of the experts module, as vLLM has it.
+
+    `is_extra`: a layer beyond the decoder's, for predicting further tokens. Servers pass over such layers, so ignore
+    lists often forget that they are not quantized.
+    """
+    if is_extra and _is_plain(found):
+        return lambda _module: PLAIN
     return (lambda _module: declared.of(block)) if declared.method == "humming" else declared.of
+
+
+def _is_plain(found: Found) -> bool:
+    """Whether a block's tensors are floats and nothing else, which no format's are."""
+    single = (parts for roles in found.experts.values() for parts in roles.values())
+    refs = [(key, ref) for parts in chain(single, found.stacks.values()) for key, ref in parts.items()]
+    return all(key in ("weight", "bias") and ref.dtype in ("BF16", "F16", "F32") for key, ref in refs)
+
+
+def _num_layers(family: Family, text: Config) -> int | None:
+    found = _number(text, family.num_layers_keys, 0)
+    return found[1] if found else None
 
 
 def looks_like_expert(name: str, num_dims: int) -> bool:
     """Whether the tensor lies in an `experts` module, or is a 3-D stack in some other MoE module."""
     if "expert" not in name and "moe" not in name:
         return False
-    if any(part in name for part in _NOT_AN_EXPERT):
-        return False
-    return ".experts." in name or name.startswith("experts.") or num_dims >= 3
+    if ".experts." in name or name.startswith("experts."):
+        return not name.endswith(_CORRECTION)
+    return num_dims >= 3 and not any(part in name for part in _SHARED)
 
 
 class _Choice(NamedTuple):

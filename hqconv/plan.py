@@ -22,6 +22,7 @@ from hqconv.experts import ExpertMap
 from hqconv.request_checks import check_copied, check_request, request_warnings
 from hqconv.schemas import artifact
 from hqconv.schemas.dtypes import dtype_num_bits
+from hqconv.schemas.families import text_config
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 from hqconv.sharding import Grid, tp_share
 
@@ -193,8 +194,7 @@ def make_plan(checkpoint: Checkpoint, experts: ExpertMap, request: Request) -> P
 
 def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
     """The parameter dtype a checkpoint implies: its config's, else its experts'; float32 becomes bfloat16."""
-    text = config.get("text_config")
-    for words in (config, text if isinstance(text, dict) else {}):
+    for words in (config, text_config(config)):
         for key in ("torch_dtype", "dtype"):
             if words.get(key) in PARAM_DTYPES:
                 return str(words[key])

@@ -36,7 +36,7 @@ _NEEDS = {**NEEDS, "quark": quark_needs, "humming": humming_needs}
 _DESCRIBE = {"quark": describe_quark, "humming": describe_humming}
 
 _ACTIVATIONS = "activation scale, not used by 16-bit activations"
-_UNUSED = {
+UNUSED_PARTS = {
     "input_scale": _ACTIVATIONS,
     "input_scale_2": _ACTIVATIONS,
     "input_global_scale": _ACTIVATIONS,
@@ -70,7 +70,7 @@ PART_NAMES: tuple[str, ...] = (
     "weight.nested_absmax",
     "weight.nested_quant_map",
     *BITSANDBYTES_STATES,
-    *_UNUSED,
+    *UNUSED_PARTS,
 )
 """Every raw part name that any format uses."""
 
@@ -113,7 +113,7 @@ def _check_kind(declared: SourceFormat, parts: Mapping[str, RawPart]) -> None:
     """Refuse tensors that are quantized where the config says not, and the other way round."""
     weight = parts.get("weight")
     if declared.is_float:
-        quantized = [p for name, p in parts.items() if name not in ("weight", "bias", *_UNUSED)]
+        quantized = [p for name, p in parts.items() if name not in ("weight", "bias", *UNUSED_PARTS)]
         if weight is not None and weight.dtype not in FLOAT_CODES:
             quantized.insert(0, weight)
         if quantized:
@@ -204,7 +204,7 @@ def _leftovers(fmt: SourceFormat, parts: Mapping[str, RawPart], used: Mapping[st
     for name, part in parts.items():
         if name in used.values():
             continue
-        if name not in _UNUSED:
+        if name not in UNUSED_PARTS:
             raise InputError(
                 f"The format '{fmt.name}' has no such tensor.",
                 where=part.name,
@@ -212,7 +212,7 @@ def _leftovers(fmt: SourceFormat, parts: Mapping[str, RawPart], used: Mapping[st
                 found=name,
                 remedy="Check quantization_config: the tensors look like another format.",
             )
-        unused[name] = _UNUSED[name]
+        unused[name] = UNUSED_PARTS[name]
     return unused
 
 

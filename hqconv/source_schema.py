@@ -121,8 +121,11 @@ def _candidates(block: ExpertBlock, tp: int) -> Iterator[TargetSchema]:
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
     share = math.gcd(block.hidden_size, block.intermediate_size // tp)
     makers: list[dict[str, object]] = []
-    if source.decoder == LAID_OUT and (source.group_n, source.group_k) == (0, 0):
-        makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})  # gate and up share it there
+    is_shared = (
+        source.decoder == LAID_OUT or not block.gated
+    )  # gate and up have one scale, or there is no gate
+    if is_shared and (source.group_n, source.group_k) == (0, 0):
+        makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})
     if source.group_n == 1:
         kind = "group" if source.group_k else "channel"
         makers.append(

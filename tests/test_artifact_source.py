@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hqconv.convert import convert
 from hqconv.errors import HqconvError, InputError
@@ -19,6 +20,7 @@ from hqconv.sharding import Grid
 from hqconv.source_schema import make_request
 from hqconv.verify import Options, verify
 from tests import models
+from tests.small_models import write_qwen3_moe
 
 BLOCK = "model.layers.1.mlp.experts"
 SCHEMAS = [
@@ -127,8 +129,6 @@ def test_a_damaged_artifact_is_no_source(source: Path, tmp_path: Path) -> None:
 
 def test_scales_that_float16_flushed_cannot_be_told(tmp_path: Path) -> None:
     src = models.save_model(tmp_path / "src", "mixtral")
-    from safetensors.torch import load_file, save_file
-
     path = next(
         p for p in sorted(src.glob("model-*.safetensors")) if any("experts.0.w1" in n for n in load_file(p))
     )
@@ -139,3 +139,16 @@ def test_scales_that_float16_flushed_cannot_be_told(tmp_path: Path) -> None:
     models.run(src, tmp_path / "first", "mxfp4", dtype="float16")
     with pytest.raises(InputError, match="lost scales"):
         again(tmp_path / "first", tmp_path / "out", "source", Grid())
+
+
+def test_a_scale_that_float16_underflowed_is_a_zero_for_everyone(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src", num_layers=1, num_experts=2)
+    tensors = load_file(src / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.0.gate_proj.weight"][0, :32] = 1e-9
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    for layout in ("kernel", "checkpoint"):
+        models.run(src, tmp_path / layout, "int4-g32", layout=layout, dtype="float16")
+        found = again(tmp_path / layout, tmp_path / f"{layout}-2", "source", Grid(2), dtype="float16")
+        gate = dequantize(found, "model.layers.0.mlp.experts")["w1"][0, 0]
+        assert not gate[:32].any()
+        assert gate[32:].any()

@@ -159,3 +159,57 @@ def test_blocks_of_a_stack_must_not_hold_gate_and_up(model_type: str, inner: int
     with pytest.raises(InputError) as error:
         map_experts(refs, config | {"moe_intermediate_size": inner}, quantization)
     assert f"{block}.gate_up_proj_scale_inv" in error.value.where
+
+
+def nvfp4_refs(num_layers: int, plain_layers: tuple[int, ...] = ()) -> dict[str, TensorRef]:
+    """DeepSeek's names in ModelOpt's nvfp4, every module with its activation scale; some layers not quantized."""
+    refs = {}
+    for layer in range(num_layers):
+        for e in range(2):
+            for word, (n, k) in {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}.items():
+                module = f"model.layers.{layer}.mlp.experts.{e}.{word}_proj"
+                parts: dict[str, tuple[str, tuple[int, ...]]] = {
+                    "weight": ("U8", (n, k // 2)),
+                    "weight_scale": ("F8_E4M3", (n, k // 16)),
+                    "weight_scale_2": ("F32", ()),
+                    "input_scale": ("F32", ()),
+                }
+                if layer in plain_layers:
+                    parts = {"weight": ("BF16", (n, k))}
+                for part, (dtype, shape) in parts.items():
+                    refs[f"{module}.{part}"] = TensorRef(f"{module}.{part}", dtype, shape, 0, 0, 64)
+    return refs
+
+
+NVFP4_CONFIG = {"model_type": "deepseek_v3", "hidden_act": "silu", "n_routed_experts": 2, "hidden_size": 64}
+NVFP4_CONFIG |= {"num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+@pytest.mark.parametrize("expert", [0, 1])
+def test_experts_that_calibration_missed_have_no_activation_scale(expert: int) -> None:
+    refs = nvfp4_refs(1)
+    del refs[f"model.layers.0.mlp.experts.{expert}.up_proj.input_scale"]
+    found = map_experts(refs, NVFP4_CONFIG, NVFP4)
+    assert sorted([*found.converted, *found.dropped]) == sorted(refs)
+    assert set(found.dropped) == {name for name in refs if name.endswith("input_scale")}
+
+
+def test_a_token_prediction_layer_may_be_plain_without_being_ignored() -> None:
+    found = map_experts(nvfp4_refs(3, plain_layers=(2,)), NVFP4_CONFIG, NVFP4)
+    assert [block.format.is_float for block in found.blocks] == [False, False, True]
+    with pytest.raises(InputError, match="declares a quantized module"):  # an ordinary layer may not
+        map_experts(nvfp4_refs(3, plain_layers=(1,)), NVFP4_CONFIG, NVFP4)
+
+
+def test_without_a_gate_one_scale_of_a_tensor_is_kept(tmp_path: Path) -> None:
+    block = "backbone.layers.0.mixer.experts"
+    refs = {}
+    for e in range(2):
+        for word, shape in {"up_proj": (96, 128), "down_proj": (128, 96)}.items():
+            for part, dtype, of_part in (("weight", "F8_E4M3", shape), ("weight_scale", "F32", ())):
+                name = f"{block}.{e}.{word}.{part}"
+                refs[name] = TensorRef(name, dtype, of_part, 0, 0, 4)
+    config = {"model_type": "nemotron_h", "n_routed_experts": 2, "num_experts_per_tok": 1, "hidden_size": 128}
+    experts = map_experts(refs, config | {"moe_intermediate_size": 96}, {"quant_method": "fp8"})
+    assert source_schema(experts, "bfloat16", 3).name == "fp8-tensor"

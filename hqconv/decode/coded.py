@@ -155,8 +155,9 @@ def checked(coded: Coded, names: Mapping[str, str]) -> Coded:
         refuse("A scale is NaN or infinite.", where, "finite scales", f"{_count(~scale.isfinite())}")
     if not coded.b_dtype.startswith("uint") and bool((scale < 0).any()):
         refuse("A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0))
-    # Under a second scale a group's may have underflowed; its weights are 0 for whoever loads them.
-    if bool((scale == 0).any()) and (coded.scale_2 is None or bool((scale == 0).all())):
+    # In a narrow dtype a group's scale may have underflowed; its weights are 0 for whoever loads them.
+    is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+    if bool((scale == 0).any()) and (not is_narrow or bool((scale == 0).all())):
         _check_zero_scales(coded, scale == 0, where)
     largest = float(_table(coded.b_dtype, True).max())
     if float(scale.abs().max()) * largest > torch.finfo(torch.float32).max:
