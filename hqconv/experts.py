@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.expert_block import ExpertBlock
-from hqconv.expert_parts import Found, Size, Sizes, build_block, contradiction
+from hqconv.expert_checks import Found, Size, Sizes, contradiction
+from hqconv.expert_parts import build_block
 from hqconv.schemas.families import BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family, text_config
 from hqconv.schemas.quantization_config import Declared, declared_formats
 from hqconv.schemas.sources import PLAIN, SourceFormat

@@ -18,7 +18,7 @@ from typing import Any
 from hqconv.checkpoint import TensorRef
 from hqconv.errors import InputError, RequestError
 from hqconv.expert_block import ExpertBlock, PartSource, View
-from hqconv.expert_parts import Sizes
+from hqconv.expert_checks import Sizes
 from hqconv.experts import ExpertMap, map_experts, sizes_of
 from hqconv.schemas.families import BY_MODEL_TYPE, INDEX, Family, text_config
 from hqconv.schemas.sources import GGUF, SourceFormat

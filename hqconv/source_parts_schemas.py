@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from hqconv.errors import InputError
+from hqconv.schemas.quantization_schemes import QUARK_FLOATS
 from hqconv.schemas.sources import SourceFormat
 from hqconv.source_parts_needs import (
     FLOAT_CODES,
@@ -25,13 +26,6 @@ from hqconv.source_parts_needs import (
 )
 
 _ONE: Shapes = ((), (1,))
-_QUARK_FLOATS = {
-    "fp4": "float4e2m1",
-    "fp6_e2m3": "float6e2m3",
-    "fp6_e3m2": "float6e3m2",
-    "fp8_e4m3": "float8e4m3",
-    "fp8_e5m2": "float8e5m2",
-}
 _QUARK_STORAGE = {
     "int2": "I32",
     "int3": "U8",
@@ -86,7 +80,7 @@ def describe_quark(fmt: SourceFormat) -> SourceFormat:
         )
     if dtype == "mx":
         words |= {"qscheme": (scheme := "per_group"), "scale_format": "e8m0"}
-    is_integer = element not in _QUARK_FLOATS
+    is_integer = element not in QUARK_FLOATS
     is_asymmetric = is_integer and (words.get("symmetric") is False or element.startswith("uint"))
     if is_asymmetric and dtype in ("int2", "int3"):
         _refuse("Quark's zero points are not known for this dtype.", "symmetric " + dtype, "symmetric: false")
@@ -102,7 +96,7 @@ def describe_quark(fmt: SourceFormat) -> SourceFormat:
         second = "float32 channel" if words.get("scale_qscheme") == "per_channel" else "tensor"
     return replace(
         fmt,
-        b_dtype="uint" + element[-1] if is_integer else _QUARK_FLOATS[element],
+        b_dtype="uint" + element[-1] if is_integer else QUARK_FLOATS[element],
         scale_dtype=_SCALE_FORMATS[second_format],
         group_n=group_n,
         group_k=group_k,

@@ -219,7 +219,7 @@ def _modelopt_group_size(words: Words, default: int, only: int | None = None) ->
     return words.integer("group_size", least, most, default=default)
 
 
-_QUARK_FLOATS = {
+QUARK_FLOATS = {
     "fp4": "float4e2m1",
     "fp6_e2m3": "float6e2m3",
     "fp6_e3m2": "float6e3m2",
@@ -268,7 +268,7 @@ def _quark_format(layer: Words, packing: str) -> SourceFormat:
     if not layer.has("weight"):
         return PLAIN
     spec, second, stage = _quark_stages(layer)
-    dtype = spec.text("dtype", (*_QUARK_FLOATS, *_QUARK_INTEGERS, "mx"))
+    dtype = spec.text("dtype", (*QUARK_FLOATS, *_QUARK_INTEGERS, "mx"))
     element = spec.text("mx_element_dtype", ("fp4", "fp6_e2m3", "fp6_e3m2")) if dtype == "mx" else dtype
     if spec.flag("is_dynamic", False):
         raise spec.unsupported("is_dynamic", "false, for weights")
@@ -294,7 +294,7 @@ def _quark_format(layer: Words, packing: str) -> SourceFormat:
     return SourceFormat(
         f"quark mx{element}" if is_mx else f"quark {element}",
         "quark",
-        f"uint{dtype[-1]}" if is_integer else _QUARK_FLOATS[element],
+        f"uint{dtype[-1]}" if is_integer else QUARK_FLOATS[element],
         _QUARK_SCALES.get(stored or "", ""),
         rows,
         columns,
