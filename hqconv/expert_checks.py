@@ -41,6 +41,7 @@ def contradiction(what: str, where: str, expected: object, found: object) -> Inp
 
 
 def check_one_form(found: Found) -> None:
+    """A block has single experts or stacks, not both."""
     if found.experts and found.stacks:
         expert = next(iter(found.experts.values()))
         forms = (next(iter(expert.values())), next(iter(found.stacks.values())))
@@ -93,6 +94,16 @@ def check_cuts(
     for role, of_role in parts.items():
         for name, part in of_role.items():
             view = part.view
+            if (
+                part.is_flat
+                and name == "scale"
+                and any(g and inner % g for g in (source.group_n, source.group_k))
+            ):
+                what, expected = (
+                    "a scale of a flat stack serves two experts",
+                    f"groups that divide {inner} rows",
+                )
+                raise contradiction(what, part.template, expected, source.describe())
             whole = View(transposed=view.transposed).shape(part.share(count))
             num_rows = whole[0] if whole else 1
             # One number for each projection: a scale of its own, or its second scale.
@@ -109,6 +120,7 @@ def check_cuts(
 
 
 def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None:
+    """An expert has the parts of expert 0, of the same dtypes and shapes; what nothing needs may be missing."""
     for role, whole in raw.items():
         refs = {key: ref for key, ref in roles[role].items() if key not in UNUSED_PARTS}
         like = {key: part for key, part in whole.items() if key not in UNUSED_PARTS}

@@ -213,3 +213,23 @@ def test_without_a_gate_one_scale_of_a_tensor_is_kept(tmp_path: Path) -> None:
     config = {"model_type": "nemotron_h", "n_routed_experts": 2, "num_experts_per_tok": 1, "hidden_size": 128}
     experts = map_experts(refs, config | {"moe_intermediate_size": 96}, {"quant_method": "fp8"})
     assert source_schema(experts, "bfloat16", 3).name == "fp8-tensor"
+
+
+@pytest.mark.parametrize(("inner", "good"), [(128, True), (96, False)])
+def test_blocks_of_a_flat_stack_must_not_hold_two_experts(inner: int, good: bool) -> None:
+    """dbrx: experts lie one below the other. Two of 96 rows have two rows of blocks, the first of both experts."""
+    block, (e, h) = "transformer.blocks.0.ffn.experts.mlp", (2, 256)
+    refs = {}
+    for name in ("w1", "v1", "w2"):
+        scale = (-(-e * inner // 128), h // 128)
+        for suffix, dtype, shape in (("", "F8_E4M3", (e * inner, h)), ("_scale_inv", "F32", scale)):
+            full = f"{block}.{name}{suffix}"
+            refs[full] = TensorRef(full, dtype, shape, 0, 0, math.prod(shape) * (4 if suffix else 1))
+    sizes = {"moe_num_experts": e, "moe_top_k": 1, "ffn_hidden_size": inner}
+    config = {"model_type": "dbrx", "d_model": h, "n_layers": 1, "ffn_config": sizes}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if good:
+        assert map_experts(refs, config, quantization).blocks
+        return
+    with pytest.raises(InputError, match="serves two experts"):
+        map_experts(refs, config, quantization)
