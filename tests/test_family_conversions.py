@@ -32,14 +32,6 @@ KERNELS = (
 )
 
 
-def saved(folder: Path, model_type: str, **sizes: int) -> Path:
-    try:
-        save_family(folder, model_type, torch.bfloat16, **sizes)
-    except (AttributeError, KeyError, ValueError) as error:
-        pytest.skip(f"this transformers does not make {model_type}: {error}")
-    return folder
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_converts_and_verifies(model_type: str, tmp_path: Path) -> None:
     check_conversion(model_type, tmp_path, 64)
@@ -51,7 +43,8 @@ def test_a_latent_size_is_what_the_experts_see(tmp_path: Path) -> None:
 
 def check_conversion(model_type: str, tmp_path: Path, hidden: int, **words: int) -> None:
     """The decoded artifact is near to what is read from the source, every expert and projection in its place."""
-    src, out = saved(tmp_path / "src", model_type, hidden=64, inner=64, **words), tmp_path / "out"
+    src, out = tmp_path / "src", tmp_path / "out"
+    save_family(src, model_type, torch.bfloat16, hidden=64, inner=64, **words)
     models.run(src, out, SCHEMA, Grid(tp=2, ep=2), dtype="bfloat16")
     with open_source(str(src), None) as checkpoint:
         report = verify(out, checkpoint, Options(checks=("files", "weights")))
@@ -87,7 +80,11 @@ def test_the_kernel_serves_a_family(model_type: str, tmp_path: Path) -> None:
     """Activation, biases and routes of the production kernel against a plain block with the source's weights."""
     if _capability() != (9, 0):
         pytest.skip("needs a CUDA device of the target architecture, sm90")
-    src, out = saved(tmp_path / "src", model_type, hidden=256, inner=256), tmp_path / "out"
+    src, out = tmp_path / "src", tmp_path / "out"
+    try:
+        save_family(src, model_type, torch.bfloat16, hidden=256, inner=256)
+    except (AttributeError, KeyError, ValueError) as error:  # machines with GPUs bring versions of their own
+        pytest.skip(f"this transformers does not make {model_type}: {error}")
     models.run(src, out, SCHEMA, Grid(tp=2, ep=2), dtype="bfloat16")
     with open_source(str(src), None) as checkpoint:
         report = verify(out, checkpoint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -380,3 +381,46 @@ def test_verify_notices_exchanged_projections(name: str, tmp_path: Path) -> None
     for finding in codes:
         assert "expert 1 " in finding.where
         assert "gate and up are swapped" in finding.found
+
+
+# --- where the tensors are ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "mxfp4-gpt-oss", "ct-int4-g128-zp", "modelopt-nvfp4", "gptq-int4-zp"]
+)
+def test_partners_may_lie_in_different_shards(name: str, tmp_path: Path) -> None:
+    """Codes, scales and zero points dealt over three files give the bytes of one; without one file, an error."""
+    whole = write(tmp_path / "whole", name, hidden=256, inner=256).folder
+    dealt = tmp_path / "dealt"
+    shutil.copytree(whole, dealt)
+    tensors = models.load_file(dealt / "model.safetensors")
+    (dealt / "model.safetensors").unlink()
+    shards: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+    for number, (key, tensor) in enumerate(sorted(tensors.items())):
+        shards[number % 3][key] = tensor
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        save_file(shard, dealt / f"model-{number}.safetensors", {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, f"model-{number}.safetensors")
+    (dealt / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = {}
+    for src in (whole, dealt):
+        models.run(src, tmp_path / f"out-{src.name}", "source")
+        files = models.snapshot(tmp_path / f"out-{src.name}")
+        found[src.name] = {path: digest for path, digest in files.items() if path.startswith("experts/")}
+    assert found["whole"] == found["dealt"] != {}
+    (dealt / "model-1.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model-1\.safetensors"):
+        models.run(dealt, tmp_path / "lost", "source")
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "mxfp4-gpt-oss", "fused-fp8-projection", "ct-int4-g32", "bitnet"]
+)
+def test_a_single_expert(name: str, tmp_path: Path) -> None:
+    src, out = write(tmp_path / "src", name, hidden=256, inner=256, experts=1).folder, tmp_path / "out"
+    models.run(src, out, "source")
+    with open_source(str(src), None) as checkpoint:
+        report = verify(out, checkpoint, Options(checks=("files", "weights")))
+    assert report.passed, [f for result in report.results for f in result.findings]
