@@ -72,7 +72,7 @@ def build_block(
         format=done["w2"].format,
         words=dict(family.projections),
         parts=parts,
-        sources=_sources(name, found, raw, parts, count),
+        sources=_sources(found, raw, parts, count),
         **facts,
     )
     return block, _unused(done, raw, found, count)
@@ -266,7 +266,7 @@ def _in_words(error: InputError, parts: Mapping[str, PartSource], sizes: Sizes) 
 
 
 def _sources(
-    name: str, found: Found, raw: RoleParts, parts: Mapping[str, Mapping[str, PartSource]], count: int
+    found: Found, raw: RoleParts, parts: Mapping[str, Mapping[str, PartSource]], count: int
 ) -> tuple[dict[str, Parts], ...]:
     """Every expert's byte ranges; experts with tensors of their own must all be like expert 0."""
     if found.stacks:

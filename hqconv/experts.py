@@ -70,10 +70,9 @@ def map_experts(
     """
     text = text_config(config)
     candidates = [name for name, ref in tensors.items() if looks_like_expert(name, len(ref.shape))]
-    choice = _choose_family(tensors, candidates, config, text)
+    choice = _choose_family(candidates, config, text)
     family, because = choice.family, choice.because
     declared = declared_formats(quantization, text)
-    num_layers = _num_layers(family, text)
     grouped, unmatched = _group(family, tensors, candidates)
     if unmatched:
         raise _unmatched_error(InputError, family, unmatched, because)
@@ -95,8 +94,7 @@ def map_experts(
             "top_k": _top_k(family, name, layers, text),
         }
         sizes = sizes_of(family, layers[name], text)
-        is_extra = num_layers is not None and layers[name] >= num_layers
-        format_of = _formats(declared, name, grouped[name], is_extra)
+        format_of = _formats(declared, name, grouped[name], _is_extra(family, layers[name], text))
         block, unused = build_block(family, name, grouped[name], sizes, format_of, facts)
         blocks.append(block)
         dropped |= unused
@@ -125,9 +123,10 @@ def _is_plain(found: Found) -> bool:
     return all(key in ("weight", "bias") and ref.dtype in ("BF16", "F16", "F32") for key, ref in refs)
 
 
-def _num_layers(family: Family, text: Config) -> int | None:
-    found = _number(text, family.num_layers_keys, 0)
-    return found[1] if found else None
+def _is_extra(family: Family, layer: int, text: Config) -> bool:
+    """Whether a layer comes after the decoder's last one."""
+    num_layers = _number(text, family.num_layers_keys, 0)
+    return num_layers is not None and layer >= num_layers[1]
 
 
 def looks_like_expert(name: str, num_dims: int) -> bool:
@@ -145,9 +144,7 @@ class _Choice(NamedTuple):
     is_own_row: bool  # the row that names this model_type, not merely one that fits
 
 
-def _choose_family(
-    tensors: Mapping[str, TensorRef], candidates: list[str], config: Config, text: Config
-) -> _Choice:
+def _choose_family(candidates: list[str], config: Config, text: Config) -> _Choice:
     """The row of the model_type, or else the closest row that matches every candidate name."""
     outer, inner = str(config.get("model_type")), str(text.get("model_type"))
     if (why := UNSUPPORTED.get(outer) or UNSUPPORTED.get(inner)) and candidates:

@@ -13,7 +13,7 @@ from hqconv.errors import RequestError
 from hqconv.plan import Request, default_param_dtype
 from hqconv.schemas.sources import LAID_OUT, SourceFormat, why_not_direct
 from hqconv.schemas.target import PARAM_DTYPES, PRESETS, SOURCE, TargetSchema, resolve_schema
-from hqconv.sharding import Grid, working_tp_sizes
+from hqconv.sharding import Grid, slice_unit
 
 if TYPE_CHECKING:
     from hqconv.expert_block import ExpertBlock
@@ -101,13 +101,18 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
         name
         for name, schema in PRESETS.items()
         if all(not why_not_direct(block.format, schema, param_dtype) for block in experts.blocks)
-        and all(working_tp_sizes(block.intermediate_size, schema) for block in experts.blocks)
+        and all(_fits(block, schema) for block in experts.blocks)
     ]
     try:
         own = source_schema(experts, source_param_dtype(experts) or param_dtype, 1)
     except RequestError:
         return found
     return [*found, f"{SOURCE} ({own.name if own.name != SOURCE else own.describe()})"]
+
+
+def _fits(block: ExpertBlock, schema: TargetSchema) -> bool:
+    """Whether the block's sizes are whole scale groups of the schema, uncut."""
+    return not (block.hidden_size % slice_unit(schema) or block.intermediate_size % slice_unit(schema))
 
 
 def _kind(source: SourceFormat) -> tuple[object, ...]:
@@ -121,9 +126,8 @@ def _candidates(block: ExpertBlock, tp: int) -> Iterator[TargetSchema]:
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
     share = math.gcd(block.hidden_size, block.intermediate_size // tp)
     makers: list[dict[str, object]] = []
-    is_shared = (
-        source.decoder == LAID_OUT or not block.gated
-    )  # gate and up have one scale, or there is no gate
+    # Gate and up have one scale in a laid out artifact; elsewhere only a block without a gate is sure to.
+    is_shared = source.decoder == LAID_OUT or not block.gated
     if is_shared and (source.group_n, source.group_k) == (0, 0):
         makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})
     if source.group_n == 1:

@@ -27,7 +27,7 @@ def gemm_tensors(
     inner = projections["w3"]["weight"].size(0)
     begin, end = tp_range(inner, tp, tp_rank, schema)
     share = tp_share(inner, tp, schema)
-    rows = [_cut_rows(projections[p], schema, begin, end) for p in ("w1", "w3") if p in projections]
+    rows = [_cut_rows(projections[p], begin, end) for p in ("w1", "w3") if p in projections]
     down = _cut_columns(projections["w2"], schema, begin, end)
     if end - begin < share:
         rows = [_pad(part, schema, 0, end - begin, share) for part in rows]
@@ -41,7 +41,7 @@ def _is_tensor_level(name: str, tensor: torch.Tensor) -> bool:
     return name.startswith("weight_scale") and tensor.shape == (1,)
 
 
-def _cut_rows(tensors: Tensors, schema: TargetSchema, begin: int, end: int) -> Tensors:
+def _cut_rows(tensors: Tensors, begin: int, end: int) -> Tensors:
     num_rows = tensors["weight"].size(0)
 
     def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -45,17 +45,17 @@ def activation_words(name: str, gated: bool) -> dict[str, str]:
         return {"activation_type": "binary_split", "activation_impl": _CLAMPED_SWIGLU}
     if not gated:
         return {"activation_type": "unary", "activation_impl": _UNARY[name]}
-    gate, up = f"({_UNARY.get(name, '')})", "b"
-    if limited := _LIMITED.fullmatch(name):
-        function, limit = _UNARY[limited["function"]], f"{float(limited['limit'])}f"
-        up = f"fmaxf(fminf(b, {limit}), -{limit})"
-        if limited["kind"] == "clamp":
-            gate = f"({re.sub(_OPERAND, f'fminf(a, {limit})', function)})"
-        else:
-            gate = f"fminf({function}, {limit})"
-    elif name not in _UNARY:
-        raise KeyError(name)
-    return {"activation_type": "binary_split", "activation_impl": f"{gate} * {up}"}
+    limited = _LIMITED.fullmatch(name)
+    if limited is None:
+        return {"activation_type": "binary_split", "activation_impl": f"({_UNARY[name]}) * b"}
+    function, limit = _UNARY[limited["function"]], f"{float(limited['limit'])}f"
+    gate = f"fminf({function}, {limit})"
+    if limited["kind"] == "clamp":
+        gate = f"({re.sub(_OPERAND, f'fminf(a, {limit})', function)})"
+    return {
+        "activation_type": "binary_split",
+        "activation_impl": f"{gate} * fmaxf(fminf(b, {limit}), -{limit})",
+    }
 
 
 @dataclass(frozen=True)
