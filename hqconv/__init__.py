@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from hqconv.version import __version__
 
 if TYPE_CHECKING:
-    from hqconv.library import dequantize, load
+    from hqconv.artifact.load import dequantize, load
 
 __all__ = ["__version__", "dequantize", "load"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("load", "dequantize"):
-        from hqconv import library  # loads torch, which the command line must not
+        from hqconv.artifact import load as library  # loads torch, which the command line must not
 
         return getattr(library, name)
     raise AttributeError(f"module 'hqconv' has no attribute '{name}'")

@@ -1,5 +1,5 @@
 """`python -m hqconv`."""
 
-from hqconv.cli import main
+from hqconv.cli.app import main
 
 main()

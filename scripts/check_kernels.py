@@ -18,14 +18,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.checkpoint import Checkpoint
-from hqconv.convert import convert
-from hqconv.experts import map_checkpoint
-from hqconv.pipeline import Resources
-from hqconv.plan import Request, make_plan
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.experts.map import map_checkpoint
+from hqconv.pipeline.run import convert
+from hqconv.pipeline.workers import Resources
+from hqconv.plan.plan import Request, make_plan
+from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import PRESETS, resolve_schema
-from hqconv.sharding import Grid
-from hqconv.verify import Options, verify
+from hqconv.verification.run import Options, verify
 
 SHORTHAND = ("int4-g64-zp", "int3-g64", "int4-g128-fpzp", "int7-c", "int8-g128-zp")
 GRIDS = (Grid(1, 1), Grid(2, 3, "round_robin", 2))

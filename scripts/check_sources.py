@@ -27,16 +27,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.checkpoint import Checkpoint
-from hqconv.convert import convert
+from hqconv.api import open_source, plan_for, resources
+from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import HqconvError
-from hqconv.job import open_source, plan_for, resources
-from hqconv.plan import Plan
+from hqconv.pipeline.run import convert
+from hqconv.plan.plan import Plan
 from hqconv.schemas.families import FAMILIES, UNSUPPORTED
 from hqconv.schemas.family import Family, Stack
+from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import resolve_schema
-from hqconv.sharding import Grid
-from hqconv.verify import Options, verify
+from hqconv.verification.run import Options, verify
 from tests.source_checkpoints import FORMATS, FormatSpec, write
 from tests.source_layouts import Sizes
 

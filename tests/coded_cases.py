@@ -13,9 +13,9 @@ import torch
 
 from hqconv.backends.quantize import quantize
 from hqconv.decode import Coded, decode
-from hqconv.schemas.sources import ANY, SourceFormat
+from hqconv.formats.complete import Completed, RawPart, complete
+from hqconv.formats.format import ANY, SourceFormat
 from hqconv.schemas.target import resolve_schema
-from hqconv.source_parts import Completed, RawPart, complete
 
 N, K = 128, 256
 CODES = {
@@ -370,7 +370,7 @@ def _quark(draw: Draw) -> Iterator[Case]:
 
 
 def _humming_schema_class(method: str) -> Callable[..., Any]:
-    from hqconv.backends.humming_runtime import humming
+    from hqconv.backends.runtime import humming
 
     found: Callable[..., Any] = humming().schema.WEIGHT_SCHEMA_MAP[method]
     return found

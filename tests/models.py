@@ -13,14 +13,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hqconv.checkpoint import Checkpoint
-from hqconv.convert import Summary, convert
-from hqconv.experts import map_checkpoint
-from hqconv.pipeline import Resources
-from hqconv.plan import Plan, make_plan
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.experts.map import map_checkpoint
+from hqconv.pipeline.run import Summary, convert
+from hqconv.pipeline.workers import Resources
+from hqconv.plan.own_schema import make_request
+from hqconv.plan.plan import Plan, make_plan
+from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import TargetSchema, resolve_schema
-from hqconv.sharding import Grid
-from hqconv.source_schema import make_request
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.convert import convert
+from hqconv.api import open_source
+from hqconv.artifact.load import dequantize
 from hqconv.errors import HqconvError, InputError
-from hqconv.experts import map_checkpoint
-from hqconv.job import open_source
-from hqconv.library import dequantize
-from hqconv.pipeline import Resources
-from hqconv.plan import make_plan
-from hqconv.sharding import Grid
-from hqconv.source_schema import make_request
-from hqconv.verify import Options, verify
+from hqconv.experts.map import map_checkpoint
+from hqconv.pipeline.run import convert
+from hqconv.pipeline.workers import Resources
+from hqconv.plan.own_schema import make_request
+from hqconv.plan.plan import make_plan
+from hqconv.schemas.grid import Grid
+from hqconv.verification.run import Options, verify
 from tests import models
 from tests.small_models import write_qwen3_moe
 

@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as torch_save_file
 
-from hqconv import hub
-from hqconv.checkpoint import Checkpoint, TensorRef
+from hqconv.checkpoint import hub
+from hqconv.checkpoint.folder import Checkpoint, TensorRef
+from hqconv.checkpoint.safetensors import read_header
 from hqconv.errors import InputError, RequestError
-from hqconv.safetensors_header import read_header
 from hqconv.schemas.dtypes import DTYPE_NUM_BITS, dtype_num_bits
 
 REPO = Path(__file__).parent.parent
@@ -819,7 +819,7 @@ def test_opens_a_cached_repo(hub_cache: Path, revision: str | None) -> None:
 
 
 def test_opens_a_cached_repo_by_environment(hub_cache: Path) -> None:
-    code = "from hqconv.checkpoint import Checkpoint; print(Checkpoint.open('org/name').revision)"
+    code = "from hqconv.checkpoint.folder import Checkpoint; print(Checkpoint.open('org/name').revision)"
     env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache.parents[2]), "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", code]
     result = subprocess.run(
@@ -978,7 +978,7 @@ def test_seventy_thousand_tensors_open_quickly(tmp_path: Path) -> None:
 def test_opening_a_folder_loads_neither_torch_nor_the_hub_library(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "m", two_shards())
     code = f"""import sys
-from hqconv.checkpoint import Checkpoint
+from hqconv.checkpoint.folder import Checkpoint
 Checkpoint.open({str(root)!r})
 print([name for name in ("torch", "numpy", "huggingface_hub") if name in sys.modules])"""
     result = subprocess.run(

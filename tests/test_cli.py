@@ -20,11 +20,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from hqconv import convert as conversion
-from hqconv.cli import app
+from hqconv.cli.app import app
+from hqconv.cli.options import default_out, parse_bytes, parse_target
+from hqconv.cli.progress import ConversionProgress, Meter, human_bytes, human_seconds
 from hqconv.errors import RequestError
-from hqconv.options import default_out, parse_bytes, parse_target
-from hqconv.progress import ConversionProgress, Meter, human_bytes, human_seconds
+from hqconv.pipeline import run as conversion
 from tests.small_models import read_tree, write_qwen3_moe
 
 ROOT = Path(__file__).parents[1]
@@ -470,11 +470,11 @@ def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
     def broken(_: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("hqconv.progress._PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hqconv.cli.progress._PLAIN_INTERVAL_S", 0.0)
     with ConversionProgress(10, 1, quiet=True) as progress:
         progress.report("a", 5)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("hqconv.progress.say", broken)
+    monkeypatch.setattr("hqconv.cli.progress.say", broken)
     with ConversionProgress(10, 1, quiet=False) as progress:
         progress.report("a", 5)
         progress.on_group("a", False)

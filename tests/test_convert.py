@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 from hqconv.backends import twins
 from hqconv.backends.assemble import gemm_tensors
-from hqconv.backends.humming_runtime import humming, resident, target_facts
 from hqconv.backends.quantize import humming_schema, quantize, torch_dtype
+from hqconv.backends.runtime import humming, resident, target_facts
 from hqconv.errors import InputError, OutputError, RequestError
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.schemas.target import TargetSchema
-from hqconv.sharding import LINEAR, ROUND_ROBIN, Grid
 from tests.hard_cases import SCHEMAS, hard_matrix
 from tests.models import (
     MODELS,
@@ -470,7 +470,7 @@ def check_loose_files(src: Path, out: Path) -> None:
 def test_the_artifact_is_complete_and_says_what_it_is(
     family: str, layout: str, model: ModelOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hqconv.plan.MAX_SHARD_BYTES", 70_000)  # several shards
+    monkeypatch.setattr("hqconv.plan.plan.MAX_SHARD_BYTES", 70_000)  # several shards
     src, out = model(family), tmp_path / "out"
     grid = Grid(2, 2) if layout == "kernel" else Grid()
     summary = run(src, out, "mxfp4", grid, layout=layout)
@@ -642,8 +642,8 @@ def test_a_weight_too_large_for_the_schema_is_refused(model: ModelOf, tmp_path: 
 
 
 def test_a_source_that_changes_under_way_is_noticed(model: ModelOf, tmp_path: Path) -> None:
-    from hqconv.convert import convert
-    from hqconv.pipeline import Resources
+    from hqconv.pipeline.run import convert
+    from hqconv.pipeline.workers import Resources
 
     src = tmp_path / "src"
     shutil.copytree(model("qwen3_moe", max_shard_size="1GB"), src)

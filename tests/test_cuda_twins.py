@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hqconv.backends import twins
-from hqconv.backends.humming_runtime import humming
 from hqconv.backends.layout import to_kernel
 from hqconv.backends.quantize import quantize
+from hqconv.backends.runtime import humming
 from hqconv.schemas.target import resolve_schema
 from tests.hard_cases import SCHEMAS, hard_matrix
 

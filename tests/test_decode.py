@@ -17,7 +17,7 @@ from hqconv.decode import decode, decode_floats, dequantize, express, share_scal
 from hqconv.decode.coded import Coded, scale_values
 from hqconv.decode.words import pack, pack_along_rows, transpose_4bit, unpack, unpack_along_rows
 from hqconv.errors import InputError, RequestError
-from hqconv.schemas.sources import SourceFormat, why_not_direct
+from hqconv.formats.format import SourceFormat, why_not_direct
 from hqconv.schemas.target import PRESETS, TargetSchema, resolve_schema
 from tests.coded_cases import Case, Draw, cases
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from hqconv.backends.humming_runtime import humming, resident
+from hqconv.backends.runtime import humming, resident
 from hqconv.decode import Coded, express
 from hqconv.decode.coded import scale_values
 from hqconv.decode.express import _spread
 from hqconv.decode.words import pack_along_rows
-from hqconv.schemas.sources import target_group, why_not_direct
+from hqconv.formats.format import target_group, why_not_direct
 from hqconv.schemas.target import TargetSchema
 from tests.coded_cases import Case, cases
 

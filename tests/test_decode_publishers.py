@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hqconv.decode import decode_floats, dequantize
-from hqconv.schemas.sources import SourceFormat
+from hqconv.formats.format import SourceFormat
 from tests.coded_cases import QUARK, Case, Draw, K, N, cases
 
 ALL = {one.name: one for one in cases()}

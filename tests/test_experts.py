@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hqconv.checkpoint import TensorRef
+from hqconv.checkpoint.folder import TensorRef
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.expert_block import ExpertBlock
-from hqconv.experts import ExpertMap, map_experts
+from hqconv.experts.block import ExpertBlock
+from hqconv.experts.map import ExpertMap, map_experts
+from hqconv.formats.format import PLAIN
 from hqconv.schemas.dtypes import DTYPE_NUM_BITS
 from hqconv.schemas.families import BY_MODEL_TYPE, FAMILIES, UNSUPPORTED, Family
-from hqconv.schemas.sources import PLAIN
 
 H, INTER, E, TOP_K, NUM_LAYERS = 64, 48, 3, 2, 12
 SINGLE, STACKED = "single", "stacked"  # experts with tensors of their own, or all in one

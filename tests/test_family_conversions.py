@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hqconv.job import open_source
-from hqconv.library import dequantize
-from hqconv.sharding import Grid
-from hqconv.source_reader import read_source
-from hqconv.verify import Options, verify
+from hqconv.api import open_source
+from hqconv.artifact.load import dequantize
+from hqconv.schemas.grid import Grid
+from hqconv.sources.stored import read_source
+from hqconv.verification.run import Options, verify
 from tests import models
 from tests.transformers_families import FAMILIES, SIZES, save_family
 

@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import hqconv.experts
-from hqconv.checkpoint import Checkpoint
+import hqconv.experts.map
+from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import InputError
-from hqconv.expert_block import ExpertBlock
-from hqconv.experts import ExpertMap, map_checkpoint
-from hqconv.reference import Routing, is_known, moe_forward
+from hqconv.experts.block import ExpertBlock
+from hqconv.experts.map import ExpertMap, map_checkpoint
 from hqconv.schemas.families import BY_MODEL_TYPE, UNSUPPORTED, Family, Stack
 from hqconv.schemas.families import FUSED as FUSED_STACKS
-from hqconv.source_reader import read_source
+from hqconv.sources.stored import read_source
+from hqconv.verification.reference import Routing, is_known, moe_forward
 from tests.models import load_all
 from tests.transformers_families import FAMILIES, SIZES, experts_forward, moe_blocks, save_family
 
@@ -243,7 +243,7 @@ def test_a_wrong_row_is_refused_or_seen(
 ) -> None:
     row = BY_MODEL_TYPE[model_type]
     wrong = dataclasses.replace(row, stacks=tuple(map(CHANGES[change], row.stacks)))
-    monkeypatch.setattr(hqconv.experts, "BY_MODEL_TYPE", {**BY_MODEL_TYPE, model_type: wrong})
+    monkeypatch.setattr(hqconv.experts.map, "BY_MODEL_TYPE", {**BY_MODEL_TYPE, model_type: wrong})
     model = save_family(tmp_path, model_type, inner=inner)
     layer, _, module = moe_blocks(model)[0]
     if change == "transposed":  # one of the two stacks is never square

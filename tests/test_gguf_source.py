@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hqconv.checkpoint import Checkpoint
-from hqconv.cli import app
-from hqconv.encoding import takes_powers_of_two
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.checkpoint.gguf import read_gguf_header
+from hqconv.cli.app import app
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.experts import ExpertMap, map_checkpoint
-from hqconv.gguf_header import read_gguf_header
-from hqconv.gguf_source import GgufSource, open_with_gguf
-from hqconv.schemas.sources import REQUANTIZED, conversion_of, why_not_direct
+from hqconv.experts.map import ExpertMap, map_checkpoint
+from hqconv.formats.format import REQUANTIZED, conversion_of, why_not_direct
+from hqconv.pipeline.encode import takes_powers_of_two
 from hqconv.schemas.target import PRESETS
-from hqconv.source_reader import ReadsExperts, StoredMatrix, read_source
+from hqconv.sources.gguf import GgufSource, open_with_gguf
+from hqconv.sources.stored import ReadsExperts, StoredMatrix, read_source
 from tests.models import load_file
 from tests.small_models import read_tree, write_qwen3_moe
 

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save as serialize
 from typer.testing import CliRunner
 
-from hqconv.checkpoint import TensorRef
-from hqconv.cli import app
+from hqconv.checkpoint.folder import TensorRef
+from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
-from hqconv.experts import map_experts
-from hqconv.pipeline import working_bytes
+from hqconv.experts.map import map_experts
+from hqconv.formats.complete import PART_NAMES
+from hqconv.pipeline.workers import working_bytes
+from hqconv.plan.own_schema import direct_schemas, make_request
+from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import resolve_schema
-from hqconv.sharding import Grid
-from hqconv.source_parts import PART_NAMES
-from hqconv.source_schema import direct_schemas, make_request
 from tests.small_sources import BLOCK, GOOD, HIDDEN, INNER, E, Source, Tensors, save
 
 Change = Callable[[Tensors, dict[str, Any]], object]

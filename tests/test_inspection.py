@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hqconv.artifact_reader import read_manifest
-from hqconv.cli import app
+from hqconv.artifact.manifest import read_manifest
+from hqconv.cli.app import app
+from hqconv.cli.progress import ConversionProgress
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.inspection import block_runs, describe, describe_schemas, summarize_errors
-from hqconv.progress import ConversionProgress
+from hqconv.inspection.describe import block_runs, describe, describe_schemas, summarize_errors
 from hqconv.schemas.target import PRESETS
 from tests.small_models import read_tree, write_qwen3_moe
 from tests.small_sources import GOOD, E, save
@@ -83,7 +83,7 @@ def test_the_progress_total_is_what_a_conversion_reports(model: Path, tmp_path: 
             totals.append((self.meter.done_bytes, self.meter.total_bytes, self.meter.num_groups_done))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqconv.progress.ConversionProgress", Recorder)
+        patch.setattr("hqconv.cli.progress.ConversionProgress", Recorder)
         succeed("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90")
     num_bytes = describe(str(model))["num_bytes"]
     assert totals == [(num_bytes, num_bytes, 3)]
@@ -321,7 +321,7 @@ def test_inspect_artifact(made: Path) -> None:
 
 def test_inspect_of_an_artifact_loads_nothing_heavy(made: Path) -> None:
     code = (
-        "import sys; from hqconv.cli import app\n"
+        "import sys; from hqconv.cli.app import app\n"
         f"app(['inspect', {str(made)!r}], standalone_mode=False)\n"
         "sys.exit(str({'torch', 'numba', 'humming', 'huggingface_hub', 'transformers'} & set(sys.modules) or ''))"
     )

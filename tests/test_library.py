@@ -10,7 +10,7 @@ import transformers
 
 import hqconv
 from hqconv.errors import RequestError
-from hqconv.sharding import Grid
+from hqconv.schemas.grid import Grid
 from tests.models import load_all, run, save_model
 
 FAMILIES = {"mixtral": "w1 w3 w2", "qwen3_moe": "gate_proj up_proj down_proj"}

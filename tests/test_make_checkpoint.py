@@ -12,8 +12,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hqconv.checkpoint import Checkpoint
-from hqconv.experts import map_experts
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.experts.map import map_experts
 from scripts import make_checkpoint
 from scripts.make_checkpoint import MODELS, main
 

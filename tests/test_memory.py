@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqconv.pipeline import working_bytes
-from hqconv.sharding import Grid
+from hqconv.pipeline.workers import working_bytes
+from hqconv.schemas.grid import Grid
 from tests.models import open_plan, save_big
 
 REPO = Path(__file__).parent.parent
@@ -29,8 +29,8 @@ MIB = 1 << 20
 DRIVER = """
 import json, os, sys, threading
 from pathlib import Path
-from hqconv.backends.humming_runtime import humming
-from hqconv.sharding import Grid
+from hqconv.backends.runtime import humming
+from hqconv.schemas.grid import Grid
 from tests.models import run
 
 def status(key):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hqconv.backends.assemble import gemm_tensors
-from hqconv.backends.humming_runtime import humming, resident
 from hqconv.backends.layout import to_kernel
 from hqconv.backends.moe import Gemm, activation_words, fused_moe
 from hqconv.backends.quantize import humming_schema, quantize
-from hqconv.reference import ACTIVATIONS, Routing, activate, moe_forward
+from hqconv.backends.runtime import humming, resident
 from hqconv.schemas.target import resolve_schema
+from hqconv.verification.reference import ACTIVATIONS, Routing, activate, moe_forward
 
 pytestmark = [
     pytest.mark.cuda,

@@ -23,16 +23,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hqconv.artifact.opened import Artifact
 from hqconv.backends.assemble import gemm_tensors
 from hqconv.backends.layout import to_kernel
 from hqconv.backends.quantize import quantize
-from hqconv.checkpoint import Checkpoint
+from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import InputError, RequestError
-from hqconv.plan import gemm_shapes
-from hqconv.sharding import LINEAR, ROUND_ROBIN, Grid
-from hqconv.verification import CheckResult
-from hqconv.verification.artifact import Artifact
+from hqconv.plan.plan import gemm_shapes
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.verification.files import check_files
+from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.hard_cases import SCHEMAS as ALL_SCHEMAS
 from tests.hard_cases import hard_matrix

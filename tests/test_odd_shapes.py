@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqconv.checkpoint import Checkpoint
-from hqconv.sharding import Grid
-from hqconv.verify import Options, verify
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.schemas.grid import Grid
+from hqconv.verification.run import Options, verify
 from tests.models import manifest, run
 
 GATED = {"model_type": "qwen3_moe", "hidden_act": "silu"}

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hqconv import plan as plan_module
-from hqconv.checkpoint import TensorRef
+from hqconv.checkpoint.folder import TensorRef
 from hqconv.errors import RequestError
-from hqconv.experts import ExpertMap, map_experts
-from hqconv.plan import (
+from hqconv.experts.map import ExpertMap, map_experts
+from hqconv.plan import plan as plan_module
+from hqconv.plan.plan import (
     BlockGroup,
     CopyGroup,
     Place,
@@ -37,8 +37,8 @@ from hqconv.plan import (
 )
 from hqconv.schemas import artifact
 from hqconv.schemas.dtypes import DTYPE_NUM_BITS
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.schemas.target import TargetSchema
-from hqconv.sharding import LINEAR, ROUND_ROBIN, Grid
 from tests.hard_cases import SCHEMAS
 from tests.models import MODELS, open_plan, save_model, schema_of
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.schemas.quantization_config import Declared, declared_formats
-from hqconv.schemas.sources import ANY, PLAIN, SourceFormat
+from hqconv.formats.declared import Declared, declared_formats
+from hqconv.formats.format import ANY, PLAIN, SourceFormat
 
 EXPERT = "model.layers.3.mlp.experts.7.gate_proj"
 STACK = "model.layers.3.mlp.experts.gate_up_proj"

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hqconv.backends import quantize as module
-from hqconv.backends.humming_runtime import humming, resident
 from hqconv.backends.quantize import Quantized, humming_schema, quantize, torch_dtype
+from hqconv.backends.runtime import humming, resident
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from tests.hard_cases import SCHEMAS, hard_matrix
 from tests.models import assert_same

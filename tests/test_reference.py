@@ -10,7 +10,15 @@ import torch
 import transformers
 from torch import nn
 
-from hqconv.reference import ACTIVATIONS, Routing, activate, cover_all_experts, is_known, moe_forward, route
+from hqconv.verification.reference import (
+    ACTIVATIONS,
+    Routing,
+    activate,
+    cover_all_experts,
+    is_known,
+    moe_forward,
+    route,
+)
 
 COMMON: dict[str, Any] = {
     "hidden_size": 96,

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from hqconv import convert as convert_module
 from hqconv.errors import OutputError
-from hqconv.sharding import ROUND_ROBIN, Grid
+from hqconv.pipeline import run as convert_module
+from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from tests.models import manifest, run, save_model, snapshot
 
 REPO = Path(__file__).parent.parent
@@ -30,13 +30,13 @@ GRID = Grid(2, 2)
 DRIVER = """
 import json, os, signal, sys, threading
 from pathlib import Path
-from hqconv.backends.humming_runtime import humming
-from hqconv.sharding import Grid
+from hqconv.backends.runtime import humming
+from hqconv.schemas.grid import Grid
 from tests.models import run
-import hqconv.plan
+import hqconv.plan.plan
 
 humming()
-hqconv.plan.MAX_SHARD_BYTES = 70_000
+hqconv.plan.plan.MAX_SHARD_BYTES = 70_000
 lock, count, fatal, when = threading.Lock(), 0, 0, ""
 
 def die():
@@ -186,7 +186,7 @@ def test_killed_again_and_again(driver: Driver, whole: tuple[dict[str, str], int
 
 @pytest.fixture
 def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.plan.MAX_SHARD_BYTES", 70_000)
+    monkeypatch.setattr("hqconv.plan.plan.MAX_SHARD_BYTES", 70_000)
 
 
 class StopHereError(Exception):
@@ -368,7 +368,7 @@ def test_an_interrupt_waits_for_the_workers_and_can_be_resumed(
     src: Path, whole: tuple[dict[str, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while workers write: none of them may write after the files were closed and removed."""
-    from hqconv.writer import GroupWriter
+    from hqconv.pipeline.writer import GroupWriter
 
     out, late, abandoned = tmp_path / "out", [], []
     real_write, real_abandon = GroupWriter.write, GroupWriter.abandon

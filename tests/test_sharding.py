@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hqconv.errors import RequestError
-from hqconv.schemas.target import resolve_schema
-from hqconv.sharding import (
+from hqconv.schemas.grid import (
     LINEAR,
     ROUND_ROBIN,
     Grid,
@@ -18,6 +17,7 @@ from hqconv.sharding import (
     tp_share,
     working_tp_sizes,
 )
+from hqconv.schemas.target import resolve_schema
 
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
 SCHEMAS = ("mxfp4", "nvfp4", "fp8", "fp8-block", "fp8-tensor", "int4", "int4-g64-zp", "int7-c", "int2-g32-zp")

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import VerificationError
-from hqconv.sharding import Grid
-from hqconv.verification import CheckResult
+from hqconv.schemas.grid import Grid
+from hqconv.verification.result import CheckResult
 from tests.models import run
 from tests.small_sources import BLOCK, GOOD, INNER, E, Source, save
 from tests.test_mutations import Damaged, found, raw_and_resealed

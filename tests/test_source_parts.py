@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError
-from hqconv.schemas.sources import ANY, PLAIN, SourceFormat
-from hqconv.source_parts import PART_NAMES, Completed, RawPart, complete, logical_shape
+from hqconv.formats.complete import PART_NAMES, Completed, RawPart, complete, logical_shape
+from hqconv.formats.format import ANY, PLAIN, SourceFormat
 from tests.coded_cases import Case, cases
 
 ALL = {one.name: one for one in cases()}
@@ -261,7 +261,7 @@ def test_humming_configs(words: dict[str, object], text: str) -> None:
 
 
 def test_no_torch_is_loaded() -> None:
-    code = "import sys, hqconv.source_parts; print('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, hqconv.formats.complete; print('torch' in sys.modules or 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqconv.checkpoint import TensorRef
+from hqconv.api import open_source
+from hqconv.artifact.load import dequantize
+from hqconv.checkpoint.folder import TensorRef
 from hqconv.errors import InputError, RequestError
-from hqconv.experts import map_checkpoint, map_experts
-from hqconv.job import open_source
-from hqconv.library import dequantize
+from hqconv.experts.map import map_checkpoint, map_experts
+from hqconv.plan.own_schema import direct_schemas, named, source_schema
+from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import PRESETS, TargetSchema
-from hqconv.sharding import Grid
-from hqconv.source_schema import direct_schemas, named, source_schema
-from hqconv.verify import Options, verify
+from hqconv.verification.run import Options, verify
 from tests import models
 from tests.source_checkpoints import write
 

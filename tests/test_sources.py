@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hqconv import dequantize
+from hqconv.api import open_source
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.job import open_source
-from hqconv.sharding import Grid
-from hqconv.verification import CheckResult
-from hqconv.verify import Options, verify
+from hqconv.schemas.grid import Grid
+from hqconv.verification.result import CheckResult
+from hqconv.verification.run import Options, verify
 from tests import models
 from tests.source_checkpoints import FORMATS, Written, write
 from tests.source_layouts import Block
@@ -303,12 +303,12 @@ def test_from_layout_to_layout(name: str, get: Get, tmp_path: Path) -> None:
 
 
 def convert_again(src: Path, out: Path) -> None:
-    import hqconv.convert
-    from hqconv.job import plan_for, resources
+    import hqconv.pipeline.run
+    from hqconv.api import plan_for, resources
 
     with open_source(str(src), None) as source:
         plan = plan_for(source, None, None, Grid(), sm_version=90, layout="kernel")
-        hqconv.convert.convert(source, plan, out, resources("cpu", 1 << 30, 2))
+        hqconv.pipeline.run.convert(source, plan, out, resources("cpu", 1 << 30, 2))
 
 
 def test_the_checkpoint_layout_refuses_other_quantized_layers(get: Get, tmp_path: Path) -> None:

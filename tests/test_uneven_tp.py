@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hqconv.artifact.load import dequantize
 from hqconv.errors import RequestError
-from hqconv.library import dequantize
-from hqconv.sharding import Grid
-from hqconv.verify import Options, verify
+from hqconv.schemas.grid import Grid
+from hqconv.verification.run import Options, verify
 from tests import models
 
 BLOCK = "model.layers.0.mlp.experts"
@@ -116,7 +116,7 @@ def test_a_rank_without_any_rows_is_refused(source: Path, tmp_path: Path) -> Non
 
 def test_gpt_oss_of_2880_columns_on_4_and_8_ranks() -> None:
     """90 groups: 23 + 23 + 23 + 21, and 7 x 12 + 6, as vLLM deals them."""
-    from hqconv.sharding import tp_range, working_tp_sizes
+    from hqconv.schemas.grid import tp_range, working_tp_sizes
 
     schema = models.schema_of("mxfp4")
     sizes = working_tp_sizes(2880, schema, pads_last_rank=True)

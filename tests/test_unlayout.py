@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv import unlayout as module
-from hqconv.backends.humming_runtime import humming, resident, target_facts
+from hqconv.artifact.unlayout import read as module
+from hqconv.artifact.unlayout.form import PADDED_E5M0, to_float32
+from hqconv.artifact.unlayout.read import decode, e8m0_exponents, unlayout
 from hqconv.backends.layout import kernel_form, to_kernel
 from hqconv.backends.quantize import humming_schema, quantize
+from hqconv.backends.runtime import humming, resident, target_facts
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema, resolve_schema
-from hqconv.unlayout import decode, e8m0_exponents, unlayout
-from hqconv.unlayout_form import PADDED_E5M0, to_float32
 from tests.hard_cases import SCHEMAS, hard_matrix
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -414,7 +414,7 @@ def test_shares_nothing_with_the_forward_path() -> None:
             )
             assert not any("humming" in name or "backends" in name for name in names), path
     script = (
-        "import sys, numpy as np; from hqconv.unlayout import *\n"
+        "import sys, numpy as np; from hqconv.artifact.unlayout.read import *\n"
         "config = dict(sm_version=90, shape_n=64, shape_k=32, pad_shape_n=0, pad_shape_k=0, b_dtype='uint8',"
         " a_dtype='bfloat16', c_dtype='bfloat16', bs_dtype=None, weight_scale_group_size=0,"
         " weight_scale_group_size_n=0, weight_scale_type='channel', weight_scale_2_type='none',"

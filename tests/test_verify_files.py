@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.checkpoint import Checkpoint
-from hqconv.sharding import Grid
-from hqconv.verification import MAX_PER_KIND, CheckResult
-from hqconv.verification.artifact import Artifact
+from hqconv.artifact.opened import Artifact
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.schemas.grid import Grid
 from hqconv.verification.files import check_files
+from hqconv.verification.result import MAX_PER_KIND, CheckResult
 from tests.models import run, save_model
 from tests.small_models import write_qwen3_moe
 from tests.test_mutations import Damaged, found
@@ -137,8 +137,8 @@ def test_ranks_are_compared_with_each_other_without_humming(
     def absent(*_: Any) -> Any:
         raise ModuleNotFoundError("humming")
 
-    monkeypatch.setattr("hqconv.verification.artifact.is_compatible", absent)
-    monkeypatch.setattr("hqconv.verification.artifact.packed_form", absent)
+    monkeypatch.setattr("hqconv.artifact.opened.is_compatible", absent)
+    monkeypatch.setattr("hqconv.artifact.opened.packed_form", absent)
     result = files_of(copy)
     assert result.findings == []
     assert "Humming cannot be imported" in " ".join(result.notes)

@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hqconv.checkpoint import Checkpoint
+from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import RequestError
-from hqconv.sharding import Grid
-from hqconv.verification import CheckResult
+from hqconv.schemas.grid import Grid
 from hqconv.verification.kernel import Limits, Tally, _judge
-from hqconv.verify import Options, Report, verify
+from hqconv.verification.result import CheckResult
+from hqconv.verification.run import Options, Report, verify
 from tests.models import run, save_model
 
 BLOCK = "model.layers.1.mlp.experts"

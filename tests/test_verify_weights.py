@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.backends.humming_runtime import resident
+from hqconv.artifact.matrices import Matrix, _Home, _join, packed_shapes, unpack, unpack_codes
+from hqconv.artifact.opened import Artifact
 from hqconv.backends.quantize import humming_schema, quantize
-from hqconv.checkpoint import Checkpoint
+from hqconv.backends.runtime import resident
+from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import RequestError
+from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.schemas.target import TargetSchema, resolve_schema
-from hqconv.sharding import ROUND_ROBIN, Grid
-from hqconv.verification import CheckResult
-from hqconv.verification.artifact import Artifact
-from hqconv.verification.matrices import Matrix, _Home, _join, packed_shapes, unpack, unpack_codes
+from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import _as_matrix, check_weights
 from tests.hard_cases import SCHEMAS
 from tests.models import run

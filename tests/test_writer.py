@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 import safetensors
 
-from hqconv import writer as module
 from hqconv.errors import OutputError
-from hqconv.plan import OutFile, Place, build_file
-from hqconv.writer import (
+from hqconv.pipeline import writer as module
+from hqconv.pipeline.writer import (
     FileRecord,
     GroupWriter,
     JournalEntry,
@@ -29,6 +28,7 @@ from hqconv.writer import (
     sha256_of,
     write_whole,
 )
+from hqconv.plan.plan import OutFile, Place, build_file
 
 IDENTITY = {"schema": "a", "grid": [1, 2], "source files": [{"name": "x", "size_bytes": 1}]}
 

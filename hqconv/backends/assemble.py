@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from hqconv.schemas.grid import tp_range, tp_share
 from hqconv.schemas.target import TargetSchema
-from hqconv.sharding import tp_range, tp_share
 
 Tensors = dict[str, torch.Tensor]
 

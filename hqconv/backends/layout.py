@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from hqconv.backends.humming_runtime import humming, resident, target_facts
 from hqconv.backends.quantize import humming_schema, torch_dtype
+from hqconv.backends.runtime import humming, resident, target_facts
 from hqconv.schemas.target import TargetSchema
 
 PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`

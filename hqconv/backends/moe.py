@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hqconv.backends.humming_runtime import humming, humming_gpu
+from hqconv.backends.runtime import humming, humming_gpu
 
 _COMPUTE = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hqconv.backends import loops, twins
-from hqconv.backends.humming_runtime import humming, resident
+from hqconv.backends.runtime import humming, resident
 from hqconv.backends.twins import Array
 from hqconv.schemas.target import TargetSchema
 

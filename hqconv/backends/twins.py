@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.backends import loops, repack_loops
+from hqconv.backends import loops
+from hqconv.backends import repack as repack_loops
 
 Array = np.ndarray[Any, np.dtype[Any]]
 NO_LIMIT = np.float32(0)

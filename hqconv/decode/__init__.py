@@ -17,7 +17,7 @@ from hqconv.decode.express import express, share_scale
 from hqconv.decode.floating import Names, Parts, Shape, decode_fp8, decode_mx, decode_nvfp4
 from hqconv.decode.integer import decode_awq, decode_bitnet, decode_gptq, decode_int8, decode_packed_int
 from hqconv.decode.schemas import decode_humming, decode_quark
-from hqconv.schemas.sources import SourceFormat
+from hqconv.formats.format import SourceFormat
 
 __all__ = [
     "DECODERS",

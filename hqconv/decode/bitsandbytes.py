@@ -14,7 +14,7 @@ import torch
 from hqconv.decode.coded import refuse
 from hqconv.decode.floating import Names, Parts, Shape
 from hqconv.errors import RequestError
-from hqconv.schemas.sources import SourceFormat
+from hqconv.formats.format import SourceFormat
 
 
 def decode_bitsandbytes(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> torch.Tensor:

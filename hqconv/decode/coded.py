@@ -14,7 +14,8 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from hqconv.backends import decode_loops, loops, twins
+from hqconv.backends import loops, twins
+from hqconv.decode import loops as decode_loops
 from hqconv.decode import words
 from hqconv.errors import InputError
 

@@ -13,7 +13,7 @@ from hqconv.backends.quantize import torch_dtype
 from hqconv.decode import words
 from hqconv.decode.coded import Coded, scale_values
 from hqconv.errors import RequestError
-from hqconv.schemas.sources import scale_dtype_of, target_group
+from hqconv.formats.format import scale_dtype_of, target_group
 from hqconv.schemas.target import TargetSchema
 
 

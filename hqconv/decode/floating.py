@@ -11,7 +11,7 @@ import torch
 
 from hqconv.decode import words
 from hqconv.decode.coded import Coded, checked, refuse
-from hqconv.schemas.sources import SourceFormat
+from hqconv.formats.format import SourceFormat
 
 Parts = Mapping[str, torch.Tensor]
 Names = Mapping[str, str]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hqconv.backends import decode_loops
+from hqconv.decode import loops as decode_loops
 from hqconv.decode import words
 from hqconv.decode.coded import Coded, checked, refuse
 from hqconv.decode.floating import Names, Parts, Shape, grid
-from hqconv.schemas.sources import SourceFormat
+from hqconv.formats.format import SourceFormat
 
 
 def _bits(fmt: SourceFormat) -> int:

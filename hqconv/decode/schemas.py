@@ -1,7 +1,7 @@
 """Decoders of the two formats whose config says everything: Quark, and Humming's own.
 
 Legend: N output rows, K input columns, G groups along K. Parts are one matrix's tensors by canonical name. What
-the options mean is in `hqconv.source_parts_schemas`.
+the options mean is in `hqconv.formats.toolkits`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hqconv.decode import words
 from hqconv.decode.coded import Coded, checked, refuse
 from hqconv.decode.floating import Names, Parts, Shape, as_e8m0, grid
 from hqconv.decode.integer import reordered_nibbles
-from hqconv.schemas.sources import SourceFormat
+from hqconv.formats.format import SourceFormat
 
 
 def decode_quark(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:

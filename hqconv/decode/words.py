@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hqconv.backends import decode_loops
+from hqconv.decode import loops as decode_loops
 
 # Nibble j of a word is column AWQ_ORDER[j] of its eight. Source: autoawq, utils/packing_utils.py.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -173,7 +173,7 @@ def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more:
     )
 
 
-SOURCE = "source"  # `--schema source`: see `hqconv.source_schema`
+SOURCE = "source"  # `--schema source`: see `hqconv.plan.own_schema`
 
 PRESETS: dict[str, TargetSchema] = {
     schema.name: schema

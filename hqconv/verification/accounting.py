@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from hqconv.checkpoint import Checkpoint, TensorRef
+from hqconv.artifact.opened import Artifact
+from hqconv.checkpoint.folder import Checkpoint, TensorRef
+from hqconv.checkpoint.safetensors import HeaderEntry
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.expert_block import ExpertBlock
-from hqconv.experts import ExpertMap, map_checkpoint, map_experts
-from hqconv.safetensors_header import HeaderEntry
+from hqconv.experts.block import ExpertBlock
+from hqconv.experts.map import ExpertMap, map_checkpoint, map_experts
+from hqconv.formats.format import KNOWN_BY_SOURCE, conversion_of
+from hqconv.pipeline.writer import sha256_of
 from hqconv.schemas import artifact as names
-from hqconv.schemas.sources import KNOWN_BY_SOURCE, conversion_of
-from hqconv.verification import CheckResult
-from hqconv.verification.artifact import Artifact
-from hqconv.writer import sha256_of
+from hqconv.verification.result import CheckResult
 
 CHUNK_BYTES = 8 << 20
 _FACTS = {

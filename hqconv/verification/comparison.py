@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hqconv.artifact.matrices import Array, Matrix, Note
+from hqconv.artifact.opened import Artifact
+from hqconv.artifact.unlayout.form import code_values, read_config, to_float32
 from hqconv.backends.quantize import Cost
-from hqconv.expert_block import ExpertBlock
+from hqconv.experts.block import ExpertBlock
 from hqconv.schemas import artifact as names
+from hqconv.schemas.grid import tp_share
 from hqconv.schemas.target import TargetSchema
-from hqconv.sharding import tp_share
-from hqconv.unlayout_form import code_values, read_config, to_float32
-from hqconv.verification.artifact import Artifact
-from hqconv.verification.matrices import Array, Matrix, Note
 
 _CHUNK_NUMBERS = 1 << 16  # decoded at once: its float64 temporaries stay in the cache
 _TENSOR_OF = {
@@ -243,7 +243,7 @@ def _decoded_rows(
     matrix: Matrix, schema: TargetSchema, param_dtype: str
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """(first row, decoded float32 rows), a few at a time; the array is used again."""
-    from hqconv import unlayout_loops as loops
+    from hqconv.artifact.unlayout import loops
 
     num_rows, num_columns = matrix.codes.shape
     values = code_table(schema, param_dtype)

@@ -14,12 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from hqconv.artifact.opened import Artifact, Header
 from hqconv.backends.layout import KernelForm, TensorForm
-from hqconv.checkpoint import Checkpoint
+from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import VerificationError
-from hqconv.expert_block import ExpertBlock
+from hqconv.experts.block import ExpertBlock
+from hqconv.pipeline.writer import sha256_of
 from hqconv.schemas import artifact as names
-from hqconv.verification import CheckResult
 from hqconv.verification.accounting import (
     check_accounting,
     check_config,
@@ -28,8 +29,7 @@ from hqconv.verification.accounting import (
     compare_words,
     read_json,
 )
-from hqconv.verification.artifact import Artifact, Header
-from hqconv.writer import sha256_of
+from hqconv.verification.result import CheckResult
 
 SUFFIX = ".safetensors"
 T = TypeVar("T")

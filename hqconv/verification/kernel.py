@@ -17,18 +17,26 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from hqconv.artifact.experts import whole_expert
+from hqconv.artifact.opened import Artifact
 from hqconv.backends.moe import Gemm, compile_kernels, fused_moe, load_gemm
 from hqconv.backends.quantize import torch_dtype
-from hqconv.checkpoint import Checkpoint
-from hqconv.expert_block import ExpertBlock
-from hqconv.reference import ACTIVATIONS, Expert, Routing, cover_all_experts, is_known, moe_forward, route
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.experts.block import ExpertBlock
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import text_config
-from hqconv.sharding import tp_range
-from hqconv.source_reader import read_source
-from hqconv.verification import CheckResult
-from hqconv.verification.artifact import Artifact
-from hqconv.verification.experts import whole_expert
+from hqconv.schemas.grid import tp_range
+from hqconv.sources.stored import read_source
+from hqconv.verification.reference import (
+    ACTIVATIONS,
+    Expert,
+    Routing,
+    cover_all_experts,
+    is_known,
+    moe_forward,
+    route,
+)
+from hqconv.verification.result import CheckResult
 
 DEFAULT_TOKENS = (1, 17, 256)
 # Relative error of Humming's kernel against its own decoded weights, measured on an H200 with 16-bit activations

@@ -15,29 +15,29 @@ from typing import Any
 
 import torch
 
-from hqconv.backends.layout import safetensors_dtype
-from hqconv.backends.quantize import Cost, Quantized
-from hqconv.checkpoint import Checkpoint
-from hqconv.encoding import encode
-from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.expert_block import ExpertBlock
-from hqconv.experts import map_checkpoint
-from hqconv.pipeline import requantized_counts
-from hqconv.schemas import artifact as names
-from hqconv.schemas.sources import conversion_of
-from hqconv.schemas.target import TargetSchema
-from hqconv.source_reader import StoredMatrix, read_source
-from hqconv.verification import CheckResult, Finding
-from hqconv.verification.accounting import compare_words
-from hqconv.verification.artifact import Artifact
-from hqconv.verification.comparison import Figures, Place, compare, fingerprint, measure, summarize
-from hqconv.verification.matrices import (
+from hqconv.artifact.matrices import (
     Matrix,
     check_rank_headers,
     read_kernel_expert,
     read_packed_expert,
     unpack,
 )
+from hqconv.artifact.opened import Artifact
+from hqconv.backends.layout import safetensors_dtype
+from hqconv.backends.quantize import Cost, Quantized
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.experts.block import ExpertBlock
+from hqconv.experts.map import map_checkpoint
+from hqconv.formats.format import conversion_of
+from hqconv.pipeline.encode import encode
+from hqconv.pipeline.workers import requantized_counts
+from hqconv.schemas import artifact as names
+from hqconv.schemas.target import TargetSchema
+from hqconv.sources.stored import StoredMatrix, read_source
+from hqconv.verification.accounting import compare_words
+from hqconv.verification.comparison import Figures, Place, compare, fingerprint, measure, summarize
+from hqconv.verification.result import CheckResult, Finding
 
 _CPU = torch.device("cpu")
 _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order

@@ -1,0 +1,217 @@
+"""An artifact in the kernel layout as a source: for another TP, EP or schema, without the original model.
+
+Experts come back through the independent decoder of the kernel layout, ranks put together; the other tensors are the
+artifact's ordinary shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hqconv.artifact.matrices import Matrix, check_rank_headers, read_kernel_expert
+from hqconv.artifact.opened import Artifact
+from hqconv.checkpoint.folder import Checkpoint, SourceFile, TensorRef
+from hqconv.checkpoint.safetensors import read_header
+from hqconv.decode import Coded, dequantize, words
+from hqconv.errors import InputError, VerificationError
+from hqconv.experts.block import ExpertBlock, PartSource
+from hqconv.experts.map import ExpertMap
+from hqconv.formats.format import LAID_OUT, SourceFormat, scale_dtype_of, target_group
+from hqconv.schemas import artifact as names
+from hqconv.sources.stored import StoredMatrix
+
+_TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LaidOutMatrix(StoredMatrix):
+    """A projection that was decoded from the kernel layout."""
+
+    kept: Coded
+
+    def coded(self) -> Coded:
+        """Codes and scales, as the artifact's ranks hold them."""
+        return self.kept
+
+    def matrix(self) -> torch.Tensor:
+        """The decoded weights [out, in], float32."""
+        return dequantize(self.kept)
+
+
+class ArtifactSource(Checkpoint):
+    """An artifact opened as a checkpoint. Rank tensors are named `<rank file>:<tensor>`."""
+
+    def __init__(
+        self, root: Path, *, name: str, repo_id: str | None = None, revision: str | None = None
+    ) -> None:
+        """Read manifest and headers. Raises RequestError, VerificationError or InputError for what is not whole."""
+        super().__init__(root, name=name, repo_id=repo_id, revision=revision)
+        self.artifact = Artifact(root)
+        self.quantization = self.artifact.manifest["source"].get("quantization_config")
+        self.config.pop("quantization_config", None)
+        self.other_files = tuple(f for f in self.other_files if f != names.MANIFEST)
+        self._add_rank_files()
+        self._good: dict[str, set[tuple[str, int, int]]] = {}
+
+    def close(self) -> None:
+        """Close the files of both views."""
+        super().close()
+        self.artifact.close()
+
+    def _add_rank_files(self) -> None:
+        files = list(self.files)
+        for path in sorted(self.artifact.manifest["files"]):
+            if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
+                continue
+            header, _, sha256 = read_header(self.root / path)
+            status = (self.root / path).stat()
+            for tensor, (dtype, shape, begin, end) in header.items():
+                full = f"{path}:{tensor}"
+                self.tensors[full] = TensorRef(full, dtype, shape, len(files), begin, end - begin)
+            files.append(SourceFile(path, status.st_size, sha256, status.st_mtime_ns))
+        self.files = tuple(files)
+        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
+
+    def map_experts(self) -> ExpertMap:
+        """The artifact's blocks and what becomes of its tensors."""
+        blocks = tuple(self._block(name) for name in self.artifact.blocks)
+        converted = {name: block.name for block in blocks for name in block.tensor_names()}
+        copied = tuple(name for name in self.tensors if name not in converted)
+        stray = next((name for name in copied if name.startswith(f"{names.EXPERTS_FOLDER}/")), None)
+        if stray is not None:
+            what, remedy = "A rank file holds a tensor that no kernel reads.", "Verify the artifact."
+            raise InputError(what, where=stray, remedy=remedy)
+        because = f"{self.artifact.manifest.get('family_chosen_because')}; read back from the kernel layout"
+        return ExpertMap(self.artifact.family.name, because, blocks, converted, copied, {})
+
+    def _block(self, name: str) -> ExpertBlock:
+        block = self.artifact.expert_block(name)
+        parts = {role: self._parts(name, "w2" if role == "w2" else "w13") for role in block.roles}
+        homes = self.artifact.grid.homes(block.num_experts)
+        sources = tuple(
+            {role: {key: self._share(p, homes[e][0]) for key, p in of.items()} for role, of in parts.items()}
+            for e in range(block.num_experts)
+        )
+        weight = parts["w2"]["weight"]
+        return replace(block, format=self.format, dtype=weight.dtype, parts=parts, sources=sources)
+
+    def _parts(self, block: str, gemm: str) -> dict[str, PartSource]:
+        """The rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
+        parts = {}
+        for index, rank in enumerate(self.artifact.grid.ranks):
+            path = names.rank_file(block, *rank)
+            prefix = f"{path}:{block}.{gemm}_"
+            for full in self.artifact.header(path)[0]:
+                ref = self.tensors[f"{path}:{full}"]
+                if ref.name.startswith(prefix):
+                    part = ref.name.removeprefix(prefix)
+                    key = part if index == 0 else f"{part}@tp{rank[0]}-ep{rank[1]}"
+                    parts[key] = PartSource(ref.name, ref.dtype, ref.shape)
+        return parts
+
+    def _share(self, part: PartSource, home: tuple[int, int]) -> TensorRef:
+        """An expert's bytes in a rank tensor, for counting: of the EP rank that holds it, none of the others."""
+        ref = self.tensors[part.template]
+        ep_rank, local = home
+        if f"-ep{ep_rank}/" not in part.template:
+            return replace(ref, num_bytes=0)
+        size = ref.num_bytes // ref.shape[0]
+        return replace(ref, shape=ref.shape[1:], offset_bytes=ref.offset_bytes + local * size, num_bytes=size)
+
+    @property
+    def format(self) -> SourceFormat:
+        """The artifact's schema as a source's format."""
+        schema, param = self.artifact.schema, self.artifact.param_dtype
+        group_n, group_k = target_group(schema)
+        options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
+        return SourceFormat(
+            name=f"hqconv kernel layout, {schema.name}",
+            decoder=LAID_OUT,
+            b_dtype=schema.b_dtype,
+            scale_dtype=scale_dtype_of(schema, param),
+            group_n=group_n,
+            group_k=group_k,
+            has_zero_point=schema.has_zero_point,
+            scale_2=schema.weight_scale_2_type,
+            options=options,
+        )
+
+    def read_stored(
+        self, block: ExpertBlock, expert: int, roles: Sequence[str], device: torch.device
+    ) -> dict[str, StoredMatrix]:
+        """One expert's projections, put together from all TP ranks. Raises InputError for what cannot be decoded."""
+        if block.name not in self._good:
+            self._good[block.name] = check_rank_headers(self.artifact, block, _refuse)
+        good = self._good[block.name]
+        found: dict[str, Matrix] = {}
+        for gemm, of_gemm in (("w13", ("w1", "w3")), ("w2", ("w2",))):
+            if set(of_gemm).intersection(roles):
+                found |= read_kernel_expert(self.artifact, block, gemm, expert, good, _refuse)
+        return {role: self._stored(block, expert, role, found[role], device) for role in roles}
+
+    def _stored(
+        self, block: ExpertBlock, expert: int, role: str, matrix: Matrix, device: torch.device
+    ) -> StoredMatrix:
+        where = f"{block.name}, {role} of expert {expert}"
+        if matrix.flushed is not None and bool(matrix.flushed.any()):
+            raise InputError(
+                "The artifact lost scales when it was made for float16: its source's values cannot be told.",
+                where=where,
+                remedy="Convert the original model.",
+            )
+        format_ = self.format
+        coded = Coded(
+            b_dtype=format_.b_dtype,
+            packed=words.pack(torch.from_numpy(matrix.codes), self.artifact.schema.num_bits).to(device),
+            scale=_tensor(matrix.scale, matrix.scale_dtype, device),
+            group_n=format_.group_n,
+            group_k=format_.group_k,
+            zero_point=self._zero_point(matrix, device),
+            scale_2=self._scale_2(matrix, device),
+        )
+        parts = {"weight": coded.packed}
+        if matrix.bias is not None:
+            parts["bias"] = _tensor(matrix.bias, self._param_code, device)
+        return LaidOutMatrix(block.format, block.shape(role), parts, dict.fromkeys(parts, where), coded)
+
+    @property
+    def _param_code(self) -> str:
+        return {"bfloat16": "BF16", "float16": "F16"}[self.artifact.param_dtype]
+
+    def _zero_point(self, matrix: Matrix, device: torch.device) -> torch.Tensor | None:
+        if matrix.zero_point is None:
+            return None
+        code = self._param_code if self.artifact.schema.is_fp_zero_point else "U8"
+        return _tensor(matrix.zero_point, code, device)
+
+    def _scale_2(self, matrix: Matrix, device: torch.device) -> torch.Tensor | None:
+        if matrix.scale_2 is None:
+            return None
+        is_tensor = self.artifact.schema.weight_scale_2_type == "tensor"
+        return _tensor(matrix.scale_2, "F32" if is_tensor else self._param_code, device)
+
+
+def _tensor(bits: np.ndarray[Any, Any], code: str, device: torch.device) -> torch.Tensor:
+    """Raw bit patterns as a tensor of the safetensors dtype `code`."""
+    signed = np.ascontiguousarray(bits).view(f"i{bits.itemsize}" if bits.itemsize > 1 else np.uint8)
+    return torch.from_numpy(signed).view(_TORCH_DTYPES[code]).to(device)
+
+
+def _refuse(where: str, what: str, expected: object, found: object) -> None:
+    """What the `weights` check would list is an error where the artifact is a source."""
+    remedy = "Verify the artifact; where it is damaged, convert the original model again."
+    raise VerificationError(what, where=where, expected=expected, found=found, remedy=remedy)

@@ -1,0 +1,143 @@
+"""What must hold of one MoE block's tensors, and the errors that name the one for which it does not.
+
+Legend: E experts, I intermediate size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hqconv.errors import InputError
+from hqconv.experts.block import Parts, PartSource, View
+from hqconv.formats.complete import UNUSED_PARTS, Completed
+from hqconv.formats.format import SourceFormat
+
+Size = tuple[str, int]  # the config key it came from, "" if from shapes, and the value
+RoleParts = dict[str, dict[str, PartSource]]  # role → raw part name → where it is
+REMEDY = "check that the checkpoint is complete and that config.json belongs to it"
+
+
+@dataclass
+class Found:
+    """A block's tensors by what their names say: of single experts, and of stacks; innermost key: part."""
+
+    experts: dict[int, dict[str, Parts]] = field(default_factory=dict)
+    stacks: dict[str, Parts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the config says of a block's sizes, where it says so."""
+
+    num_experts: Size | None
+    hidden: Size | None
+    intermediate: Size | None
+
+
+def contradiction(what: str, where: str, expected: object, found: object) -> InputError:
+    """The error for tensors and config that do not belong together."""
+    return InputError(what, where=where, expected=expected, found=found, remedy=REMEDY)
+
+
+def check_one_form(found: Found) -> None:
+    """A block has single experts or stacks, not both."""
+    if found.experts and found.stacks:
+        expert = next(iter(found.experts.values()))
+        forms = (next(iter(expert.values())), next(iter(found.stacks.values())))
+        one, other = (next(iter(parts.values())).name for parts in forms)
+        raise contradiction("a block has its experts twice", one, "single or fused experts", f"also {other}")
+
+
+def check_indices(name: str, experts: Mapping[int, object], count: Size | None) -> None:
+    """Experts 0..E-1 are all there, E as the config says where it says so."""
+    highest = max(experts, default=-1)
+    expected = count[1] if count else highest + 1
+    if len(experts) == expected == highest + 1:
+        return
+    first_missing = next(e for e in range(len(experts) + 1) if e not in experts)
+    is_gap = first_missing < expected
+    raise contradiction(
+        "the experts of a block are not complete" if is_gap else "a block has too many experts",
+        f"{name}.{first_missing if is_gap else highest}",
+        f"experts 0..{expected - 1}" + (f" ({count[0]} in config.json)" if count else ""),
+        f"{len(experts)} experts, the highest is {highest}"
+        + (f", the first missing is {first_missing}" if is_gap else ""),
+    )
+
+
+def check_one_format(done: Mapping[str, Completed], raw: RoleParts) -> None:
+    """All projections of a block are stored alike."""
+    first = done["w2"]
+    for role, one in done.items():
+        if (one.format, set(one.used)) != (first.format, set(first.used)):
+            where = raw[role][one.used["weight"]].template.format(expert=0)
+            texts = [f"{c.format.describe()} ({', '.join(sorted(c.used))})" for c in (first, one)]
+            raise contradiction("a block mixes formats", where, f"{texts[0]} as its w2", texts[1])
+        dtypes = [
+            r[role_].dtype
+            for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))
+        ]
+        if dtypes[0] != dtypes[1]:
+            where = raw[role][one.used["weight"]].template.format(expert=0)
+            raise contradiction("a block mixes dtypes", where, f"{dtypes[0]} as its w2", dtypes[1])
+
+
+def check_cuts(
+    parts: Mapping[str, Mapping[str, PartSource]], source: SourceFormat, count: int, inner: int
+) -> None:
+    """Rows of a stack are dealt to its projections only where each row belongs to one of them.
+
+    A row of block scales, and of zero points packed along N, stands for several rows of the matrix, which may be of
+    gate and up both.
+    """
+    for role, of_role in parts.items():
+        for name, part in of_role.items():
+            view = part.view
+            if (
+                part.is_flat
+                and name == "scale"
+                and any(g and inner % g for g in (source.group_n, source.group_k))
+            ):
+                what, expected = (
+                    "a scale of a flat stack serves two experts",
+                    f"groups that divide {inner} rows",
+                )
+                raise contradiction(what, part.template, expected, source.describe())
+            whole = View(transposed=view.transposed).shape(part.share(count))
+            num_rows = whole[0] if whole else 1
+            # One number for each projection: a scale of its own, or its second scale.
+            is_own = num_rows == view.count and (
+                name == "scale_2" or (name == "scale" and source.group_n == 0)
+            )
+            if view.count == 1 or is_own or num_rows in (1, inner * view.count):
+                continue
+            runs = {"scale": source.group_n, "zero_point": inner * view.count // num_rows}.get(name, 0)
+            if view.interleaved or not runs or inner % runs:
+                what = "a fused tensor's rows belong to several of its projections"
+                expected = f"one row, or rows that are all of one projection, as {inner} rows of {role} are"
+                raise contradiction(what, part.template, expected, list(part.shape))
+
+
+def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None:
+    """An expert has the parts of expert 0, of the same dtypes and shapes; what nothing needs may be missing."""
+    for role, whole in raw.items():
+        refs = {key: ref for key, ref in roles[role].items() if key not in UNUSED_PARTS}
+        like = {key: part for key, part in whole.items() if key not in UNUSED_PARTS}
+        if refs.keys() != like.keys():
+            for key in sorted(like.keys() - refs.keys()):
+                where = like[key].template.format(expert=expert)
+                raise contradiction(
+                    "an expert lacks a tensor", where, "present as in expert 0", "no such tensor"
+                )
+            ref = refs[min(refs.keys() - like.keys())]
+            raise contradiction("an expert has a tensor too many", ref.name, "as in expert 0", "present")
+        for key, ref in refs.items():
+            first = like[key]
+            # bitsandbytes' state is a JSON document in bytes: only its numbers' digits tell how long it is.
+            if ref.shape != first.shape and "quant_state" not in key:
+                expected = f"{list(first.shape)} as {first.template.format(expert=0)}"
+                raise contradiction("an expert has an unexpected shape", ref.name, expected, list(ref.shape))
+            if ref.dtype != first.dtype:
+                expected = f"{first.dtype} as {first.template.format(expert=0)}"
+                raise contradiction("a block mixes dtypes", ref.name, expected, ref.dtype)

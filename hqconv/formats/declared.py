@@ -1,0 +1,92 @@
+"""What a checkpoint's quantization config declares: the source format of each module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hqconv.errors import RequestError
+from hqconv.formats import methods, schemes
+from hqconv.formats.format import PLAIN, SourceFormat
+from hqconv.formats.words import Rule, Words
+
+Parser = Callable[[Words, Mapping[str, Any]], list[Rule]]
+
+_PARSERS: dict[str, Parser] = {
+    "auto-round": methods.auto_round,
+    "awq": methods.awq,
+    "bitnet": methods.bitnet,
+    "bitsandbytes": methods.bitsandbytes,
+    "compressed-tensors": schemes.compressed_tensors,
+    "fbgemm_fp8": methods.fbgemm_fp8,
+    "fp8": methods.fp8,
+    "gptq": methods.gptq,
+    "humming": methods.humming,
+    "modelopt": schemes.modelopt,
+    "mxfp4": methods.mxfp4,
+    "quark": schemes.quark,
+}
+_OTHER_NAMES = {
+    "auto_round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+}
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The formats that a config declares. method: its quant_method, "none" without one."""
+
+    method: str
+    rules: tuple[Rule, ...] = ()
+
+    def of(self, module: str) -> SourceFormat:
+        """The format of a module's weight, by the module's dotted path; PLAIN where the config leaves it out."""
+        for rule in self.rules:
+            found = rule(module)
+            if found is not None:
+                return found
+        return PLAIN
+
+
+def declared_formats(words: Mapping[str, Any] | None, text: Mapping[str, Any]) -> Declared:
+    """Read config.json's `quantization_config` or the content of hf_quant_config.json; None: not quantized.
+
+    text: the language model's config. Nothing is compared with the tensors here.
+    Raises RequestError for a method or variant that is not supported, InputError for values that make no sense.
+    """
+    if words is None:
+        return Declared("none")
+    config = Words(words, "quantization_config")
+    method = _method(config)
+    if method == "hqconv":
+        raise RequestError(
+            "The checkpoint's experts are in the kernel layout.",
+            where="quantization_config.quant_method",
+            expected="a checkpoint to convert: the kernel layout is read through its manifest, hqconv.json",
+            found=method,
+            remedy="Give the artifact's whole folder; where its manifest is lost, convert the original model.",
+        )
+    if method not in _PARSERS:
+        raise RequestError(
+            f"The quantization method '{method}' is not supported.",
+            where="quantization_config.quant_method",
+            expected=", ".join(_PARSERS),
+            found=method,
+            remedy="Convert the original checkpoint that it was made from.",
+        )
+    return Declared(method, tuple(_PARSERS[method](config, text)))
+
+
+def _method(config: Words) -> str:
+    """The method under its usual name. Two old forms name none: bitsandbytes' and hf_quant_config.json."""
+    if not config.has("quant_method"):
+        if config.has("load_in_4bit", "load_in_8bit"):
+            return "bitsandbytes"
+        if config.has("quantization"):
+            return "modelopt"
+    name = config.text("quant_method")
+    return _OTHER_NAMES.get(name, name)

@@ -1,0 +1,349 @@
+"""Quantization methods that describe all modules at once, with exceptions: fp8, mxfp4, gptq, awq, auto-round, …
+
+Each function reads a method's words into rules; the first rule that speaks of a module decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hqconv.errors import InputError, RequestError
+from hqconv.formats.format import ANY, PLAIN, SourceFormat, scale_dtype_of, target_group
+from hqconv.formats.words import (
+    Rule,
+    Words,
+    always,
+    beginning_with,
+    containing,
+    holding,
+    regex,
+    skipped_by_transformers,
+    when,
+)
+from hqconv.schemas.target import TargetSchema
+
+Text = Mapping[str, Any]
+MXFP4 = SourceFormat("mxfp4", "mxfp4", "float4e2m1", "float8e8m0", 1, 32)
+
+
+def nvfp4_format(name: str, group_size: int) -> SourceFormat:
+    """NVIDIA's fp4: an e4m3 scale per group and one scale for the matrix."""
+    return SourceFormat(name, "nvfp4", "float4e2m1", "float8e4m3", 1, group_size, scale_2="tensor")
+
+
+def _skipped(words: Words, *keys: str) -> Rule:
+    names = [name for key in keys for name in words.names(key)]
+    return when(skipped_by_transformers(names, words.where(words.first(*keys))))
+
+
+# DeepSeek's words, and torch's, as MiniMax writes them.
+_FP8_CODES = {
+    "e4m3": "float8e4m3",
+    "e5m2": "float8e5m2",
+    "float8_e4m3fn": "float8e4m3",
+    "float8_e5m2": "float8e5m2",
+}
+
+
+def fp8(words: Words, text: Text) -> list[Rule]:
+    """fp8 of transformers and DeepSeek, per block, or per tensor or channel as the scales' shapes say.
+
+    DeepSeek-V4 names its routed experts' dtype apart from it, in the model's config (V4.1: in this one).
+    """
+    skipped = _skipped(words, "modules_to_not_convert", "ignored_layers")
+    rows, columns = words.pair("weight_block_size") if words.has("weight_block_size") else (ANY, ANY)
+    codes = _FP8_CODES[words.text("fmt", tuple(_FP8_CODES))] if words.has("fmt") else ""
+    is_power = words.text("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
+    dense = SourceFormat(
+        "fp8",
+        "fp8",
+        codes,
+        "float8e8m0" if is_power else "",
+        rows,
+        columns,
+        options=(("scale_fmt", "ue8m0"),) if is_power else (),
+    )
+    return [skipped, *_routed_experts(words, text), always(dense)]
+
+
+def _routed_experts(words: Words, text: Text) -> Iterator[Rule]:
+    """The rule for routed experts that are stored otherwise than the rest of an fp8 checkpoint."""
+
+    def is_routed(module: str) -> bool:
+        return ".experts." in f".{module}."
+
+    source = words if words.has("expert_dtype") else Words(text, "config.json")
+    if words.has("moe_quant_algo"):
+        if words.text("moe_quant_algo") != "nvfp4":
+            raise words.unsupported("moe_quant_algo", "NVFP4")
+        yield when(is_routed, nvfp4_format("nvfp4", 16))
+    elif source.has("expert_dtype") and source.text("expert_dtype", ("fp4", "fp8")) == "fp4":
+        yield when(is_routed, MXFP4)
+
+
+def fbgemm_fp8(words: Words, _text: Text) -> list[Rule]:
+    """fbgemm's fp8: one scale per output row."""
+    skipped = _skipped(words, "modules_to_not_convert")
+    return [skipped, always(SourceFormat("fbgemm fp8", "fp8", "float8e4m3", "", 1, 0))]
+
+
+def mxfp4(words: Words, _text: Text) -> list[Rule]:
+    """GPT-OSS: fp4 with a power-of-two scale per 32 columns."""
+    return [_skipped(words, "modules_to_not_convert"), always(MXFP4)]
+
+
+def gptq(words: Words, _text: Text) -> list[Rule]:
+    """GPTQ of AutoGPTQ and GPTQModel, with GPTQModel's `dynamic` overrides.
+
+    modules_in_block_to_quantize: only modules whose names contain one of them are quantized.
+    """
+    rules = list(_dynamic(words, gptq_format))
+    parts = _flat(words, "modules_in_block_to_quantize")
+    if parts:
+        quantized = containing(parts)
+        rules.append(when(lambda module: not quantized(module)))
+    return [*rules, always(gptq_format(words))]
+
+
+def _flat(words: Words, key: str) -> list[str]:
+    """The strings of a list of strings or of lists of strings; none where the key is absent."""
+    entries = words.values.get(key) or []
+    if not isinstance(entries, list):
+        raise words.wrong(key, "a list")
+    flat = [item for entry in entries for item in (entry if isinstance(entry, list) else [entry])]
+    return words.replaced(**{key: flat}).names(key)
+
+
+def _dynamic(words: Words, format_of: Callable[[Words], SourceFormat]) -> Iterator[Rule]:
+    """GPTQModel's rules: "-:regex" leaves modules out, "+:regex" (or without a sign) overrides keys."""
+    if not words.has("dynamic"):
+        return
+    outer = words.table("dynamic")
+    for pattern in outer.values:
+        search = regex(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, outer.path)
+        if pattern.startswith("-:"):
+            yield when(beginning_with(search))
+        else:
+            yield when(beginning_with(search), format_of(words.overridden(outer.table(pattern))))
+
+
+def gptq_format(words: Words, title: str = "gptq") -> SourceFormat:
+    """One GPTQ format. Version 1 stores a zero point minus one, version 2 as it is."""
+    bits = words.integer("bits", 2, 8)
+    group_size = words.group_size("group_size")
+    is_ordered = words.flag("desc_act", False)
+    key = words.first("checkpoint_format", "format")
+    version = words.text(key, default="gptq")
+    if version not in ("gptq", "gptq_v2") or words.flag("is_marlin_format", False):
+        raise words.unsupported(key, "gptq or gptq_v2")
+    return SourceFormat(
+        f"{title} int{bits}",
+        "gptq",
+        f"uint{bits}",
+        group_k=group_size,
+        has_zero_point=not words.flag("sym", True),
+        # With one group for all columns their order changes nothing.
+        is_permuted=is_ordered and group_size > 0,
+        options=(("zero_offset", 0 if version == "gptq_v2" else 1), ("desc_act", is_ordered)),
+    )
+
+
+def awq(words: Words, _text: Text) -> list[Rule]:
+    """AWQ in AutoAWQ's gemm layout. A module is left out if its name contains an entry, as in AutoAWQ."""
+    key = words.first("version", "checkpoint_format", "format")
+    if words.text(key, default="gemm") != "gemm" or words.values.get("backend") == "llm-awq":
+        raise words.unsupported(key, "gemm")
+    skipped = when(containing(words.names("modules_to_not_convert")))
+    return [skipped, *_dynamic(words, awq_format), always(awq_format(words))]
+
+
+def awq_format(words: Words, title: str = "awq") -> SourceFormat:
+    """One AWQ format; its order of nibbles is defined for 4 bits only."""
+    bits = words.integer(words.first("bits", "w_bit"), 4, 4)
+    return SourceFormat(
+        f"{title} int{bits}",
+        "awq",
+        f"uint{bits}",
+        group_k=words.group_size("group_size", "q_group_size"),
+        has_zero_point=words.flag("zero_point", not words.flag("sym", False)),
+    )
+
+
+# Whether a GPTQ-like packing stores zero points minus one. Source: GPTQ_FORMAT and GPTQ_FORMAT_NO_ZP of
+# auto_round.inference.backend, and `pack` of auto_round_extension.torch.qlinear_torch_zp and qlinear_torch.
+_AUTO_ROUND_ZERO_OFFSET = {
+    "auto": 1,
+    "auto_round:auto_gptq": 1,
+    "auto_round:gptq": 1,
+    "auto_round": 0,
+    "auto_round:gptqmodel": 0,
+}
+_AUTO_ROUND_AWQ = ("auto_round:auto_awq", "auto_round:awq")
+_REGEX_SIGNS = frozenset(r"*+?^$()[]{}|\\")
+
+
+def auto_round(words: Words, _text: Text) -> list[Rule]:
+    """AutoRound's integer formats, in GPTQ's or AWQ's packing, with overrides per module in `extra_config`.
+
+    A key is a name, the end of one, or a regex that is searched; names go before regexes.
+    """
+    exact: dict[str, SourceFormat] = {}
+    patterns: list[Rule] = []
+    for key, overrides in words.tables("extra_config"):
+        found = _auto_round_format(words.overridden(overrides))
+        exact[key] = found
+        if _REGEX_SIGNS & set(key):
+            search = regex(key, words.where("extra_config"))
+            patterns.append(when(holding(search), found))
+
+    def by_name(module: str) -> SourceFormat | None:
+        ends = [module]
+        while "." in ends[-1]:
+            ends.append(ends[-1].partition(".")[2])
+        return next((exact[end] for end in ends if end in exact), None)
+
+    key = words.first("block_name_to_quantize", "to_quant_block_names")
+    outside = list(_outside_blocks(words, key)) if words.has(key) else []
+    return [by_name, *patterns, *outside, always(_auto_round_format(words))]
+
+
+def _outside_blocks(words: Words, key: str) -> Iterator[Rule]:
+    """The rule that leaves out modules outside the blocks: a list of paths, or paths with commas between."""
+    value = words.values[key]
+    names = value.split(",") if isinstance(value, str) else words.names(key)
+    blocks = tuple(name.strip() for name in names if name.strip())
+    if blocks:
+        yield when(lambda module: not module.startswith(blocks))
+
+
+def _auto_round_format(words: Words) -> SourceFormat:
+    if words.integer("bits", 1, 32) >= 16:
+        return PLAIN
+    if words.text("data_type", default="int") != "int":
+        raise words.unsupported("data_type", "int")
+    if words.integer("act_bits", 1, 32, 16) < 16:
+        raise words.unsupported("act_bits", "16: activations that are not quantized")
+    packing = words.text("packing_format", default="auto")
+    if packing in _AUTO_ROUND_AWQ:
+        layout = words.replaced(zero_point=not words.flag("sym", True))
+        return awq_format(layout, "auto-round (awq packing)")
+    if packing not in _AUTO_ROUND_ZERO_OFFSET:
+        raise words.unsupported("packing_format", ", ".join([*_AUTO_ROUND_ZERO_OFFSET, *_AUTO_ROUND_AWQ]))
+    version = "gptq" if _AUTO_ROUND_ZERO_OFFSET[packing] else "gptq_v2"
+    layout = words.replaced(checkpoint_format=version)
+    return gptq_format(layout, "auto-round (gptq packing)")
+
+
+def bitnet(words: Words, _text: Text) -> list[Rule]:
+    """BitNet's ternary weights, four to a byte, with one scale per matrix.
+
+    scale_inverted: `BitLinear` divides by the stored scale, `AutoBitLinear` multiplies with it. Source:
+    their `forward` in transformers.integrations.bitnet.
+    """
+    kind = words.text("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
+    if words.text("quantization_mode", ("offline", "online"), "offline") == "online":
+        raise words.unsupported("quantization_mode", "offline: online weights are rounded on each use")
+    if words.flag("use_rms_norm", False):
+        raise words.unsupported("use_rms_norm", "false: the kernel has no norm before an expert")
+    options = (("scale_inverted", kind == "bitlinear"),)
+    ternary = SourceFormat("bitnet", "bitnet", "float2e0m1", group_n=0, group_k=0, options=options)
+    return [_skipped(words, "modules_to_not_convert"), always(ternary)]
+
+
+def bitsandbytes(words: Words, _text: Text) -> list[Rule]:
+    """bitsandbytes' 4-bit tables; the sizes of its blocks are in the checkpoint."""
+    if not words.flag(words.first("load_in_4bit", "_load_in_4bit"), False):
+        key = words.first("load_in_8bit", "_load_in_8bit", "load_in_4bit")
+        raise words.unsupported(key, "load_in_4bit: true")
+    kind = words.text("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    options = (("quant_type", kind),)
+    table = SourceFormat(f"bitsandbytes {kind}", "bnb4", group_n=ANY, group_k=ANY, options=options)
+    return [_skipped(words, "llm_int8_skip_modules"), always(table)]
+
+
+# Names of a field, the first that is present counts. Source: HummingWeightSchema.KWARGS_ALIAS.
+_HUMMING_NAMES = {
+    "b_dtype": ("b_dtype", "weight_dtype", "dtype"),
+    "bs_dtype": ("bs_dtype", "weight_scale_dtype", "scale_dtype"),
+    "weight_scale_type": ("weight_scale_type", "scale_type"),
+    "weight_scale_2_type": ("weight_scale_2_type", "scale_2_type"),
+    "weight_scale_group_size": ("weight_scale_group_size", "group_size"),
+    "weight_scale_group_size_n": ("weight_scale_group_size_n", "group_size_n"),
+}
+
+
+def humming(words: Words, _text: Text) -> list[Rule]:
+    """Humming's checkpoint layout. Exceptions as vLLM's HummingConfig reads them: "-" goes before "+".
+
+    They speak of vLLM's modules, where all experts of a block are one: the module to ask for is the block.
+    """
+    keys = ("ignored_layers", "ignore", "modules_to_not_convert")
+    key = next((key for key in keys if words.values.get(key)), keys[0])
+    ignored = words.names(key)
+    plain = [name for name in ignored if not name.startswith("re:")]
+    patterns = [name for name in ignored if name.startswith("re:")]
+    left_out, overriding = [], []
+    for pattern, overrides in words.tables("dynamic"):
+        # Without a sign vLLM passes over a pattern.
+        search = beginning_with(regex(pattern[2:], words.where("dynamic")))
+        if pattern.startswith("-"):
+            left_out.append(when(search))
+        elif pattern.startswith("+"):
+            overriding.append(when(search, _humming_format(words.overridden(overrides))))
+    return [
+        when(containing(plain)),
+        *(when(beginning_with(regex(pattern[3:], words.where(key)))) for pattern in patterns),
+        *left_out,
+        *overriding,
+        always(_humming_format(words)),
+    ]
+
+
+def _humming_format(words: Words) -> SourceFormat:
+    if words.text("quant_method", default="humming") != "humming":
+        raise words.unsupported("quant_method", "humming")
+    if words.integer("hadamard_block_size", -1, default=0) not in (0, 1):
+        raise words.unsupported("hadamard_block_size", "0: weights that are not rotated")
+    schema = _humming_schema(words)
+    rows, columns = target_group(schema)
+    is_shared = schema.weight_scale_type in ("block", "tensor")
+    return SourceFormat(
+        f"humming {schema.b_dtype}",
+        "humming",
+        schema.b_dtype,
+        scale_dtype_of(schema, "") if is_shared else schema.bs_dtype or "",
+        rows,
+        columns,
+        schema.has_zero_point,
+        schema.weight_scale_2_type,
+        options=tuple((name, value) for name, value in asdict(schema).items() if name != "name"),
+    )
+
+
+def _humming_schema(words: Words) -> TargetSchema:
+    """The schema that the words describe. Raises InputError where Humming could not hold it."""
+    keys = {field: words.first(*names) for field, names in _HUMMING_NAMES.items()}
+    size = words.integer(keys["weight_scale_group_size"], 0, default=0)
+    size_n = words.integer(keys["weight_scale_group_size_n"], 0, default=0)
+    implied = "block" if size_n > 1 else "group" if size else "channel"
+    kind = words.text(keys["weight_scale_type"], ("group", "channel", "block", "tensor"), implied)
+    scale = words.text(keys["bs_dtype"], default="")
+    try:
+        return TargetSchema(
+            name="humming",
+            b_dtype=re.sub(r"^int", "uint", words.text(keys["b_dtype"])),
+            bs_dtype=scale or None,
+            weight_scale_type=kind,
+            weight_scale_group_size=size,
+            weight_scale_group_size_n=0 if size_n == 1 else size_n,
+            weight_scale_2_type=words.text(keys["weight_scale_2_type"], default="none"),
+            has_zero_point=words.flag("has_zero_point", False),
+            is_fp_zero_point=words.flag("is_fp_zero_point", False),
+        )
+    except RequestError as error:
+        key = keys.get(error.where, error.where)
+        what = "The quantization config describes no format of Humming's."
+        raise InputError(what, where=words.where(key), expected=error.expected, found=error.found) from error

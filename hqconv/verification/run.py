@@ -1,0 +1,167 @@
+"""Verifies an artifact: files, weights, and the production kernel; one report of all of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hqconv.artifact.opened import Artifact
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.errors import HqconvError, RequestError
+from hqconv.experts.block import ExpertBlock
+from hqconv.experts.map import map_checkpoint
+from hqconv.schemas import artifact as names
+from hqconv.verification.files import check_files
+from hqconv.verification.kernel import DEFAULT_TOKENS, check_kernel
+from hqconv.verification.result import FAIL, CheckResult
+from hqconv.verification.weights import check_weights
+
+CHECKS = ("files", "weights", "kernel")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to verify, and with what. `checks` None means all that can run here; `layers` None the defaults."""
+
+    checks: tuple[str, ...] | None = None
+    layers: frozenset[int] | None = None
+    tokens: tuple[int, ...] = DEFAULT_TOKENS
+    device: torch.device | None = None  # None: a CUDA device of the artifact's target, if there is one
+    num_threads: int = 2
+    max_memory_bytes: int = 4 << 30
+
+
+@dataclass
+class Report:
+    """The outcome. `passed` is True only if no check found anything and at least one ran."""
+
+    root: Path
+    results: list[CheckResult] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        ran = [r for r in self.results if not r.skipped or r.findings]
+        return bool(ran) and all(r.status != FAIL for r in ran)
+
+    def words(self) -> dict[str, Any]:
+        """The report as JSON words."""
+        checks = {
+            r.name: {
+                "status": r.status,
+                "seconds": round(self.seconds.get(r.name, 0.0), 3),
+                "skipped_because": r.skipped,
+                "notes": r.notes,
+                "findings": [asdict(f) for f in r.findings],
+                "measured": r.measured,
+            }
+            for r in self.results
+        }
+        return {"artifact": str(self.root), "passed": self.passed, "checks": checks}
+
+
+def verify(root: Path, checkpoint: Checkpoint | None = None, options: Options | None = None) -> Report:
+    """Run the checks on the artifact at `root`, against the source `checkpoint` where it is given.
+
+    Raises RequestError for a check that was asked for by name and cannot run here, for unknown layers, and where
+    `root` is no artifact; whatever is wrong with the artifact is in the report instead.
+    """
+    options = options or Options()
+    asked = options.checks or CHECKS
+    unknown = [check for check in asked if check not in CHECKS]
+    if unknown:
+        raise RequestError(
+            "There is no such check.", where="--checks", expected=", ".join(CHECKS), found=unknown[0]
+        )
+    with Artifact(root) as artifact:
+        layers = _chosen_blocks(artifact, options.layers)
+        report = Report(root)
+        runs: dict[str, Callable[[], CheckResult]] = {
+            "files": lambda: check_files(artifact, checkpoint, options.num_threads),
+            "weights": lambda: check_weights(
+                artifact, checkpoint, options.layers, options.num_threads, options.max_memory_bytes
+            ),
+            "kernel": lambda: _kernel(artifact, checkpoint, options, layers),
+        }
+        for check in CHECKS:
+            if check in asked:
+                started = time.monotonic()
+                report.results.append(_run(check, runs[check]))
+                report.seconds[check] = time.monotonic() - started
+        return report
+
+
+def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
+    """A check's result; what stops a check half way is a finding like any other."""
+    try:
+        return run()
+    except RequestError:
+        raise
+    except HqconvError as error:
+        result = CheckResult(name)
+        result.add(error.where, error.what, error.expected, error.found)
+        return result
+    except OSError as error:
+        result = CheckResult(name)
+        result.add(str(error.filename or ""), "a file cannot be read", "", error.strerror or str(error))
+        return result
+
+
+def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[str]:
+    """Blocks of the given layers, in order; all of them for None."""
+    if layers is None:
+        return list(artifact.blocks)
+    of_layer: dict[int, list[str]] = {}
+    for block, words in artifact.blocks.items():
+        of_layer.setdefault(words["layer"], []).append(block)
+    missing = sorted(set(layers) - set(of_layer))
+    if missing:
+        raise RequestError(
+            "There is no MoE block in that layer.",
+            where="--layers",
+            expected=f"layers of {', '.join(map(str, sorted(of_layer)))}",
+            found=missing[0],
+        )
+    return [block for layer in sorted(layers) for block in of_layer[layer]]
+
+
+def _kernel(
+    artifact: Artifact, checkpoint: Checkpoint | None, options: Options, blocks: list[str]
+) -> CheckResult:
+    device, obstacle = _kernel_device(artifact, options.device)
+    if device is None:
+        if options.checks and "kernel" in options.checks:
+            raise RequestError("The kernel check cannot run here.", where="--checks kernel", found=obstacle)
+        return CheckResult("kernel", skipped=obstacle)
+    chosen = blocks
+    if options.layers is None and len(blocks) > 3:
+        chosen = [blocks[0], blocks[len(blocks) // 2], blocks[-1]]
+    source: dict[str, ExpertBlock] | None = None
+    if checkpoint is not None:
+        source = {b.name: b for b in map_checkpoint(checkpoint).blocks}
+    with torch.cuda.device(device):
+        result = check_kernel(artifact, source, checkpoint, chosen, options.tokens, device)
+    result.notes.append(
+        f"{len(chosen)} of {len(blocks)} blocks, batches of {', '.join(map(str, options.tokens))} tokens"
+    )
+    return result
+
+
+def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[torch.device | None, str]:
+    """The device to run the kernel on, or None and why not."""
+    if artifact.manifest["layout"] != names.KERNEL:
+        return None, "the checkpoint layout has no kernel tensors"
+    if wanted is not None and wanted.type != "cuda":
+        return None, "the kernel needs a CUDA device"
+    if not torch.cuda.is_available():
+        return None, "there is no CUDA device here"
+    device = wanted or torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    if major * 10 + minor != artifact.sm_version:
+        return None, f"the artifact is for sm{artifact.sm_version}, this device is sm{major}{minor}"
+    return device, ""
