@@ -1,23 +1,23 @@
 """hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels.
 
-For programs: `load(path, tp_rank, ep_rank)` gives a rank's kernel tensors, `dequantize(path, block)` float experts.
+For programs: `plan`, `convert`, `verify`, `inspect`, `load` and `dequantize`; see docs/api.md.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hqconv.version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hqconv.artifact.load import dequantize, load
+    from hqconv.api import convert, dequantize, inspect, load, plan, verify
 
-__all__ = ["__version__", "dequantize", "load"]
+__all__ = ["__version__", "convert", "dequantize", "inspect", "load", "plan", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load", "dequantize"):
-        from hqconv.artifact import load as library  # loads torch, which the command line must not
+    if name in __all__:
+        from hqconv import api
 
-        return getattr(library, name)
+        return getattr(api, name)
     raise AttributeError(f"module 'hqconv' has no attribute '{name}'")

@@ -1,190 +1,256 @@
-"""One conversion of the command line: source, plan, place and resources, run or shown. No Typer here."""
+"""hqconv for programs: what the command line does, as functions. See docs/api.md.
+
+Importing this module loads no torch; a function that needs it does.
+"""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
-from hqconv.checkpoint.gguf import holds_gguf
-from hqconv.cli.options import check_places, choose_device
+from hqconv.artifact.opening import open_source, without_gc
 from hqconv.errors import OutputError
+from hqconv.pipeline.options import (
+    check_modes,
+    check_places,
+    choose_device,
+    choose_target,
+    default_out,
+    parse_bytes,
+)
 from hqconv.schemas.artifact import KERNEL
+from hqconv.schemas.grid import LINEAR, Grid
+from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
 
 if TYPE_CHECKING:
-    from hqconv.checkpoint.folder import Checkpoint
-    from hqconv.pipeline.workers import Resources
-    from hqconv.plan.plan import Plan
-    from hqconv.schemas.grid import Grid
-    from hqconv.schemas.target import TargetSchema
+    import torch
+
+    from hqconv.artifact.load import RankGemm
+    from hqconv.pipeline.progress import Progress
+    from hqconv.pipeline.resources import Resources
+    from hqconv.pipeline.run import ConversionReport
+    from hqconv.planning.plan import Plan
+    from hqconv.sources.source import Source
+    from hqconv.verification.run import VerificationReport
 
 
-@dataclass(frozen=True)
-class Job:
-    """A conversion, ready to run."""
-
-    checkpoint: Checkpoint
-    plan: Plan
-    out: Path
-    resources: Resources
-    resume: bool
-    overwrite: bool
-
-
-def resources(device: str, max_memory_bytes: int, threads: int | None) -> Resources:
-    """What the options allow. Raises RequestError for a device that is not here."""
-    from hqconv.pipeline.workers import Resources, default_threads
-
-    return Resources(choose_device(device), max_memory_bytes, threads or default_threads())
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Pauses cycle collection: walking 70,000 tensors' objects again and again would double the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_gc()
-def open_source(src: str, revision: str | None) -> Checkpoint:
-    """`Checkpoint.open`, an artifact in the kernel layout as a source, or a folder with experts in GGUF files."""
-    from hqconv.checkpoint.folder import Checkpoint
-
-    path = Path(src)
-    if revision is None and is_artifact(path) and read_manifest(path)["layout"] == KERNEL:
-        from hqconv.artifact.source import ArtifactSource
-
-        return ArtifactSource(path, name=path.resolve().name)
-    if src and revision is None and holds_gguf(path):
-        from hqconv.sources.gguf import open_with_gguf
-
-        return open_with_gguf(path)
-    return Checkpoint.open(src, revision)
-
-
-@_without_gc()
-def plan_for(
-    checkpoint: Checkpoint, schema: TargetSchema | None, param_dtype: str | None, grid: Grid, **words: Any
+def plan(
+    src: str | Path,
+    *,
+    schema: str | TargetSchema,
+    target: str | None = None,
+    dtype: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    expert_placement: str = LINEAR,
+    redundant_experts: int = 0,
+    layout: str = KERNEL,
+    input_schema: str = "a16",
+    revision: str | None = None,
+    device: str = "auto",
 ) -> Plan:
-    """The plan of a request; what is None becomes the checkpoint's own."""
-    from hqconv.experts.map import map_checkpoint
-    from hqconv.plan.own_schema import make_request
-    from hqconv.plan.plan import make_plan
+    """Plans a conversion from headers and config alone: what every output file holds, and where.
 
-    experts = map_checkpoint(checkpoint)
-    request = make_request(experts, checkpoint.config, schema, param_dtype, grid, **words)
-    return make_plan(checkpoint, experts, request)
+    Options as of `convert`; of a Hub repo nothing but headers is read. Raises what `convert` raises before it begins.
+    """
+    with open_source(src, revision, headers_only=True) as source:
+        sm_version = choose_target(target, layout, choose_device(device))
+        grid = Grid(tp, ep, expert_placement, redundant_experts)
+        return _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
 
 
-@_without_gc()
-def dry_run(job: Job) -> dict[str, Any]:
-    """The plan in words, with what stands in its way; writes nothing."""
-    from hqconv.inspection.describe import describe_plan, output_notes
-    from hqconv.pipeline.workers import count_workers, working_bytes
+def convert(
+    src: str | Path,
+    out: str | Path | None = None,
+    *,
+    schema: str | TargetSchema,
+    target: str | None = None,
+    dtype: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    expert_placement: str = LINEAR,
+    redundant_experts: int = 0,
+    layout: str = KERNEL,
+    input_schema: str = "a16",
+    revision: str | None = None,
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    max_gpu_memory: str | int | None = None,
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_plan: Callable[[Plan, Path], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> ConversionReport:
+    """Converts `src` to an artifact at `out` (default: `./<model>-<schema>[-tpT][-epP]`); see docs/api.md.
 
-    blocks, request = job.plan.experts.blocks, job.plan.request
-    words = describe_plan(
-        job.checkpoint,
-        job.plan,
-        num_workers=count_workers(blocks, request, job.resources),
-        worker_bytes=max(working_bytes(block, request) for block in blocks),
-    )
+    src: a model folder, a Hub repo id (with `revision`), a folder with GGUF files, or an artifact. schema: a preset, a
+    shorthand (int4-g64-zp), a path ending in .toml, a `TargetSchema`, or "source". target: the serving GPU, sm75 …;
+    None: the CUDA device here. dtype: bfloat16 or float16; None: the checkpoint's. layout: kernel or checkpoint.
+    device: auto, cpu, cuda, cuda:N; the bytes are the same. max_memory, max_gpu_memory: "4GiB" or bytes. resume: go on,
+    also with what is finished already. overwrite: replace an artifact, once the new one is complete. on_plan: given the
+    plan and the place before the work begins. progress: told how far it is, from any thread, one call at a time.
+
+    Raises RequestError, InputError (of the source), OutputError or NetworkError; `resume=True` then goes on.
+    """
+    check_modes(resume=resume, overwrite=overwrite)
+    resources = _resources(device, max_memory, max_gpu_memory, threads)
+    sm_version = choose_target(target, layout, resources.device)
+    grid = Grid(tp, ep, expert_placement, redundant_experts)
+    with open_source(src, revision) as source:
+        planned = _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
+        place = check_places(source.root, _place(planned, out))
+        if on_plan is not None:
+            on_plan(planned, place)
+        return _run(source, planned, place, resources, resume=resume, overwrite=overwrite, progress=progress)
+
+
+@without_gc()
+def describe_plan(
+    planned: Plan,
+    out: str | Path | None = None,
+    *,
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    max_gpu_memory: str | int | None = None,
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """A plan in words, with the memory it will take and what stands in its way at `out`; writes nothing.
+
+    Options as of `convert`. Raises RequestError where the memory is not enough or there is no such device.
+    """
+    from hqconv.inspection.plan import describe_plan as describe
+    from hqconv.inspection.plan import output_notes
+
+    place, resources = _place(planned, out), _resources(device, max_memory, max_gpu_memory, threads)
     try:
-        check_places(job.checkpoint.root, job.out)
-        modes = {"resume": job.resume, "overwrite": job.overwrite}
-        notes = output_notes(job.out, job.plan.num_bytes_out, **modes)
+        check_places(Path(planned.source.folder), place)
+        notes = output_notes(place, planned.num_bytes_out, resume=resume, overwrite=overwrite)
     except OutputError as error:
         notes = [error.message()]
-    return {**words, "device": str(job.resources.device), "out": str(job.out), "notes": notes}
-
-
-def run(job: Job, *, quiet: bool) -> dict[str, Any]:
-    """Convert, with progress and warnings on stderr, and return the summary in words.
-
-    Raises KeyboardInterrupt with a message that says how to go on.
-    """
-    from hqconv.cli.progress import ConversionProgress, say
-    from hqconv.inspection.describe import num_planned_bytes
-    from hqconv.pipeline import run as conversion
-
-    check_places(job.checkpoint.root, job.out)
-    for warning in () if quiet else job.plan.warnings:
-        say(f"warning: {warning}")
-    total = num_planned_bytes(job.plan)
-    try:
-        with ConversionProgress(total, len(job.plan.groups), quiet=quiet) as progress:
-            summary = conversion.convert(
-                job.checkpoint,
-                job.plan,
-                job.out,
-                job.resources,
-                resume=job.resume,
-                overwrite=job.overwrite,
-                report=progress.report,
-                on_group=progress.on_group,
-            )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_interrupted(job.out)) from None
-    return _summary_words(job, asdict(summary))
-
-
-def _interrupted(out: Path) -> str:
-    if is_artifact(out):
-        return f"Interrupted. {out} holds a finished artifact."
-    if not is_unfinished(out):
-        return "Interrupted. Nothing was written."
-    return (
-        f"Interrupted. {out} is unfinished and not an artifact yet.\n"
-        "  what to do: run the same command with --resume to go on, or with --overwrite to start anew"
-    )
-
-
-def _summary_words(job: Job, summary: dict[str, Any]) -> dict[str, Any]:
-    from hqconv.inspection.describe import conversions, summarize_requantized
-
-    request = job.plan.request
-    return {
-        "kind": "summary",
-        **summary,
-        "out": str(job.out),
-        "schema": request.schema.name,
-        "layout": request.layout,
-        "target": f"sm{request.sm_version}",
-        "dtype": request.param_dtype,
-        "tp": request.grid.tp,
-        "ep": request.grid.ep,
-        "warnings": list(job.plan.warnings),
-        "conversion": conversions(job.plan.experts, request),
-        "requantized": summarize_requantized(summary["errors"]),
-    }
+    words = describe(planned, resources)
+    return {**words, "device": str(resources.device), "out": str(place), "notes": notes}
 
 
 def verify(
-    out: Path,
-    source: str | None,
-    revision: str | None,
+    out: str | Path,
+    source: str | Path | None = None,
     *,
-    checks: tuple[str, ...] | None,
-    layers: frozenset[int] | None,
-    tokens: tuple[int, ...],
-    resources: Resources,
-) -> dict[str, Any]:
-    """Verify an artifact, against its source where it is given; the report in words."""
-    from hqconv.verification import run as verification
+    checks: Sequence[str] | None = None,
+    layers: Collection[int] | None = None,
+    tokens: Sequence[int] = (1, 17, 256),
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    threads: int | None = None,
+    revision: str | None = None,
+) -> VerificationReport:
+    """Proves an artifact: its files, its weights, and the production kernel on them; against its `source` where given.
 
-    device = resources.device if resources.device.type == "cuda" else None
-    options = verification.Options(
-        checks, layers, tokens, device, resources.num_threads, resources.max_memory_bytes
+    checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look at; None: all, for
+    the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto, cpu, cuda or
+    cuda:N; the kernel needs a GPU of the artifact's target. Whatever is wrong with the artifact is in the report.
+
+    Raises RequestError where `out` is no artifact or a check cannot run, and what `open_source` raises.
+    """
+    from hqconv.verification.run import Options
+    from hqconv.verification.run import verify as run
+
+    resources = _resources(device, max_memory, None, threads)
+    options = Options(
+        checks=None if checks is None else tuple(checks),
+        layers=None if layers is None else frozenset(layers),
+        tokens=tuple(tokens),
+        device=None if device == "auto" else resources.device,
+        num_threads=resources.num_threads,
+        max_memory_bytes=resources.max_memory_bytes,
+        source=None if source is None else str(source),
     )
-    with nullcontext(None) if source is None else open_source(source, revision) as checkpoint:
-        report = verification.verify(out, checkpoint, options)
-    return {"kind": "report", "source": source, **report.words()}
+    with nullcontext(None) if source is None else open_source(source, revision) as opened:
+        return run(Path(out), opened, options)
+
+
+@without_gc()
+def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
+    """What a model folder, a Hub repo or an artifact holds, in words; reads headers only. `kind` says which it is.
+
+    Raises RequestError, InputError, VerificationError (of a damaged artifact) or NetworkError.
+    """
+    from hqconv.inspection.inspect import inspect as run
+
+    return run(path, revision)
+
+
+def load(
+    path: str | Path, *, block: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
+) -> dict[str, RankGemm]:
+    """One MoE block of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
+
+    Nothing is changed about Humming in this process. Raises RequestError where `path` is no kernel artifact or has no
+    such block or rank, VerificationError where a file is damaged.
+    """
+    from hqconv.artifact.load import load_block
+
+    return load_block(path, block, tp_rank, ep_rank, device)
+
+
+def dequantize(path: str | Path, *, block: str) -> dict[str, torch.Tensor]:
+    """One block's experts as float32, decoded from the kernel layout and put together from all ranks.
+
+    Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
+    there are biases. Raises as `load`.
+    """
+    from hqconv.artifact.load import dequantize as run
+
+    return run(path, block)
+
+
+# --- what the functions share --------------------------------------------------------------------------------
+
+
+@without_gc()
+def _plan(
+    source: Source,
+    schema: str | TargetSchema,
+    dtype: str | None,
+    grid: Grid,
+    sm_version: int,
+    layout: str,
+    input_schema: str,
+) -> Plan:
+    from hqconv.planning.plan import make_plan
+    from hqconv.planning.request import make_request
+
+    chosen = (
+        schema if isinstance(schema, TargetSchema) else None if schema == SOURCE else resolve_schema(schema)
+    )
+    experts = source.map_experts()
+    words = {"sm_version": sm_version, "layout": layout, "input_schema": input_schema}
+    request = make_request(experts, source.config, chosen, dtype, grid, **words)
+    return make_plan(source, experts, request)
+
+
+def _run(source: Source, planned: Plan, place: Path, resources: Resources, **words: Any) -> ConversionReport:
+    from hqconv.pipeline.run import convert as run
+
+    return run(source, planned, place, resources, **words)
+
+
+def _place(planned: Plan, out: str | Path | None) -> Path:
+    if out is not None:
+        return Path(out)
+    request = planned.request
+    name = SOURCE if request.must_be_direct else request.schema.name
+    return default_out(planned.source.name, name, request.grid.tp, request.grid.ep)
+
+
+def _resources(
+    device: str, max_memory: str | int, max_gpu_memory: str | int | None, threads: int | None
+) -> Resources:
+    from hqconv.pipeline.resources import Resources, default_threads
+
+    gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
+    return Resources(choose_device(device), parse_bytes(max_memory), threads or default_threads(), gpu_bytes)

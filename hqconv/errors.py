@@ -1,19 +1,25 @@
 """The errors hqconv shows to people, and the exit code each one ends the command with.
 
 HqconvError                      anything the user can act on
+├── VerificationError      (1)   an artifact is not what its manifest or its source says
 ├── RequestError           (2)   the request cannot be met: unknown schema, TP does not divide, …
 ├── InputError             (3)   the bytes given are corrupt, incomplete or contradict their config
-├── OutputError            (4)   the output exists, or the disk or a permission failed
-└── VerificationError      (1)   an artifact is not what its manifest or its source says
+├── OutputError            (4)   the output exists, another process is at work on it, or the disk failed
+└── NetworkError           (5)   the Hub cannot be reached or failed: the same command may work later
+
+What is none of these is a bug of hqconv and ends with EXIT_BUG.
 """
 
 from __future__ import annotations
+
+EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 class HqconvError(Exception):
     """One readable message: what, where, what was expected, what was found, what to do next."""
 
-    exit_code = 1
+    exit_code = EXIT_BUG
 
     def __init__(
         self, what: str, *, where: str = "", expected: object = "", found: object = "", remedy: str = ""
@@ -36,6 +42,12 @@ class HqconvError(Exception):
         return "\n".join(lines)
 
 
+class VerificationError(HqconvError):
+    """An artifact failed verification."""
+
+    exit_code = 1
+
+
 class RequestError(HqconvError):
     """The request itself cannot be met."""
 
@@ -54,7 +66,7 @@ class OutputError(HqconvError):
     exit_code = 4
 
 
-class VerificationError(HqconvError):
-    """An artifact failed verification."""
+class NetworkError(HqconvError):
+    """The network or the Hub failed; what was fetched is kept."""
 
-    exit_code = 1
+    exit_code = 5

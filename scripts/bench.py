@@ -22,19 +22,20 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.shared import make_source
+
 EXPERT_BYTES = 3 * 768 * 2048 * 2
 EXPERTS_PER_LAYER = 32
 
 
-def make_source(folder: Path, size_gb: float) -> None:
+def cached_source(folder: Path, size_gb: float) -> None:
     """Write the checkpoint if it is not there, and read it through the page cache."""
     layers = max(1, round(size_gb * 1e9 / (EXPERT_BYTES * EXPERTS_PER_LAYER)))
     if not folder.exists():
-        script = Path(__file__).with_name("make_checkpoint.py")
-        sizes = (
-            f"--hidden 2048 --intermediate 768 --layers {layers} --experts {EXPERTS_PER_LAYER} --vocab 1024"
-        )
-        subprocess.run([sys.executable, str(script), str(folder), *sizes.split()], check=True)
+        sizes = {"hidden": 2048, "intermediate": 768, "layers": layers, "experts": EXPERTS_PER_LAYER}
+        make_source(folder, **sizes, vocab=1024)
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             while file.read(1 << 24):
@@ -74,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp())
     source = work / "source"
-    make_source(source, args.size)
+    cached_source(source, args.size)
     if args.quantized:
         source = quantize_source(source, args.quantized)
     num_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))

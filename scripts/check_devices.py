@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.checkpoint.folder import Checkpoint
-from hqconv.experts.map import map_checkpoint
-from hqconv.pipeline.run import convert
-from hqconv.pipeline.workers import Resources
-from hqconv.plan.plan import Request, make_plan
-from hqconv.schemas.grid import Grid
-from hqconv.schemas.target import PRESETS, resolve_schema
+import hqconv
+from scripts.shared import SCHEMAS, make_source
 
-SHORTHAND = ("int4-g64-zp", "int3-g64", "int4-g128-fpzp", "int7-c", "int8-g128-zp")
-GRIDS = [("kernel", Grid(tp, ep)) for tp in (1, 2) for ep in (1, 3)]
-GRIDS += [("kernel", Grid(2, 3, "round_robin", 2)), ("checkpoint", Grid())]
+GRIDS: list[dict[str, Any]] = [{"tp": tp, "ep": ep} for tp in (1, 2) for ep in (1, 3)]
+GRIDS += [{"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2}]
+GRIDS += [{"layout": "checkpoint"}]
 
 
 def artifact_bytes(root: Path) -> dict[str, bytes]:
@@ -41,20 +36,17 @@ def artifact_bytes(root: Path) -> dict[str, bytes]:
 def compare(source: Path, work: Path, name: str, dtype: str) -> list[str]:
     """Convert on both devices for all grids; returns what differs."""
     wrong = []
-    for layout, grid in GRIDS:
+    for grid in GRIDS:
         made = []
         for device in ("cpu", "cuda:0"):
-            with Checkpoint.open(str(source)) as checkpoint:
-                experts = map_checkpoint(checkpoint)
-                plan = make_plan(checkpoint, experts, Request(resolve_schema(name), dtype, 90, grid, layout))
-                out = work / device.replace(":", "")
-                resources = Resources(torch.device(device), 4 << 30, 8)
-                convert(checkpoint, plan, out, resources, overwrite=out.exists())
+            out = work / device.replace(":", "")
+            request = {"schema": name, "dtype": dtype, "target": "sm90", **grid}
+            hqconv.convert(source, out, **request, device=device, threads=8, overwrite=out.exists())
             made.append(artifact_bytes(out))
         cpu, cuda = made
         if cpu.keys() != cuda.keys():
-            wrong.append(f"{layout} {grid}: files differ")
-        wrong += [f"{layout} {grid}: {path}" for path in cpu if cpu[path] != cuda.get(path)]
+            wrong.append(f"{grid}: files differ")
+        wrong += [f"{grid}: {path}" for path in cpu if cpu[path] != cuda.get(path)]
     return wrong
 
 
@@ -62,15 +54,12 @@ def main() -> None:
     """Compare everything; exit 1 on any difference."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=None)
-    parser.add_argument("--schemas", default=",".join([*PRESETS, *SHORTHAND]))
+    parser.add_argument("--schemas", default=",".join(SCHEMAS))
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp())
-    source = work / "source"
-    script = Path(__file__).with_name("make_checkpoint.py")
-    sizes = ["--hidden", "512", "--intermediate", "512", "--layers", "2", "--experts", "5", "--top-k", "2"]
-    sizes += ["--vocab", "512", "--shard-size", "8MB"]
-    subprocess.run([sys.executable, str(script), str(source), *sizes], check=True, stdout=subprocess.DEVNULL)
+    sizes = {"hidden": 512, "intermediate": 512, "layers": 2, "experts": 5, "top_k": 2, "vocab": 512}
+    source = make_source(work / "source", **sizes, shard_size="8MB")
     failures = 0
     rows = []
     for name, dtype in itertools.product(args.schemas.split(","), ("bfloat16", "float16")):

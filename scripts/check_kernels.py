@@ -8,27 +8,23 @@ Needs a CUDA device of the target architecture. Prints and logs the measured ker
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.checkpoint.folder import Checkpoint
-from hqconv.experts.map import map_checkpoint
-from hqconv.pipeline.run import convert
-from hqconv.pipeline.workers import Resources
-from hqconv.plan.plan import Request, make_plan
-from hqconv.schemas.grid import Grid
-from hqconv.schemas.target import PRESETS, resolve_schema
-from hqconv.verification.run import Options, verify
+import hqconv
+from scripts.shared import SCHEMAS, make_source
 
-SHORTHAND = ("int4-g64-zp", "int3-g64", "int4-g128-fpzp", "int7-c", "int8-g128-zp")
-GRIDS = (Grid(1, 1), Grid(2, 3, "round_robin", 2))
+GRIDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2},
+)
 
 
 def check(source: Path, work: Path, name: str, dtype: str) -> tuple[str, bool]:
@@ -37,14 +33,10 @@ def check(source: Path, work: Path, name: str, dtype: str) -> tuple[str, bool]:
     passed = True
     started = time.monotonic()
     for grid in GRIDS:
-        with Checkpoint.open(str(source)) as checkpoint:
-            experts = map_checkpoint(checkpoint)
-            plan = make_plan(checkpoint, experts, Request(resolve_schema(name), dtype, 90, grid))
-            out = work / "out"
-            convert(
-                checkpoint, plan, out, Resources(torch.device("cuda:0"), 4 << 30, 8), overwrite=out.exists()
-            )
-            report = verify(out, checkpoint, Options(num_threads=8))
+        out = work / "out"
+        request = {"schema": name, "dtype": dtype, "target": "sm90", **grid}
+        hqconv.convert(source, out, **request, device="cuda:0", threads=8, overwrite=out.exists())
+        report = hqconv.verify(out, source, threads=8)
         for result in report.results:
             for finding in result.findings[:5]:
                 print("   ", result.name, finding, flush=True)
@@ -62,16 +54,13 @@ def main() -> None:
     """Check everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=None)
-    parser.add_argument("--schemas", default=",".join([*PRESETS, *SHORTHAND]))
+    parser.add_argument("--schemas", default=",".join(SCHEMAS))
     parser.add_argument("--dtypes", default="bfloat16,float16")
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp())
-    source = work / "source"
-    script = Path(__file__).with_name("make_checkpoint.py")
-    sizes = ["--hidden", "1024", "--intermediate", "512", "--layers", "2", "--experts", "8", "--top-k", "2"]
-    sizes += ["--vocab", "512", "--shard-size", "16MB"]
-    subprocess.run([sys.executable, str(script), str(source), *sizes], check=True, stdout=subprocess.DEVNULL)
+    sizes = {"hidden": 1024, "intermediate": 512, "layers": 2, "experts": 8, "top_k": 2, "vocab": 512}
+    source = make_source(work / "source", **sizes, shard_size="16MB")
     done = [check(source, work, n, d) for d in args.dtypes.split(",") for n in args.schemas.split(",")]
     if args.log:
         head = "| schema | dtype | kernel vs decoded | worst channel | decoded vs source | verdict |\n"

@@ -27,18 +27,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.api import open_source, plan_for, resources
-from hqconv.checkpoint.folder import Checkpoint
+import hqconv
 from hqconv.errors import HqconvError
-from hqconv.pipeline.run import convert
-from hqconv.plan.plan import Plan
 from hqconv.schemas.families import FAMILIES, UNSUPPORTED
 from hqconv.schemas.family import Family, Stack
-from hqconv.schemas.grid import Grid
-from hqconv.schemas.target import resolve_schema
-from hqconv.verification.run import Options, verify
-from tests.source_checkpoints import FORMATS, FormatSpec, write
-from tests.source_layouts import Sizes
+from tests.make.formats import FORMATS, FormatSpec, write
+from tests.make.layouts import Sizes
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "sources.md"
 SIZES = {"hidden": 512, "inner": 256, "experts": 4}  # one shape, so that kernels are compiled once a schema
@@ -65,13 +59,10 @@ class Outcome:
 def attempt(source: Path, out: Path, schema: str, tp: int, device: str, refusal: str) -> Outcome:
     """Convert and verify once; failures are in the outcome, and a refusal that says `refusal` is none."""
     try:
-        with open_source(str(source), None) as checkpoint:
-            chosen = None if schema == "source" else resolve_schema(schema)
-            plan = plan_for(checkpoint, chosen, None, Grid(tp=tp), sm_version=90, layout="kernel")
-            summary = convert(checkpoint, plan, out, resources(device, 4 << 30, None))
-            report = verify(out, checkpoint, Options(tokens=TOKENS, num_threads=4))
-            differs = _differs_on_cpu(checkpoint, plan, out) if device == "cuda" else ""
-        alone = verify(out, None, Options(checks=("files", "weights"), num_threads=4))
+        summary = hqconv.convert(source, out, schema=schema, tp=tp, target="sm90", device=device)
+        report = hqconv.verify(out, source, tokens=TOKENS, threads=4)
+        differs = _differs_on_cpu(source, out, schema, tp) if device == "cuda" else ""
+        alone = hqconv.verify(out, checks=["files", "weights"], threads=4)
     except HqconvError as error:
         # Where no schema fits, what was found ends with the reason.
         text = (
@@ -93,13 +84,13 @@ def attempt(source: Path, out: Path, schema: str, tp: int, device: str, refusal:
         if result.name in passed and result.name == "kernel":
             passed[-1] += f" {max(measured['kernel'] for measured in result.measured.values()):.4f}"
     failed = differs or (findings or [""])[0]
-    return Outcome(plan.request.schema.name, ", ".join(passed), f"{worst:.3f}", failed=failed)
+    return Outcome(summary.plan.request.schema.name, ", ".join(passed), f"{worst:.3f}", failed=failed)
 
 
-def _differs_on_cpu(checkpoint: Checkpoint, plan: Plan, out: Path) -> str:
+def _differs_on_cpu(source: Path, out: Path, schema: str, tp: int) -> str:
     """Convert once more on the CPU: the first file whose bytes are not those of `out`, if there is one."""
     again = out.with_name(f"{out.name}-cpu")
-    convert(checkpoint, plan, again, resources("cpu", 4 << 30, None))
+    hqconv.convert(source, again, schema=schema, tp=tp, target="sm90", device="cpu")
     paths = [path.relative_to(out) for path in sorted(out.rglob("*")) if path.is_file()]
     wrong = [path for path in paths if (out / path).read_bytes() != (again / path).read_bytes()]
     return f"{wrong[0]} differs between CPU and CUDA" if wrong else ""
@@ -129,7 +120,7 @@ INTRO = """# Sources: formats and families
 {origin}
 
 Each row: a small checkpoint of Qwen3-MoE, or of the family that publishes the format, written by
-tests/source_checkpoints.py from drawn codes and a publisher's config, its attention stored in the same format.
+tests/make/formats.py from drawn codes and a publisher's config, its attention stored in the same format.
 Converted with `--schema source` at tp 1, which keeps codes and scales or is refused, and requantized at tp 2 from an
 exact float32 decode (where the schema is the source's own, it is kept).
 
@@ -140,12 +131,13 @@ exact float32 decode (where the schema is the source's own, it is kept).
 * **error**: the worst projection's relative error against the source, as the manifest records it. The codes are drawn
   from wide distributions, so it is larger than for trained weights.
 
-tests/test_sources.py compares the decoded artifacts with the drawn numbers: equal where they are kept; requantized
-artifacts equal, byte for byte, those of a float32 checkpoint that holds these numbers.
+tests/sources/test_formats.py compares the decoded artifacts with the drawn numbers: equal where they are kept;
+requantized artifacts equal, byte for byte, those of a float32 checkpoint that holds these numbers.
 
 Not in the table: plain BF16, F16 and F32 checkpoints; artifacts of hqconv in both layouts, for other ranks or another
-schema (tests/test_sources.py); experts in GGUF files, decoded by the `gguf` library (tests/test_gguf_source.py). Mixed
-checkpoints are read block by block: a block that has the requested schema already is kept.
+schema (tests/artifact/test_source.py); experts in GGUF files, decoded by the `gguf` library
+(tests/sources/test_gguf.py). Mixed checkpoints are read block by block: a block that has the requested schema already
+is kept.
 
 ## Formats
 """

@@ -1,4 +1,4 @@
-"""Record what Humming's CUDA ops give on hard inputs, for `tests/test_golden.py`.
+"""Record what Humming's CUDA ops give on hard inputs, for `tests/backends/test_golden.py`.
 
     python scripts/record_golden.py tests/golden
 
@@ -19,8 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.golden_cases import SHAPES, case_name, digest, outputs
-from tests.hard_cases import SCHEMAS
+from tests.make.golden import SHAPES, case_name, digest, outputs
+from tests.make.matrices import SCHEMAS
 
 
 def main() -> None:

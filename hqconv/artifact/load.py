@@ -1,4 +1,4 @@
-"""For programs: an artifact's tensors for one rank, and its experts as floats."""
+"""For programs: an artifact's tensors for one rank, and its experts as floats. Humming is imported only on demand."""
 
 from __future__ import annotations
 
@@ -10,59 +10,76 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from hqconv.artifact.experts import whole_expert
+from hqconv.artifact.matrix import floats
 from hqconv.artifact.opened import Artifact
-from hqconv.backends.moe import load_gemm
-from hqconv.errors import RequestError
+from hqconv.artifact.ranks import BlockReader
+from hqconv.artifact.unlayout.form import to_float32
+from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact as names
+from hqconv.schemas.dtypes import code_of
 
 
 @dataclass(frozen=True)
 class RankGemm:
-    """One GEMM of one rank, ready for `humming.forward.humming_forward(config, inputs, **tensors, …)`.
+    """One GEMM of one rank, ready for `humming.forward.humming_forward(gemm.layer_config(), inputs, **gemm.tensors)`.
 
-    `config` is Humming's LayerConfig, `tensors` its kernel tensors [E_local, …].
+    config: Humming's LayerConfig as words, as the rank file has it. tensors: `weight`, `weight_scale` … [E_local, …].
     """
 
-    config: Any
+    config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
+    def layer_config(self) -> Any:
+        """Humming's own LayerConfig; imports Humming as it is, and changes nothing about it."""
+        from humming.config import LayerConfig
 
-def load(
-    path: str | Path, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
-) -> dict[str, dict[str, RankGemm]]:
-    """All blocks of one rank of a kernel artifact: block → `w13`, `w2` → LayerConfig and tensors on `device`.
+        return LayerConfig(**self.config)
 
-    Raises RequestError where `path` is no kernel artifact or has no such rank, VerificationError where a file is
-    damaged. On a machine without a GPU the configs are made for the artifact's target.
+
+def load_block(
+    path: str | Path, block: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
+) -> dict[str, RankGemm]:
+    """One block of one rank of a kernel artifact: `w13`, `w2` → LayerConfig and tensors on `device`.
+
+    Raises RequestError where `path` is no kernel artifact or has no such block or rank, VerificationError where a file
+    is damaged.
     """
     with Artifact(Path(path)) as artifact:
-        if artifact.manifest["layout"] != names.KERNEL:
-            raise RequestError("The checkpoint layout has no ranks.", where=str(path))
-        if (tp_rank, ep_rank) not in artifact.grid.ranks:
+        _check_kernel_layout(artifact)
+        _check_block(artifact, block)
+        if not (0 <= tp_rank < artifact.grid.tp and 0 <= ep_rank < artifact.grid.ep):
             raise RequestError(
                 "The artifact has no such rank.",
                 where=str(path),
                 expected=f"tp rank < {artifact.grid.tp}, ep rank < {artifact.grid.ep}",
                 found=f"tp {tp_rank}, ep {ep_rank}",
             )
-        return {block: _load_block(artifact, block, tp_rank, ep_rank, device) for block in artifact.blocks}
+        return load_rank(artifact, block, tp_rank, ep_rank, device)
 
 
-def _load_block(
-    artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device: str
-) -> dict[str, RankGemm]:
-    path = names.rank_file(block, tp_rank, ep_rank)
-    stored = artifact.header(path)[0]
+def load_rank(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device: str) -> dict[str, RankGemm]:
+    """The GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
+    file_name = names.rank_file(block, tp_rank, ep_rank)
+    stored = artifact.header(file_name)[0]
     gemms = {}
-    with safe_open(artifact.root / path, framework="pt", device=device) as file:
+    with safe_open(artifact.root / file_name, framework="pt", device=device) as file:
         for gemm in names.GEMMS:
             prefix = f"{block}.{gemm}_"
             tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in stored if n.startswith(prefix)}
-            words = artifact.layer_config(block, gemm, tp_rank, ep_rank)
-            loaded = load_gemm(words, tensors)
-            gemms[gemm] = RankGemm(loaded.config, tensors)
+            gemms[gemm] = RankGemm(artifact.layer_config(block, gemm, tp_rank, ep_rank), tensors)
     return gemms
+
+
+def _check_kernel_layout(artifact: Artifact) -> None:
+    if artifact.manifest["layout"] != names.KERNEL:
+        what, remedy = "The checkpoint layout has no ranks.", "Read its shards as any checkpoint's."
+        raise RequestError(what, where=str(artifact.root), remedy=remedy)
+
+
+def _check_block(artifact: Artifact, block: str) -> None:
+    if block not in artifact.blocks:
+        what, expected = "The artifact has no such block.", ", ".join(artifact.blocks)
+        raise RequestError(what, where=str(artifact.root), expected=expected, found=block)
 
 
 def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
@@ -73,15 +90,26 @@ def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
     file is damaged.
     """
     with Artifact(Path(path)) as artifact:
-        if artifact.manifest["layout"] != names.KERNEL:
-            raise RequestError("The checkpoint layout is not decoded here.", where=str(path))
-        if block not in artifact.blocks:
-            raise RequestError(
-                "The artifact has no such block.",
-                where=str(path),
-                expected=", ".join(artifact.blocks),
-                found=block,
-            )
-        count = artifact.blocks[block]["num_experts"]
-        experts = [whole_expert(artifact, block, expert) for expert in range(count)]
+        _check_kernel_layout(artifact)
+        _check_block(artifact, block)
+        described = artifact.expert_block(block)
+        reader = BlockReader(artifact, described, refuse)
+        experts = [expert_floats(artifact, reader, expert) for expert in range(described.num_experts)]
     return {name: torch.from_numpy(np.stack([e[name] for e in experts])) for name in experts[0]}
+
+
+def expert_floats(artifact: Artifact, reader: BlockReader, expert: int) -> dict[str, np.ndarray[Any, Any]]:
+    """One expert of an opened artifact as float32: its projections `w1` … and biases `b1` …, see `dequantize`."""
+    found, param = {}, artifact.param_dtype
+    for gemm in names.GEMMS:
+        for role, matrix in reader.read(gemm, expert, refuse).items():
+            found[role] = floats(matrix, artifact.schema, param)
+            if matrix.bias is not None:
+                found["b" + role[1:]] = to_float32(matrix.bias, code_of(param))
+    return found
+
+
+def refuse(where: str, what: str, expected: object, found: object) -> None:
+    """What the `weights` check would list is an error where weights are needed."""
+    remedy = "Verify the artifact; where it is damaged, convert the original model again."
+    raise VerificationError(what, where=where, expected=expected, found=found, remedy=remedy)

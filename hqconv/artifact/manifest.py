@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ _BLOCK_KEYS: dict[str, type] = {
     "quantization_error": dict,
 }
 _FILE_KEYS: dict[str, type] = {"size_bytes": int, "sha256": str}
+
+
+# What the manifest counts per projection, and what the sum over blocks and projections is called.
+_COUNTS = {
+    "num_experts_requantized": "num_matrices",
+    "num_groups": "num_groups",
+    "num_exact_groups": "num_exact_groups",
+}
 
 
 def is_artifact(root: Path) -> bool:
@@ -112,6 +121,9 @@ def _check(path: Path, words: Any) -> None:
     for group, keys in (("blocks", _BLOCK_KEYS), ("files", _FILE_KEYS)):
         for name, entry in words[group].items():
             _check_keys(path, f"{group}: {name}: ", entry, keys)
+    for name in words["blocks"]:  # which become names of files
+        if not artifact.is_block_name(name):
+            raise _damaged(f"{path}: blocks", "names of modules: words with dots between", repr(name))
 
 
 def _check_keys(path: Path, inside: str, words: Any, types: Mapping[str, type]) -> None:
@@ -128,3 +140,15 @@ def _damaged(where: object, expected: str, found: object) -> VerificationError:
     return VerificationError(
         "The artifact's manifest is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN
     )
+
+
+def requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Over all blocks and projections of a quantized source: what was quantized anew, and what of it is exact.
+
+    `errors`: block → projection → the words on its quantization error.
+    """
+    totals: Counter[str] = Counter()
+    for projections in errors.values():
+        for words in projections.values():
+            totals.update({name: words[key] for key, name in _COUNTS.items() if key in words})
+    return dict(totals)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,37 +16,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hqconv.artifact.manifest import read_manifest
-from hqconv.backends.layout import KernelForm, TensorForm, is_compatible, kernel_form, packed_form
-from hqconv.checkpoint.safetensors import HeaderEntry, read_header
-from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
-from hqconv.experts.block import ExpertBlock, PartSource
-from hqconv.formats.format import SourceFormat
-from hqconv.plan.checks import SUPPORTED_TARGETS
-from hqconv.plan.plan import Request, gemm_shapes
+from hqconv.artifact.facts import Facts
+from hqconv.checkpoint.descriptors import Descriptors
+from hqconv.checkpoint.safetensors import read_header
+from hqconv.errors import InputError, VerificationError
 from hqconv.schemas import artifact as names
-from hqconv.schemas.families import FAMILIES, Family
-from hqconv.schemas.grid import Grid, check_grid
-from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
+from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.tensors import TensorRef
 
-Header = tuple[dict[str, HeaderEntry], dict[str, str]]
+Header = tuple[dict[str, TensorRef], dict[str, str]]
 Tensors = dict[str, NDArray[Any]]
 
-# Little-endian unsigned integers as wide as each dtype: raw bit patterns, which is what the decoder takes.
-_RAW = {"I32": np.uint32, "F32": np.uint32, "BF16": np.uint16, "F16": np.uint16}
-_MAX_COUNT = 1 << 16  # ranks, experts or copies: more is damage, and would be listed one by one
 
-
-class Artifact:
+class Artifact(Facts):
     """An artifact in either layout; a context manager that closes the files it read."""
 
     def __init__(self, root: Path) -> None:
         """Read the manifest. Raises RequestError or VerificationError where there is none to rely on."""
-        self.root = root
-        self.manifest = read_manifest(root)
+        super().__init__(root)
         self._headers: dict[str, Header] = {}
-        self._descriptors: dict[str, int] = {}
+        self._configs: dict[tuple[str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()
+        self._descriptors = Descriptors(lambda path: os.open(root / path, os.O_RDONLY | os.O_CLOEXEC))
 
     def __enter__(self) -> Artifact:
         return self
@@ -60,142 +49,7 @@ class Artifact:
 
     def close(self) -> None:
         """Close the files that were read."""
-        with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
-
-    @cached_property
-    def schema(self) -> TargetSchema:
-        """The weight schema of the experts. Raises VerificationError where the manifest's is none."""
-        try:
-            return TargetSchema(name=self.manifest["schema_name"], **self.manifest["weight_schema"])
-        except TypeError as error:
-            where = f"{self.root / names.MANIFEST}: weight_schema"
-            raise VerificationError("The manifest's schema is damaged.", where=where, found=error) from error
-
-    @cached_property
-    def grid(self) -> Grid:
-        """The ranks the artifact was made for."""
-        words = self.manifest
-        return Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"])
-
-    @cached_property
-    def request(self) -> Request:
-        """What was asked for, as the manifest says. Raises VerificationError where its words cannot be true."""
-        words = self.manifest
-        facts = {
-            "dtype": words["dtype"] in PARAM_DTYPES,
-            "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
-            "input_schema": words["input_schema"] == "a16",
-            "target": words["target"] in [f"sm{sm}" for sm in SUPPORTED_TARGETS],
-            "tp": 0 < words["tp"] <= _MAX_COUNT,
-            "ep": 0 < words["ep"] <= _MAX_COUNT,
-            "redundant_experts": 0 <= words["redundant_experts"] <= _MAX_COUNT,
-        }
-        for key, holds in facts.items():
-            if not holds:
-                raise _impossible(key, words[key])
-        try:
-            request = Request(
-                self.schema,
-                words["dtype"],
-                self.sm_version,
-                self.grid,
-                words["layout"],
-                words["input_schema"],
-            )
-        except HqconvError as error:
-            raise _impossible(error.where, error.found) from error
-        if request.layout == names.CHECKPOINT and request.grid != Grid():
-            raise _impossible("tp, ep", f"{request.grid} in the checkpoint layout")
-        return request
-
-    @cached_property
-    def family(self) -> Family:
-        """The family whose names the experts have. Raises VerificationError for one that is not known."""
-        known = {family.name: family for family in FAMILIES if family.blocks}
-        if self.manifest["family"] not in known:
-            what, found = "The manifest names a family that is not known.", self.manifest["family"]
-            raise VerificationError(
-                what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found
-            )
-        return known[self.manifest["family"]]
-
-    def expert_block(self, name: str) -> ExpertBlock:
-        """One block as the manifest's facts imply it, without `sources`.
-
-        Raises VerificationError for facts that cannot be true.
-        """
-        words, family = self.blocks[name], self.family
-        num_experts, hidden, inner = (
-            words[key] for key in ("num_experts", "hidden_size", "intermediate_size")
-        )
-        if not (0 < num_experts <= _MAX_COUNT and 0 < hidden < 1 << 24 and 0 < inner < 1 << 24):
-            raise _impossible(name, f"{num_experts} experts, hidden {hidden}, intermediate {inner}")
-        try:
-            sizes = (num_experts, hidden, inner)
-            pads = family.pads_last_rank
-            check_grid(name, *sizes, self.request.schema, self.request.grid, pads_last_rank=pads)
-        except RequestError as error:
-            raise _impossible(error.where, f"{error.what} {error.found}") from error
-        try:
-            format_words = dict(words["source_format"])
-            source = SourceFormat(**{**format_words, "options": tuple(format_words["options"].items())})
-            parts = {
-                role: {part: PartSource.from_words(one) for part, one in of_role.items()}
-                for role, of_role in words["source_parts"].items()
-            }
-            if set(parts) != set(family.projections) or any("weight" not in p for p in parts.values()):
-                raise ValueError(f"projections {', '.join(parts)}")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _impossible(f"{name}: source_format, source_parts", error) from error
-        return ExpertBlock(
-            name=name,
-            family=family.name,
-            num_experts=num_experts,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            dtype=words["source_dtype"],
-            pads_last_rank=family.pads_last_rank,
-            format=source,
-            words=dict(family.projections),
-            parts=parts,
-            sources=(),
-            **{key: words[key] for key in ("layer", "gated", "activation", "top_k")},
-        )
-
-    def kernel_forms(self, block: ExpertBlock) -> dict[str, KernelForm]:
-        """Per GEMM, what Humming makes of the facts. ModuleNotFoundError without Humming, else VerificationError."""
-        request = self.request
-        words = (request.schema, request.param_dtype, request.sm_version)
-        with _humming_errors(block.name):
-            if not is_compatible(*words):
-                raise _impossible(
-                    "weight_schema", f"no kernel for {request.schema.describe()}, {request.param_dtype}"
-                )
-            shapes = gemm_shapes(block, request.grid.tp, request.schema)
-            return {gemm: kernel_form(n, k, *words, block.has_bias) for gemm, (n, k) in shapes.items()}
-
-    def packed_forms(self, block: ExpertBlock) -> dict[str, dict[str, TensorForm]]:
-        """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""
-        words = (self.request.schema, self.request.param_dtype)
-        with _humming_errors(block.name):
-            tall = packed_form(block.intermediate_size, block.hidden_size, *words, block.has_bias)
-            wide = packed_form(block.hidden_size, block.intermediate_size, *words, block.has_bias)
-        return {role: wide if role == "w2" else tall for role in block.roles}
-
-    @property
-    def param_dtype(self) -> str:
-        return str(self.manifest["dtype"])
-
-    @property
-    def sm_version(self) -> int:
-        return int(self.manifest["target"].removeprefix("sm"))
-
-    @property
-    def blocks(self) -> dict[str, dict[str, Any]]:
-        """The manifest's words on each MoE block, in its order."""
-        return dict(self.manifest["blocks"])
+        self._descriptors.close()
 
     def header(self, path: str) -> Header:
         """Tensors and metadata of one file of the artifact, read once.
@@ -214,18 +68,13 @@ class Artifact:
             return self._headers[path]
 
     def layer_config(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:
-        """Humming's LayerConfig of one GEMM of one rank, as words."""
+        """Humming's LayerConfig of one GEMM of one rank, as words. Raises VerificationError where there is none."""
         path = names.rank_file(block, tp_rank, ep_rank)
-        try:
-            words = json.loads(self.header(path)[1][gemm])
-        except (KeyError, ValueError) as error:
-            what = f"The file's metadata holds no LayerConfig for {gemm}."
-            raise VerificationError(what, where=path, found=error) from error
-        if not isinstance(words, dict):
-            raise VerificationError(
-                "A LayerConfig is not a JSON object.", where=f"{path}: {gemm}", found=words
-            )
-        return words
+        metadata = self.header(path)[1]
+        with self._lock:
+            if (path, gemm) not in self._configs:
+                self._configs[path, gemm] = _layer_config(path, gemm, metadata)
+            return self._configs[path, gemm]
 
     def flags(self, block: str, gemm: str) -> dict[str, Any]:
         """The manifest's layout flags of one GEMM; none where it has no words on it."""
@@ -238,21 +87,25 @@ class Artifact:
         path = names.rank_file(block, tp_rank, ep_rank)
         prefix = f"{block}.{gemm}_"
         return {
-            name.removeprefix(prefix): self._read_slice(path, name, entry, local)
-            for name, entry in self.header(path)[0].items()
+            name.removeprefix(prefix): self._read_slice(path, ref, local)
+            for name, ref in self.header(path)[0].items()
             if name.startswith(prefix)
         }
 
-    def _read_slice(self, path: str, name: str, entry: HeaderEntry, local: int) -> NDArray[Any]:
-        if not entry.shape or local >= entry.shape[0]:
-            where = f"{path}, tensor {name}"
+    def _read_slice(self, path: str, ref: TensorRef, local: int) -> NDArray[Any]:
+        if not ref.shape or local >= ref.shape[0]:
+            where = f"{path}, tensor {ref.name}"
             raise VerificationError(
-                "A rank file holds fewer experts.", where=where, expected=local + 1, found=entry.shape
+                "A rank file holds fewer experts.", where=where, expected=local + 1, found=ref.shape
             )
-        size = (entry.end - entry.begin) // entry.shape[0]
-        data = np.empty(size, np.uint8)
-        self.read(path, data.data, entry.begin + local * size)
-        return data.view(_RAW.get(entry.dtype, np.uint8)).reshape(1, *entry.shape[1:])
+        entry = ref.entry(local)
+        return self._read_bits(path, entry).reshape(1, *entry.shape)
+
+    def _read_bits(self, path: str, ref: TensorRef) -> NDArray[Any]:
+        """Raw bit patterns: unsigned integers as wide as the dtype."""
+        data = np.empty(ref.num_bytes, np.uint8)
+        self.read(path, data.data, ref.offset_bytes)
+        return data.view(f"u{max(1, num_bits(ref.dtype) // 8)}")
 
     def read_module(self, prefix: str, shards: Mapping[str, str]) -> tuple[dict[str, str], Tensors]:
         """Dtypes and raw bits of the tensors whose name is `prefix` and one word; `shards` is name → file."""
@@ -260,37 +113,29 @@ class Artifact:
         tensors: Tensors = {}
         for word in ("weight", "weight_scale", "zero_point", "weight_scale_2", "bias"):
             if path := shards.get(prefix + word):
-                entry = self.header(path)[0][prefix + word]
-                data = np.empty(entry.end - entry.begin, np.uint8)
-                self.read(path, data.data, entry.begin)
-                tensors[word] = data.view(_RAW.get(entry.dtype, np.uint8)).reshape(entry.shape)
-                dtypes[word] = entry.dtype
+                ref = self.header(path)[0][prefix + word]
+                tensors[word] = self._read_bits(path, ref).reshape(ref.shape)
+                dtypes[word] = ref.dtype
         return dtypes, tensors
 
     def read(self, path: str, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset` of a file. Raises VerificationError where it ends too early."""
-        with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC)
-            descriptor = self._descriptors[path]
-        while buffer:
-            count = os.preadv(descriptor, [buffer], offset)
-            if not count:
-                raise VerificationError("A file ends too early.", where=path, found=f"end at byte {offset}")
-            buffer, offset = buffer[count:], offset + count
+        with self._descriptors.using(path) as descriptor:
+            while buffer:
+                count = os.preadv(descriptor, [buffer], offset)
+                if not count:
+                    found = f"end at byte {offset}"
+                    raise VerificationError("A file ends too early.", where=path, found=found)
+                buffer, offset = buffer[count:], offset + count
 
 
-def _impossible(key: str, found: object) -> VerificationError:
-    what = "The manifest describes what cannot be, or what this version does not know."
-    return VerificationError(what, where=f"{names.MANIFEST}: {key}", found=found)
-
-
-@contextmanager
-def _humming_errors(block: str) -> Iterator[None]:
-    """What Humming raises where it cannot lay something out: asserts, mostly."""
+def _layer_config(path: str, gemm: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
-        yield
-    except ModuleNotFoundError:
-        raise
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise _impossible(block, f"Humming: {type(error).__name__}: {error}") from error
+        words = json.loads(metadata[gemm])
+    except (KeyError, ValueError, RecursionError) as error:
+        what = f"The file's metadata holds no LayerConfig for {gemm}."
+        raise VerificationError(what, where=path, found=error) from error
+    if not isinstance(words, dict):
+        what, where = "A LayerConfig is not a JSON object.", f"{path}: {gemm}"
+        raise VerificationError(what, where=where, found=words)
+    return words

@@ -7,65 +7,53 @@ artifact's ordinary shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hqconv.artifact.matrices import Matrix, check_rank_headers, read_kernel_expert
+from hqconv.artifact.load import refuse
+from hqconv.artifact.matrix import Matrix
 from hqconv.artifact.opened import Artifact
-from hqconv.checkpoint.folder import Checkpoint, SourceFile, TensorRef
+from hqconv.artifact.ranks import BlockReader
+from hqconv.backends import codec
+from hqconv.checkpoint.folder import SourceFile
+from hqconv.checkpoint.hub import Listing
 from hqconv.checkpoint.safetensors import read_header
-from hqconv.decode import Coded, dequantize, words
-from hqconv.errors import InputError, VerificationError
+from hqconv.decode.coded import Coded
+from hqconv.decode.matrix import SourceMatrix
+from hqconv.errors import InputError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.experts.map import ExpertMap
 from hqconv.formats.format import LAID_OUT, SourceFormat, scale_dtype_of, target_group
 from hqconv.schemas import artifact as names
-from hqconv.sources.stored import StoredMatrix
-
-_TORCH_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U8": torch.uint8,
-}
+from hqconv.schemas.dtypes import code_of, torch_dtype
+from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.safetensors import SafetensorsSource
 
 
-@dataclass(frozen=True, eq=False)
-class LaidOutMatrix(StoredMatrix):
-    """A projection that was decoded from the kernel layout."""
-
-    kept: Coded
-
-    def coded(self) -> Coded:
-        """Codes and scales, as the artifact's ranks hold them."""
-        return self.kept
-
-    def matrix(self) -> torch.Tensor:
-        """The decoded weights [out, in], float32."""
-        return dequantize(self.kept)
-
-
-class ArtifactSource(Checkpoint):
+class ArtifactSource(SafetensorsSource):
     """An artifact opened as a checkpoint. Rank tensors are named `<rank file>:<tensor>`."""
 
     def __init__(
-        self, root: Path, *, name: str, repo_id: str | None = None, revision: str | None = None
+        self,
+        root: Path,
+        *,
+        name: str,
+        repo_id: str | None = None,
+        revision: str | None = None,
+        listing: Listing | None = None,
     ) -> None:
         """Read manifest and headers. Raises RequestError, VerificationError or InputError for what is not whole."""
-        super().__init__(root, name=name, repo_id=repo_id, revision=revision)
+        super().__init__(root, name=name, repo_id=repo_id, revision=revision, listing=listing)
         self.artifact = Artifact(root)
         self.quantization = self.artifact.manifest["source"].get("quantization_config")
         self.config.pop("quantization_config", None)
         self.other_files = tuple(f for f in self.other_files if f != names.MANIFEST)
         self._add_rank_files()
-        self._good: dict[str, set[tuple[str, int, int]]] = {}
+        self._readers: dict[str, BlockReader] = {}
 
     def close(self) -> None:
         """Close the files of both views."""
@@ -77,11 +65,11 @@ class ArtifactSource(Checkpoint):
         for path in sorted(self.artifact.manifest["files"]):
             if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
                 continue
-            header, _, sha256 = read_header(self.root / path)
+            header, _, sha256 = read_header(self.root / path, len(files))
             status = (self.root / path).stat()
-            for tensor, (dtype, shape, begin, end) in header.items():
+            for tensor, ref in header.items():
                 full = f"{path}:{tensor}"
-                self.tensors[full] = TensorRef(full, dtype, shape, len(files), begin, end - begin)
+                self.tensors[full] = replace(ref, name=full)
             files.append(SourceFile(path, status.st_size, sha256, status.st_mtime_ns))
         self.files = tuple(files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
@@ -129,8 +117,7 @@ class ArtifactSource(Checkpoint):
         ep_rank, local = home
         if f"-ep{ep_rank}/" not in part.template:
             return replace(ref, num_bytes=0)
-        size = ref.num_bytes // ref.shape[0]
-        return replace(ref, shape=ref.shape[1:], offset_bytes=ref.offset_bytes + local * size, num_bytes=size)
+        return ref.entry(local)
 
     @property
     def format(self) -> SourceFormat:
@@ -150,23 +137,23 @@ class ArtifactSource(Checkpoint):
             options=options,
         )
 
-    def read_stored(
+    def read_expert(
         self, block: ExpertBlock, expert: int, roles: Sequence[str], device: torch.device
-    ) -> dict[str, StoredMatrix]:
-        """One expert's projections, put together from all TP ranks. Raises InputError for what cannot be decoded."""
-        if block.name not in self._good:
-            self._good[block.name] = check_rank_headers(self.artifact, block, _refuse)
-        good = self._good[block.name]
+    ) -> dict[str, SourceMatrix]:
+        """Projections of one expert, put together from all TP ranks. Raises InputError for what cannot be decoded."""
+        if block.name not in self._readers:
+            self._readers[block.name] = BlockReader(self.artifact, block, refuse)
+        reader = self._readers[block.name]
         found: dict[str, Matrix] = {}
         for gemm, of_gemm in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             if set(of_gemm).intersection(roles):
-                found |= read_kernel_expert(self.artifact, block, gemm, expert, good, _refuse)
-        return {role: self._stored(block, expert, role, found[role], device) for role in roles}
+                found |= reader.read(gemm, expert, refuse)
+        return {
+            role: self._coded(f"{block.name}, {role} of expert {expert}", found[role], device)
+            for role in roles
+        }
 
-    def _stored(
-        self, block: ExpertBlock, expert: int, role: str, matrix: Matrix, device: torch.device
-    ) -> StoredMatrix:
-        where = f"{block.name}, {role} of expert {expert}"
+    def _coded(self, where: str, matrix: Matrix, device: torch.device) -> SourceMatrix:
         if matrix.flushed is not None and bool(matrix.flushed.any()):
             raise InputError(
                 "The artifact lost scales when it was made for float16: its source's values cannot be told.",
@@ -176,21 +163,19 @@ class ArtifactSource(Checkpoint):
         format_ = self.format
         coded = Coded(
             b_dtype=format_.b_dtype,
-            packed=words.pack(torch.from_numpy(matrix.codes), self.artifact.schema.num_bits).to(device),
+            packed=codec.pack(torch.from_numpy(matrix.codes), self.artifact.schema.num_bits).to(device),
             scale=_tensor(matrix.scale, matrix.scale_dtype, device),
             group_n=format_.group_n,
             group_k=format_.group_k,
             zero_point=self._zero_point(matrix, device),
             scale_2=self._scale_2(matrix, device),
         )
-        parts = {"weight": coded.packed}
-        if matrix.bias is not None:
-            parts["bias"] = _tensor(matrix.bias, self._param_code, device)
-        return LaidOutMatrix(block.format, block.shape(role), parts, dict.fromkeys(parts, where), coded)
+        bias = None if matrix.bias is None else _tensor(matrix.bias, self._param_code, device)
+        return SourceMatrix({"weight": where, "bias": where}, coded=coded, bias=bias)
 
     @property
     def _param_code(self) -> str:
-        return {"bfloat16": "BF16", "float16": "F16"}[self.artifact.param_dtype]
+        return code_of(self.artifact.param_dtype)
 
     def _zero_point(self, matrix: Matrix, device: torch.device) -> torch.Tensor | None:
         if matrix.zero_point is None:
@@ -208,10 +193,4 @@ class ArtifactSource(Checkpoint):
 def _tensor(bits: np.ndarray[Any, Any], code: str, device: torch.device) -> torch.Tensor:
     """Raw bit patterns as a tensor of the safetensors dtype `code`."""
     signed = np.ascontiguousarray(bits).view(f"i{bits.itemsize}" if bits.itemsize > 1 else np.uint8)
-    return torch.from_numpy(signed).view(_TORCH_DTYPES[code]).to(device)
-
-
-def _refuse(where: str, what: str, expected: object, found: object) -> None:
-    """What the `weights` check would list is an error where the artifact is a source."""
-    remedy = "Verify the artifact; where it is damaged, convert the original model again."
-    raise VerificationError(what, where=where, expected=expected, found=found, remedy=remedy)
+    return torch.from_numpy(signed).view(torch_dtype(code)).to(device)

@@ -1,4 +1,4 @@
-"""The kernel's own layout: Humming's transform of one rank's slice, and the shapes it will have.
+"""The kernel's own layout: what it looks like for a target, and Humming's transform of a rank's slice into it.
 
 Everything here is per expert: no layout of `a16` activations mixes experts, so a stack of E experts in kernel
 form is the concatenation of its experts in kernel form.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hqconv.backends.quantize import humming_schema, torch_dtype
 from hqconv.backends.runtime import humming, resident, target_facts
+from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.tensors import TensorSpec
 
 PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
 
@@ -32,100 +33,39 @@ LAYOUT_FLAGS = (
 
 
 @dataclass(frozen=True)
-class TensorForm:
-    """Shape without the expert dimension, and safetensors dtype, of one kernel tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class KernelForm:
-    """What one GEMM's tensors look like in kernel form: per-expert tensors, LayerConfig words, flags."""
+    """One GEMM in kernel form, for a target: all that is known of it before there is a weight.
 
-    tensors: dict[str, TensorForm]
+    shape: (N, K) before the kernel's padding. tensors: per expert, by `weight`, `weight_scale` …. config: Humming's
+    LayerConfig of one expert as words, `layer_config` the same as Humming's own object. flags: what a loader must find
+    again.
+    """
+
+    shape: tuple[int, int]
+    tensors: dict[str, TensorSpec]
     config: dict[str, Any]
     flags: dict[str, bool]
+    layer_config: Any = field(compare=False, repr=False)
 
     def config_json(self, num_experts: int) -> str:
         """Humming's `LayerConfig` as JSON for a rank with `num_experts` experts."""
         return json.dumps({**self.config, "num_experts": num_experts})
 
 
-_SAFETENSORS_DTYPES = {
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
+def humming_schema(schema: TargetSchema) -> Any:
+    """The schema as Humming's own object."""
+    return humming().schema.HummingWeightSchema(**schema.humming_fields())
 
 
-def safetensors_dtype(dtype: torch.dtype) -> str:
-    """The safetensors code of a dtype that Humming's tensors use."""
-    return _SAFETENSORS_DTYPES[dtype]
-
-
-def to_kernel(
-    tensors: dict[str, torch.Tensor],
-    shape_n: int,
-    shape_k: int,
-    schema: TargetSchema,
-    param_dtype: str,
-    sm_version: int,
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Pad and permute packed tensors [E, …] of one GEMM: (Humming LayerConfig, kernel tensors [E, …]).
-
-    Raises nothing of its own: shapes and pairs are checked by the plan.
-    """
+def is_compatible(schema: TargetSchema, param_dtype: str, sm_version: int) -> bool:
+    """Whether the target GPU runs this schema with 16-bit activations, by Humming's own rule."""
     lib = humming()
-    device = tensors["weight"].device
-    num_experts = tensors["weight"].size(0)
-    with resident(device), target_facts(sm_version):
-        config = lib.transform.prepare_layer_config(
-            shape_n=shape_n,
-            shape_k=shape_k,
-            weight_schema=humming_schema(schema),
-            num_experts=num_experts,
-            pad_n_to_multiple=PAD_N,
-            pad_k_to_multiple=PAD_K,
-            has_bias="bias" in tensors,
-            torch_dtype=torch_dtype(param_dtype),
-            device=device.index if device.type == "cuda" else -1,
-            tensors=tensors,
+    with target_facts(sm_version):
+        return bool(
+            lib.schema.is_humming_schema_compatible(
+                lib.schema.HummingInputSchema(), humming_schema(schema), torch_dtype_of(param_dtype)
+            )
         )
-        config, tensors = _split_e8m0_for_float16(config, tensors, schema, param_dtype)
-        return config, lib.transform.transform_humming_tensors(config, tensors)
-
-
-def _split_e8m0_for_float16(
-    config: Any, tensors: dict[str, torch.Tensor], schema: TargetSchema, param_dtype: str
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Give e8m0 scales with float16 their second scale, whatever the values are.
-
-    Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
-    not hang on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0.
-    """
-    if schema.bs_dtype != "float8e8m0" or param_dtype != "float16":
-        return config, tensors
-    lib = humming()
-    scale_2_type = lib.config.WeightScale2Type.TENSOR
-    if tensors["weight"].is_meta:
-        ones = tensors["weight"].new_empty(tensors["weight"].size(0), dtype=torch.float32)
-        return dataclasses.replace(config, weight_scale_2_type=scale_2_type), {
-            **tensors,
-            "weight_scale_2": ones,
-        }
-    config, tensors = lib.transform.prepare_fp16_e8m0_scale(config, tensors)
-    if "weight_scale_2" not in tensors:
-        ones = torch.ones(tensors["weight"].size(0), device=tensors["weight"].device)
-        config = dataclasses.replace(config, weight_scale_2_type=scale_2_type)
-        tensors = {**tensors, "weight_scale_2": ones}
-    return config, tensors
 
 
 @functools.cache
@@ -137,22 +77,72 @@ def kernel_form(
     sm_version: int,
     has_bias: bool = False,
 ) -> KernelForm:
-    """Kernel tensors' shapes, dtypes and LayerConfig for a GEMM of [shape_n, shape_k], without any data."""
+    """The kernel form of a GEMM of [shape_n, shape_k] on a target, from shapes alone; the GPU here does not matter."""
+    lib = humming()
     metas = _meta_tensors(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=1)
-    config, tensors = to_kernel(metas, shape_n, shape_k, schema, param_dtype, sm_version)
-    with target_facts(sm_version):
+    with resident(torch.device("cpu")), target_facts(sm_version):
+        config = lib.transform.prepare_layer_config(
+            shape_n=shape_n,
+            shape_k=shape_k,
+            weight_schema=humming_schema(schema),
+            num_experts=1,
+            pad_n_to_multiple=PAD_N,
+            pad_k_to_multiple=PAD_K,
+            has_bias=has_bias,
+            torch_dtype=torch_dtype_of(param_dtype),
+            device=-1,
+            tensors=metas,
+        )
+        if _splits_e8m0(schema, param_dtype):
+            config = dataclasses.replace(config, weight_scale_2_type=lib.config.WeightScale2Type.TENSOR)
+            metas["weight_scale_2"] = metas["weight"].new_empty(1, dtype=torch.float32)
+        tensors = lib.transform.transform_humming_tensors(config, metas)
         flags = {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
-    forms = {name: _form(tensor, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
-    return KernelForm(forms, json.loads(config.to_str()), flags)
+    specs = {name: _spec(name, tensor, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
+    return KernelForm((shape_n, shape_k), specs, json.loads(config.to_str()), flags, config)
+
+
+def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Pad and permute packed tensors [E, …] of one GEMM into kernel tensors [E, …], as `form` plans them.
+
+    Raises nothing of its own: shapes and pairs are checked by the plan.
+    """
+    lib, config = humming(), form.layer_config
+    num_experts = tensors["weight"].size(0)
+    with resident(tensors["weight"].device), target_facts(config.sm_version):
+        if num_experts != config.num_experts:
+            config = dataclasses.replace(config, num_experts=num_experts)
+        if _is_split(config):
+            _, tensors = lib.transform.prepare_fp16_e8m0_scale(config, tensors)
+            if "weight_scale_2" not in tensors:
+                ones = torch.ones(num_experts, device=tensors["weight"].device)
+                tensors = {**tensors, "weight_scale_2": ones}
+        transformed: dict[str, torch.Tensor] = lib.transform.transform_humming_tensors(config, tensors)
+        return transformed
+
+
+def _splits_e8m0(schema: TargetSchema, param_dtype: str) -> bool:
+    """Whether e8m0 scales get a second scale, as they always do with float16, whatever the values are.
+
+    Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
+    not depend on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0.
+    """
+    return schema.bs_dtype == "float8e8m0" and param_dtype == "float16"
+
+
+def _is_split(config: Any) -> bool:
+    """`_splits_e8m0` of a LayerConfig."""
+    dtypes = humming().dtypes
+    return bool(config.bs_dtype == dtypes.float8e8m0 and config.c_dtype == dtypes.float16)
 
 
 @functools.cache
 def packed_form(
     shape_n: int, shape_k: int, schema: TargetSchema, param_dtype: str, has_bias: bool = False
-) -> dict[str, TensorForm]:
+) -> dict[str, TensorSpec]:
     """The checkpoint layout of one expert's matrix: `HummingWeightSchema.get_tensors_attrs`."""
     metas = _meta_tensors(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=None)
-    return {name: _form(tensor, tuple(tensor.shape)) for name, tensor in metas.items()}
+    return {name: _spec(name, tensor, tuple(tensor.shape)) for name, tensor in metas.items()}
 
 
 def _meta_tensors(
@@ -166,23 +156,12 @@ def _meta_tensors(
     attrs = humming_schema(schema).get_tensors_attrs(
         shape_n=shape_n,
         shape_k=shape_k,
-        param_dtype=torch_dtype(param_dtype),
+        param_dtype=torch_dtype_of(param_dtype),
         num_experts=num_experts,
         has_bias=has_bias,
     )
     return {name: torch.empty(a["shape"], dtype=a["dtype"], device="meta") for name, a in attrs.items()}
 
 
-def _form(tensor: torch.Tensor, shape: tuple[int, ...]) -> TensorForm:
-    return TensorForm(safetensors_dtype(tensor.dtype), shape, tensor.nbytes)
-
-
-def is_compatible(schema: TargetSchema, param_dtype: str, sm_version: int) -> bool:
-    """Whether the target GPU runs this schema with 16-bit activations, by Humming's own rule."""
-    lib = humming()
-    with target_facts(sm_version):
-        return bool(
-            lib.schema.is_humming_schema_compatible(
-                lib.schema.HummingInputSchema(), humming_schema(schema), torch_dtype(param_dtype)
-            )
-        )
+def _spec(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(name, code_of_torch(tensor.dtype), shape)

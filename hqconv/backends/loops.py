@@ -1,4 +1,4 @@
-"""Compiled CPU loops: group ranges, encoding, bit packing. No torch, no allocation of a whole matrix.
+"""Compiled CPU loops: group ranges, encoding, error sums. No torch, no allocation of a whole matrix.
 
 Shape legend: N rows, K columns, G groups along K, B bytes of packed codes along K (K * bits / 8).
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
+
+from hqconv.backends.codec_loops import pack_row
 
 FLOAT, SYM_INT, ASYM_INT, SIGN_MAGNITUDE = range(4)
 
@@ -131,43 +133,6 @@ def _encode_integer(x, codes, values, kind, num_bits):
             code = min(max(code, -limit), limit)
             codes[k] = abs(code) | (midpoint if code < 0 else np.int32(0))
             values[k] = np.float32(code)
-
-
-@njit(nogil=True, cache=True)
-def pack_row(codes, num_bits, packed):
-    """Pack uint8 `codes` little-endian: code k occupies bits [k*num_bits, (k+1)*num_bits) of the row."""
-    if num_bits == 8:
-        packed[:] = codes
-    elif num_bits == 4:
-        for i in range(packed.size):
-            packed[i] = codes[2 * i] | (codes[2 * i + 1] << np.uint8(4))
-    else:
-        for i in range(codes.size // 8):  # 8 codes fill num_bits whole bytes
-            word = np.uint64(0)
-            for j in range(8):
-                word |= np.uint64(codes[8 * i + j]) << np.uint64(j * num_bits)
-            for j in range(num_bits):
-                packed[i * num_bits + j] = np.uint8(word >> np.uint64(8 * j))
-
-
-@njit(nogil=True, cache=True)
-def unpack_row(packed, num_bits, codes):
-    """The inverse of `pack_row`, into an unsigned integer array."""
-    if num_bits == 8:
-        for i in range(packed.size):
-            codes[i] = packed[i]
-    elif num_bits == 4:
-        for i in range(packed.size):
-            codes[2 * i] = packed[i] & 15
-            codes[2 * i + 1] = packed[i] >> 4
-    else:
-        mask = np.uint64((1 << num_bits) - 1)
-        for i in range(codes.size // 8):
-            word = np.uint64(0)
-            for j in range(num_bits):
-                word |= np.uint64(packed[i * num_bits + j]) << np.uint64(8 * j)
-            for j in range(8):
-                codes[8 * i + j] = (word >> np.uint64(j * num_bits)) & mask
 
 
 @njit(nogil=True, cache=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from hqconv.backends.loops import unpack_row
+from hqconv.backends.codec_loops import unpack_row
 
 
 @njit(nogil=True, cache=True)
@@ -144,6 +144,26 @@ def _pack_lane(codes, places, order, num_bits, words):
 
 
 @njit(nogil=True, cache=True)
+def _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out):
+    """Store a lane's words of the 64 x 64 tile at (n0, k0); the words of a row are dealt by the kernel's loads."""
+    words_per_row = 16 * num_bits // activation_bits
+    stride = (64 if packed_k else 256 // activation_bits) * num_rows * num_bits // 32
+    half = num_bits // 2
+    for i in range(activation_bits // 4):
+        for j in range(words_per_row // num_bits):
+            for k in range(num_bits):
+                if packed_k:
+                    row = k0 // 64
+                    column = (n0 // 16 + j * 2 + k // half) * 32 * num_bits
+                    column += lane * num_bits + i * half + k % half
+                else:
+                    row = k0 * activation_bits // 256 + i
+                    column = (256 // activation_bits) * n0 * num_bits // 32
+                    column += (j * 32 + lane) * num_bits + k
+                out[row * stride + column] = words[i * words_per_row + j * num_bits + k]
+
+
+@njit(nogil=True, cache=True)
 def repack(
     weight_NW,
     zero_ZG,
@@ -175,10 +195,6 @@ def repack(
     has_zero = zero_ZG.size > 0
     group = group_size_zp if has_zero else 64
     tile_zero = np.full((64, (64 + group - 1) // group), np.uint32(1 << (num_bits - 1)))
-    rows_per_tile = activation_bits // 4
-    words_per_row = 16 * num_bits // activation_bits
-    stride = (64 if packed_k else 256 // activation_bits) * num_rows * num_bits // 32
-    half = num_bits // 2
     for n0 in range(0, num_rows, 64):
         _fill_panel(weight_NW, n0, packed, num_bits, panel)
         for k0 in range(0, num_columns, 64):
@@ -188,18 +204,7 @@ def repack(
                 _centre_codes(panel, k0, num_bits, tile_zero, group)
             for lane in range(32):
                 _pack_lane(codes[k0:], places[lane], order, num_bits, words)
-                for i in range(rows_per_tile):
-                    for j in range(words_per_row // num_bits):
-                        for k in range(num_bits):
-                            if packed_k:
-                                row = k0 // 64
-                                column = (n0 // 16 + j * 2 + k // half) * 32 * num_bits
-                                column += lane * num_bits + i * half + k % half
-                            else:
-                                row = k0 * activation_bits // 256 + i
-                                column = (256 // activation_bits) * n0 * num_bits // 32
-                                column += (j * 32 + lane) * num_bits + k
-                            out[row * stride + column] = words[i * words_per_row + j * num_bits + k]
+                _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out)
 
 
 @njit(nogil=True, cache=True)

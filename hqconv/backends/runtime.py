@@ -3,7 +3,8 @@
 This is the only module that changes Humming, and these are the changes:
 * the six weight ops choose Humming's CUDA kernel or our CPU twin by their input's device; for shape planning,
   `meta` tensors get empty outputs;
-* without a GPU, the device facts that `LayerConfig` asks for come from the requested target;
+* inside `target_facts(...)`, what Humming asks of "the current device" while it plans a layout is answered for the
+  target of the request, whatever GPU is here, or none; outside, by the device as ever;
 * inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls).
 """
 
@@ -40,35 +41,42 @@ _OPS = (
     "repack_weight",
     "process_mxfp4_w4a8_weight",
 )
+# Where Humming looks at the current device to decide about schemas and layouts.
+_ASKING = (
+    "humming.config.config",
+    "humming.config.mma",
+    "humming.jit.runtime",
+    "humming.schema.humming",
+    "humming.transform",
+)
+
+_target_sm: ContextVar[int | None] = ContextVar("target_sm", default=None)
 
 
-_target_sm: ContextVar[int] = ContextVar("target_sm")
-
-
-class _DeviceFacts:
-    """What Humming asks of a device while it plans a layout, for a machine without one: the target's facts.
-
-    One object answers for every thread, each with the target that it set by `target_facts`.
-    """
+class _TargetFacts:
+    """The facts of a target that decide a layout, and nothing else: a question for another is a bug."""
 
     is_ppu = False
 
-    @property
-    def sm_version(self) -> int:
-        return _target_sm.get()
+    def __init__(self, sm_version: int) -> None:
+        self.sm_version = sm_version
+        self.sm_major, self.sm_minor = divmod(sm_version, 10)
 
-    @property
-    def sm_major(self) -> int:
-        return self.sm_version // 10
 
-    @property
-    def sm_minor(self) -> int:
-        return self.sm_version % 10
+class _AskedDevice:
+    """Stands for Humming's `current_device`: the request's target inside `target_facts`, the device outside."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        sm_version = _target_sm.get()
+        return getattr(self._device if sm_version is None else _TargetFacts(sm_version), name)
 
 
 @functools.cache
 def humming() -> SimpleNamespace:
-    """Import Humming once, install the dispatch, and return the modules hqconv uses."""
+    """Import Humming once, install the changes, and return the modules hqconv uses."""
     if not torch.cuda.is_available():
         # On import Humming starts a compiler process for its launcher, which only a GPU needs.
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
@@ -77,9 +85,18 @@ def humming() -> SimpleNamespace:
     ops = modules["ops"]
     for name in _OPS:
         setattr(ops, name, _by_device(getattr(ops, name), getattr(twins, name)))
-    if not torch.cuda.is_available():
-        _stand_in_for_device(modules["device"])
+    asked = _AskedDevice(modules["device"].current_device)
+    for name in _ASKING:
+        importlib.import_module(name).current_device = asked  # type: ignore[attr-defined]
+    asked_info = functools.partial(_device_info, modules["device"].DeviceInfo)
+    setattr(modules["transform"], "DeviceInfo", asked_info)  # noqa: B010 - mypy does not know the module
     return SimpleNamespace(**modules)
+
+
+def _device_info(device_info: Any, device: Any = None) -> Any:
+    """`humming.device.DeviceInfo` for `prepare_layer_config`, whose LayerConfig is the target's."""
+    sm_version = _target_sm.get()
+    return device_info(device) if sm_version is None else _TargetFacts(sm_version)
 
 
 @contextmanager
@@ -114,16 +131,9 @@ def _by_device(cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Calla
     return op
 
 
-def _stand_in_for_device(device: Any) -> None:
-    """Let `humming.device` answer from `_DeviceFacts` instead of loading its CUDA extension."""
-    facts = _DeviceFacts()
-    device._get_device_info_extension = lambda: SimpleNamespace(_DeviceInfo=lambda _index: facts)
-    device.current_device._value = facts
-
-
 @contextmanager
 def target_facts(sm_version: int) -> Iterator[None]:
-    """Answer Humming's questions about the device for `sm_version` where no GPU can answer them."""
+    """Answer Humming's questions about the device for `sm_version`, in this thread."""
     token = _target_sm.set(sm_version)
     try:
         yield

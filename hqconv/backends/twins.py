@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.backends import loops
+from hqconv.backends import codec_loops, loops
 from hqconv.backends import repack as repack_loops
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -123,8 +123,8 @@ def quant_weight(
     """Twin of `humming.ops.quant_weight`: int32 codes, float32 (or e8m0) scales, zero points, unpacked."""
     group_size = inputs.size(-1) if group_size <= 0 else group_size
     kind, bits, exponent, mantissa = parse_dtype(target_dtype_str)
-    if kind == loops.SYM_INT and has_zero_point:
-        kind = loops.ASYM_INT
+    kind = loops.ASYM_INT if kind == loops.SYM_INT and has_zero_point else kind
+    code = (kind, bits, exponent, mantissa)
     source = as_bits(inputs).reshape(-1, group_size)
     num_groups = source.shape[0]
     ones, zeros = np.ones((num_groups, 1), np.float32), np.zeros((num_groups, 1), np.float32)
@@ -133,45 +133,33 @@ def quant_weight(
         bounds = np.empty((2, num_groups, 1), np.uint32)
         loops.group_ranges(source, group_size, bounds[0], bounds[1])
         scale, lowest, zero = group_scales(
-            (kind, bits, exponent, mantissa),
+            code,
             *bounds.view(np.float32),
             e8m0=use_e8m0_scale,
             negative=allow_negative_scale,
             fp_zero=is_fp_zero_point,
             fused=source_dtype_str == "float32" and group_size <= FUSED_GROUP_SIZE,
         )
-    packed = np.empty((num_groups, group_size * bits // 8), np.uint8)
-    sums = np.empty((2, num_groups))
-    loops.encode_matrix(
-        source,
-        (kind, bits, exponent, mantissa),
-        NO_LIMIT,
-        np.float32(1) / scale,
-        lowest,
-        scale,
-        zero,
-        ones[:, 0],
-        packed,
-        *sums,
-        np.zeros(0, np.int64),
-    )
-    codes = _unpack(packed, bits).view(np.int32)
-    shape = (*inputs.shape[:-1], inputs.size(-1) // group_size) if has_scale else (0,)
-    scales = torch.from_numpy(scale if has_scale else np.empty(0, np.float32)).reshape(shape)
-    if has_scale and use_e8m0_scale:
+    packed, sums = np.empty((num_groups, group_size * bits // 8), np.uint8), np.empty((2, num_groups))
+    numbers = (NO_LIMIT, np.float32(1) / scale, lowest, scale, zero, ones[:, 0])
+    loops.encode_matrix(source, code, *numbers, packed, *sums, np.zeros(0, np.int64))
+    codes = torch.from_numpy(_unpack(packed, bits).view(np.int32)).reshape(inputs.shape)
+    if not has_scale:
+        return codes, torch.empty(0), torch.empty(0)
+    shape = (*inputs.shape[:-1], inputs.size(-1) // group_size)
+    scales, zero_point = torch.from_numpy(scale).reshape(shape), torch.empty(0)
+    if use_e8m0_scale:
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
-    zero_point = torch.empty(0)
-    if has_scale and has_zero_point:
+    if has_zero_point:
         zero_point = torch.from_numpy(zero).reshape(shape)
         zero_point = zero_point if is_fp_zero_point else zero_point.to(torch.int32)
-    return torch.from_numpy(codes).reshape(inputs.shape), scales, zero_point
+    return codes, scales, zero_point
 
 
 def _unpack(packed: Array, num_bits: int) -> Array:
     """uint32 codes of a [rows, bytes] array."""
     codes = np.empty((packed.shape[0], packed.shape[1] * 8 // num_bits), np.uint32)
-    for row in range(packed.shape[0]):
-        loops.unpack_row(packed[row], num_bits, codes[row])
+    codec_loops.unpack_rows(packed, num_bits, codes)
     return codes
 
 
@@ -186,8 +174,7 @@ def pack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
         np.uint8
     )
     packed = np.empty((codes.shape[0], shape[-1] * 4), np.uint8)
-    for row in range(codes.shape[0]):
-        loops.pack_row(codes[row], num_bits, packed[row])
+    codec_loops.pack_rows(codes, num_bits, packed)
     return torch.from_numpy(packed.view(np.int32)).reshape(shape)
 
 
@@ -248,32 +235,21 @@ def repack_weight(
     zeros = np.empty((words.shape[0], 0, 0), np.uint32)
     if should_preprocess_with_zp:
         assert zero_point is not None
-        zeros = (
-            zero_point.contiguous().reshape(words.shape[0], -1, zero_point.size(-1)).numpy().view(np.uint32)
-        )
+        shape_zp = (words.shape[0], -1, zero_point.size(-1))
+        zeros = zero_point.contiguous().reshape(shape_zp).numpy().view(np.uint32)
     plain = is_weight_packed and not use_native_dequant and activation_bits == 16 and interleave_mode == 3
-    for expert in range(words.shape[0]):
-        tiles = out[expert].reshape(shape_k // k_per_row, shape_n // 64, 32, -1)
-        if plain and weight_bits == 4 and not should_preprocess_for_int2fp:
-            repack_loops.repack_4bit_a16(words[expert].view(np.uint8), tiles)
-            continue
-        if plain and weight_bits == 8 and not should_preprocess_with_zp:
-            repack_loops.repack_8bit_a16(words[expert].view(np.uint16), should_preprocess_for_int2fp, tiles)
-            continue
-        repack_loops.repack(
-            words[expert],
-            zeros[expert],
-            is_weight_packed,
-            weight_bits,
-            activation_bits,
-            should_preprocess_for_int2fp,
-            (group_size_zp or shape_k) if should_preprocess_with_zp else 0,
-            use_packed_k_layout and not use_fused_e8m0_scale,
-            use_packed_k_layout,
-            use_native_dequant,
-            interleave_mode,
-            out[expert],
-        )
+    centre, tiles = should_preprocess_for_int2fp, (shape_k // k_per_row, shape_n // 64, 32, -1)
+    bits = (is_weight_packed, weight_bits, activation_bits)
+    group = (group_size_zp or shape_k) if should_preprocess_with_zp else 0
+    transposed = use_packed_k_layout and not use_fused_e8m0_scale
+    order = (transposed, use_packed_k_layout, use_native_dequant, interleave_mode)
+    for one, zero, result in zip(words, zeros, out, strict=True):
+        if plain and weight_bits == 4 and not centre:
+            repack_loops.repack_4bit_a16(one.view(np.uint8), result.reshape(tiles))
+        elif plain and weight_bits == 8 and not should_preprocess_with_zp:
+            repack_loops.repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
+        else:
+            repack_loops.repack(one, zero, *bits, centre, group, *order, result)
     return torch.from_numpy(out.view(np.int32)).reshape(shape)
 
 

@@ -7,52 +7,39 @@ Which weights count is what transformers decides: `model.safetensors` if it is t
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import os
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from hqconv.checkpoint import hub
-from hqconv.checkpoint.safetensors import HeaderEntry, RepeatedKey, keep_repeats, read_header
+from hqconv.checkpoint import hub, index
+from hqconv.checkpoint.descriptors import Descriptors
+from hqconv.checkpoint.safetensors import parse_header, read_header
 from hqconv.errors import InputError, RequestError
-from hqconv.schemas.artifact import MANIFEST
-from hqconv.schemas.families import text_config
+from hqconv.schemas.artifact import CONFIG, INDEX, MANIFEST, PARTIAL, SINGLE
+from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-CONFIG_NAME = "config.json"
-HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 # Weights in other formats (or the same ones once more, in original/): neither read, copied nor downloaded.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHT_FOLDERS = ("original", "onnx")
-_NUM_THREADS = 8  # hides the latency of network file systems; the parsing itself holds the GIL
-_COPY_AGAIN = "copy or download the checkpoint again"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """Where the bytes of one tensor are: `num_bytes` at `offset_bytes` of `Checkpoint.files[file]`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: int
-    offset_bytes: int
-    num_bytes: int
+_NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
+_WORDS = (
+    CONFIG,
+    index.HF_QUANT_CONFIG,
+    INDEX,
+    MANIFEST,
+)  # all that is needed besides headers to look at a repo
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One safetensors file: name relative to the root, and what tells that it is still the same file."""
+    """One weight file: name relative to the root, and what tells that it is still the same file."""
 
     name: str
     size_bytes: int
@@ -61,59 +48,121 @@ class SourceFile:
 
 
 class Checkpoint:
-    """An opened checkpoint; a context manager that closes the descriptors `read_into` opened.
+    """An opened checkpoint; a context manager that closes the files `read_into` opened.
 
     root: the folder; name: its name or the repo's, without the organisation; repo_id, revision: Hub id and
     commit hash, None for a folder; config: config.json;
     quantization: its quantization_config or what stands for it; files: the weight files sorted by name; tensors: by
     file, then by offset; metadata: each file's `__metadata__`, in the order of files; index_sha256: of the
     index, None without one; other_files: what belongs in an artifact verbatim, POSIX paths relative to root
-    (a link to a folder is not followed); total_bytes: of all tensors.
+    (a link to a folder is not followed); partial_files: what looks like it, but was never finished;
+    total_bytes: of all tensors; listing: of a repo of which only the headers were read, else None.
     """
 
     def __init__(
-        self, root: Path, *, name: str, repo_id: str | None = None, revision: str | None = None
+        self,
+        root: Path,
+        *,
+        name: str,
+        repo_id: str | None = None,
+        revision: str | None = None,
+        listing: hub.Listing | None = None,
     ) -> None:
         """Reads and checks config, index and headers of the folder `root`; see `open`."""
         self.root, self.name, self.repo_id, self.revision = root, name, repo_id, revision
-        self.config: dict[str, Any] = _read_config(root)
-        self.quantization = _read_quantization(root, self.config)
-        weight_map, self.index_sha256 = _read_weight_map(root)
-        names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
-        self.files, headers, self.metadata = _read_files(root, names)
-        self.tensors = _collect_tensors(self.files, headers)
+        self.listing = listing
+        self.config: dict[str, Any] = index.read_config(root)
+        self.quantization = index.read_quantization(root, self.config)
+        weight_map, self.index_sha256 = index.read_weight_map(root, self._has(SINGLE))
+        names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
         if weight_map is not None:
-            _check_weight_map(weight_map, self.tensors, self.files)
-        self.other_files = tuple(sorted(_other_files(root)))
+            self._check_present(weight_map)
+        self.files, self.tensors, self.metadata = self._read_files(names)
+        if weight_map is not None:
+            index.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
+        loose = sorted(_loose_files(root) if listing is None else filter(_is_loose, listing.sizes))
+        self.other_files = tuple(name for name in loose if not name.endswith(PARTIAL))
+        self.partial_files = tuple(name for name in loose if name.endswith(PARTIAL))
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
-        self._descriptors: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._closed = False
+        self._descriptors = Descriptors(self._open_file)
 
     @classmethod
-    def open(cls, src: str, revision: str | None = None) -> Checkpoint:
+    def open(cls, src: str, revision: str | None = None, *, headers_only: bool = False) -> Self:
         """Opens a local folder, or downloads (into the Hub cache) the repo `org/name` and opens that.
 
-        HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME and the token are the Hub library's business. Raises RequestError
-        where there is no such folder, repo or revision, or no access to it; InputError where the files are
-        broken, missing or contradict each other.
+        With `headers_only` nothing of a repo is downloaded but its config, its index and the headers of its shards;
+        `read_into` then refuses. HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME and the token are the Hub library's business.
+        Raises RequestError where there is no such folder, repo or revision, or no access to it; InputError where the
+        files are broken, missing or contradict each other; NetworkError where the Hub fails.
         """
         path = Path(src)
         try:
             if src and path.is_dir():  # Path("") is the current folder
                 if revision is not None:
-                    what, remedy = "a local folder has no revisions", "leave the revision out"
+                    what, remedy = "A local folder has no revisions.", "Leave the revision out."
                     raise RequestError(what, where=src, found=f"revision {revision}", remedy=remedy)
                 return cls(path, name=path.resolve().name)
             if path.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", src, re.ASCII):
-                what, expected = "cannot open the checkpoint", "a model folder or a Hub repo id (org/name)"
+                what, expected = (
+                    "The checkpoint cannot be opened.",
+                    "a model folder or a Hub repo id (org/name)",
+                )
                 found = "a file" if path.exists() else "no such path"
                 raise RequestError(what, where=src, expected=expected, found=found)
-            root = _download(src, revision)
-            return cls(root, name=src.split("/")[1], repo_id=src, revision=root.name)
+            if headers_only:
+                root, listing = _fetch_words(src, revision)
+            else:
+                root, listing = _download(src, revision), None
+            return cls(root, name=src.split("/")[1], repo_id=src, revision=root.name, listing=listing)
         except OSError as error:  # from a look at a folder or a file; reading a file has messages of its own
-            what, where = "the checkpoint cannot be read", str(error.filename or src)
-            raise InputError(what, where=where, found=error.strerror or error, remedy=_COPY_AGAIN) from error
+            what, where = "The checkpoint cannot be read.", str(error.filename or src)
+            raise InputError(
+                what, where=where, found=error.strerror or error, remedy=index.COPY_AGAIN
+            ) from error
+
+    # --- headers ---------------------------------------------------------------------------------------------
+
+    def _has(self, name: str) -> bool:
+        return (self.root / name).is_file() or (self.listing is not None and name in self.listing.sizes)
+
+    def _check_present(self, weight_map: dict[str, str]) -> None:
+        tensor_of = {name: tensor for tensor, name in reversed(weight_map.items())}
+        missing = sorted(name for name in tensor_of if not self._has(name))
+        if missing:
+            shown = index.some(missing)
+            what = f"{len(missing)} of the {len(tensor_of)} shards the index names are missing: {shown}."
+            where = f"{self.root}, tensor {tensor_of[missing[0]]!r} and others"
+            raise InputError(what, where=where, remedy="Copy or download the missing files.")
+
+    def _read_files(
+        self, names: list[str]
+    ) -> tuple[tuple[SourceFile, ...], dict[str, TensorRef], tuple[Mapping[str, str], ...]]:
+        """The files, all their tensors, and each file's metadata."""
+        with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
+            read = list(pool.map(self._read_file, range(len(names)), names))
+        tensors: dict[str, TensorRef] = {}
+        for _, refs, _ in read:
+            twice = tensors.keys() & refs.keys()
+            if twice:
+                name = next(name for name in refs if name in twice)
+                both = f"{names[tensors[name].file]} and {names[refs[name].file]}"
+                what, where = "A tensor is in two files.", f"tensor {name!r}"
+                raise InputError(what, where=where, expected="one", found=both, remedy=index.COPY_AGAIN)
+            tensors |= refs
+        return tuple(file for file, _, _ in read), tensors, tuple(metadata for _, _, metadata in read)
+
+    def _read_file(self, number: int, name: str) -> tuple[SourceFile, dict[str, TensorRef], dict[str, str]]:
+        path = self.root / name
+        if self.listing is not None and not path.is_file():
+            size = self.listing.sizes[name]
+            where, head = f"{self.repo_id}/{name}", self.listing.read_head(name)
+            refs, metadata, sha256 = parse_header(where, head, size, number)
+            return SourceFile(name, size, sha256, 0), refs, metadata
+        status = path.stat()
+        refs, metadata, sha256 = read_header(path, number)
+        return SourceFile(name, status.st_size, sha256, status.st_mtime_ns), refs, metadata
+
+    # --- bytes -----------------------------------------------------------------------------------------------
 
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
         """Fills all of `buffer` (C-contiguous) with the tensor's bytes from byte `start` on; any thread may.
@@ -127,217 +176,81 @@ class Checkpoint:
         if not view.nbytes:  # cast() refuses empty views
             return
         view = view.cast("B")
-        descriptor = self._descriptor(ref)
         offset = ref.offset_bytes + start
-        while view:  # one call reads 2 GiB at most, and any call may return less than asked
-            try:
-                num_read = os.preadv(descriptor, [view], offset)
-            except OSError as error:
-                raise self._read_error(ref, "the file cannot be read", error.strerror) from error
-            if not num_read:
-                found = f"end of file at byte {offset}"
-                raise self._read_error(ref, "the file shrank since its header was read", found)
-            view, offset = view[num_read:], offset + num_read
+        try:
+            with self._descriptors.using(self.files[ref.file].name) as descriptor:
+                while view:  # one call reads 2 GiB at most, and any call may return less than asked
+                    num_read = os.preadv(descriptor, [view], offset)
+                    if not num_read:
+                        found = f"end of file at byte {offset}"
+                        raise self._read_error(ref, "The file shrank since its header was read.", found)
+                    view, offset = view[num_read:], offset + num_read
+        except OSError as error:
+            raise self._read_error(ref, "The file cannot be read.", error.strerror) from error
 
     def close(self) -> None:
         """Closes the files; no read may be under way, and none may follow."""
-        with self._lock:
-            self._closed = True
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+        self._descriptors.close()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _descriptor(self, ref: TensorRef) -> int:
-        with self._lock:
-            if self._closed:
-                raise ValueError("read from a closed checkpoint")
-            if ref.file not in self._descriptors:
-                self._descriptors[ref.file] = self._open_file(ref)
-            return self._descriptors[ref.file]
-
-    def _open_file(self, ref: TensorRef) -> int:
-        file = self.files[ref.file]
-        try:
-            descriptor = os.open(self.root / file.name, os.O_RDONLY | os.O_CLOEXEC)
-            status = os.fstat(descriptor)
-        except OSError as error:
-            raise self._read_error(ref, "the file cannot be opened", error.strerror) from error
+    def _open_file(self, name: str) -> int:
+        file = next(file for file in self.files if file.name == name)
+        if self.listing is not None and not (self.root / name).is_file():
+            what, remedy = "Only the headers of this repo were read.", "Open it without `headers_only`."
+            raise RequestError(what, where=f"{self.repo_id}/{name}", remedy=remedy)
+        descriptor = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(descriptor)
         if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
             os.close(descriptor)
-            found = f"{status.st_size} bytes, mtime {status.st_mtime_ns} ns"
-            expected = f"{file.size_bytes} bytes, mtime {file.mtime_ns} ns"
-            raise self._read_error(ref, "the file changed since its header was read", found, expected)
+            raise InputError(
+                "The file changed since its header was read.",
+                where=str(self.root / name),
+                expected=f"{file.size_bytes} bytes, mtime {file.mtime_ns} ns",
+                found=f"{status.st_size} bytes, mtime {status.st_mtime_ns} ns",
+                remedy=_KEEP,
+            )
         return descriptor
 
-    def _read_error(self, ref: TensorRef, what: str, found: object, expected: object = "") -> InputError:
+    def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
         where = f"{self.root / self.files[ref.file].name}, tensor {ref.name!r}"
-        remedy = "keep the checkpoint as it is during the conversion, and start again"
-        return InputError(what, where=where, expected=expected, found=found, remedy=remedy)
+        return InputError(what, where=where, found=found, remedy=_KEEP)
 
 
-def _read_json(path: Path, hook: Any = None) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in a file, and the file's bytes."""
-    found: object
-    try:
-        raw = path.read_bytes()
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
-    except OSError as error:
-        what, found = "a file of the checkpoint cannot be read", error.strerror
-        raise InputError(what, where=str(path), found=found, remedy=_COPY_AGAIN) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too deep
-        what = "a file of the checkpoint is not valid JSON"
-        raise InputError(what, where=str(path), found=error, remedy=_COPY_AGAIN) from error
-    if not isinstance(value, dict):
-        found = value if isinstance(value, RepeatedKey) else type(value).__name__
-        what, expected = "a file of the checkpoint is not a JSON object", "an object with unique keys"
-        raise InputError(what, where=str(path), expected=expected, found=found, remedy=_COPY_AGAIN)
-    return value, raw
+_KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
 
-def _read_config(root: Path) -> dict[str, Any]:
-    if not (root / CONFIG_NAME).is_file():
-        what, remedy = f"the checkpoint has no {CONFIG_NAME}", "give the folder of a transformers model"
-        raise InputError(what, where=str(root), found=_listing(root), remedy=remedy)
-    return _read_json(root / CONFIG_NAME)[0]
+# --- the files beside the weights ----------------------------------------------------------------------------
 
 
-def _read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The config's quantization_config, else ModelOpt's file of its own; None where there is neither."""
-    for words in (config, text_config(config)):
-        found = words.get("quantization_config")
-        if isinstance(found, dict):
-            return dict(found)
-        if found is not None:
-            what, where = "the checkpoint's quantization config is not an object", "quantization_config"
-            remedy = f"restore it in {CONFIG_NAME}; leave it out where nothing is quantized"
-            raise InputError(
-                what, where=where, expected="an object or null", found=repr(found), remedy=remedy
-            )
-    path = root / HF_QUANT_CONFIG_NAME
-    return _read_json(path)[0] if path.is_file() else None
-
-
-def _listing(root: Path) -> str:
-    names = sorted(path.name for path in root.iterdir())
-    return (
-        ", ".join(names[:20]) + (f", … {len(names)} in all" if len(names) > 20 else "") or "an empty folder"
-    )
-
-
-def _read_weight_map(root: Path) -> tuple[dict[str, str] | None, str | None]:
-    """The index's weight map, checked in itself, and the index's sha256; two None without an index in use."""
-    if (root / SINGLE_NAME).is_file():  # before the index: transformers' _get_resolved_checkpoint_files
-        return None, None
-    path = root / INDEX_NAME
-    if not path.is_file():
-        what, expected = "the folder holds no safetensors checkpoint", f"{SINGLE_NAME} or {INDEX_NAME}"
-        remedy = "convert other weight formats to safetensors first"
-        raise InputError(what, where=str(root), expected=expected, found=_listing(root), remedy=remedy)
-    index, raw = _read_json(path, keep_repeats)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        what, expected = "the index has no usable weight_map", "an object of tensor names with unique keys"
-        found = repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
-        raise InputError(what, where=str(path), expected=expected, found=found, remedy=_COPY_AGAIN)
-    for tensor, name in weight_map.items():
-        if not _is_plain_name(name):
-            where, expected = f"{path}, tensor {tensor!r}", "a .safetensors file inside the folder"
-            what = "the index names a file that cannot be a shard"
-            raise InputError(what, where=where, expected=expected, found=repr(name), remedy=_COPY_AGAIN)
-    _check_present(root, weight_map)
-    return weight_map, hashlib.sha256(raw).hexdigest()
-
-
-def _is_plain_name(name: object) -> bool:
-    """A path downwards in its one spelling, so that no file is read twice or from outside the folder."""
-    if not isinstance(name, str) or not name.endswith(".safetensors") or not name.isprintable():
+def _is_loose(path: str) -> bool:
+    """Whether a file is no weight and none that an artifact has its own of."""
+    *folders, name = path.split("/")
+    if any(part.startswith(".") for part in (*folders, name)) or path in (CONFIG, MANIFEST):
         return False
-    return "\\" not in name and not {"", ".", ".."}.intersection(name.split("/"))
+    is_other = folders[:1] and folders[0] in WEIGHT_FOLDERS
+    return not is_other and not name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
 
 
-def _check_present(root: Path, weight_map: dict[str, str]) -> None:
-    tensor_of = {name: tensor for tensor, name in reversed(weight_map.items())}
-    missing = sorted(name for name in tensor_of if not (root / name).is_file())
-    if missing:
-        what = f"{len(missing)} of the {len(tensor_of)} shards the index names are missing: {_some(missing)}"
-        where = f"{root}, tensor {tensor_of[missing[0]]!r} and others"
-        raise InputError(what, where=where, remedy="copy or download the missing files")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f", … {len(names)} in all" if len(names) > 5 else "")
-
-
-_Headers = tuple[dict[str, HeaderEntry], ...]
-
-
-def _read_files(
-    root: Path, names: list[str]
-) -> tuple[tuple[SourceFile, ...], _Headers, tuple[dict[str, str], ...]]:
-    def read(name: str) -> tuple[SourceFile, dict[str, HeaderEntry], dict[str, str]]:
-        path = root / name
-        status = path.stat()
-        header, metadata, sha256 = read_header(path)
-        return SourceFile(name, status.st_size, sha256, status.st_mtime_ns), header, metadata
-
-    with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
-        files, headers, metadata = zip(*pool.map(read, names), strict=True)
-    return files, headers, metadata
-
-
-def _collect_tensors(files: tuple[SourceFile, ...], headers: _Headers) -> dict[str, TensorRef]:
-    tensors: dict[str, TensorRef] = {}
-    for number, header in enumerate(headers):
-        for name, (dtype, shape, begin, end) in header.items():
-            if name in tensors:
-                both = f"{files[tensors[name].file].name} and {files[number].name}"
-                what = "a tensor is in two files"
-                raise InputError(
-                    what, where=f"tensor {name!r}", expected="one", found=both, remedy=_COPY_AGAIN
-                )
-            tensors[name] = TensorRef(name, dtype, shape, number, begin, end - begin)
-    return tensors
-
-
-def _check_weight_map(
-    weight_map: dict[str, str], tensors: dict[str, TensorRef], files: tuple[SourceFile, ...]
-) -> None:
-    """The index and the headers name the same tensors in the same files."""
-    for name, file in weight_map.items():
-        ref = tensors.get(name)
-        if ref is None or files[ref.file].name != file:
-            what, found = (
-                "a tensor is not where the index says",
-                files[ref.file].name if ref else "in no file",
-            )
-            where = f"{INDEX_NAME}, tensor {name!r}"
-            raise InputError(what, where=where, expected=file, found=found, remedy=_COPY_AGAIN)
-    if len(tensors) > len(weight_map):
-        lost = [f"{name} ({files[ref.file].name})" for name, ref in tensors.items() if name not in weight_map]
-        what = f"{len(lost)} tensors are in the files but not in the index"
-        raise InputError(what, where=INDEX_NAME, found=_some(lost), remedy=_COPY_AGAIN)
-
-
-def _other_files(root: Path) -> Iterator[str]:
+def _loose_files(root: Path) -> Iterator[str]:
+    """The files below a folder that are no weights, in folders that may hold some."""
     for folder, folders, names in os.walk(
         root, onerror=_raise
     ):  # by itself it passes over what it cannot read
         relative = Path(folder).relative_to(root)
-        top = relative == Path()
-        folders[:] = [name for name in folders if name[0] != "." and not (top and name in WEIGHT_FOLDERS)]
+        folders[:] = [name for name in folders if _is_loose((relative / name / "file").as_posix())]
         for name in names:
-            skipped = name[0] == "." or name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-            if skipped or (top and name in (CONFIG_NAME, MANIFEST)):  # an artifact may be a source
+            path = (relative / name).as_posix()
+            if not _is_loose(path):
                 continue
-            if not (root / relative / name).is_file():
-                what, where = "not a file, or a link to nothing", str(root / relative / name)
-                raise InputError(what, where=where, remedy=_COPY_AGAIN)
-            yield (relative / name).as_posix()
+            if not (root / path).is_file():
+                what, where = "This is not a file, or a link to nothing.", str(root / path)
+                raise InputError(what, where=where, remedy=index.COPY_AGAIN)
+            yield path
 
 
 def _raise(error: OSError) -> None:
@@ -353,10 +266,28 @@ def _download(repo_id: str, revision: str | None) -> Path:
     ignored += [f"{folder}/*" for folder in WEIGHT_FOLDERS] + [".*", "*/.*"]
     root = hub.fetch(repo_id, revision, ignore_patterns=ignored)
     # Asked for along with the shards, as only the download tells whether it exists.
-    names = {SINGLE_NAME}
-    if (root / INDEX_NAME).is_file():
-        weight_map = _read_json(root / INDEX_NAME)[0].get("weight_map")
-        names.update(filter(_is_plain_name, weight_map.values() if isinstance(weight_map, dict) else ()))
-    # Escaped, as these are names and not patterns; by commit, as the branch may move between the steps.
-    hub.fetch(repo_id, root.name, allow_patterns=[glob.escape(name) for name in sorted(names)])
+    names = {SINGLE, *_shards(root)}
+    # By commit, as the branch may move between the steps.
+    hub.fetch(repo_id, root.name, allow_patterns=_patterns(names))
     return root
+
+
+def _shards(root: Path) -> Iterator[str]:
+    """The shards that the index names, if there is one that names any."""
+    if (root / INDEX).is_file():
+        weight_map = index.read_json(root / INDEX)[0].get("weight_map")
+        yield from filter(index.is_plain_name, weight_map.values() if isinstance(weight_map, dict) else ())
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Names as patterns that match nothing else."""
+    return [glob.escape(name) for name in sorted(names)]
+
+
+def _fetch_words(repo_id: str, revision: str | None) -> tuple[Path, hub.Listing | None]:
+    """The JSON files of a repo in the Hub cache, and what else the repo holds; None where all its shards are cached."""
+    root = hub.fetch(repo_id, revision, allow_patterns=_patterns(_WORDS))
+    shards = set(_shards(root)) or {SINGLE}
+    if all((root / name).is_file() for name in shards):
+        return root, None
+    return root, hub.Listing.of(repo_id, root.name)

@@ -1,29 +1,28 @@
-"""The command line: parse, call, render. Heavy libraries are imported inside the commands that need them."""
+"""The command line: parse, call the API, render. Heavy libraries are imported inside the functions that need them."""
 
 from __future__ import annotations
 
+import inspect as inspection
+import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hqconv import api as jobs
-from hqconv.artifact.manifest import is_unfinished
-from hqconv.cli.options import choose_target, default_out, parse_bytes, parse_layers, parse_tokens
-from hqconv.errors import HqconvError, RequestError
-from hqconv.schemas import artifact
-from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
-from hqconv.schemas.target import SOURCE, resolve_schema
-from hqconv.version import __version__
+import hqconv
+from hqconv import api
+from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes
+from hqconv.cli.text import printable
+from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, VerificationError
 
-EXIT_FAILED, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 1, 1, 4, 130
+if TYPE_CHECKING:
+    from hqconv.planning.plan import Plan
 
 app = typer.Typer(
     help="Converts Mixture-of-Experts checkpoints into artifacts that the Humming GPU kernels run as they lie.",
@@ -32,77 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Dtype(StrEnum):
-    """Parameter dtypes."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Layout(StrEnum):
-    """What the expert tensors look like on disk."""
-
-    kernel = artifact.KERNEL
-    checkpoint = artifact.CHECKPOINT
-
-
-class Placement(StrEnum):
-    """How EP deals experts to ranks."""
-
-    linear = LINEAR
-    round_robin = ROUND_ROBIN
-
-
-Src = Annotated[str, typer.Argument(metavar="SRC", help="Model folder, or Hub repo id (org/name).")]
-Inspected = Annotated[str, typer.Argument(metavar="SRC|OUT", help="Model folder, Hub repo id, or artifact.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Output folder.  [default: ./<model>-<schema>[-tpT][-epP]]")
-]
-Schema = Annotated[
-    str,
-    typer.Option(
-        help="Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
-    ),
-]
-InputSchema = Annotated[str, typer.Option(help="What activations are quantized to when serving.")]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        help="Serving GPU, sm75 … sm120.  [default: the CUDA device here; --layout checkpoint needs none]"
-    ),
-]
-ParamDtype = Annotated[Dtype | None, typer.Option(help="Parameter dtype.  [default: the checkpoint's]")]
-Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
-Ep = Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")]
-ExpertPlacement = Annotated[Placement, typer.Option(help="How experts are dealt to EP ranks.")]
-RedundantExperts = Annotated[int, typer.Option(min=0, help="Copies of experts, appended.")]
-LayoutOption = Annotated[Layout, typer.Option(help="Ready for the kernel, or a checkpoint for vLLM.")]
-Device = Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu; the bytes are the same.")]
-MaxMemory = Annotated[
-    str, typer.Option(help="Host memory for the experts at work: 512MiB, 4GiB, 2GB, bytes.")
-]
-Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads.  [default: all processors]")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an older conversion wrote.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan; write nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repo.")]
-Verified = Annotated[Path, typer.Argument(metavar="OUT", help="Artifact.")]
-Source = Annotated[str | None, typer.Option(help="The checkpoint it was made from: folder or Hub repo id.")]
-Checks = Annotated[
-    str | None, typer.Option(help="Of files,weights,kernel.  [default: all that can run here]")
-]
-Layers = Annotated[
-    str | None,
-    typer.Option(help="Such as 0,3-5.  [default: all; for the kernel the first, middle and last]"),
-]
-Tokens = Annotated[str, typer.Option(help="Batch sizes for the kernel.")]
-VerifyDevice = Annotated[str, typer.Option("--device", help="auto, cuda, cuda:N or cpu.")]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Show errors only (and what --json or --dry-run print).")
-]
 Version = Annotated[bool, typer.Option("--version", help="Show the version.")]
 
 
@@ -121,24 +49,23 @@ def _one_message() -> Iterator[None]:
         raise _fail(str(interrupt) or "Interrupted. Nothing was written.", EXIT_INTERRUPTED) from None
     except BrokenPipeError:  # the reader of stdout went away: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(EXIT_IO) from None
+        raise typer.Exit(OutputError.exit_code) from None
     except OSError as error:
         place = f"\n  where: {error.filename}" if error.filename else ""
-        raise _fail(
-            f"error: The operating system refused: {error.strerror or error}{place}", EXIT_IO
-        ) from None
+        text = f"error: The operating system refused: {error.strerror or error}{place}"
+        raise _fail(text, OutputError.exit_code) from None
     except typer.Exit:
         raise
     except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
-        remedy = "set HQCONV_DEBUG=1 to see the traceback, and please report it"
+        remedy = "Set HQCONV_DEBUG=1 to see the traceback, and please report it."
         text = f"internal error: {type(error).__name__}: {error}\n  what to do: {remedy}"
-        raise _fail(text, EXIT_INTERNAL) from None
+        raise _fail(text, EXIT_BUG) from None
 
 
 def _fail(text: str, exit_code: int) -> typer.Exit:
     if os.environ.get("HQCONV_DEBUG") == "1":
         traceback.print_exc()
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
     return typer.Exit(exit_code)
 
 
@@ -157,7 +84,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
 @app.callback(invoke_without_command=True)
 def _root(context: typer.Context, version: Version = False) -> None:
     if version:
-        print(f"hqconv {__version__}")
+        print(f"hqconv {hqconv.__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -165,113 +92,112 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 @app.command()
 @_guarded
-def convert(
-    src: Src,
-    schema: Schema,
-    out: Out = None,
-    input_schema: InputSchema = "a16",
-    target: Target = None,
-    dtype: ParamDtype = None,
-    tp: Tp = 1,
-    ep: Ep = 1,
-    expert_placement: ExpertPlacement = Placement.linear,
-    redundant_experts: RedundantExperts = 0,
-    layout: LayoutOption = Layout.kernel,
-    device: Device = "auto",
-    max_memory: MaxMemory = "4GiB",
-    threads: Threads = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    json: Json = False,
-    revision: Revision = None,
-    quiet: Quiet = False,
-) -> None:
+@takes(api.convert, "dry_run", "json", "quiet")
+def convert(*, dry_run: bool, json: bool, quiet: bool, **options: Any) -> None:
     """Convert the experts of SRC and write an artifact."""
-    _check_early(src, resume, overwrite)
-    chosen = None if schema == SOURCE else resolve_schema(schema)
-    grid = Grid(tp, ep, expert_placement.value, redundant_experts)
-    resources = jobs.resources(device, parse_bytes(max_memory), threads)
-    sm_version = choose_target(target, layout.value, resources.device)
+    if dry_run:
+        _show(_dry_run(options), json=json)
+        return
+    from hqconv.cli.progress import ConversionProgress, say
+
+    places: list[Path] = []
+    said: list[str] = []
+
+    def warn(warnings: Iterable[str]) -> None:
+        for warning in () if quiet else warnings:
+            if warning not in said:
+                said.append(warning)
+                say(f"warning: {warning}")
+
+    def on_plan(planned: Plan, place: Path) -> None:
+        places.append(place)
+        warn(planned.warnings)
+
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with jobs.open_source(src, revision) as checkpoint:
-        words = {"sm_version": sm_version, "layout": layout.value, "input_schema": input_schema}
-        plan = jobs.plan_for(checkpoint, chosen, dtype.value if dtype else None, grid, **words)
-        place = out or default_out(checkpoint.name, chosen.name if chosen else SOURCE, tp, ep)
-        job = jobs.Job(checkpoint, plan, place, resources, resume=resume, overwrite=overwrite)
-        done = jobs.dry_run(job) if dry_run else jobs.run(job, quiet=quiet)
-    _show(done, json=json, quiet=quiet)
+    try:
+        with ConversionProgress(quiet=quiet) as progress:
+            report = api.convert(**options, on_plan=on_plan, progress=progress.update)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_interrupted(places)) from None
+    warn(report.warnings)
+    if json or not quiet:
+        _show(report.words(), json=json)
 
 
-def _check_early(src: str, resume: bool, overwrite: bool) -> None:
-    if resume and overwrite:
-        raise RequestError("--resume and --overwrite exclude each other.", remedy="Give one of the two.")
-    if is_unfinished(Path(src)):
-        raise RequestError(
-            "The source is an unfinished conversion of hqconv, not a checkpoint.",
-            where=src,
-            remedy="Finish it with --resume, or give the model folder it is made from.",
-        )
+def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
+    """The words of a plan, with what stands in its way."""
+    of_plan, of_words = (
+        {name: options[name] for name in inspection.signature(function).parameters if name in options}
+        for function in (api.plan, api.describe_plan)
+    )
+    return api.describe_plan(api.plan(**of_plan), **of_words)
 
 
-def _show(words: dict[str, Any], *, json: bool, quiet: bool = False) -> None:
-    """Data to stdout; of a conversion nothing if quiet, unless asked for as JSON."""
+def _interrupted(places: list[Path]) -> str:
+    """What an interrupted conversion left, and how to go on."""
+    from hqconv.artifact.manifest import is_artifact
+    from hqconv.pipeline.folder import place_of_work
+
+    out = places[0] if places else None
+    if out is None or not (is_artifact(out) or place_of_work(out)):
+        return "Interrupted. Nothing was written."
+    if place_of_work(out) is None:
+        return f"Interrupted. {out} holds a finished artifact."
+    state = "still holds the old artifact; the new one" if is_artifact(out) else "is no artifact yet; it"
+    return (
+        f"Interrupted. {out} {state} is unfinished.\n"
+        "  what to do: run the same command with --resume to go on, or with --overwrite to start anew"
+    )
+
+
+def _show(words: dict[str, Any], *, json: bool) -> None:
+    """Data to stdout."""
     from hqconv.cli import render
 
     if json:
         render.print_json(words)
-    elif not (quiet and words["kind"] == "summary"):
+    else:
         render.show(words)
 
 
 @app.command()
 @_guarded
-def verify(
-    out: Verified,
-    source: Source = None,
-    checks: Checks = None,
-    layers: Layers = None,
-    tokens: Tokens = "1,17,256",
-    device: VerifyDevice = "auto",
-    max_memory: MaxMemory = "4GiB",
-    threads: Threads = None,
-    json: Json = False,
-    revision: Revision = None,
-) -> None:
+@takes(api.verify, "json", is_artifact=True)
+def verify(*, checks: str | None, layers: str | None, tokens: str, json: bool, **options: Any) -> None:
     """Prove that an artifact is right: its files, its weights, and the production kernel on them."""
-    words = jobs.verify(
-        out,
-        source,
-        revision,
-        checks=tuple(c.strip() for c in checks.split(",")) if checks else None,
-        layers=parse_layers(layers),
-        tokens=parse_tokens(tokens),
-        resources=jobs.resources(device, parse_bytes(max_memory), threads),
+    report = api.verify(
+        **options, checks=parse_checks(checks), layers=parse_layers(layers), tokens=parse_tokens(tokens)
     )
-    _show(words, json=json)
-    if not words["passed"]:
-        raise typer.Exit(EXIT_FAILED)
+    _show(report.words(), json=json)
+    if not report.passed:
+        raise typer.Exit(VerificationError.exit_code)
 
 
 @app.command()
 @_guarded
-def inspect(path: Inspected, json: Json = False) -> None:
+@takes(api.inspect, "json")
+def inspect(*, json: bool, **options: Any) -> None:
     """Show what a model folder, a Hub repo or an artifact holds."""
-    from hqconv.inspection.describe import describe
-
-    _show(describe(path), json=json)
+    _show(api.inspect(**options), json=json)
 
 
 @app.command()
 @_guarded
-def schemas(json: Json = False) -> None:
+@takes(lambda: None, "json")
+def schemas(*, json: bool) -> None:
     """List the presets and the integer shorthand."""
-    from hqconv.inspection.describe import describe_schemas
+    from hqconv.inspection.schemas import describe_schemas
 
     _show(describe_schemas(), json=json)
 
 
 def main() -> None:
     """Entry point of the `hqconv` command."""
+    from hqconv.checkpoint.descriptors import raise_limit
+
+    raise_limit()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # terminals that know fewer letters
     app(prog_name="hqconv")

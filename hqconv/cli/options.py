@@ -1,96 +1,113 @@
-"""What option values mean: sizes, targets, devices, places. No Typer here; torch only where a device is asked for."""
+"""The options of the commands: the API's parameters, with what the command line adds to them.
+
+Names and defaults are written once, in the signatures of `hqconv.api`; here stands what each is for people.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Any, Literal
 
-from hqconv.errors import OutputError, RequestError
-from hqconv.schemas import artifact
+import typer
 
-if TYPE_CHECKING:
-    import torch
-
-_CHECKPOINT_LAYOUT_TARGET = 90  # only to ask Humming whether a schema runs at all
+from hqconv.errors import RequestError
 
 
-def parse_bytes(text: str) -> int:
-    """`512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
-    if match is None or (match[3] and not match[2]):
-        what, expected = "The memory limit is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
-        raise RequestError(what, where="--max-memory", expected=expected, found=text)
-    number, prefix, binary, unit = match[1], match[2].upper(), match[3], match[4]
-    power = " KMGT".index(prefix) if prefix else 0
-    return int(float(number) * (1000 if unit and not binary else 1024) ** power)
+@dataclass(frozen=True)
+class Option:
+    """One parameter on the command line: what Typer parses it to, its help, its flags and further settings.
 
-
-def parse_target(text: str) -> int:
-    """The SM version in `sm75` … `sm120`. Raises RequestError for anything else."""
-    match = re.fullmatch(r"sm(\d{2,3})", text)
-    if match is None or not 75 <= int(match[1]) <= 120:
-        remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", text) else "An H100 or H200 is sm90."
-        what = "The target is not a GPU architecture."
-        raise RequestError(what, where="--target", expected="sm75 … sm120", found=text, remedy=remedy)
-    return int(match[1])
-
-
-def choose_device(text: str) -> torch.device:
-    """The device of `--device`. Raises RequestError for one that is not here."""
-    import torch
-
-    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", text)
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if match is None:
-        expected = "auto, cuda, cuda:N or cpu"
-        raise RequestError("There is no such device.", where="--device", expected=expected, found=text)
-    if text == "cpu" or (text == "auto" and not num_devices):
-        return torch.device("cpu")
-    index = int(match[1] or 0)
-    if index >= num_devices:
-        expected, remedy = f"one of {num_devices} CUDA device(s)", "Use --device cpu: the bytes are the same."
-        what = "There is no such CUDA device."
-        raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
-    return torch.device("cuda", index)
-
-
-def choose_target(text: str | None, layout: str, device: torch.device) -> int:
-    """The SM version of `--target`, or of the CUDA device here. Raises RequestError where there is none.
-
-    The checkpoint layout does not depend on it.
+    metavar: given for arguments, which have no flag.
     """
-    if text is not None:
-        return parse_target(text)
-    if layout == artifact.CHECKPOINT:
-        return _CHECKPOINT_LAYOUT_TARGET
-    import torch
 
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(device.index or 0)
-        return major * 10 + minor
-    raise RequestError(
-        "The target GPU must be named.",
-        where="--target",
-        expected="the GPU that will serve, such as sm90",
-        found="no option, and no CUDA device here to take it from",
-        remedy="Add --target sm90 (H100, H200): the kernel layout depends on the GPU.",
-    )
+    kind: Any
+    help: str
+    flags: tuple[str, ...] = ()
+    metavar: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def annotation(self) -> Any:
+        """The type of the command's parameter, for Typer."""
+        if self.metavar:
+            return Annotated[self.kind, typer.Argument(metavar=self.metavar, help=self.help)]
+        return Annotated[self.kind, typer.Option(*self.flags, help=self.help, **self.settings)]
 
 
-def default_out(name: str, schema: str, tp: int, ep: int) -> Path:
-    """`./<model>-<schema>[-tpT][-epP]`."""
-    return Path(f"{name}-{schema}" + (f"-tp{tp}" if tp > 1 else "") + (f"-ep{ep}" if ep > 1 else ""))
+_AT_LEAST_ONE = {"min": 1}
+OPTIONS: dict[str, Option] = {
+    "src": Option(str, "Model folder, or Hub repo id (org/name).", metavar="SRC"),
+    "path": Option(str, "Model folder, Hub repo id, or artifact.", metavar="SRC|OUT"),
+    "out": Option(Path | None, "Output folder.  [default: ./<model>-<schema>[-tpT][-epP]]", ("--out", "-o")),
+    "schema": Option(
+        str, "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
+    ),
+    "input_schema": Option(str, "What activations are quantized to when serving."),
+    "target": Option(
+        str | None,
+        "Serving GPU, sm75 … sm120.  [default: the CUDA device here; --layout checkpoint needs none]",
+    ),
+    "dtype": Option(Literal["bfloat16", "float16"] | None, "Parameter dtype.  [default: the checkpoint's]"),
+    "tp": Option(int, "Tensor-parallel ranks.", settings=_AT_LEAST_ONE),
+    "ep": Option(int, "Expert-parallel ranks.", settings=_AT_LEAST_ONE),
+    "expert_placement": Option(Literal["linear", "round_robin"], "How experts are dealt to EP ranks."),
+    "redundant_experts": Option(int, "Copies of experts, appended.", settings={"min": 0}),
+    "layout": Option(Literal["kernel", "checkpoint"], "Ready for the kernel, or a checkpoint for vLLM."),
+    "device": Option(str, "auto, cuda, cuda:N or cpu; the bytes are the same."),
+    "max_memory": Option(str, "Host memory for the experts at work: 512MiB, 4GiB, 2GB, bytes."),
+    "max_gpu_memory": Option(str | None, "The same on the GPU.  [default: most of what is free]"),
+    "threads": Option(int | None, "Worker threads.  [default: all processors]", settings=_AT_LEAST_ONE),
+    "resume": Option(bool, "Go on with an interrupted conversion.", ("--resume",)),
+    "overwrite": Option(bool, "Replace an artifact, once the new one is complete.", ("--overwrite",)),
+    "revision": Option(str | None, "Branch, tag or commit of a Hub repo."),
+    "source": Option(str | None, "The checkpoint it was made from: folder or Hub repo id."),
+    "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),
+    "layers": Option(str | None, "Such as 0,3-5.  [default: all; for the kernel the first, middle and last]"),
+    "tokens": Option(str, "Batch sizes for the kernel."),
+    # Of the command line alone:
+    "dry_run": Option(bool, "Show the plan; write nothing.", ("--dry-run",)),
+    "json": Option(bool, "Print one JSON document on stdout.", ("--json",)),
+    "quiet": Option(bool, "Show errors only (and what --json or --dry-run print).", ("--quiet", "-q")),
+}
+# What one command means differently.
+_ARTIFACT = Option(Path, "Artifact.", metavar="OUT")
+_TEXT_DEFAULTS = {"tokens": "1,17,256"}  # of parameters that are no text in the API
 
 
-def check_places(source_folder: Path, out: Path) -> None:
-    """Raises OutputError where source and output lie in one another: a later run would mistake one for the other."""
-    source, target = source_folder.resolve(), out.resolve()
-    if target.is_relative_to(source) or source.is_relative_to(target):
-        what, remedy = "The output would lie in the source, or the source in it.", "Choose another with -o."
-        raise OutputError(
-            what, where=str(out), expected=f"a folder outside of {source_folder}", remedy=remedy
-        )
+def takes(
+    function: Callable[..., Any], *own: str, is_artifact: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the parameters of an API function, callbacks aside, and its `own` ones, all as keywords.
+
+    `is_artifact`: its `out` is an artifact to look at, not a place to write to.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        found = [p for p in inspect.signature(function).parameters.values() if p.name in OPTIONS]
+        parameters = [_parameter(p.name, p.default, is_artifact) for p in found]
+        parameters += [_parameter(name, False, is_artifact) for name in own]
+        # Required ones first, as Python has it.
+        parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _parameter(name: str, default: Any, is_artifact: bool) -> inspect.Parameter:
+    option = _ARTIFACT if is_artifact and name == "out" else OPTIONS[name]
+    default = _TEXT_DEFAULTS.get(name, default)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=default, annotation=option.annotation())
+
+
+def parse_checks(text: str | None) -> tuple[str, ...] | None:
+    """The checks of `--checks files,weights`, or None where the option is not given."""
+    return tuple(part.strip() for part in text.split(",")) if text else None
 
 
 def parse_layers(text: str | None) -> frozenset[int] | None:
@@ -99,7 +116,7 @@ def parse_layers(text: str | None) -> frozenset[int] | None:
         return None
     layers: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             expected = "layer numbers and ranges, such as 0,3-5"
             raise RequestError("The layers cannot be read.", where="--layers", expected=expected, found=text)

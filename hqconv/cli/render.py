@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from hqconv.cli import phrases
 from hqconv.cli.progress import human_bytes, human_seconds
 from hqconv.cli.report import show_report
+from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
+from hqconv.cli.text import printable_words
 from hqconv.formats.format import PLAIN
-from hqconv.inspection.describe import Words, summarize_errors
+from hqconv.inspection.words import Words, summarize_errors
 
-PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 _WIDE = 500  # columns where nobody looks at a terminal: nothing is cut or wrapped
-_NUM_NAMES_SHOWN = 5
 
 
 class _Console(Console):
@@ -28,32 +29,16 @@ class _Console(Console):
 
 
 def print_json(words: Any) -> None:
-    """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(words, indent=2) + "\n")
+    """One JSON document on stdout; what is no number there is null, since JSON has neither NaN nor infinity."""
+    sys.stdout.write(json.dumps(_finite(words), indent=2, allow_nan=False) + "\n")
 
 
-def _facts(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
-    """Two columns: a label, and what there is to say; rows without a value are left out."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in rows:
-        if value not in (None, ""):
-            table.add_row(label, str(value))
-    console.print(table)
-
-
-def _table(console: Console, headers: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A table whose first column is left-aligned and never cut; numbers go to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    body = [[str(cell) for cell in row] for row in rows]
-    for index, header in enumerate(headers):
-        numeric = all(row[index][:1].isdigit() for row in body)
-        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
-    for row in body:
-        table.add_row(*row)
-    console.print()
-    console.print(table)
+def _finite(words: Any) -> Any:
+    if isinstance(words, Mapping):
+        return {key: _finite(value) for key, value in words.items()}
+    if isinstance(words, list | tuple):
+        return [_finite(value) for value in words]
+    return None if isinstance(words, float) and not math.isfinite(words) else words
 
 
 def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
@@ -71,7 +56,8 @@ def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
         )
         for run in runs
     )
-    _table(console, headers, rows)
+    console.print()
+    print_table(console, headers, rows)
 
 
 def _errors(console: Console, summary: Mapping[str, Mapping[str, Any]]) -> None:
@@ -87,70 +73,8 @@ def _errors(console: Console, summary: Mapping[str, Mapping[str, Any]]) -> None:
             )
             for p, e in summary.items()
         )
-        _table(console, headers, rows)
-
-
-def _ranks(rank_bytes: Mapping[str, int]) -> str:
-    """`8 ranks, 69.21 GB each`, or from the smallest to the largest."""
-    if not rank_bytes:
-        return ""
-    least, most = min(rank_bytes.values()), max(rank_bytes.values())
-    size = f"{human_bytes(least)} each" if least == most else f"{human_bytes(least)} to {human_bytes(most)}"
-    return f"{len(rank_bytes)} rank{'s' * (len(rank_bytes) > 1)}, {size}"
-
-
-def _schema(schema: Mapping[str, Any]) -> str:
-    return f"{schema['name']}: {schema['description']}; {schema['bits_per_weight']:g} bits per weight"
-
-
-def _target(words: Mapping[str, Any]) -> str:
-    parts = [f"{words['layout']} layout", f"{words['dtype']} parameters, {words['input_schema']} activations"]
-    if words["layout"] == "kernel":
-        parts += [words["target"], f"tp {words['tp']}, ep {words['ep']} ({words['expert_placement']})"]
-        if words["redundant_experts"]:
-            parts.append(f"{words['redundant_experts']} redundant experts")
-    return ", ".join(parts)
-
-
-def _source(words: Mapping[str, Any]) -> str:
-    revision = f" at {words['revision']}" if words["revision"] else ""
-    return (
-        f"{words['name']}{revision}: {words['num_tensors']} tensors, {human_bytes(words['num_bytes'])} "
-        f"in {words['num_files']} file{'s' * (words['num_files'] != 1)}"
-    )
-
-
-def _tensors(words: Mapping[str, Any]) -> str:
-    kinds = ("converted", "copied", "dropped")
-    return ", ".join(
-        f"{words[kind]['num_tensors']} {kind} ({human_bytes(words[kind]['num_bytes'])})" for kind in kinds
-    )
-
-
-def _dropped(words: Mapping[str, Any]) -> str:
-    reasons = list(words["dropped"]["reasons"].items())
-    lines = [f"{name}: {reason}" for name, reason in reasons[:_NUM_NAMES_SHOWN]]
-    more = len(reasons) - len(lines)
-    return "\n".join([*lines, f"… {more} more (--json lists all)"] if more else lines)
-
-
-def _conversion(words: Words) -> str:
-    """`direct: codes and scales kept (58 blocks)` and the like."""
-    meaning = {
-        "quantized": "quantized",
-        "direct": "direct: codes and scales kept",
-        "requantized": "requantized from exactly decoded float32",
-    }
-    found = words["conversion"].items()
-    return "; ".join(f"{meaning.get(kind, kind)} ({n} block{'s' * (n != 1)})" for kind, n in found)
-
-
-def _exact(counts: Mapping[str, int]) -> str:
-    """What of a quantized source was quantized anew, and how much of that came out without any error."""
-    if not counts.get("num_groups"):
-        return ""
-    exact = f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
-    return f"{counts['num_matrices']} matrices requantized; {exact}"
+        console.print()
+        print_table(console, headers, rows)
 
 
 def _show_plan(console: Console, words: Words) -> None:
@@ -160,23 +84,24 @@ def _show_plan(console: Console, words: Words) -> None:
     memory += (
         f"{words['worker_bytes'] / 2**20:.0f} MiB each, on {words['device']}, besides the libraries' own"
     )
-    _facts(
+    print_facts(
         console,
         (
-            ("source", _source(words["source"])),
+            ("source", phrases.source(words["source"])),
             ("family", converted),
-            ("schema", _schema(words["schema"])),
-            ("conversion", _conversion(words)),
-            ("for", _target(words)),
-            ("tensors", _tensors(words["tensors"])),
-            ("dropped", _dropped(words["tensors"])),
+            ("schema", phrases.schema(words["schema"])),
+            ("conversion", phrases.conversion(words)),
+            ("for", phrases.target(words)),
+            ("tensors", phrases.tensors(words["tensors"])),
+            ("dropped", phrases.dropped(words["tensors"])),
             ("memory", memory),
             ("output", f"{words['out']}: {human_bytes(words['num_bytes_out'])}"),
-            ("", _ranks(words["rank_bytes"])),
+            ("", phrases.ranks(words["rank_bytes"])),
         ),
     )
     _blocks(console, words["blocks"])
-    _table(console, ("files", "count", "size"), _file_rows(words))
+    console.print()
+    print_table(console, ("files", "count", "size"), _file_rows(words))
     for kind in ("warning", "note"):
         for text in words[f"{kind}s"]:
             console.print(f"\n{kind}: {text}")
@@ -199,18 +124,18 @@ def _show_summary(console: Console, words: Words) -> None:
     resumed = words["num_groups_resumed"]
     speed = "" if resumed else f"{words['num_bytes_in'] / 1e9 / max(words['seconds'], 1e-9):.2f} GB/s, "
     ratio = words["num_bytes_out"] / max(words["num_bytes_in"], 1)
-    _facts(
+    print_facts(
         console,
         (
             ("schema", f"{words['schema']}, {words['layout']} layout"),
-            ("conversion", _conversion(words)),
-            ("requantized", _exact(words["requantized"])),
+            ("conversion", phrases.conversion(words)),
+            ("requantized", phrases.exact(words["requantized"])),
             ("blocks", f"{words['num_blocks']}, for {words['num_ranks']} rank(s)"),
             (
                 "size",
                 f"{human_bytes(words['num_bytes_in'])} → {human_bytes(words['num_bytes_out'])} ({ratio:.3f})",
             ),
-            ("resumed", f"{resumed} groups were already finished" if resumed else ""),
+            ("resumed", phrases.resumed(words)),
             ("time", f"{human_seconds(words['seconds'])}, {speed}{words['num_workers']} worker(s)"),
         ),
     )
@@ -220,36 +145,39 @@ def _show_summary(console: Console, words: Words) -> None:
 
 def _show_source(console: Console, words: Words) -> None:
     dtypes = ", ".join(f"{dtype} {human_bytes(size)}" for dtype, size in words["bytes_by_dtype"].items())
-    rows = [("source", _source(words)), ("model type", words["model_type"]), ("dtypes", dtypes)]
+    rows = [("source", phrases.source(words)), ("model type", words["model_type"]), ("dtypes", dtypes)]
     rows.append(("quantization", words["quant_method"]))
     if not words["convertible"]:
-        _facts(console, [*rows, ("convertible", f"no: {words['obstacle']}")])
+        print_facts(console, [*rows, ("convertible", f"no: {words['obstacle']}")])
         return
     rows.append(("family", f"{words['family']} ({words['family_chosen_because']})"))
     rows.append(("direct", ", ".join(words["direct_schemas"])))
-    rows += [("tensors", _tensors(words["tensors"])), ("dropped", _dropped(words["tensors"]))]
-    _facts(console, rows)
+    rows += [("tensors", phrases.tensors(words["tensors"])), ("dropped", phrases.dropped(words["tensors"]))]
+    print_facts(console, rows)
     _blocks(console, words["blocks"])
     by_sizes: dict[str, list[str]] = {}
     for name, sizes in words["tp_sizes"].items():
         by_sizes.setdefault(", ".join(map(str, sizes)) or "none", []).append(name)
-    _table(console, ("schemas", "--tp sizes that work"), ((", ".join(n), s) for s, n in by_sizes.items()))
+    console.print()
+    print_table(
+        console, ("schemas", "--tp sizes that work"), ((", ".join(n), s) for s, n in by_sizes.items())
+    )
 
 
 def _show_artifact(console: Console, words: Words) -> None:
     revision = f" at {words['source']['revision']}" if words["source"]["revision"] else ""
     missing = words["missing_or_resized_files"]
-    _facts(
+    print_facts(
         console,
         (
             ("artifact", f"{words['folder']}: {words['num_files']} files, {human_bytes(words['num_bytes'])}"),
             ("source", f"{words['source']['name']}{revision}"),
             ("family", words["family"]),
-            ("schema", _schema(words["schema"])),
-            ("conversion", _conversion(words)),
-            ("requantized", _exact(words["requantized"])),
-            ("for", _target(words)),
-            ("experts", _ranks(words["rank_bytes"])),
+            ("schema", phrases.schema(words["schema"])),
+            ("conversion", phrases.conversion(words)),
+            ("requantized", phrases.exact(words["requantized"])),
+            ("for", phrases.target(words)),
+            ("experts", phrases.ranks(words["rank_bytes"])),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in words["tensors"].items())),
             (
                 "made by",
@@ -267,7 +195,9 @@ def _show_artifact(console: Console, words: Words) -> None:
 
 def _show_unfinished(console: Console, words: Words) -> None:
     console.print(f"{words['folder']} holds an unfinished conversion, not an artifact yet.")
-    _facts(console, (("finished", f"{words['num_groups_done']} groups"), ("what to do", words["remedy"])))
+    print_facts(
+        console, (("finished", f"{words['num_groups_done']} groups"), ("what to do", words["remedy"]))
+    )
 
 
 def _show_schemas(console: Console, words: Words) -> None:
@@ -281,12 +211,15 @@ def _show_schemas(console: Console, words: Words) -> None:
         )
         for schema in words["presets"]
     ]
-    _table(
+    console.print()
+    print_table(
         console, ("schema", "bits per weight", "what it is", "--layout checkpoint runs in vLLM 0.33"), rows
     )
     short = words["shorthand"]
     console.print(f"\n{short['name']}: {short['description']}")
-    _facts(console, (("  bits per weight", short["bits_per_weight"]), ("  in vLLM", short["stock_vllm"])))
+    print_facts(
+        console, (("  bits per weight", short["bits_per_weight"]), ("  in vLLM", short["stock_vllm"]))
+    )
     console.print("\nFILE.toml: the fields of Humming's HummingWeightSchema.")
 
 
@@ -306,4 +239,4 @@ def show(words: Words) -> None:
     console = _Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDE
-    _SHOW[words["kind"]](console, words)
+    _SHOW[words["kind"]](console, printable_words(words))

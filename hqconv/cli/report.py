@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 
 from hqconv.cli.progress import human_seconds
+from hqconv.cli.tables import PROJECTIONS, print_table
 
 Words = Mapping[str, Any]
 Table = tuple[tuple[str, ...], list[tuple[Any, ...]]]
-PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 NUM_ROWS_SHOWN, NUM_FINDINGS_SHOWN = 10, 20
 
 
@@ -26,7 +26,7 @@ def show_report(console: Console, words: Words) -> None:
         _findings(console, check["findings"])
     for title, (headers, rows) in _tables(words["checks"]):
         console.print(f"\n{title}")
-        _print_table(console, headers, rows)
+        print_table(console, headers, rows)
     console.print()
     console.print(verdict(words))
 
@@ -111,15 +111,3 @@ def _number(value: Any) -> str:
     if isinstance(value, Mapping):
         value = value.get("relative_error")
     return "-" if value is None else f"{value:.4f}"
-
-
-def _print_table(console: Console, headers: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    from rich.table import Table as RichTable
-
-    table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for index, header in enumerate(headers):
-        numeric = all(str(row[index])[:1].isdigit() for row in rows)
-        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(str, row))
-    console.print(table)

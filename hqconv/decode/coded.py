@@ -14,10 +14,10 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from hqconv.backends import loops, twins
+from hqconv.backends import codec, loops, twins
 from hqconv.decode import loops as decode_loops
-from hqconv.decode import words
 from hqconv.errors import InputError
+from hqconv.schemas.dtypes import code_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Coded:
     """One matrix [N, K] in Humming's packing and conventions.
 
     b_dtype: uintN (offset binary) or a small float such as float4e2m1, float2e0m1 (sign and magnitude).
-    packed: int32 [N, K * bits / 32], little-endian along K; codes may straddle words.
+    packed: int32 [N, K * bits / 32], little-endian along K; codes may straddle codec.
     scale: [ceil(N / group_n), ceil(K / group_k)], [1, 1] per tensor; float32, bfloat16, float16, float8_e4m3fn,
     float8_e5m2, float8_e8m0fnu, or uint8 for float8e5m3. A group size of 0 means all rows or columns.
     zero_point: uint8 codes [N, G], or floats [N, G]; None where the code type is symmetric about its midpoint.
@@ -44,7 +44,7 @@ class Coded:
     @property
     def num_bits(self) -> int:
         """Bits of one code."""
-        return twins.parse_dtype(self.b_dtype)[1]
+        return code_bits(self.b_dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def dequantize(coded: Coded) -> torch.Tensor:
         scale = scale.repeat_interleave(coded.group_n, 0)[:num_rows]
     out = np.empty((num_rows, num_columns), np.float32)
     arguments = (
-        words.as_bytes(coded.packed).numpy(),
+        codec.as_bytes(coded.packed).numpy(),
         coded.num_bits,
         _table(coded.b_dtype, coded.zero_point is None),
         zero.contiguous().numpy(),
@@ -123,7 +123,7 @@ def _dequantize_cuda(
     coded: Coded, scale: torch.Tensor, zero: torch.Tensor, scale_2: torch.Tensor
 ) -> torch.Tensor:
     table = torch.from_numpy(_table(coded.b_dtype, coded.zero_point is None).copy()).to(scale.device)
-    codes = words.unpack(coded.packed, coded.num_bits)
+    codes = codec.unpack(coded.packed, coded.num_bits)
     values = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
     num_rows, num_columns = values.shape
     columns = _column_groups(coded, num_columns)
@@ -185,7 +185,7 @@ def _check_codes(coded: Coded, names: Mapping[str, str]) -> None:
     mask = {"float8e4m3": 0x7F, "float8e5m2": 0x7C}.get(coded.b_dtype)
     if mask is None:
         return
-    data = words.as_bytes(coded.packed)
+    data = codec.as_bytes(coded.packed)
     if data.is_cuda:
         is_bad = bool(((data & mask) == mask).any())
     else:
@@ -206,7 +206,7 @@ def _check_zero_scales(coded: Coded, is_zero: torch.Tensor, where: str) -> None:
     size = coded.group_n or num_rows
     rows = (grid_rows.unsqueeze(-1) * size + torch.arange(size, device=grid_rows.device)).flatten()
     rows = rows[rows < num_rows]
-    codes = words.unpack(coded.packed[rows], coded.num_bits)
+    codes = codec.unpack(coded.packed[rows], coded.num_bits)
     columns = _column_groups(coded, num_columns)
     if coded.zero_point is not None:
         zero = coded.zero_point[rows]

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from hqconv.backends.quantize import torch_dtype
-from hqconv.decode import words
+from hqconv.backends import codec
 from hqconv.decode.coded import Coded, scale_values
 from hqconv.errors import RequestError
 from hqconv.formats.format import scale_dtype_of, target_group
+from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
 
 
@@ -44,7 +44,7 @@ def express(coded: Coded, schema: TargetSchema, param_dtype: str) -> dict[str, t
         zeros = _spread(coded.zero_point, coded, 1, columns)
         is_float = zeros.dtype != torch.uint8
         tensors["zero_point"] = (
-            _cast(zeros, param_dtype) if is_float else words.pack_along_rows(zeros, coded.num_bits)
+            _cast(zeros, param_dtype) if is_float else codec.pack_along_rows(zeros, coded.num_bits)
         )
     if coded.scale_2 is not None:
         dtype = "float32" if schema.weight_scale_2_type == "tensor" else param_dtype
@@ -73,7 +73,7 @@ def _cast(scale: torch.Tensor, dtype: str) -> torch.Tensor:
         wanted = torch.float8_e8m0fnu if dtype == "float8e8m0" else torch.uint8
         assert scale.dtype == wanted, (scale.dtype, dtype)
         return scale
-    target = torch_dtype(dtype)
+    target = torch_dtype_of(dtype)
     if scale.dtype == target:
         return scale
     exact = scale_values(scale)

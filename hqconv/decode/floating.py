@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hqconv.decode import words
+from hqconv.backends import codec
 from hqconv.decode.coded import Coded, checked, refuse
 from hqconv.formats.format import SourceFormat
 
@@ -39,7 +39,7 @@ def as_e8m0(scale: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _matrix(fmt: SourceFormat, weight: torch.Tensor, scale: torch.Tensor, shape: Shape) -> Coded:
-    packed = words.as_words(weight.reshape(shape[0], -1))
+    packed = codec.as_words(weight.reshape(shape[0], -1))
     return Coded(fmt.b_dtype, packed, grid(scale, fmt, shape), fmt.group_n, fmt.group_k)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hqconv.decode import loops as decode_loops
-from hqconv.decode import words
+from hqconv.backends import codec
+from hqconv.decode import loops
 from hqconv.decode.coded import Coded, checked, refuse
 from hqconv.decode.floating import Names, Parts, Shape, grid
+from hqconv.decode.nibbles import AWQ_ORDER, reordered_nibbles, transpose_4bit
 from hqconv.formats.format import SourceFormat
 
 
@@ -30,14 +31,14 @@ def decode_packed_int(fmt: SourceFormat, parts: Parts, shape: Shape, names: Name
     bits = _bits(fmt)
     packed = parts["weight"].contiguous()
     if fmt.option("packing") == "padded":
-        packed = words.pack(_unpack_padded(packed, bits, shape[1]), bits)
+        packed = codec.pack(_unpack_padded(packed, bits, shape[1]), bits)
     zero_point = None
     if fmt.has_zero_point:
         stored = parts["zero_point"]
         if fmt.option("packing") == "padded":
             zero_point = _unpack_padded(stored.t().contiguous(), bits, shape[0]).t().contiguous()
         else:
-            zero_point = words.unpack_along_rows(stored, bits, shape[0])
+            zero_point = codec.unpack_along_rows(stored, bits, shape[0])
     columns = _group_index(parts["g_idx"], parts["scale"].size(-1), names) if "g_idx" in parts else None
     scale = grid(parts["scale"], fmt, shape)
     coded = Coded(
@@ -55,7 +56,7 @@ def _unpack_padded(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
 
 def decode_int8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
     """Plain int8 weights [N, K] and zero points, as compressed-tensors' int-quantized writes them."""
-    packed = words.as_words(parts["weight"].contiguous().view(torch.uint8) ^ 0x80)
+    packed = codec.as_words(parts["weight"].contiguous().view(torch.uint8) ^ 0x80)
     zero_point = None
     if fmt.has_zero_point:
         stored = parts["zero_point"].contiguous().view(torch.uint8) ^ 0x80
@@ -87,8 +88,8 @@ def _gptq_zero(stored: torch.Tensor, bits: int, offset: int) -> torch.Tensor:
     """uint8 zero points [G, N]; GPTQModel took `offset` off whole int32 words, where a zero of 0 borrows."""
     if offset and 32 % bits == 0:
         ones = sum(1 << shift for shift in range(0, 32, bits))
-        return words.unpack(stored + ones, bits)  # wraps
-    zero: torch.Tensor = (words.unpack(stored, bits) + offset) & (2**bits - 1)
+        return codec.unpack(stored + ones, bits)  # wraps
+    zero: torch.Tensor = (codec.unpack(stored, bits) + offset) & (2**bits - 1)
     return zero
 
 
@@ -145,20 +146,13 @@ def decode_awq(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> C
 
     Source: autoawq, utils/packing_utils.py.
     """
-    packed = words.transpose_4bit(parts["weight"], words.AWQ_ORDER)
+    packed = transpose_4bit(parts["weight"], AWQ_ORDER)
     zero_point = None
     if "zero_point" in parts:
         zero = reordered_nibbles(parts["zero_point"]).t().contiguous()
         zero_point = _zero_or_midpoint(fmt, zero, 4, names)
     scale = parts["scale"].t().contiguous()
     return checked(Coded(fmt.b_dtype, packed, scale, 1, fmt.group_k, zero_point=zero_point), names)
-
-
-def reordered_nibbles(packed: torch.Tensor, order: tuple[int, ...] = words.AWQ_ORDER) -> torch.Tensor:
-    """uint8 codes [R, 8 * words], where nibble j of a word is code order[j] of its eight."""
-    codes = words.unpack(packed.contiguous(), 4)
-    places = torch.tensor([order.index(i) for i in range(8)], device=packed.device)
-    return codes.view(*packed.shape, 8)[..., places].flatten(1)
 
 
 def decode_bitnet(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
@@ -177,10 +171,10 @@ def decode_bitnet(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -
     if stored.is_cuda:
         codes = torch.cat([(stored >> shift) & 3 for shift in (0, 2, 4, 6)])
         is_ternary = not bool((codes == 3).any())
-        packed = words.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
+        packed = codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
     else:
         out = np.empty((num_rows, num_columns // 4), np.uint8)
-        is_ternary = decode_loops.ternary_rows(stored.numpy(), out)
+        is_ternary = loops.ternary_rows(stored.numpy(), out)
         packed = torch.from_numpy(out.view(np.int32))
     if not is_ternary:
         refuse("A weight is not ternary.", names.get("weight", ""), "2-bit codes 0, 1 and 2", "3")

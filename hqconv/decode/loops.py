@@ -10,24 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from hqconv.backends.loops import pack_row, unpack_row
+from hqconv.backends.codec_loops import unpack_row
 
 # Rows of the source that one pass of a transposition reads: the 16 words it writes per row are a cache line.
 _TILE = 128
-
-
-@njit(nogil=True, cache=True)
-def unpack_rows(packed_RB, num_bits, codes_RK):
-    """Unpack every row of little-endian codes into uint8."""
-    for row in range(packed_RB.shape[0]):
-        unpack_row(packed_RB[row], num_bits, codes_RK[row])
-
-
-@njit(nogil=True, cache=True)
-def pack_rows(codes_RK, num_bits, packed_RB):
-    """The inverse of `unpack_rows`."""
-    for row in range(packed_RB.shape[0]):
-        pack_row(codes_RK[row], num_bits, packed_RB[row])
 
 
 @njit(nogil=True, cache=True)

@@ -9,15 +9,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hqconv.formats.format import SourceFormat
-from hqconv.schemas.dtypes import dtype_num_bits
+from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.tensors import TensorRef
 
-if TYPE_CHECKING:
-    from hqconv.checkpoint.folder import TensorRef
-
-Parts = dict[str, "TensorRef"]
+Parts = dict[str, TensorRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ class PartSource:
         offset = tensor.offset_bytes + expert * share_bytes
         if self.is_run:
             shape = self.view.shape(shape)
-            num_bytes = math.prod(shape) * dtype_num_bits(self.dtype) // 8
+            num_bytes = math.prod(shape) * num_bits(self.dtype) // 8
             offset += self.view.index * num_bytes if num_bytes < share_bytes else 0
         return replace(tensor, shape=shape, offset_bytes=offset, num_bytes=num_bytes)
 

@@ -6,7 +6,7 @@ Legend: E experts, I intermediate size, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hqconv.errors import InputError
 from hqconv.experts.block import ExpertBlock, Parts, PartSource, View
@@ -22,12 +22,10 @@ from hqconv.experts.checks import (
     check_one_format,
     contradiction,
 )
-from hqconv.formats.complete import PART_NAMES, UNUSED_PARTS, Completed, RawPart, complete, logical_shape
+from hqconv.formats.complete import PART_NAMES, UNUSED_PARTS, Completed, complete, logical_shape
 from hqconv.formats.format import SourceFormat
 from hqconv.schemas.families import Family, Stack
-
-if TYPE_CHECKING:
-    from hqconv.checkpoint.folder import TensorRef
+from hqconv.schemas.tensors import TensorRef, TensorSpec
 
 # Always [out, in], whatever the floats' orientation: packed four bits at a time, or no matrix at all.
 _NEVER_TRANSPOSED = ("blocks", "scales", "bias")
@@ -115,7 +113,7 @@ def _count(family: Family, name: str, found: Found, sizes: Sizes) -> int:
     first = next(iter(next(iter(found.stacks.values())).values()))
     if any(stack.flat for stack in family.stacks) or not first.shape:
         keys = " or ".join(family.num_experts_keys)
-        raise contradiction("config.json lacks the number of experts", name, keys, "no such key")
+        raise contradiction("The config lacks the number of experts.", name, keys, "no such key")
     return first.shape[0]
 
 
@@ -129,7 +127,7 @@ def _raw_single(family: Family, name: str, found: Found) -> RoleParts:
         for e, roles in sorted(found.experts.items()):
             if role not in roles:
                 missing = f"{name}.{e}.{word}.weight"
-                raise contradiction("an expert lacks a projection", missing, "present", "no such tensor")
+                raise contradiction("An expert lacks a projection.", missing, "present", "no such tensor")
         raw[role] = {
             key: PartSource(ref.name.replace(f"{name}.0.", f"{name}.{{expert}}.", 1), ref.dtype, ref.shape)
             for key, ref in found.experts[0][role].items()
@@ -142,7 +140,7 @@ def _raw_stacked(family: Family, name: str, found: Found, sizes: Sizes, count: i
     for stack in family.stacks:
         if stack.name not in found.stacks:
             where = f"{name}.{stack.name}"
-            raise contradiction("a block lacks a stack of projections", where, "present", "no such tensor")
+            raise contradiction("A block lacks a stack of projections.", where, "present", "no such tensor")
     if all(stack.transposed is not None for stack in family.stacks):
         return _stacked_as(family, found, {s.name: bool(s.transposed) for s in family.stacks})
     fits = []
@@ -156,9 +154,9 @@ def _raw_stacked(family: Family, name: str, found: Found, sizes: Sizes, count: i
         sides = f"{sizes.hidden[1] if sizes.hidden else '?'} and {sizes.intermediate[1] if sizes.intermediate else '?'}"
         expected = f"[E, out, in] or [E, in, out] with the config's hidden and intermediate size {sides}"
         what = (
-            "the orientation of a block's stacks cannot be told"
+            "The orientation of a block's stacks cannot be told."
             if fits
-            else "a stack has an unexpected shape"
+            else "A stack has an unexpected shape."
         )
         raise contradiction(what, ref.name, expected, list(ref.shape))
     return fits[0]
@@ -199,7 +197,7 @@ def _fits(raw: RoleParts, sizes: Sizes, count: int) -> bool:
     return True
 
 
-def _raw_parts(parts: Mapping[str, PartSource], count: int, role: str) -> dict[str, RawPart]:
+def _raw_parts(parts: Mapping[str, PartSource], count: int, role: str) -> dict[str, TensorSpec]:
     """The headers of one projection, its codes first: where a partner is missing, they name the place."""
     raw = {}
     for key, part in sorted(parts.items(), key=lambda item: PART_NAMES.index(item[0])):
@@ -208,9 +206,9 @@ def _raw_parts(parts: Mapping[str, PartSource], count: int, role: str) -> dict[s
         except ValueError as error:
             expected = f"{count} experts' {role}"
             raise contradiction(
-                "a fused tensor cannot be dealt to its experts", part.template, expected, error
+                "A fused tensor cannot be dealt to its experts.", part.template, expected, error
             ) from None
-        raw[key] = RawPart(part.template.format(expert=0), part.dtype, shape)
+        raw[key] = TensorSpec(part.template.format(expert=0), part.dtype, shape)
     return raw
 
 
@@ -231,7 +229,7 @@ def _matrix_sizes(
     shape = logical_shape(declared, _raw_parts(raw, count, "w2"))
     if shape is None:
         first = next(iter(raw.values()))
-        what = "an expert is not a matrix whose size can be told"
+        what = "An expert is not a matrix whose size can be told."
         raise contradiction(what, first.template.format(expert=0), "2 dimensions", list(first.shape))
     hidden = sizes.hidden[1] if sizes.hidden else shape[0]
     return hidden, sizes.intermediate[1] if sizes.intermediate else shape[1]
@@ -261,7 +259,7 @@ def _in_words(error: InputError, parts: Mapping[str, PartSource], sizes: Sizes) 
     if shape is not None:
         found += f", as an expert's share of {list(shape)}"
     known = [f"{size[0]} {size[1]}" for size in (sizes.hidden, sizes.intermediate) if size]
-    remedy = error.remedy or REMEDY + (f" ({', '.join(known)})" if known else "")
+    remedy = error.remedy or (f"{REMEDY.rstrip('.')} ({', '.join(known)})." if known else REMEDY)
     return InputError(error.what, where=where, expected=error.expected, found=found, remedy=remedy)
 
 

@@ -15,7 +15,7 @@ from hqconv.formats.format import SourceFormat
 
 Size = tuple[str, int]  # the config key it came from, "" if from shapes, and the value
 RoleParts = dict[str, dict[str, PartSource]]  # role → raw part name → where it is
-REMEDY = "check that the checkpoint is complete and that config.json belongs to it"
+REMEDY = "Check that the checkpoint is complete and that config.json belongs to it."
 
 
 @dataclass
@@ -46,7 +46,7 @@ def check_one_form(found: Found) -> None:
         expert = next(iter(found.experts.values()))
         forms = (next(iter(expert.values())), next(iter(found.stacks.values())))
         one, other = (next(iter(parts.values())).name for parts in forms)
-        raise contradiction("a block has its experts twice", one, "single or fused experts", f"also {other}")
+        raise contradiction("A block has its experts twice.", one, "single or fused experts", f"also {other}")
 
 
 def check_indices(name: str, experts: Mapping[int, object], count: Size | None) -> None:
@@ -58,7 +58,7 @@ def check_indices(name: str, experts: Mapping[int, object], count: Size | None) 
     first_missing = next(e for e in range(len(experts) + 1) if e not in experts)
     is_gap = first_missing < expected
     raise contradiction(
-        "the experts of a block are not complete" if is_gap else "a block has too many experts",
+        "The experts of a block are not complete." if is_gap else "A block has too many experts.",
         f"{name}.{first_missing if is_gap else highest}",
         f"experts 0..{expected - 1}" + (f" ({count[0]} in config.json)" if count else ""),
         f"{len(experts)} experts, the highest is {highest}"
@@ -73,14 +73,14 @@ def check_one_format(done: Mapping[str, Completed], raw: RoleParts) -> None:
         if (one.format, set(one.used)) != (first.format, set(first.used)):
             where = raw[role][one.used["weight"]].template.format(expert=0)
             texts = [f"{c.format.describe()} ({', '.join(sorted(c.used))})" for c in (first, one)]
-            raise contradiction("a block mixes formats", where, f"{texts[0]} as its w2", texts[1])
+            raise contradiction("A block mixes formats.", where, f"{texts[0]} as its w2", texts[1])
         dtypes = [
             r[role_].dtype
             for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))
         ]
         if dtypes[0] != dtypes[1]:
             where = raw[role][one.used["weight"]].template.format(expert=0)
-            raise contradiction("a block mixes dtypes", where, f"{dtypes[0]} as its w2", dtypes[1])
+            raise contradiction("A block mixes dtypes.", where, f"{dtypes[0]} as its w2", dtypes[1])
 
 
 def check_cuts(
@@ -100,7 +100,7 @@ def check_cuts(
                 and any(g and inner % g for g in (source.group_n, source.group_k))
             ):
                 what, expected = (
-                    "a scale of a flat stack serves two experts",
+                    "A scale of a flat stack serves two experts.",
                     f"groups that divide {inner} rows",
                 )
                 raise contradiction(what, part.template, expected, source.describe())
@@ -114,7 +114,7 @@ def check_cuts(
                 continue
             runs = {"scale": source.group_n, "zero_point": inner * view.count // num_rows}.get(name, 0)
             if view.interleaved or not runs or inner % runs:
-                what = "a fused tensor's rows belong to several of its projections"
+                what = "A fused tensor's rows belong to several of its projections."
                 expected = f"one row, or rows that are all of one projection, as {inner} rows of {role} are"
                 raise contradiction(what, part.template, expected, list(part.shape))
 
@@ -128,16 +128,16 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
             for key in sorted(like.keys() - refs.keys()):
                 where = like[key].template.format(expert=expert)
                 raise contradiction(
-                    "an expert lacks a tensor", where, "present as in expert 0", "no such tensor"
+                    "An expert lacks a tensor.", where, "present as in expert 0", "no such tensor"
                 )
             ref = refs[min(refs.keys() - like.keys())]
-            raise contradiction("an expert has a tensor too many", ref.name, "as in expert 0", "present")
+            raise contradiction("An expert has a tensor too many.", ref.name, "as in expert 0", "present")
         for key, ref in refs.items():
             first = like[key]
             # bitsandbytes' state is a JSON document in bytes: only its numbers' digits tell how long it is.
             if ref.shape != first.shape and "quant_state" not in key:
                 expected = f"{list(first.shape)} as {first.template.format(expert=0)}"
-                raise contradiction("an expert has an unexpected shape", ref.name, expected, list(ref.shape))
+                raise contradiction("An expert has an unexpected shape.", ref.name, expected, list(ref.shape))
             if ref.dtype != first.dtype:
                 expected = f"{first.dtype} as {first.template.format(expert=0)}"
-                raise contradiction("a block mixes dtypes", ref.name, expected, ref.dtype)
+                raise contradiction("A block mixes dtypes.", ref.name, expected, ref.dtype)

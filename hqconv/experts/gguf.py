@@ -15,50 +15,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from hqconv.checkpoint.folder import TensorRef
+from hqconv.checkpoint.gguf import COPY_AGAIN
 from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock, PartSource, View
-from hqconv.experts.checks import Sizes
-from hqconv.experts.map import ExpertMap, map_experts, sizes_of
+from hqconv.experts.facts import sizes_of
+from hqconv.experts.gguf_stacks import STACKS, GgufLayer, GgufPart, check_layer
+from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.formats.format import GGUF, SourceFormat
 from hqconv.schemas.families import BY_MODEL_TYPE, INDEX, Family, text_config
+from hqconv.schemas.tensors import TensorRef
 
-COPY_AGAIN = "copy or download the GGUF files again; they must belong to this model"
-_STACKS = {
-    "ffn_gate_exps": ("w1",),
-    "ffn_up_exps": ("w3",),
-    "ffn_down_exps": ("w2",),
-    "ffn_gate_up_exps": ("w1", "w3"),
-}
 _PARTS = {"weight": "weight", "bias": "bias", "scale": "scale_2"}
-_EXPERT = re.compile(rf"blk\.({INDEX})\.({'|'.join(_STACKS)})\.(weight|bias|scale|input_scale)")
+_EXPERT = re.compile(rf"blk\.({INDEX})\.({'|'.join(STACKS)})\.(weight|bias|scale|input_scale)")
 # Other kinds of experts, and tensors of single experts, which files of 2023 have.
 _LOOKS_LIKE_EXPERT = re.compile(r"exps(?:\.|_|$)|\.ffn_(?:gate|up|down)\.[0-9]+\.")
-_FLOATS = ("F32", "F16", "BF16")
 _MTP_PREFIXES = ("mtp.", "language_model.mtp.")
 _ROUTER_WORDS = frozenset(("gate", "router", "wg"))
 _NOT_NEEDED = "the safetensors' tensor is used"
 _ACTIVATION_SCALE = "activation scale, not used by 16-bit activations"
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor of a GGUF file that holds one part of a projection of all experts of a layer."""
-
-    ref: TensorRef
-    view: View
-
-    def share(self, expert: int, shape: tuple[int, ...]) -> TensorRef:
-        """Where one expert's part is, if that has this shape. A scale is one for the whole stack."""
-        num_bytes = self.ref.num_bytes // self.ref.shape[0]
-        offset = self.ref.offset_bytes + expert * num_bytes
-        if shape:
-            num_bytes //= self.view.count
-            offset += self.view.index * num_bytes
-        return replace(self.ref, shape=shape, offset_bytes=offset, num_bytes=num_bytes)
-
-
-_Layer = dict[str, dict[str, _Part]]  # role → part → where it is
 
 
 def map_gguf(
@@ -87,7 +61,7 @@ class _Finder:
         """
         layers, dropped = self._layers()
         for layer, parts in layers.items():
-            self._check_layer(layer, parts)
+            check_layer(layer, parts, self._family, sizes_of(self._family, layer, self._text))
         blocks = {self._block_name(layer): layer for layer in sorted(layers)}
         self._check_routers(blocks)
         stand_ins: dict[str, TensorRef] = {}
@@ -135,9 +109,9 @@ class _Finder:
 
     # --- which tensor is what --------------------------------------------------------------------------------
 
-    def _layers(self) -> tuple[dict[int, _Layer], dict[str, str]]:
+    def _layers(self) -> tuple[dict[int, GgufLayer], dict[str, str]]:
         """The parts of every layer's experts, and what is dropped of the GGUF files."""
-        layers: dict[int, _Layer] = {}
+        layers: dict[int, GgufLayer] = {}
         dropped: dict[str, str] = {}
         for tensor, ref in self.tensors.items():
             match = _EXPERT.fullmatch(tensor)
@@ -175,54 +149,21 @@ class _Finder:
             raise _not_understood(ref)
         return has_router
 
-    def _add_part(self, layer: _Layer, stack: str, part: str, ref: TensorRef) -> None:
-        roles = _STACKS[stack]
+    def _add_part(self, layer: GgufLayer, stack: str, part: str, ref: TensorRef) -> None:
+        roles = STACKS[stack]
         for index, role in enumerate(roles):
             parts = layer.setdefault(role, {})
             if part in parts or role not in self._family.projections:
-                what = "a layer of experts has a stack too many"
+                what = "A layer of experts has a stack too many."
                 found = (
                     f"also {parts[part].ref.name}" if part in parts else ", ".join(self._family.projections)
                 )
                 raise InputError(
                     what, where=ref.name, expected="one stack per projection", found=found, remedy=COPY_AGAIN
                 )
-            parts[part] = _Part(ref, View(index=index, count=len(roles)))
+            parts[part] = GgufPart(ref, View(index=index, count=len(roles)))
 
     # --- checks ----------------------------------------------------------------------------------------------
-
-    def _check_layer(self, layer: int, found: _Layer) -> None:
-        """Every projection is there, and every part has the size that the config says."""
-        needed = ["weight", *(["bias"] if any("bias" in parts for parts in found.values()) else [])]
-        for role in self._family.projections:
-            for part in needed:
-                if part not in found.get(role, {}):
-                    stack = next(stack for stack, roles in _STACKS.items() if role in roles)
-                    what, where = "a layer of experts lacks a tensor", f"blk.{layer}.{stack}.{part}"
-                    raise InputError(
-                        what, where=where, expected="present", found="no such tensor", remedy=COPY_AGAIN
-                    )
-        sizes = sizes_of(self._family, layer, self._text)
-        for role, parts in found.items():
-            for part, one in parts.items():
-                self._check_part(role, part, one, sizes, found["w2"]["weight"].ref)
-
-    def _check_part(self, role: str, part: str, one: _Part, sizes: Sizes, down: TensorRef) -> None:
-        ref, from_config = one.ref, (sizes.num_experts, sizes.hidden, sizes.intermediate)
-        if len(down.shape) != 3:
-            raise wrong_shape(down.name, "[experts, out, in]", down.shape)
-        count, hidden, inner = (
-            size[1] if size else have for size, have in zip(from_config, down.shape, strict=True)
-        )
-        rows, columns = (hidden, inner) if role == "w2" else (inner, hidden)
-        rows *= one.view.count
-        shape = {"weight": (count, rows, columns), "bias": (count, rows), "scale_2": (count,)}[part]
-        if ref.shape != shape or not all(shape):
-            keys = ", ".join(size[0] for size in from_config if size)
-            raise wrong_shape(ref.name, f"{list(shape)} ({keys} in config.json)", ref.shape)
-        if part != "weight" and ref.dtype not in _FLOATS:
-            what, expected = "a bias or scale has the wrong type", " or ".join(_FLOATS)
-            raise InputError(what, where=ref.name, expected=expected, found=ref.dtype, remedy=COPY_AGAIN)
 
     def _check_routers(self, blocks: Collection[str]) -> None:
         """Every layer with a router has its experts: none may be left out of the files."""
@@ -267,7 +208,7 @@ class _Finder:
         num_layers = next((value for value in found if isinstance(value, int)), layer + 1)
         return max(layer - num_layers, -1)
 
-    def _stand_ins(self, name: str, layer: _Layer) -> dict[str, TensorRef]:
+    def _stand_ins(self, name: str, layer: GgufLayer) -> dict[str, TensorRef]:
         """The tensors of a checkpoint with the layer's experts one by one."""
         refs = {}
         for role, word in self._family.projections.items():
@@ -280,7 +221,7 @@ class _Finder:
         return refs
 
 
-def _with_stacks(block: ExpertBlock, layer: _Layer) -> ExpertBlock:
+def _with_stacks(block: ExpertBlock, layer: GgufLayer) -> ExpertBlock:
     """A mapped block, with the stacks instead of the tensors that stood in for them."""
     parts = {
         role: {
@@ -298,22 +239,16 @@ def _with_stacks(block: ExpertBlock, layer: _Layer) -> ExpertBlock:
     return replace(block, format=own_format, dtype=parts["w2"]["weight"].dtype, parts=parts, sources=sources)
 
 
-def _shares(parts: Mapping[str, _Part], expert: int, shape: tuple[int, int]) -> dict[str, TensorRef]:
+def _shares(parts: Mapping[str, GgufPart], expert: int, shape: tuple[int, int]) -> dict[str, TensorRef]:
     shapes: dict[str, tuple[int, ...]] = {"weight": shape, "bias": shape[:1], "scale_2": ()}
     return {part: one.share(expert, shapes[part]) for part, one in parts.items()}
 
 
-def wrong_shape(name: str, expected: str, found: tuple[int, ...]) -> InputError:
-    """The error for a stack of another size than the model's."""
-    what = "a tensor of a GGUF file has the wrong shape"
-    return InputError(what, where=name, expected=expected, found=list(found), remedy=COPY_AGAIN)
-
-
 def _not_understood(ref: TensorRef) -> InputError:
     return InputError(
-        "a tensor of a GGUF file looks like experts and is not understood",
+        "A tensor of a GGUF file looks like experts and is not understood.",
         where=ref.name,
-        expected=f"blk.N.{{{','.join(_STACKS)}}} with weight, bias, or the scale of NVFP4 weights",
+        expected=f"blk.N.{{{','.join(STACKS)}}} with weight, bias, or the scale of NVFP4 weights",
         found=f"{ref.dtype} {list(ref.shape)}",
         remedy="Convert the model to GGUF with a current llama.cpp, or convert it from safetensors.",
     )

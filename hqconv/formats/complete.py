@@ -6,34 +6,18 @@ What each format stores is in `source_parts_needs` and `source_parts_schemas`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hqconv.errors import InputError
 from hqconv.formats.format import ANY, SourceFormat
-from hqconv.formats.needs import (
-    BITSANDBYTES_STATES,
-    FLOAT_CODES,
-    NEEDS,
-    SCALE_NAMES,
-    Need,
-    RawPart,
-    code_bits,
-    packed_width,
-)
-from hqconv.formats.toolkits import (
-    describe_humming,
-    describe_quark,
-    humming_needs,
-    quark_needs,
-    quark_shape,
-)
-
-__all__ = ["PART_NAMES", "Completed", "RawPart", "complete", "logical_shape"]
+from hqconv.formats.humming import humming_needs
+from hqconv.formats.needs import BITSANDBYTES_STATES, NEEDS, SCALE_NAMES, Need, integer_bits, packed_width
+from hqconv.formats.quark import quark_needs, quark_shape
+from hqconv.schemas.dtypes import FLOATS, code_bits, humming_name
+from hqconv.schemas.tensors import TensorSpec
 
 _NEEDS = {**NEEDS, "quark": quark_needs, "humming": humming_needs}
-_DESCRIBE = {"quark": describe_quark, "humming": describe_humming}
 
 _ACTIVATIONS = "activation scale, not used by 16-bit activations"
 UNUSED_PARTS = {
@@ -87,7 +71,7 @@ class Completed:
     unused: dict[str, str]
 
 
-def complete(declared: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> Completed:
+def complete(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> Completed:
     """Fill in what the config leaves open (code and scale dtypes, `ANY` groups) from one projection's headers.
 
     `parts`: raw part name -> header, of one expert's projection [n, k]. Raises InputError that names the tensor
@@ -95,10 +79,9 @@ def complete(declared: SourceFormat, parts: Mapping[str, RawPart], n: int, k: in
     that contradict the config about being quantized at all.
     """
     _check_kind(declared, parts)
-    fmt = _DESCRIBE[declared.decoder](declared) if declared.decoder in _DESCRIBE else declared
-    _check_groups(fmt, parts)
-    fmt = _resolve_groups(fmt, parts, n)
-    found: dict[str, RawPart] = {}
+    _check_groups(declared, parts)
+    fmt = _resolve_groups(declared, parts, n)
+    found: dict[str, TensorSpec] = {}
     used: dict[str, str] = {}
     for need in _NEEDS[fmt.decoder](fmt, parts, n, k):
         name = _choose(need, parts, fmt)
@@ -109,24 +92,24 @@ def complete(declared: SourceFormat, parts: Mapping[str, RawPart], n: int, k: in
     return Completed(_fill_in(fmt, found, used, k), used, unused)
 
 
-def _check_kind(declared: SourceFormat, parts: Mapping[str, RawPart]) -> None:
+def _check_kind(declared: SourceFormat, parts: Mapping[str, TensorSpec]) -> None:
     """Refuse tensors that are quantized where the config says not, and the other way round."""
     weight = parts.get("weight")
     if declared.is_float:
         quantized = [p for name, p in parts.items() if name not in ("weight", "bias", *UNUSED_PARTS)]
-        if weight is not None and weight.dtype not in FLOAT_CODES:
+        if weight is not None and weight.dtype not in FLOATS:
             quantized.insert(0, weight)
         if quantized:
             raise InputError(
-                "config.json declares no quantization for this module, but its tensors are quantized.",
+                "The config declares no quantization for this module, but its tensors are quantized.",
                 where=quantized[0].name,
                 expected="one BF16, F16 or F32 weight",
                 found=", ".join(f"{p.name} {p.dtype}" for p in quantized),
                 remedy="Restore quantization_config in config.json (or hf_quant_config.json).",
             )
-    elif weight is not None and weight.dtype in FLOAT_CODES:
+    elif weight is not None and weight.dtype in FLOATS:
         raise InputError(
-            "config.json declares a quantized module, but its weight is not quantized.",
+            "The config declares a quantized module, but its weight is not quantized.",
             where=weight.name,
             expected=declared.describe(),
             found=f"{weight.dtype} {list(weight.shape)}",
@@ -134,7 +117,7 @@ def _check_kind(declared: SourceFormat, parts: Mapping[str, RawPart]) -> None:
         )
 
 
-def _check_groups(fmt: SourceFormat, parts: Mapping[str, RawPart]) -> None:
+def _check_groups(fmt: SourceFormat, parts: Mapping[str, TensorSpec]) -> None:
     for what, size in (("rows", fmt.group_n), ("columns", fmt.group_k)):
         if size < 0 and size != ANY:
             where = next(iter(parts.values())).name if parts else ""
@@ -144,7 +127,7 @@ def _check_groups(fmt: SourceFormat, parts: Mapping[str, RawPart]) -> None:
             )
 
 
-def _resolve_groups(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int) -> SourceFormat:
+def _resolve_groups(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int) -> SourceFormat:
     """Groups that the config leaves open: one scale is per tensor, N of them are per channel."""
     if fmt.decoder != "fp8" or ANY not in (fmt.group_n, fmt.group_k):
         return fmt
@@ -166,7 +149,7 @@ def _resolve_groups(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int) -> 
     )
 
 
-def _choose(need: Need, parts: Mapping[str, RawPart], fmt: SourceFormat) -> str | None:
+def _choose(need: Need, parts: Mapping[str, TensorSpec], fmt: SourceFormat) -> str | None:
     """The raw name that provides a part; None where an optional one is absent."""
     present = [name for name in need.names if name in parts]
     if len(present) > 1:
@@ -187,7 +170,7 @@ def _choose(need: Need, parts: Mapping[str, RawPart], fmt: SourceFormat) -> str 
     return present[0] if present else None
 
 
-def _check_part(need: Need, part: RawPart) -> None:
+def _check_part(need: Need, part: TensorSpec) -> None:
     if part.dtype not in need.dtypes:
         expected = " or ".join(need.dtypes)
         raise InputError(
@@ -199,7 +182,7 @@ def _check_part(need: Need, part: RawPart) -> None:
         raise InputError("A tensor has the wrong shape.", where=part.name, expected=expected, found=found)
 
 
-def _leftovers(fmt: SourceFormat, parts: Mapping[str, RawPart], used: Mapping[str, str]) -> dict[str, str]:
+def _leftovers(fmt: SourceFormat, parts: Mapping[str, TensorSpec], used: Mapping[str, str]) -> dict[str, str]:
     unused = {}
     for name, part in parts.items():
         if name in used.values():
@@ -216,14 +199,6 @@ def _leftovers(fmt: SourceFormat, parts: Mapping[str, RawPart], used: Mapping[st
     return unused
 
 
-_HUMMING_DTYPES = {
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F8_E4M3": "float8e4m3",
-    "F8_E5M2": "float8e5m2",
-    "F8_E8M0": "float8e8m0",
-}
 _B_DTYPES = {
     "mxfp4": "float4e2m1",
     "mxfp8": "float8e4m3",
@@ -234,22 +209,22 @@ _B_DTYPES = {
 
 
 def _fill_in(
-    fmt: SourceFormat, found: Mapping[str, RawPart], used: Mapping[str, str], k: int
+    fmt: SourceFormat, found: Mapping[str, TensorSpec], used: Mapping[str, str], k: int
 ) -> SourceFormat:
     """The format with its code and scale dtypes, and what the parts' names and widths say."""
     weight, scale = found["weight"], found.get("scale")
     b_dtype, scale_dtype, options = fmt.b_dtype, fmt.scale_dtype, dict(fmt.options)
     is_permuted = fmt.is_permuted
     if fmt.decoder == "fp8":
-        b_dtype = _HUMMING_DTYPES[weight.dtype]
+        b_dtype = humming_name(weight.dtype)
         if fmt.b_dtype not in ("", b_dtype):
             what = "A tensor has the wrong dtype."
             raise InputError(what, where=weight.name, expected=fmt.b_dtype, found=weight.dtype)
     elif fmt.decoder in _B_DTYPES:
         b_dtype = _B_DTYPES[fmt.decoder]
     if scale is not None and scale.dtype != "U8":
-        scale_dtype = _HUMMING_DTYPES[scale.dtype]
-    elif scale is not None and fmt.decoder not in _DESCRIBE:
+        scale_dtype = humming_name(scale.dtype)
+    elif scale is not None and fmt.decoder not in ("quark", "humming"):  # their configs say it
         # Bytes are e8m0 exponents; only nvfp4's, which some writers store so, are e4m3.
         scale_dtype = "float8e4m3" if fmt.decoder == "nvfp4" else "float8e8m0"
     if fmt.decoder == "bitnet" and options.get("scale_inverted", True):
@@ -259,7 +234,7 @@ def _fill_in(
     elif fmt.decoder == "gptq":
         is_permuted = bool(options.get("desc_act")) and fmt.group_k != 0
     elif fmt.decoder == "packed_int":
-        dense = packed_width(k, code_bits(fmt), is_padded=False)
+        dense = packed_width(k, integer_bits(fmt), is_padded=False)
         options["packing"] = "dense" if weight.shape[1] == dense else "padded"
         is_permuted = "g_idx" in found
     return replace(
@@ -272,12 +247,8 @@ def _fill_in(
     )
 
 
-def logical_shape(declared: SourceFormat, parts: Mapping[str, RawPart]) -> tuple[int, int] | None:
-    """(N, K) that the weight part's header implies; None where the format or the header leaves it open.
-
-    Raises InputError for a config that the format cannot have.
-    """
-    fmt = _DESCRIBE[declared.decoder](declared) if declared.decoder in _DESCRIBE else declared
+def logical_shape(fmt: SourceFormat, parts: Mapping[str, TensorSpec]) -> tuple[int, int] | None:
+    """(N, K) that the weight part's header implies; None where the format or the header leaves it open."""
     part = next(
         (parts[name] for name in ("weight", "weight_packed", "qweight", "blocks") if name in parts), None
     )
@@ -301,8 +272,10 @@ def logical_shape(declared: SourceFormat, parts: Mapping[str, RawPart]) -> tuple
     return rows, columns
 
 
-def _packed_shape(fmt: SourceFormat, parts: Mapping[str, RawPart], part: RawPart) -> tuple[int, int] | None:
-    bits = int(re.findall(r"\d", fmt.b_dtype)[0])
+def _packed_shape(
+    fmt: SourceFormat, parts: Mapping[str, TensorSpec], part: TensorSpec
+) -> tuple[int, int] | None:
+    bits = code_bits(fmt.b_dtype)
     rows, columns = part.shape
     if fmt.decoder == "gptq":
         rows, columns = columns, rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.formats import methods, schemes
+from hqconv.formats import humming, methods, quark, schemes
 from hqconv.formats.format import PLAIN, SourceFormat
 from hqconv.formats.words import Rule, Words
 
@@ -22,10 +22,10 @@ _PARSERS: dict[str, Parser] = {
     "fbgemm_fp8": methods.fbgemm_fp8,
     "fp8": methods.fp8,
     "gptq": methods.gptq,
-    "humming": methods.humming,
+    "humming": humming.humming,
     "modelopt": schemes.modelopt,
     "mxfp4": methods.mxfp4,
-    "quark": schemes.quark,
+    "quark": quark.quark,
 }
 _OTHER_NAMES = {
     "auto_round": "auto-round",

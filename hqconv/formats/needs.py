@@ -11,23 +11,22 @@ from dataclasses import dataclass
 
 from hqconv.errors import InputError
 from hqconv.formats.format import SourceFormat
+from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import TensorSpec
 
 Shapes = tuple[tuple[int, ...], ...]
 
-FLOAT_CODES = ("BF16", "F16", "F32")
-_E8M0 = ("U8", "F8_E8M0")
 SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv", "scales")
 BITSANDBYTES_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-_ONE: Shapes = ((), (1,), (1, 1))
-
-
-@dataclass(frozen=True)
-class RawPart:
-    """One tensor of one expert's projection: its name for messages, its safetensors dtype code, its shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+ONE: Shapes = ((), (1,), (1, 1))
+# Safetensors dtypes that a scale may be stored in, by Humming's name of its type, where they are not floats.
+SCALE_CODES = {
+    "float8e8m0": ("U8", "F8_E8M0"),
+    "float8e5m3": ("U8",),
+    "float8e4m3": ("F8_E4M3",),
+    "float8e5m2": ("F8_E5M2",),
+}
+_E8M0 = SCALE_CODES["float8e8m0"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Need:
 
 def bias_need(n: int) -> Need:
     """A bias, which every format may have."""
-    return Need("bias", ("bias",), FLOAT_CODES, ((n,), (n, 1)), is_required=False)
+    return Need("bias", ("bias",), FLOATS, ((n,), (n, 1)), is_required=False)
 
 
 def grid_shapes(n: int, k: int, group_n: int, group_k: int) -> Shapes:
@@ -51,11 +50,11 @@ def grid_shapes(n: int, k: int, group_n: int, group_k: int) -> Shapes:
     rows = math.ceil(n / group_n) if group_n else 1
     columns = math.ceil(k / group_k) if group_k else 1
     if rows * columns == 1:
-        return _ONE
+        return ONE
     return ((rows, columns), (rows,)) if columns == 1 else ((rows, columns),)
 
 
-def require_multiples(parts: Mapping[str, RawPart], sizes: Iterable[tuple[str, int, int]]) -> None:
+def require_multiples(parts: Mapping[str, TensorSpec], sizes: Iterable[tuple[str, int, int]]) -> None:
     """Raise InputError unless every (what, size, divisor) divides."""
     for what, size, divisor in sizes:
         if size % divisor:
@@ -67,7 +66,7 @@ def require_multiples(parts: Mapping[str, RawPart], sizes: Iterable[tuple[str, i
             )
 
 
-def code_bits(fmt: SourceFormat) -> int:
+def integer_bits(fmt: SourceFormat) -> int:
     """Bits of a code of an integer format."""
     digits = fmt.b_dtype.removeprefix("uint")
     if not (digits.isdigit() and 1 <= int(digits) <= 8):
@@ -77,21 +76,21 @@ def code_bits(fmt: SourceFormat) -> int:
     return int(digits)
 
 
-def _float(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
-    return [Need("weight", ("weight",), FLOAT_CODES, ((n, k),)), bias_need(n)]
+def _float(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+    return [Need("weight", ("weight",), FLOATS, ((n, k),)), bias_need(n)]
 
 
-def _fp8(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
+def _fp8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
     require_multiples(parts, [("columns", k, 4)])
     scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
     return [
         Need("weight", ("weight",), ("F8_E4M3", "F8_E5M2"), ((n, k),)),
-        Need("scale", SCALE_NAMES[:4], (*FLOAT_CODES, *_E8M0), scales),
+        Need("scale", SCALE_NAMES[:4], (*FLOATS, *_E8M0), scales),
         bias_need(n),
     ]
 
 
-def _mxfp4(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
+def _mxfp4(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
     require_multiples(parts, [("columns", k, 32)])
     shapes: Shapes = ((n, k // 2), (n, k // 32, 16))
     if any(part.dtype == "F4" for part in parts.values()):
@@ -103,7 +102,7 @@ def _mxfp4(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> l
     ]
 
 
-def _mxfp8(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
+def _mxfp8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
     require_multiples(parts, [("columns", k, 32)])
     return [
         Need("weight", ("weight", "weight_packed"), ("F8_E4M3", "U8"), ((n, k),)),
@@ -112,12 +111,12 @@ def _mxfp8(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> l
     ]
 
 
-def _nvfp4(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
+def _nvfp4(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
     require_multiples(parts, [("columns", k, 16)])
     return [
         Need("weight", ("weight", "weight_packed"), ("U8",), ((n, k // 2),)),
         Need("scale", ("weight_scale",), ("F8_E4M3", "U8"), ((n, k // 16),)),
-        Need("scale_2", ("weight_scale_2", "weight_global_scale"), ("F32",), _ONE),
+        Need("scale_2", ("weight_scale_2", "weight_global_scale"), ("F32",), ONE),
         bias_need(n),
     ]
 
@@ -127,15 +126,15 @@ def packed_width(size: int, bits: int, is_padded: bool) -> int:
     return math.ceil(size / (32 // bits)) if is_padded else math.ceil(size * bits / 32)
 
 
-def _packed_int(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
-    bits = code_bits(fmt)
+def _packed_int(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+    bits = integer_bits(fmt)
     require_multiples(parts, [("columns", k, math.lcm(8, 32 // math.gcd(bits, 32)))])
     widths = {packed_width(k, bits, is_padded) for is_padded in (False, True)}
     weight = parts.get("weight_packed")
     is_padded = weight is not None and weight.shape != (n, packed_width(k, bits, False))
     needs = [
         Need("weight", ("weight_packed",), ("I32",), tuple((n, width) for width in sorted(widths))),
-        Need("scale", ("weight_scale",), FLOAT_CODES, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
+        Need("scale", ("weight_scale",), FLOATS, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
         Need("g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted),
         bias_need(n),
     ]
@@ -146,12 +145,12 @@ def _packed_int(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int)
     return needs
 
 
-def _int8(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
+def _int8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
     require_multiples(parts, [("columns", k, 4)])
     scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
     needs = [
         Need("weight", ("weight",), ("I8",), ((n, k),)),
-        Need("scale", ("weight_scale",), FLOAT_CODES, scales),
+        Need("scale", ("weight_scale",), FLOATS, scales),
         bias_need(n),
     ]
     if fmt.has_zero_point:
@@ -159,8 +158,8 @@ def _int8(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> li
     return needs
 
 
-def _gptq(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
-    bits = code_bits(fmt)
+def _gptq(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+    bits = integer_bits(fmt)
     if bits not in (2, 3, 4, 8):  # GPTQModel spreads 5, 6 and 7 bits over bit planes
         raise InputError(
             "GPTQ codes of this size cannot be read.", expected="2, 3, 4 or 8 bits", found=f"{bits} bits"
@@ -172,14 +171,14 @@ def _gptq(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> li
     return [
         Need("weight", ("qweight",), ("I32",), ((k * bits // 32, n),)),
         Need("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
-        Need("scale", ("scales",), FLOAT_CODES, ((groups, n),)),
+        Need("scale", ("scales",), FLOATS, ((groups, n),)),
         Need("g_idx", ("g_idx",), ("I32", "I64"), ((k,),), is_required=bool(fmt.option("desc_act", False))),
         bias_need(n),
     ]
 
 
-def _awq(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
-    bits = code_bits(fmt)
+def _awq(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+    bits = integer_bits(fmt)
     if bits != 4:
         raise InputError("AWQ weights of this size are not known.", expected="4 bits", found=f"{bits} bits")
     require_multiples(parts, [("columns", k, 8), ("rows", n, 8)])
@@ -188,21 +187,21 @@ def _awq(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> lis
     return [
         Need("weight", ("qweight",), ("I32",), ((k, n // 8),)),
         Need("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
-        Need("scale", ("scales",), FLOAT_CODES, ((groups, n),)),
+        Need("scale", ("scales",), FLOATS, ((groups, n),)),
         bias_need(n),
     ]
 
 
-def _bitnet(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
+def _bitnet(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
     require_multiples(parts, [("columns", k, 16), ("rows", n, 4)])
     return [
         Need("weight", ("weight",), ("U8",), ((n // 4, k),)),
-        Need("scale", ("weight_scale",), FLOAT_CODES, _ONE),
+        Need("scale", ("weight_scale",), FLOATS, ONE),
         bias_need(n),
     ]
 
 
-def _bitsandbytes(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: int) -> list[Need]:
+def _bitsandbytes(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
     size = math.ceil(n * k / 2)
     nested = "weight.nested_absmax" in parts or "weight.nested_quant_map" in parts
     needs = [
@@ -218,7 +217,7 @@ def _bitsandbytes(fmt: SourceFormat, parts: Mapping[str, RawPart], n: int, k: in
     return needs
 
 
-NEEDS: dict[str, Callable[[SourceFormat, Mapping[str, RawPart], int, int], list[Need]]] = {
+NEEDS: dict[str, Callable[[SourceFormat, Mapping[str, TensorSpec], int, int], list[Need]]] = {
     "float": _float,
     "fp8": _fp8,
     "mxfp4": _mxfp4,

@@ -1,18 +1,16 @@
-"""Quantization methods that give modules a scheme each: compressed-tensors, modelopt, quark.
+"""Quantization methods that give modules a scheme each: compressed-tensors, modelopt.
 
 Each function reads a method's words into rules; the first rule that speaks of a module decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hqconv.formats.format import PLAIN, SourceFormat
-from hqconv.formats.methods import MXFP4, Text, nvfp4_format
+from hqconv.formats.methods import MXFP4, nvfp4_format
 from hqconv.formats.words import (
     LARGEST,
     Rule,
+    Text,
     Words,
     always,
     beginning_with,
@@ -217,143 +215,3 @@ def _modelopt_group_size(words: Words, default: int, only: int | None = None) ->
             if group.has("weights") and group.table("weights").has("group_size"):
                 return group.table("weights").integer("group_size", least, most)
     return words.integer("group_size", least, most, default=default)
-
-
-QUARK_FLOATS = {
-    "fp4": "float4e2m1",
-    "fp6_e2m3": "float6e2m3",
-    "fp6_e3m2": "float6e3m2",
-    "fp8_e4m3": "float8e4m3",
-    "fp8_e5m2": "float8e5m2",
-}
-_QUARK_INTEGERS = ("int2", "int3", "int4", "uint4", "int8", "uint8")
-_QUARK_SCALES = {
-    "e8m0": "float8e8m0",
-    "e5m3": "float8e5m3",
-    "fp8_e4m3": "float8e4m3",
-    "fp8_e5m2": "float8e5m2",
-    "fp8_e5m3": "float8e5m3",
-}
-
-
-def quark(words: Words, _text: Text) -> list[Rule]:
-    """AMD's Quark: excluded names, then a scheme by name or shell pattern, by class, for the rest.
-
-    A pattern speaks of the names it matches, not of modules below them. Source: `setup_config_per_layer` of
-    quark.torch.quantization.model_transformation; the "re:" prefix is vLLM's.
-    """
-    export = words.table("export") if words.has("export") else Words({}, words.where("export"))
-    if (
-        export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized")
-        != "real_quantized"
-    ):
-        return []
-    packing = export.text("pack_method", ("order", "reorder"), "reorder")
-    excluded = globbed_in(words.names("exclude"), words.where("exclude"), with_parents=False)
-    rules: list[Rule] = [when(excluded)]
-    named: dict[str, SourceFormat] = {}
-    patterns: list[Rule] = []
-    for name, layer in words.tables("layer_quant_config"):
-        named[name] = _quark_format(layer, packing)
-        matches = globbed_in([name], words.where("layer_quant_config"), with_parents=False)
-        patterns.append(when(matches, named[name]))
-    rules += [named.get, *patterns]
-    for kind, layer in words.tables("layer_type_quant_config"):
-        if kind == "Linear":
-            rules.append(always(_quark_format(layer, packing)))
-    return [*rules, always(_quark_format(words.table("global_quant_config"), packing))]
-
-
-def _quark_format(layer: Words, packing: str) -> SourceFormat:
-    if not layer.has("weight"):
-        return PLAIN
-    spec, second, stage = _quark_stages(layer)
-    dtype = spec.text("dtype", (*QUARK_FLOATS, *_QUARK_INTEGERS, "mx"))
-    element = spec.text("mx_element_dtype", ("fp4", "fp6_e2m3", "fp6_e3m2")) if dtype == "mx" else dtype
-    if spec.flag("is_dynamic", False):
-        raise spec.unsupported("is_dynamic", "false, for weights")
-    qscheme, rows, columns = _quark_sizes(spec, dtype)
-    scale_format = _quark_scale_format(spec, dtype)
-    scale_dtype = second.text("dtype", ("fp8_e4m3", "fp8_e5m2", "fp8_e5m3")) if second else None
-    is_integer = dtype in _QUARK_INTEGERS
-    is_mx = scale_format == "e8m0" and (rows, columns) == (1, 32) and not is_integer
-    stored = scale_dtype if scale_dtype and stage == 1 else scale_format
-    options: Mapping[str, Any] = {
-        "dtype": dtype,
-        "qscheme": qscheme,
-        "group_size": columns if qscheme == "per_group" else 0,
-        "block_size": (rows, columns) if qscheme == "per_block" else None,
-        "symmetric": spec.flag("symmetric", True) if spec.has("symmetric") else None,
-        "scale_format": scale_format,
-        "mx_element_dtype": element if dtype == "mx" else None,
-        "pack_method": packing,
-        "scale_dtype": scale_dtype,
-        "scale_qscheme": _quark_second_scheme(second) if second else None,
-        "scale_stage": stage,
-    }
-    return SourceFormat(
-        f"quark mx{element}" if is_mx else f"quark {element}",
-        "quark",
-        f"uint{dtype[-1]}" if is_integer else QUARK_FLOATS[element],
-        _QUARK_SCALES.get(stored or "", ""),
-        rows,
-        columns,
-        has_zero_point=is_integer and (dtype.startswith("uint") or not spec.flag("symmetric", True)),
-        scale_2="tensor" if second else "none",
-        options=tuple(options.items()),
-    )
-
-
-def _quark_stages(layer: Words) -> tuple[Words, Words | None, int]:
-    """The weight's words, those of the quantization of its scales if there is one, and that one's place.
-
-    Source: `parse_quark_tensor_config` of humming.schema.quark.
-    """
-    value = layer.values["weight"]
-    stages = value if isinstance(value, list) else [value]
-    specs = [Words(stage, layer.where("weight")) for stage in stages]
-    if len(specs) == 1:
-        return specs[0], None, 1
-    if len(specs) != 2:
-        raise layer.wrong("weight", "one or two stages of quantization")
-    place = 1 if specs[1].flag("is_scale_quant", False) else 0
-    return specs[1 - place], specs[place], place
-
-
-def _quark_second_scheme(second: Words) -> str:
-    """How the scales are quantized: all of a matrix by one number."""
-    if second.flag("is_dynamic", False) or not second.flag("symmetric", True):
-        raise second.unsupported("is_dynamic", "static, symmetric scales")
-    if second.text("qscheme", ("per_tensor", "per_channel")) == "per_channel":
-        raise second.unsupported("qscheme", "per_tensor")
-    return "per_tensor"
-
-
-def _quark_sizes(spec: Words, dtype: str) -> tuple[str, int, int]:
-    """The scheme's name, and rows and columns of a scale."""
-    if dtype == "mx":
-        return "per_group", 1, spec.integer("group_size", 32, 32)
-    schemes = ("per_tensor", "per_channel", "per_group", "per_block")
-    qscheme = spec.text("qscheme", schemes)
-    if qscheme == "per_channel":
-        if spec.integer("ch_axis", -2, 1) not in (0, -2):
-            raise spec.unsupported("ch_axis", "0: output rows")
-        return qscheme, 1, 0
-    if qscheme == "per_group":
-        if spec.integer("ch_axis", -2, 1) not in (1, -1):
-            raise spec.unsupported("ch_axis", "-1: groups of columns")
-        return qscheme, 1, spec.integer("group_size", 1)
-    if qscheme == "per_block":
-        if dtype not in ("fp8_e4m3", "fp8_e5m2"):
-            raise spec.unsupported("qscheme", "per_tensor, per_channel or per_group, but for fp8")
-        return qscheme, *spec.pair("block_size")
-    return qscheme, 0, 0
-
-
-def _quark_scale_format(spec: Words, dtype: str) -> str | None:
-    """How scales are stored; blocks say it in `scale_type` instead."""
-    if dtype == "mx" or spec.values.get("scale_type") == "float8_e8m0fnu":
-        return "e8m0"
-    if not spec.has("scale_format"):
-        return None
-    return spec.text("scale_format", ("float32", "float16", "bfloat16", "e8m0", "e5m3"))

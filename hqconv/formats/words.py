@@ -10,6 +10,7 @@ from typing import Any
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.format import PLAIN, SourceFormat
 
+Text = Mapping[str, Any]  # the language model's config
 Matcher = Callable[[str], bool]
 # What one rule of a config says of a module; None: nothing. A config's first rule that speaks decides.
 Rule = Callable[[str], SourceFormat | None]

@@ -1,41 +1,42 @@
-"""Converts a checkpoint by its plan into an artifact: groups in order, the manifest last."""
+"""Converts a source by its plan into an artifact: groups in order, the manifest last."""
 
 from __future__ import annotations
 
-import copy
-import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hqconv.checkpoint.folder import Checkpoint
-from hqconv.formats.format import conversion_of
-from hqconv.pipeline.workers import Report, Resources, Workers, count_workers
-from hqconv.pipeline.writer import (
-    FileRecord,
-    GroupWriter,
-    JournalEntry,
-    OutputFolder,
-    check_space,
-    num_bytes_below,
-    output_errors,
-    sha256_of,
-    write_whole,
-)
-from hqconv.plan.plan import BlockGroup, Group, Plan, Request
+from hqconv import __version__
+from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, json_bytes, request_words
+from hqconv.artifact.manifest import read_manifest, requantized
+from hqconv.errors import OutputError
+from hqconv.pipeline.durable import check_space, copy_whole, write_whole
+from hqconv.pipeline.folder import OutputFolder
+from hqconv.pipeline.journal import JournalEntry
+from hqconv.pipeline.progress import Meter, Progress
+from hqconv.pipeline.resources import Resources, bounded_gpu, count_workers
+from hqconv.pipeline.workers import Workers
+from hqconv.pipeline.writer import GroupWriter
+from hqconv.planning.plan import Plan
 from hqconv.schemas import artifact
-from hqconv.version import __version__
+from hqconv.sources.source import Source
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What a finished conversion did. `errors`: block → projection → quantization error."""
+class ConversionReport:
+    """What a conversion did.
+
+    errors: block → projection → quantization error. num_groups_resumed: groups of files that were complete before, all
+    of them where `was_finished`: the artifact was there already. seconds: of this run.
+    """
 
     out: Path
+    plan: Plan
     num_blocks: int
     num_ranks: int
     num_bytes_in: int
@@ -44,89 +45,111 @@ class Summary:
     errors: dict[str, dict[str, Any]]
     seconds: float
     num_workers: int
+    was_finished: bool = False
+    warnings: tuple[str, ...] = field(default=())
+
+    def words(self) -> dict[str, Any]:
+        """The report as JSON words."""
+        request = self.plan.request
+        kept = {key: value for key, value in vars(self).items() if key not in ("plan", "out", "warnings")}
+        return {
+            "kind": "summary",
+            **kept,
+            "out": str(self.out),
+            "schema": request.schema.name,
+            "layout": request.layout,
+            "target": f"sm{request.sm_version}",
+            "dtype": request.param_dtype,
+            "tp": request.grid.tp,
+            "ep": request.grid.ep,
+            "warnings": list(self.warnings),
+            "conversion": dict(Counter(block.encoding.conversion for block in self.plan.blocks)),
+            "requantized": requantized(self.errors),
+        }
 
 
 def convert(
-    checkpoint: Checkpoint,
+    source: Source,
     plan: Plan,
     out: Path,
     resources: Resources,
     *,
     resume: bool = False,
     overwrite: bool = False,
-    report: Report = lambda group, num_bytes: None,
-    on_group: Callable[[str, bool], None] = lambda group, resumed: None,
-) -> Summary:
-    """Write the planned artifact to `out`.
+    progress: Callable[[Progress], None] | None = None,
+) -> ConversionReport:
+    """Write the planned artifact to `out`; see `hqconv.convert`.
 
-    `report` gets (group, source bytes) as work proceeds, from any thread; `on_group` (group, was resumed)
-    when a group is complete. Raises InputError for bad weights, OutputError for the folder or the disk,
-    RequestError if `resources` cannot hold one expert. After any failure, or a kill, `resume=True` goes on.
+    Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
+    one expert.
     """
     started = time.monotonic()
-    blocks = [group.block for group in plan.block_groups]
-    num_workers = count_workers(blocks, plan.request, resources)
-    folder = OutputFolder(out, _identity(checkpoint, plan))
-    if not out.exists() or overwrite:
-        check_space(out, plan.num_bytes_out - (num_bytes_below(out) if overwrite else 0))
-    folder.start(resume=resume, overwrite=overwrite)
-    resumed = set(folder.done)
-    _check_remaining_space(folder, plan)
-    with Workers(checkpoint, plan.request, resources, num_workers) as workers:
-        _run_groups(workers, plan, folder, report, on_group)
-    loose = _copy_loose_files(checkpoint, plan, out)
-    manifest = build_manifest(checkpoint, plan, folder, loose)
-    folder.seal(_json_bytes(manifest))
-    return Summary(
+    num_workers = count_workers(plan.blocks, resources)
+    meter = Meter(plan.num_bytes_in, len(plan.groups), progress)
+    warnings = list(plan.warnings)
+    with OutputFolder(out, _identity(source, plan), plan.paths) as folder:
+        is_new = folder.start(_num_bytes(source, plan), resume=resume, overwrite=overwrite)
+        if not is_new:
+            errors, resumed = _finished_errors(source, plan, out), len(plan.groups)
+        else:
+            if not folder.has_lock:
+                warnings.append("This file system has no locks: nothing keeps another process away.")
+            resumed = len(folder.done)
+            _convert(source, plan, folder, resources, num_workers, meter)
+            errors = {block.name: folder.done[block.name].measured for block in plan.blocks}
+    return ConversionReport(
         out=out,
-        num_blocks=len(blocks),
+        plan=plan,
+        num_blocks=len(plan.blocks),
         num_ranks=len(plan.request.grid.ranks) if plan.request.layout == artifact.KERNEL else 1,
-        num_bytes_in=checkpoint.total_bytes,
+        num_bytes_in=source.total_bytes,
         num_bytes_out=plan.num_bytes_out,
-        num_groups_resumed=len(resumed),
-        errors={group.name: folder.done[group.name].measured for group in plan.block_groups},
+        num_groups_resumed=resumed,
+        errors=errors,
         seconds=time.monotonic() - started,
         num_workers=num_workers,
+        was_finished=not is_new,
+        warnings=tuple(warnings),
     )
 
 
-def _run_groups(
-    workers: Workers,
-    plan: Plan,
-    folder: OutputFolder,
-    report: Report,
-    on_group: Callable[[str, bool], None],
+def _convert(
+    source: Source, plan: Plan, folder: OutputFolder, resources: Resources, num_workers: int, meter: Meter
 ) -> None:
+    """Run the groups that are not done, copy the loose files, seal."""
+    missing = [group for group in plan.groups if group.name not in folder.done]
+    check_space(folder.root, sum(file.size_bytes for group in missing for file in group.files))
+    with bounded_gpu(resources), Workers(source, resources, num_workers, meter) as workers:
+        _run_groups(workers, plan, folder, meter)
+    loose = _write_loose_files(source, plan, folder.root)
+    measured = {name: entry.measured for name, entry in folder.done.items()}
+    records = [record for group in plan.groups for record in folder.done[group.name].files]
+    folder.seal(json_bytes(build_manifest(source, plan, measured, [*records, *loose])))
+
+
+def _run_groups(workers: Workers, plan: Plan, folder: OutputFolder, meter: Meter) -> None:
     """Run the groups in order; one group is flushed and hashed while the next is converted."""
     with ThreadPoolExecutor(1, "hqconv-finish") as finisher:
         finishing: Future[None] | None = None
         for group in plan.groups:
             if group.name in folder.done:
-                report(group.name, _source_bytes(group))
-                on_group(group.name, True)
+                meter.resume(group.name, group.num_bytes_in)
                 continue
             writer = GroupWriter(folder.root, group.files)
             try:
-                if isinstance(group, BlockGroup):
-                    measured = workers.run_block(group, writer, report)
-                else:
-                    measured = workers.run_copy(group, writer, report)
+                measured = workers.run(group, writer)
                 if finishing is not None:
                     finishing.result()
             except BaseException:
                 writer.abandon()
                 raise
-            finishing = finisher.submit(_finish, group.name, writer, measured, folder, on_group)
+            finishing = finisher.submit(_finish, group.name, writer, measured, folder, meter)
         if finishing is not None:
             finishing.result()
 
 
 def _finish(
-    name: str,
-    writer: GroupWriter,
-    measured: dict[str, Any],
-    folder: OutputFolder,
-    on_group: Callable[[str, bool], None],
+    name: str, writer: GroupWriter, measured: dict[str, Any], folder: OutputFolder, meter: Meter
 ) -> None:
     try:
         records = writer.finish()
@@ -134,138 +157,48 @@ def _finish(
         writer.abandon()
         raise
     folder.record(JournalEntry(name, records, measured))
-    on_group(name, False)
+    meter.finish(name)
 
 
-def _source_bytes(group: Group) -> int:
-    if isinstance(group, BlockGroup):
-        return group.block.num_bytes
-    return sum(ref.num_bytes for ref in group.refs)
+def _num_bytes(source: Source, plan: Plan) -> int:
+    """Bytes that the artifact takes on the disk, the manifest aside."""
+    return plan.num_bytes_out + sum((source.root / name).stat().st_size for name in plan.other_files)
 
 
-def _check_remaining_space(folder: OutputFolder, plan: Plan) -> None:
-    missing = [group for group in plan.groups if group.name not in folder.done]
-    check_space(folder.root, sum(file.size_bytes for group in missing for file in group.files))
-
-
-def _identity(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
+def _identity(source: Source, plan: Plan) -> dict[str, Any]:
     """What a resumed run must have in common with the first."""
     return {
         "hqconv version": __version__,
         "humming-kernels version": version("humming-kernels"),
-        "source files": [asdict(file) for file in checkpoint.files],
-        "source config": checkpoint.config,
-        "source quantization": checkpoint.quantization,
+        "source files": [asdict(file) for file in source.files],
+        "source config": source.config,
+        "source quantization": source.quantization,
         **plan.fingerprint(),
     }
 
 
-def _copy_loose_files(checkpoint: Checkpoint, plan: Plan, out: Path) -> list[FileRecord]:
+def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[str, Any]]:
+    """The errors that a finished artifact records. Raises OutputError where it was made by another request."""
+    manifest = read_manifest(out)
+    for key, words in request_words(source, plan).items():
+        if manifest.get(key) != words:
+            raise OutputError(
+                f"The output folder holds a finished artifact that differs from this request in: {key}.",
+                where=str(out),
+                remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
+            )
+    return {name: dict(words["quantization_error"]) for name, words in manifest["blocks"].items()}
+
+
+def _write_loose_files(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
     """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards."""
-    written = []
-    for name in plan.other_files:
-        with output_errors(out / name):
-            data = (checkpoint.root / name).read_bytes()
-        write_whole(out / name, data)
-        written.append(name)
-    write_whole(out / artifact.CONFIG, _json_bytes(artifact_config(checkpoint, plan)))
-    written.append(artifact.CONFIG)
-    if len(set(plan.weight_map.values())) > 1:
-        shards = {name: file for group in plan.groups for file in group.files for name in file.tensors}
-        total = sum(shards[name].tensors[name].num_bytes for name in plan.weight_map)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
-        write_whole(out / artifact.INDEX, _json_bytes(index))
-        written.append(artifact.INDEX)
-    return [FileRecord(name, (out / name).stat().st_size, sha256_of(out / name)) for name in sorted(written)]
-
-
-def artifact_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    """The source's config.json plus the artifact's quantization_config."""
-    request = plan.request
-    words = copy.deepcopy(checkpoint.config)
-    if request.layout == artifact.CHECKPOINT:
-        names = [block.name for block in plan.experts.blocks]
-        words["quantization_config"] = artifact.humming_quantization_config(request.schema, names)
-    else:
-        words["quantization_config"] = artifact.hqconv_quantization_config(
-            request.schema, request.input_schema, request.sm_version, checkpoint.quantization
-        )
-    return words
-
-
-def build_manifest(
-    checkpoint: Checkpoint, plan: Plan, folder: OutputFolder, loose: list[FileRecord]
-) -> dict[str, Any]:
-    """The words of hqconv.json, in an order that does not depend on how the conversion went."""
-    request = plan.request
-    entries = [folder.done[group.name] for group in plan.groups]
-    files = sorted((r for r in [*(f for e in entries for f in e.files), *loose]), key=lambda r: r.path)
-    return {
-        "format_version": artifact.FORMAT_VERSION,
-        "hqconv_version": __version__,
-        "humming_kernels_version": version("humming-kernels"),
-        "source": {
-            "name": checkpoint.repo_id or checkpoint.name,
-            "revision": checkpoint.revision,
-            "quantization_config": checkpoint.quantization,
-            "index_sha256": checkpoint.index_sha256,
-            "files": [
-                {"name": f.name, "size_bytes": f.size_bytes, "header_sha256": f.header_sha256}
-                for f in checkpoint.files
-            ],
-        },
-        "layout": request.layout,
-        "schema_name": request.schema.name,
-        "weight_schema": request.schema.humming_fields(),
-        "input_schema": request.input_schema,
-        "dtype": request.param_dtype,
-        "target": f"sm{request.sm_version}",
-        "tp": request.grid.tp,
-        "ep": request.grid.ep,
-        "expert_placement": request.grid.placement,
-        "redundant_experts": request.grid.redundant,
-        "family": plan.experts.family,
-        "family_chosen_because": plan.experts.chosen_because,
-        "blocks": {
-            group.name: _block_words(group, folder.done[group.name].measured, request)
-            for group in plan.block_groups
-        },
-        "files": {r.path: {"size_bytes": r.size_bytes, "sha256": r.sha256} for r in files},
-        "tensors": {
-            "converted": plan.experts.converted,
-            "copied": list(plan.experts.copied),
-            "dropped": plan.experts.dropped,
-        },
-    }
-
-
-def _block_words(group: BlockGroup, errors: dict[str, Any], request: Request) -> dict[str, Any]:
-    block = group.block
-    words: dict[str, Any] = {
-        "layer": block.layer,
-        "num_experts": block.num_experts,
-        "hidden_size": block.hidden_size,
-        "intermediate_size": block.intermediate_size,
-        "activation": block.activation,
-        "gated": block.gated,
-        "top_k": block.top_k,
-        "w13_order": ["gate", "up"] if block.gated else ["up"],
-        "source_dtype": block.dtype,
-        "source_format": block.format.words(),
-        "source_parts": block.parts_words(),
-        "conversion": conversion_of(block.format, request.schema, request.param_dtype),
-        "quantization_error": errors,
-    }
-    for gemm, form in group.forms.items():
-        words[gemm] = {
-            "shape_n": form.config["shape_n"],
-            "shape_k": form.config["shape_k"],
-            "pad_shape_n": form.config["pad_shape_n"],
-            "pad_shape_k": form.config["pad_shape_k"],
-            "flags": form.flags,
+    written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
+    written.append(write_whole(root, artifact.CONFIG, json_bytes(artifact_config(source, plan))))
+    if artifact.INDEX in plan.paths:
+        refs = {
+            name: ref for group in plan.groups for file in group.files for name, ref in file.tensors.items()
         }
-    return words
-
-
-def _json_bytes(words: dict[str, Any]) -> bytes:
-    return (json.dumps(words, indent=2, ensure_ascii=False) + "\n").encode()
+        total = sum(refs[name].num_bytes for name in plan.weight_map)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
+        written.append(write_whole(root, artifact.INDEX, json_bytes(index)))
+    return written

@@ -11,12 +11,16 @@ from hqconv.schemas.target import TargetSchema
 FORMAT_VERSION = 1
 MANIFEST = "hqconv.json"
 CONFIG = "config.json"
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERTS_FOLDER = "experts"
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
 PARTIAL = ".partial"  # suffix of a file that is being written
+# What may lie beside an artifact's own files: of a Hub repo, and what people add when they publish.
+COMPANIONS = (".gitattributes", ".git", ".cache", "README.md", "SHA256SUMS")
 KERNEL, CHECKPOINT = "kernel", "checkpoint"
 GEMMS = ("w13", "w2")
+_MAX_NAME = 200  # with what a file's name adds, under the 255 bytes of most file systems
 
 
 def rank_folder(tp_rank: int, ep_rank: int) -> str:
@@ -29,8 +33,15 @@ def rank_file(block: str, tp_rank: int, ep_rank: int) -> str:
     return f"{rank_folder(tp_rank, ep_rank)}/{block}.safetensors"
 
 
+def is_block_name(name: str) -> bool:
+    """Whether a block's name can be a part of a file's: words with dots between, nothing that leads elsewhere."""
+    return len(name) <= _MAX_NAME and re.fullmatch(r"\w[\w-]*(?:\.\w[\w-]*)*", name, re.ASCII) is not None
+
+
 def shard_name(index: int, total: int) -> str:
     """Name of the index-th (from 1) of `total` ordinary model shards."""
+    if total == 1:
+        return SINGLE
     return f"model-{index:05d}-of-{total:05d}.safetensors"
 
 

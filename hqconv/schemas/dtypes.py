@@ -1,34 +1,98 @@
-"""The element types a safetensors file can hold, by their code in the header."""
+"""The one table of element types: their codes in safetensors headers, their widths, and torch's and Humming's names."""
 
 from __future__ import annotations
 
-# `Dtype` and `Dtype::bitsize` in safetensors 0.8 (safetensors/src/tensor.rs).
-DTYPE_NUM_BITS: dict[str, int] = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 
-def dtype_num_bits(code: str) -> int:
+class Dtype(NamedTuple):
+    """One element type. `torch`: torch's name of what its bytes are read as; `humming`: Humming's name of the type."""
+
+    code: str
+    num_bits: int
+    torch: str = ""
+    humming: str = ""
+
+
+# Codes and widths: `Dtype` and `Dtype::bitsize` in safetensors 0.8 (safetensors/src/tensor.rs).
+_TABLE = (
+    Dtype("F4", 4, "uint8"),  # two to a byte
+    Dtype("F6_E2M3", 6),
+    Dtype("F6_E3M2", 6),
+    Dtype("BOOL", 8),
+    Dtype("U8", 8, "uint8"),
+    Dtype("I8", 8, "int8"),
+    Dtype("F8_E5M2", 8, "float8_e5m2", "float8e5m2"),
+    Dtype("F8_E4M3", 8, "float8_e4m3fn", "float8e4m3"),
+    Dtype("F8_E8M0", 8, "float8_e8m0fnu", "float8e8m0"),
+    Dtype("F8_E4M3FNUZ", 8),
+    Dtype("F8_E5M2FNUZ", 8),
+    Dtype("I16", 16, "int16"),
+    Dtype("U16", 16),
+    Dtype("F16", 16, "float16", "float16"),
+    Dtype("BF16", 16, "bfloat16", "bfloat16"),
+    Dtype("I32", 32, "int32"),
+    Dtype("U32", 32),
+    Dtype("F32", 32, "float32", "float32"),
+    Dtype("C64", 64),
+    Dtype("F64", 64, "float64"),
+    Dtype("I64", 64, "int64"),
+    Dtype("U64", 64),
+)
+DTYPES: dict[str, Dtype] = {dtype.code: dtype for dtype in _TABLE}
+FLOATS = ("BF16", "F16", "F32")  # what experts that are not quantized, scales and biases are stored in
+
+# Types of Humming's that files hold as plain bytes.
+_OF_HUMMING = {dtype.humming: dtype.code for dtype in _TABLE if dtype.humming} | {"float8e5m3": "U8"}
+_OF_TORCH = {dtype.torch: dtype.code for dtype in _TABLE if dtype.torch and dtype.code != "F4"}
+
+
+def num_bits(code: str) -> int:
     """Bits of one element of the safetensors dtype `code`; KeyError for a code that does not exist."""
-    return DTYPE_NUM_BITS[code]
+    return DTYPES[code].num_bits
+
+
+def code_bits(humming_name: str) -> int:
+    """Bits of one code of a type of Humming's: 4 of `uint4`, 6 of `float6e3m2`. ValueError for no such name."""
+    found = re.match(r"(?:u?int|float)([1-9]\d*)(?:e\d+m\d+)?$", humming_name)
+    if not found:
+        raise ValueError(f"no type of Humming's: {humming_name!r}")
+    return int(found[1])
+
+
+def code_of(humming_name: str) -> str:
+    """The safetensors dtype that files hold a type of Humming's in: `float8e8m0` is F8_E8M0, `float8e5m3` U8."""
+    return _OF_HUMMING[humming_name]
+
+
+def humming_name(code: str) -> str:
+    """Humming's name of a safetensors dtype; KeyError where it has none."""
+    name = DTYPES[code].humming
+    if not name:
+        raise KeyError(code)
+    return name
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """The torch dtype that a tensor of the safetensors dtype `code` is read as; KeyError where there is none."""
+    import torch
+
+    name = DTYPES[code].torch
+    if not name:
+        raise KeyError(code)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def torch_dtype_of(humming_name: str) -> torch.dtype:
+    """The torch dtype of a type of Humming's; KeyError where it has none."""
+    return torch_dtype(code_of(humming_name))
+
+
+def code_of_torch(dtype: torch.dtype) -> str:
+    """The safetensors dtype of a torch dtype; KeyError where files cannot hold it."""
+    return _OF_TORCH[str(dtype).removeprefix("torch.")]

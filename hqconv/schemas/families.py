@@ -1,7 +1,7 @@
 """How model families name their experts: one row per vocabulary of names and config keys, data only.
 
 Sources: transformers' `conversion_mapping.py` (names on disk), the families' `configuration_*.py` and
-vLLM's loaders (config keys). A new family is one row here and one entry in tests/transformers_families.py.
+vLLM's loaders (config keys). A new family is one row here and one entry in tests/make/families.py.
 """
 
 from __future__ import annotations

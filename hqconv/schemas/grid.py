@@ -7,8 +7,10 @@ redundant copies: `eplb_state.build_initial_global_physical_to_logical_map`.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hqconv.errors import RequestError
 from hqconv.schemas.target import TargetSchema
@@ -51,20 +53,33 @@ class Grid:
 
     def local_experts(self, num_experts: int, ep_rank: int) -> tuple[int, ...]:
         """The source experts that one EP rank holds, in its local order; copies may repeat an expert."""
-        physical = [*range(num_experts), *(i % num_experts for i in range(self.redundant))]
-        if self.placement == ROUND_ROBIN:
-            return tuple(physical[ep_rank :: self.ep])
-        base, remainder = divmod(len(physical), self.ep)
-        start = ep_rank * base + min(ep_rank, remainder)
-        return tuple(physical[start : start + base + (ep_rank < remainder)])
+        return _dealt(self, num_experts)[ep_rank]
 
-    def homes(self, num_experts: int) -> list[list[tuple[int, int]]]:
+    def homes(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each source expert, its places: (EP rank, local index)."""
-        places: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]
-        for ep_rank in range(self.ep):
-            for local, expert in enumerate(self.local_experts(num_experts, ep_rank)):
-                places[expert].append((ep_rank, local))
-        return places
+        return _homes(self, num_experts)
+
+
+# Worked out once for a grid: there are hundreds of ranks and experts, and every expert asks.
+@functools.lru_cache(maxsize=64)
+def _dealt(grid: Grid, num_experts: int) -> tuple[tuple[int, ...], ...]:
+    """The source experts of every EP rank."""
+    physical = [*range(num_experts), *(i % num_experts for i in range(grid.redundant))]
+    if grid.placement == ROUND_ROBIN:
+        return tuple(tuple(physical[ep_rank :: grid.ep]) for ep_rank in range(grid.ep))
+    base, remainder = divmod(len(physical), grid.ep)
+    starts = [ep_rank * base + min(ep_rank, remainder) for ep_rank in range(grid.ep + 1)]
+    return tuple(tuple(physical[start:stop]) for start, stop in pairwise(starts))
+
+
+@functools.lru_cache(maxsize=64)
+def _homes(grid: Grid, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The places of every source expert."""
+    places: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]
+    for ep_rank, experts in enumerate(_dealt(grid, num_experts)):
+        for local, expert in enumerate(experts):
+            places[expert].append((ep_rank, local))
+    return tuple(map(tuple, places))
 
 
 def tp_share(size: int, tp: int, schema: TargetSchema) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
+from hqconv.schemas.dtypes import code_bits
 
 PARAM_DTYPES = ("bfloat16", "float16")
 _SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
@@ -40,7 +42,7 @@ class TargetSchema:
     @property
     def num_bits(self) -> int:
         """Bits of one weight code."""
-        return int(re.findall(r"\d+", self.b_dtype)[0])
+        return code_bits(self.b_dtype)
 
     @property
     def is_integer(self) -> bool:
@@ -82,6 +84,9 @@ class TargetSchema:
         return self.num_bits + (scale_bits + zero_bits) / size
 
 
+Need = Callable[[bool, str, str], None]  # condition, field, what is expected of it
+
+
 def _check(schema: TargetSchema) -> None:
     """Refuse what Humming or its quantizer cannot represent, before any bare assert of theirs does."""
 
@@ -95,51 +100,45 @@ def _check(schema: TargetSchema) -> None:
                 remedy="See `hqconv schemas` for presets and the integer shorthand.",
             )
 
-    integer = re.fullmatch(r"uint([1-8])", schema.b_dtype)
-    small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", schema.b_dtype)
-    if small_float:
-        bits, exponent, mantissa = (int(x) for x in small_float.groups())
-        need(
-            bits == 1 + exponent + mantissa and mantissa > 0,
-            "b_dtype",
-            "1 sign bit + exponent + mantissa bits",
-        )
-        # Wider exponents would reach float16's infinity, which the kernel's shift-only conversion passes through.
-        need(
-            exponent in (0, 2, 3, 4) or schema.b_dtype == "float8e5m2",
-            "b_dtype",
-            "0 or 2 to 4 exponent bits, or float8e5m2",
-        )
-    need(bool(integer or small_float), "b_dtype", "uintN (N = 1..8) or a signed floatXeYmZ of at most 8 bits")
+    num_exponent_bits = _check_b_dtype(schema, need)
     need(schema.bs_dtype in (None, *_SCALE_DTYPES), "bs_dtype", "one of " + ", ".join(_SCALE_DTYPES))
     _check_scale_type(schema, need)
-    need(
-        schema.weight_scale_2_type in ("none", "tensor", "channel"),
-        "weight_scale_2_type",
-        "none|tensor|channel",
-    )
-    if schema.weight_scale_2_type != "none":
-        need(schema.weight_scale_type == "group", "weight_scale_type", "group, where there is a second scale")
-        need(schema.bs_dtype in _SCALE_2_DTYPES, "bs_dtype", "float8e4m3 or float8e5m2 under a second scale")
-        has_exponent = small_float is not None and int(small_float[2]) > 0
-        need(has_exponent, "b_dtype", "a float type under a second scale")
+    _check_second_scale(schema, num_exponent_bits, need)
     if schema.has_zero_point:
-        need(bool(integer), "has_zero_point", "false for a float type")
+        need(schema.is_integer, "has_zero_point", "false for a float type")
         need(schema.weight_scale_type in ("group", "channel"), "weight_scale_type", "group or channel")
         need(schema.bs_dtype in (None, *PARAM_DTYPES), "bs_dtype", "the parameter dtype, with zero points")
-    need(
-        not schema.is_fp_zero_point or schema.has_zero_point,
-        "is_fp_zero_point",
-        "has_zero_point = true as well",
-    )
-    need(
-        schema.hadamard_block_size in (0, 1),
-        "hadamard_block_size",
-        "0: rotated weights are not supported yet",
-    )
+    elif schema.is_fp_zero_point:
+        need(False, "is_fp_zero_point", "has_zero_point = true as well")
+    is_rotated = schema.hadamard_block_size not in (0, 1)
+    need(not is_rotated, "hadamard_block_size", "0: rotated weights are not supported yet")
 
 
-def _check_scale_type(schema: TargetSchema, need: Any) -> None:
+def _check_b_dtype(schema: TargetSchema, need: Need) -> int:
+    """The number of exponent bits, 0 of integers."""
+    if re.fullmatch(r"uint[1-8]", schema.b_dtype):
+        return 0
+    small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", schema.b_dtype)
+    need(small_float is not None, "b_dtype", "uintN (N = 1..8) or a signed floatXeYmZ of at most 8 bits")
+    bits, exponent, mantissa = (int(x) for x in small_float.groups()) if small_float else (0, 0, 0)
+    is_signed = bits == 1 + exponent + mantissa and mantissa > 0
+    need(is_signed, "b_dtype", "1 sign bit + exponent + mantissa bits")
+    # Wider exponents would reach float16's infinity, which the kernel's shift-only conversion passes through.
+    is_known = exponent in (0, 2, 3, 4) or schema.b_dtype == "float8e5m2"
+    need(is_known, "b_dtype", "0 or 2 to 4 exponent bits, or float8e5m2")
+    return exponent
+
+
+def _check_second_scale(schema: TargetSchema, num_exponent_bits: int, need: Need) -> None:
+    kind = schema.weight_scale_2_type
+    need(kind in ("none", "tensor", "channel"), "weight_scale_2_type", "none|tensor|channel")
+    if kind != "none":
+        need(schema.weight_scale_type == "group", "weight_scale_type", "group, where there is a second scale")
+        need(schema.bs_dtype in _SCALE_2_DTYPES, "bs_dtype", "float8e4m3 or float8e5m2 under a second scale")
+        need(num_exponent_bits > 0, "b_dtype", "a float type under a second scale")
+
+
+def _check_scale_type(schema: TargetSchema, need: Need) -> None:
     kind, size, size_n = (
         schema.weight_scale_type,
         schema.weight_scale_group_size,
@@ -173,7 +172,7 @@ def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more:
     )
 
 
-SOURCE = "source"  # `--schema source`: see `hqconv.plan.own_schema`
+SOURCE = "source"  # `--schema source`: see `hqconv.planning.own_schema`
 
 PRESETS: dict[str, TargetSchema] = {
     schema.name: schema

@@ -5,37 +5,27 @@ It works on an artifact that somebody else made: what should be there is recompu
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from hqconv.artifact.opened import Artifact, Header
-from hqconv.backends.layout import KernelForm, TensorForm
-from hqconv.checkpoint.folder import Checkpoint
+from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import VerificationError
 from hqconv.experts.block import ExpertBlock
-from hqconv.pipeline.writer import sha256_of
 from hqconv.schemas import artifact as names
-from hqconv.verification.accounting import (
-    check_accounting,
-    check_config,
-    check_source,
-    compare_names,
-    compare_words,
-    read_json,
-)
-from hqconv.verification.result import CheckResult
-
-SUFFIX = ".safetensors"
-T = TypeVar("T")
+from hqconv.sources.source import Source
+from hqconv.verification.accounting import check_accounting
+from hqconv.verification.against_source import check_source
+from hqconv.verification.layout import SUFFIX, check_packed, check_ranks
+from hqconv.verification.result import CheckResult, compare_names, compare_words, read_json
 
 
-def check_files(artifact: Artifact, source: Checkpoint | None, num_threads: int) -> CheckResult:
+def check_files(artifact: Artifact, source: Source | None, num_threads: int) -> CheckResult:
     """Everything but the weights' values: sizes, digests, headers, names, layout, config, copied tensors.
 
     Without `source`, what only the source can tell is left out, and a note says so. Raises nothing for a
@@ -49,15 +39,15 @@ def check_files(artifact: Artifact, source: Checkpoint | None, num_threads: int)
         blocks = _blocks(artifact, result)
         _note_versions(artifact, result)
         if artifact.manifest["layout"] == names.KERNEL:
-            _check_ranks(artifact, blocks, headers, result)
+            check_ranks(artifact, blocks, headers, result)
         shards = {path: header for path, header in headers.items() if "/" not in path}
         _check_shards(artifact, shards, result)
         inside = {
             name: (path, entry) for path, (entries, _) in shards.items() for name, entry in entries.items()
         }
-        experts = _check_packed(artifact, blocks, inside, result)
+        experts = check_packed(artifact, blocks, inside, result)
         copied = {name: place for name, place in inside.items() if name not in experts}
-        config = check_config(artifact, source, result)
+        config = _check_config(artifact, source, result)
         check_accounting(artifact, blocks, copied, config if source is None else None, result)
         if source is None:
             result.notes.append(
@@ -109,9 +99,22 @@ def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecuto
 
 
 def _check_stray(artifact: Artifact, result: CheckResult) -> None:
-    """Nothing lies in the folder that the manifest does not list; links to folders are not looked into."""
+    """Nothing lies in the folder that the manifest does not list; links to folders are not looked into.
+
+    What publishing brings along may lie there, and the journal of a conversion that was killed when all was written.
+    """
     listed = {names.MANIFEST, *artifact.manifest["files"]}
+    beside = [name for name in names.COMPANIONS if name not in listed and (artifact.root / name).exists()]
+    if beside:
+        result.notes.append(f"beside the artifact's own files: {', '.join(beside)}")
+    if (artifact.root / names.JOURNAL).exists():
+        result.notes.append(
+            "a killed conversion left its journal: repeat its command with --resume to tidy up"
+        )
+    listed |= {names.JOURNAL}
     for path in sorted(_walk(artifact.root)):
+        if path.split("/")[0] in beside:
+            continue
         inside = (
             any(file.startswith(f"{path}/") for file in listed) if (artifact.root / path).is_dir() else False
         )
@@ -154,19 +157,6 @@ def _note_versions(artifact: Artifact, result: CheckResult) -> None:
             result.notes.append(note)
 
 
-def _forms(of_block: Callable[[ExpertBlock], T], block: ExpertBlock, result: CheckResult) -> T | None:
-    """Humming's layout of a block; None where Humming is not here (noted) or has none (a finding)."""
-    try:
-        return of_block(block)
-    except ModuleNotFoundError:
-        note = "rank files were compared with each other only: Humming cannot be imported"
-        if note not in result.notes:
-            result.notes.append(note)
-    except VerificationError as error:
-        result.add(error.where, error.what, error.expected, error.found)
-    return None
-
-
 def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
     headers: dict[str, Header] = {}
     for path in artifact.manifest["files"]:
@@ -180,124 +170,6 @@ def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
     return headers
 
 
-def _check_ranks(
-    artifact: Artifact, blocks: Mapping[str, ExpertBlock], headers: Mapping[str, Header], result: CheckResult
-) -> None:
-    """Every rank has one file of every block, with the tensors and LayerConfigs that the facts imply."""
-    expected_paths: set[str] = set()
-    for block in blocks.values():
-        grid, form = artifact.grid, _forms(artifact.kernel_forms, block, result)
-        if form is not None:
-            _check_gemm_words(artifact, block, form, result)
-        for tp_rank, ep_rank in grid.ranks:
-            path = names.rank_file(block.name, tp_rank, ep_rank)
-            num_local = len(grid.local_experts(block.num_experts, ep_rank))
-            expected_paths.add(path)
-            if path not in artifact.manifest["files"]:
-                result.add(path, "A rank has no file of a block.", "listed in the manifest", "not listed")
-            elif path in headers:
-                form = form if form is not None else _form_of_file(block.name, headers[path])
-                _compare_with_form(path, headers[path], block.name, form, num_local, result)
-    for path in artifact.manifest["files"]:
-        if blocks and "/" in path and path.endswith(SUFFIX) and path not in expected_paths:
-            what = "A weight file belongs to no rank and block of the manifest."
-            result.add(path, what, "not listed", "listed")
-
-
-def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
-    """Without Humming: the first rank's file, as what the others must look like."""
-    forms = {}
-    for gemm in names.GEMMS:
-        prefix = f"{block}.{gemm}_"
-        tensors = {
-            name.removeprefix(prefix): TensorForm(entry.dtype, entry.shape[1:], 0)
-            for name, entry in header[0].items()
-            if name.startswith(prefix)
-        }
-        words: Any = None
-        with suppress(KeyError, ValueError, RecursionError):  # reported where the file is compared
-            words = json.loads(header[1][gemm])
-        forms[gemm] = KernelForm(tensors, words if isinstance(words, dict) else {}, {})
-    return forms
-
-
-def _check_gemm_words(
-    artifact: Artifact, block: ExpertBlock, form: Mapping[str, KernelForm], result: CheckResult
-) -> None:
-    sizes = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
-    for gemm, one in form.items():
-        expected = {**{key: one.config[key] for key in sizes}, **one.flags}
-        found = artifact.blocks[block.name].get(gemm)
-        if isinstance(found, dict) and isinstance(found.get("flags"), dict):
-            found = {**found, **found["flags"]}
-            del found["flags"]
-        where = f"{names.MANIFEST}: {block.name}: {gemm}"
-        compare_words(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
-
-
-def _compare_with_form(
-    path: str, header: Header, block: str, form: Mapping[str, KernelForm], num_local: int, result: CheckResult
-) -> None:
-    expected = {
-        f"{block}.{gemm}_{name}": (tensor.dtype, (num_local, *tensor.shape))
-        for gemm, one in form.items()
-        for name, tensor in one.tensors.items()
-    }
-    _compare_tensors(path, header, expected, result)
-    if header[1].get("format") != "pt":
-        result.add(path, "The file's metadata does not name its format.", "pt", header[1].get("format"))
-    for gemm, one in form.items():
-        where = f"{path}, metadata {gemm}"
-        try:
-            words = json.loads(header[1][gemm])
-        except (KeyError, ValueError, RecursionError) as error:
-            result.add(where, "The file holds no LayerConfig.", "a JSON object", repr(error))
-            continue
-        what = "A LayerConfig is not the one of the manifest's facts."
-        compare_words(where, what, {**one.config, "num_experts": num_local}, words, result)
-
-
-def _compare_tensors(
-    path: str, header: Header, expected: Mapping[str, tuple[str, tuple[int, ...]]], result: CheckResult
-) -> None:
-    entries = header[0]
-    compare_names(path, "tensor", entries, expected, result)
-    for name, (dtype, shape) in expected.items():
-        if name in entries and (entries[name].dtype, entries[name].shape) != (dtype, shape):
-            found = f"{entries[name].dtype} {list(entries[name].shape)}"
-            where = f"{path}, tensor {name}"
-            result.add(where, "A tensor has another dtype or shape.", f"{dtype} {list(shape)}", found)
-
-
-def _check_packed(
-    artifact: Artifact,
-    blocks: Mapping[str, ExpertBlock],
-    inside: Mapping[str, tuple[str, Any]],
-    result: CheckResult,
-) -> set[str]:
-    """The experts' packed tensors of the checkpoint layout; returns their names (none in the kernel layout)."""
-    found: set[str] = set()
-    if artifact.manifest["layout"] != names.CHECKPOINT:
-        return found
-    for block in blocks.values():
-        prefix, form = f"{block.name}.", _forms(artifact.packed_forms, block, result)
-        of_block = {name for name in inside if name.startswith(prefix) and name[len(prefix) :][:1].isdigit()}
-        found |= of_block
-        if form is None:
-            continue
-        expected = {
-            f"{block.module(expert, role)}.{name}": (tensor.dtype, tensor.shape)
-            for expert in range(block.num_experts)
-            for role in block.roles
-            for name, tensor in form[role].items()
-        }
-        compare_names(f"block {block.name}", "tensor", of_block, expected, result)
-        for name in sorted(of_block & expected.keys()):
-            path, entry = inside[name]
-            _compare_tensors(path, ({name: entry}, {}), {name: expected[name]}, result)
-    return found
-
-
 # --- index and config --------------------------------------------------------------------------------------
 
 
@@ -305,9 +177,7 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
     """Ordinary shards are numbered without gaps, and the index names exactly their tensors."""
     listed = sorted(path for path in artifact.manifest["files"] if "/" not in path and path.endswith(SUFFIX))
     total = len(listed)
-    expected = (
-        [names.shard_name(i, total) for i in range(1, total + 1)] if total != 1 else ["model.safetensors"]
-    )
+    expected = [names.shard_name(i, total) for i in range(1, total + 1)]
     compare_names(names.MANIFEST, "file", listed, expected, result)
     if names.INDEX not in artifact.manifest["files"]:
         if total > 1:
@@ -322,5 +192,31 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
     weight_map = {name: path for path, (entries, _) in shards.items() for name in entries}
     what = "The index and the shards disagree."
     compare_words(f"{names.INDEX}: weight_map", what, weight_map, found, result)
-    size = sum(entry.end - entry.begin for entries, _ in shards.values() for entry in entries.values())
+    size = sum(ref.num_bytes for entries, _ in shards.values() for ref in entries.values())
     compare_words(f"{names.INDEX}: metadata", what, {"total_size": size}, index.get("metadata"), result)
+
+
+def _check_config(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, Any] | None:
+    """config.json is the source's plus the manifest's schema; returns it, None if it cannot be read."""
+    config = read_json(artifact.root / names.CONFIG, result)
+    if names.CONFIG not in artifact.manifest["files"]:
+        result.add(names.CONFIG, "The manifest does not list the config.", "listed", "not listed")
+    if config is None:
+        return None
+    where = f"{names.CONFIG}: quantization_config"
+    try:
+        request = artifact.request
+    except VerificationError:  # reported already
+        return config
+    own = artifact.manifest["source"].get("quantization_config")
+    expected = names.hqconv_quantization_config(request.schema, request.input_schema, request.sm_version, own)
+    if request.layout == names.CHECKPOINT:
+        expected = names.humming_quantization_config(request.schema, list(artifact.blocks))
+    what = "The config does not describe the manifest's quantization."
+    compare_words(where, what, expected, config.get("quantization_config"), result)
+    if source is not None:
+        ours, theirs = (
+            {k: v for k, v in c.items() if k != "quantization_config"} for c in (config, source.config)
+        )
+        compare_words(names.CONFIG, "The config is not the source's.", theirs, ours, result)
+    return config

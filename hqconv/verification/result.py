@@ -1,8 +1,11 @@
-"""The checks of `hqconv verify`: values that all of them share."""
+"""What a check finds: values that all checks share, and the comparisons of words that several need."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
@@ -47,3 +50,39 @@ class CheckResult:
         rest = Finding("…", what, "", f"{num_found - MAX_PER_KIND} more of this kind")
         place = self._place_of_rest.setdefault(what, len(self.findings))
         self.findings[place : place + 1] = [rest]
+
+
+def compare_names(
+    where: str, kind: str, found: Collection[str], expected: Collection[str], result: CheckResult
+) -> None:
+    """Missing and unexpected names, each its own finding; `kind` says of what."""
+    for name in sorted(set(expected) - set(found)):
+        result.add(f"{where}, {kind} {name}", f"A {kind} is missing.", "present", "absent")
+    for name in sorted(set(found) - set(expected)):
+        result.add(f"{where}, {kind} {name}", f"A {kind} does not belong here.", "absent", "present")
+
+
+def compare_words(
+    where: str, what: str, expected: Mapping[str, Any], found: Any, result: CheckResult
+) -> None:
+    """Two JSON objects key by key; one finding for each key that differs."""
+    if not isinstance(found, dict):
+        result.add(where, what, "a JSON object", json.dumps(found))
+        return
+    for key in sorted(expected.keys() | found.keys()):
+        texts = [json.dumps(w[key], sort_keys=True) if key in w else "no such key" for w in (expected, found)]
+        if texts[0] != texts[1]:
+            result.add(f"{where}: {key}", what, *texts)
+
+
+def read_json(path: Path, result: CheckResult) -> dict[str, Any] | None:
+    """The JSON object in a file of the artifact; None, and a finding, where there is none."""
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        result.add(path.name, "A file cannot be read as JSON.", "a JSON object", error)
+        return None
+    if not isinstance(words, dict):
+        result.add(path.name, "A file cannot be read as JSON.", "a JSON object", type(words).__name__)
+        return None
+    return words

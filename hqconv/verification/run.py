@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from hqconv.artifact.opened import Artifact
-from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import HqconvError, RequestError
-from hqconv.experts.block import ExpertBlock
-from hqconv.experts.map import map_checkpoint
 from hqconv.schemas import artifact as names
+from hqconv.sources.source import Source
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import DEFAULT_TOKENS, check_kernel
 from hqconv.verification.result import FAIL, CheckResult
@@ -31,16 +29,20 @@ class Options:
     checks: tuple[str, ...] | None = None
     layers: frozenset[int] | None = None
     tokens: tuple[int, ...] = DEFAULT_TOKENS
-    device: torch.device | None = None  # None: a CUDA device of the artifact's target, if there is one
+    device: torch.device | None = None  # None: a CUDA device, if there is one
     num_threads: int = 2
     max_memory_bytes: int = 4 << 30
+    source: str | None = None  # what the source is called, for the report
 
 
 @dataclass
-class Report:
-    """The outcome. `passed` is True only if no check found anything and at least one ran."""
+class VerificationReport:
+    """The outcome. `passed` is True only if no check found anything and at least one ran. `source`: what it was held
+    against, as the caller named it.
+    """
 
     root: Path
+    source: str | None = None
     results: list[CheckResult] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -62,11 +64,17 @@ class Report:
             }
             for r in self.results
         }
-        return {"artifact": str(self.root), "passed": self.passed, "checks": checks}
+        return {
+            "kind": "report",
+            "source": self.source,
+            "artifact": str(self.root),
+            "passed": self.passed,
+            "checks": checks,
+        }
 
 
-def verify(root: Path, checkpoint: Checkpoint | None = None, options: Options | None = None) -> Report:
-    """Run the checks on the artifact at `root`, against the source `checkpoint` where it is given.
+def verify(root: Path, source: Source | None = None, options: Options | None = None) -> VerificationReport:
+    """Run the checks on the artifact at `root`, against `source` where it is given.
 
     Raises RequestError for a check that was asked for by name and cannot run here, for unknown layers, and where
     `root` is no artifact; whatever is wrong with the artifact is in the report instead.
@@ -80,13 +88,13 @@ def verify(root: Path, checkpoint: Checkpoint | None = None, options: Options | 
         )
     with Artifact(root) as artifact:
         layers = _chosen_blocks(artifact, options.layers)
-        report = Report(root)
+        report = VerificationReport(root, options.source)
         runs: dict[str, Callable[[], CheckResult]] = {
-            "files": lambda: check_files(artifact, checkpoint, options.num_threads),
+            "files": lambda: check_files(artifact, source, options.num_threads),
             "weights": lambda: check_weights(
-                artifact, checkpoint, options.layers, options.num_threads, options.max_memory_bytes
+                artifact, source, options.layers, options.num_threads, options.max_memory_bytes
             ),
-            "kernel": lambda: _kernel(artifact, checkpoint, options, layers),
+            "kernel": lambda: _kernel(artifact, source, options, layers),
         }
         for check in CHECKS:
             if check in asked:
@@ -108,7 +116,7 @@ def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
         return result
     except OSError as error:
         result = CheckResult(name)
-        result.add(str(error.filename or ""), "a file cannot be read", "", error.strerror or str(error))
+        result.add(str(error.filename or ""), "A file cannot be read.", "", error.strerror or str(error))
         return result
 
 
@@ -130,9 +138,7 @@ def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[s
     return [block for layer in sorted(layers) for block in of_layer[layer]]
 
 
-def _kernel(
-    artifact: Artifact, checkpoint: Checkpoint | None, options: Options, blocks: list[str]
-) -> CheckResult:
+def _kernel(artifact: Artifact, source: Source | None, options: Options, blocks: list[str]) -> CheckResult:
     device, obstacle = _kernel_device(artifact, options.device)
     if device is None:
         if options.checks and "kernel" in options.checks:
@@ -141,11 +147,8 @@ def _kernel(
     chosen = blocks
     if options.layers is None and len(blocks) > 3:
         chosen = [blocks[0], blocks[len(blocks) // 2], blocks[-1]]
-    source: dict[str, ExpertBlock] | None = None
-    if checkpoint is not None:
-        source = {b.name: b for b in map_checkpoint(checkpoint).blocks}
     with torch.cuda.device(device):
-        result = check_kernel(artifact, source, checkpoint, chosen, options.tokens, device)
+        result = check_kernel(artifact, source, chosen, options.tokens, device)
     result.notes.append(
         f"{len(chosen)} of {len(blocks)} blocks, batches of {', '.join(map(str, options.tokens))} tokens"
     )
@@ -157,7 +160,7 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
     if artifact.manifest["layout"] != names.KERNEL:
         return None, "the checkpoint layout has no kernel tensors"
     if wanted is not None and wanted.type != "cuda":
-        return None, "the kernel needs a CUDA device"
+        return None, f"it needs a CUDA device, and --device {wanted.type} was asked for"
     if not torch.cuda.is_available():
         return None, "there is no CUDA device here"
     device = wanted or torch.device("cuda", torch.cuda.current_device())

@@ -11,41 +11,34 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
-from hqconv.artifact.matrices import (
-    Matrix,
-    check_rank_headers,
-    read_kernel_expert,
-    read_packed_expert,
-    unpack,
-)
+from hqconv.artifact.matrix import Matrix
 from hqconv.artifact.opened import Artifact
-from hqconv.backends.layout import safetensors_dtype
-from hqconv.backends.quantize import Cost, Quantized
-from hqconv.checkpoint.folder import Checkpoint
+from hqconv.artifact.packed import read_packed_expert, unpack
+from hqconv.artifact.ranks import BlockReader
+from hqconv.backends.quantize import Quantized
+from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock
-from hqconv.experts.map import map_checkpoint
-from hqconv.formats.format import conversion_of
 from hqconv.pipeline.encode import encode
-from hqconv.pipeline.workers import requantized_counts
+from hqconv.planning.encoding import Encoding, encoding_of
 from hqconv.schemas import artifact as names
+from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.target import TargetSchema
-from hqconv.sources.stored import StoredMatrix, read_source
-from hqconv.verification.accounting import compare_words
-from hqconv.verification.comparison import Figures, Place, compare, fingerprint, measure, summarize
+from hqconv.sources.source import Source
+from hqconv.verification.comparison import GemmPlace, compare, fingerprint
+from hqconv.verification.figures import Figures, measure, summarize
+from hqconv.verification.recorded import check_recorded
 from hqconv.verification.result import CheckResult, Finding
 
 _CPU = torch.device("cpu")
-_RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
 
 
 def check_weights(
     artifact: Artifact,
-    source: Checkpoint | None,
+    source: Source | None,
     layers: Collection[int] | None,
     num_threads: int,
     max_memory_bytes: int,
@@ -99,11 +92,11 @@ def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckRes
     return blocks
 
 
-def _source_blocks(source: Checkpoint | None, result: CheckResult) -> dict[str, ExpertBlock] | None:
+def _source_blocks(source: Source | None, result: CheckResult) -> dict[str, ExpertBlock] | None:
     if source is None:
         return None
     try:
-        return {block.name: block for block in map_checkpoint(source).blocks}
+        return {block.name: block for block in source.map_experts().blocks}
     except HqconvError as error:
         result.add(
             f"source: {error.where}",
@@ -129,12 +122,16 @@ def _comparable(
         result.add(f"block {block.name}", "The source has no such block.", *described)
         return None
     conversion = artifact.blocks[block.name]["conversion"]
-    expected = conversion_of(found.format, artifact.schema, artifact.param_dtype)
+    expected = _encoding(artifact, found).conversion
     if conversion != expected:
         what = "The block was not converted as its source's format asks for."
         result.add(f"{names.MANIFEST}: {block.name}: conversion", what, expected, conversion)
         return None
     return found
+
+
+def _encoding(artifact: Artifact, of_source: ExpertBlock) -> Encoding:
+    return encoding_of(of_source.format, artifact.schema, artifact.param_dtype)
 
 
 def _shards(artifact: Artifact) -> dict[str, str]:
@@ -188,16 +185,16 @@ class _Job:
         self,
         artifact: Artifact,
         block: ExpertBlock,
-        source: Checkpoint | None,
+        source: Source | None,
         of_source: ExpertBlock | None,
         shards: Mapping[str, str],
     ) -> None:
         self.artifact, self.block, self.source, self.of_source = artifact, block, source, of_source
         self.shards = shards
         self.findings: list[Finding] = []
-        self._good: set[tuple[str, int, int]] = set()
-        if artifact.request.layout == names.KERNEL:
-            self._good = check_rank_headers(artifact, block, self._note)
+        self._encoding = None if of_source is None else _encoding(artifact, of_source)
+        is_kernel = artifact.request.layout == names.KERNEL
+        self._reader = BlockReader(artifact, block, self._note) if is_kernel else None
 
     def _note(self, where: str, what: str, expected: object, found: object) -> None:
         self.findings.append(Finding(where, what, str(expected), str(found)))
@@ -209,12 +206,12 @@ class _Job:
             found = self._read(gemm, roles, expert, outcome)
             try:
                 stored = self._read_source(roles, expert)
-                results = encode(stored, self.artifact.request) if stored else {}
+                results = encode(stored, self._encoding) if self._encoding is not None else {}
             except HqconvError as error:
                 outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
                 continue
             for role, matrix in found.items():
-                source = stored[role].matrix() if stored else None
+                source = stored[role].values() if stored else None
                 figures = measure(matrix, source, self.artifact.schema, self.artifact.param_dtype)
                 outcome.figures[role] = figures
                 if not math.isfinite(figures.decoded_power):
@@ -226,16 +223,16 @@ class _Job:
         return outcome
 
     def _read(self, gemm: str, roles: Sequence[str], expert: int, outcome: _Outcome) -> dict[str, Matrix]:
-        if self.artifact.request.layout == names.KERNEL:
-            return read_kernel_expert(self.artifact, self.block, gemm, expert, self._good, outcome.note)
+        if self._reader is not None:
+            return self._reader.read(gemm, expert, outcome.note)
         read = partial(read_packed_expert, self.artifact, self.block, shards=self.shards, note=outcome.note)
         found = {role: read(role, expert) for role in roles}
         return {role: matrix for role, matrix in found.items() if matrix is not None}
 
-    def _read_source(self, roles: Sequence[str], expert: int) -> dict[str, StoredMatrix]:
+    def _read_source(self, roles: Sequence[str], expert: int) -> dict[str, SourceMatrix]:
         if self.source is None or self.of_source is None:
             return {}
-        return read_source(self.source, self.of_source, expert, roles, _CPU)
+        return self.source.read_expert(self.of_source, expert, roles, _CPU)
 
     def _compare(
         self,
@@ -246,7 +243,7 @@ class _Job:
         outcome: _Outcome,
     ) -> None:
         expected = {role: _as_matrix(one, self.artifact.schema) for role, one in results.items()}
-        place = Place(self.artifact, self.block, gemm, expert, self.shards)
+        place = GemmPlace(self.artifact, self.block, gemm, expert, self.shards)
         for role, matrix in expected.items():
             outcome.expected[role] = fingerprint(matrix)
             if role in found and not compare(found, expected, role, place, outcome.note):
@@ -263,7 +260,7 @@ def _as_matrix(quantized: Quantized, schema: TargetSchema) -> Matrix:
         for name, tensor in quantized.tensors.items()
     }
     scale = quantized.tensors["weight_scale"].dtype
-    return unpack(bits, schema, safetensors_dtype(scale))
+    return unpack(bits, schema, code_of_torch(scale))
 
 
 def _check_block(job: _Job, pool: ThreadPoolExecutor, result: CheckResult) -> None:
@@ -281,7 +278,7 @@ def _check_block(job: _Job, pool: ThreadPoolExecutor, result: CheckResult) -> No
     }
     if job.source is not None:
         recorded = job.artifact.blocks[job.block.name]["quantization_error"]
-        _check_recorded(job.block, recorded, figures, not job.block.format.is_float, result)
+        check_recorded(job.block, recorded, figures, not job.block.format.is_float, result)
 
 
 def _name_swapped(block: ExpertBlock, outcomes: Sequence[_Outcome], result: CheckResult) -> None:
@@ -294,53 +291,3 @@ def _name_swapped(block: ExpertBlock, outcomes: Sequence[_Outcome], result: Chec
                 where = f"block {block.name}, {role} of expert {expert}"
                 what = "An expert has another one's weights: experts are swapped."
                 result.add(where, what, f"expert {expert}'s", f"expert {owner}'s")
-
-
-def _check_recorded(
-    block: ExpertBlock,
-    recorded: Mapping[str, Any],
-    figures: Mapping[str, Sequence[Figures]],
-    is_coded: bool,
-    result: CheckResult,
-) -> None:
-    """The manifest's error figures with those measured, where every expert was."""
-    for role in sorted(recorded.keys() | figures.keys()):
-        where = f"{names.MANIFEST}: {block.name}: quantization_error: {role}"
-        of_role, words = figures.get(role, []), recorded.get(role)
-        if role not in figures or not isinstance(words, dict):
-            result.add(
-                where, "The recorded errors are not those of the block's projections.", list(figures), words
-            )
-        elif len(of_role) == block.num_experts:
-            each = [one.recorded_error() for one in of_role]
-            # Experts that were kept have no error; the total is of the others.
-            anew = [one for one in of_role if one.quantizer is None or not one.quantizer.is_direct]
-            total = summarize(anew, as_recorded=True)["relative_error"] if anew else 0.0
-            worst = words.get("worst_expert")
-            at_worst = each[worst] if isinstance(worst, int) and 0 <= worst < len(each) else None
-            expected = {"relative_error": total, "worst_relative_error": max(each)}
-            for key, value in expected.items():
-                _check_figure(f"{where}: {key}", value, words.get(key), result)
-            _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
-            _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
-
-
-def _check_counts(
-    where: str, words: Mapping[str, Any], costs: Sequence[Cost], is_coded: bool, result: CheckResult
-) -> None:
-    """The manifest's counts of what was quantized anew, and of what came out without an error."""
-    expected = requantized_counts(costs) if is_coded else {}
-    known = {"relative_error", "worst_expert", "worst_relative_error"}
-    compare_words(
-        where, "The recorded count is not the counted one.", expected, _without(words, known), result
-    )
-
-
-def _without(words: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in words.items() if key not in keys}
-
-
-def _check_figure(where: str, expected: float | None, found: Any, result: CheckResult) -> None:
-    is_number = isinstance(found, float | int) and not isinstance(found, bool) and expected is not None
-    if not is_number or not math.isclose(expected or 0.0, found, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
-        result.add(where, "The recorded error is not the measured one.", expected, found)

@@ -14,30 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hqconv.errors import RequestError, VerificationError
+from hqconv.schemas.dtypes import code_of, num_bits
 
 Array = NDArray[Any]
 
 PADDED_E5M0 = "E5M0"  # five exponent bits over three zero bits: what e8m0 scales become for float16
-_SCALE_DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float8e8m0": "F8_E8M0",
-    "float8e4m3": "F8_E4M3",
-    "float8e5m2": "F8_E5M2",
-    "float8e5m3": "U8",
-}
-_NUM_BYTES = {"I32": 4, "F32": 4, "BF16": 2, "F16": 2}
-_SAFETENSORS_NAMES = {
-    "int32": "I32",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "uint8": "U8",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
 _FLAGS = (
     "use_fused_e8m0_scale",
     "use_packed_k_layout",
@@ -88,27 +69,27 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> KernelTe
     """Understand a LayerConfig; RequestError for layouts not known yet, VerificationError for nonsense."""
     _check_supported(config, flags)
     try:
-        num_bits, exponent_bits = _parse_weight_dtype(config["b_dtype"])
+        code_bits, exponent_bits = _parse_weight_dtype(config["b_dtype"])
         padded = (int(config["shape_n"]), int(config["shape_k"]))
         shape = (padded[0] - int(config["pad_shape_n"]), padded[1] - int(config["pad_shape_k"]))
         scale_type, c_dtype = config["weight_scale_type"], config["c_dtype"]
-        scale_dtype = _SCALE_DTYPES[config["bs_dtype"] or c_dtype]
+        scale_dtype = code_of(config["bs_dtype"] or c_dtype)
         zero_kind = "none"
         if config["has_zero_point"]:
             zero_kind = "float" if config["is_fp_zero_point"] else "int"
         form = KernelTensors(
-            num_bits=num_bits,
+            num_bits=code_bits,
             exponent_bits=exponent_bits,
             shape=shape,
             padded_shape=padded,
             scale_type=scale_type,
             scale_2_type=config["weight_scale_2_type"],
             scale_dtype=_stored_scale_dtype(scale_type, scale_dtype, c_dtype),
-            param_dtype=_SCALE_DTYPES[c_dtype],
+            param_dtype=code_of(c_dtype),
             group=int(config["weight_scale_group_size"]) or padded[1],
             group_n=max(int(config["weight_scale_group_size_n"]), 1) if scale_type == "block" else 1,
             zero_kind=zero_kind,
-            is_centred=_is_centred(config["a_dtype"], num_bits, exponent_bits, zero_kind),
+            is_centred=_is_centred(config["a_dtype"], code_bits, exponent_bits, zero_kind),
             has_bias=bool(config["has_bias"]),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -147,12 +128,12 @@ def _stored_scale_dtype(scale_type: str, scale_dtype: str, c_dtype: str) -> str:
     return PADDED_E5M0 if (scale_dtype, c_dtype) == ("F8_E8M0", "float16") else scale_dtype
 
 
-def _is_centred(a_dtype: str, num_bits: int, exponent_bits: int | None, zero_kind: str) -> bool:
+def _is_centred(a_dtype: str, code_bits: int, exponent_bits: int | None, zero_kind: str) -> bool:
     """Whether codes are sign and magnitude around the zero point: integers too wide for bfloat16's mantissa,
     which the kernels therefore read by `normalized_uint_to_fp` (`dequant_single.cuh`)."""
     if exponent_bits is not None or a_dtype != "bfloat16" or zero_kind == "float":
         return False
-    return num_bits > (6 if zero_kind == "int" else 7)
+    return code_bits > (6 if zero_kind == "int" else 7)
 
 
 def _check_sizes(form: KernelTensors) -> None:
@@ -200,7 +181,7 @@ def _expected_tensors(form: KernelTensors) -> dict[str, tuple[str, tuple[int, ..
     return expected
 
 
-def checked_bits(form: KernelTensors, tensors: Mapping[str, Any]) -> dict[str, Array]:
+def checked_bits(form: KernelTensors, tensors: Mapping[str, Array]) -> dict[str, Array]:
     """Every tensor's bit patterns [E, …], unsigned; VerificationError for one missing, extra or misshapen."""
     expected = _expected_tensors(form)
     for name in sorted(expected.keys() ^ tensors.keys()):
@@ -210,31 +191,18 @@ def checked_bits(form: KernelTensors, tensors: Mapping[str, Any]) -> dict[str, A
             expected="present" if name in expected else "absent",
             found="absent" if name in expected else "present",
         )
-    shape = tuple(tensors["weight"].shape)
+    shape = tensors["weight"].shape
     num_experts = shape[0] if len(shape) == 3 else "E"
-    for name, (dtype, inner) in expected.items():
-        num_bytes, found = _NUM_BYTES.get(dtype, 1), str(tensors[name].dtype).removeprefix("torch.")
-        names = (dtype, f"raw uint{8 * num_bytes}")
-        is_dtype = _SAFETENSORS_NAMES.get(found) == dtype or found == names[1].removeprefix("raw ")
-        if not is_dtype or tuple(tensors[name].shape) != (num_experts, *inner):
+    for name, (code, inner) in expected.items():
+        dtype, found = f"uint{num_bits(code)}", tensors[name]
+        if found.dtype != dtype or found.shape != (num_experts, *inner):
             raise VerificationError(
-                "A kernel tensor has another shape or dtype than the layer configuration asks for.",
+                "A kernel tensor has another shape or width than the layer configuration asks for.",
                 where=name,
-                expected=f"{' or '.join(names)} {[num_experts, *inner]}",
-                found=f"{found} {list(tensors[name].shape)}",
+                expected=f"{dtype} (of {code}) {[num_experts, *inner]}",
+                found=f"{found.dtype} {list(found.shape)}",
             )
-    return {name: _raw(tensors[name], _NUM_BYTES.get(dtype, 1)) for name, (dtype, _) in expected.items()}
-
-
-def _raw(tensor: Any, num_bytes: int) -> Array:
-    """The bit patterns of a numpy array or torch tensor as contiguous unsigned integers."""
-    if not isinstance(tensor, np.ndarray):
-        import torch
-
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-        tensor = tensor.detach().cpu().contiguous().view(integers[num_bytes]).numpy()
-    raw: Array = np.ascontiguousarray(tensor).reshape(tensor.shape).view(f"u{num_bytes}")
-    return raw
+    return {name: np.ascontiguousarray(tensors[name]) for name in expected}
 
 
 # --- number formats ----------------------------------------------------------------------------------------

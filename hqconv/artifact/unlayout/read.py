@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hqconv.artifact.unlayout import loops
 from hqconv.artifact.unlayout.form import (
     PADDED_E5M0,
     Array,
     KernelTensors,
     checked_bits,
-    code_values,
     read_config,
     to_float32,
 )
@@ -51,13 +51,13 @@ class Unpacked:
 
 
 def unlayout(
-    config: Mapping[str, Any], tensors: Mapping[str, Any], flags: Mapping[str, Any] | None = None
+    config: Mapping[str, Any], tensors: Mapping[str, Array], flags: Mapping[str, Any] | None = None
 ) -> Unpacked:
     """Read kernel tensors [E, …] as the GEMM kernels do and return what they mean.
 
     `config`: Humming's LayerConfig as JSON words; its `num_experts` is not looked at, so that any slice of a
-    rank's experts may be passed. `tensors`: `weight`, `weight_scale`, … as numpy arrays or torch tensors;
-    numpy arrays may also hold the raw bits as unsigned integers. `flags`: the manifest's layout flags.
+    rank's experts may be passed. `tensors`: `weight`, `weight_scale`, … as raw bits, unsigned integers as wide as the
+    dtype. `flags`: the manifest's layout flags.
 
     Raises RequestError for layouts it does not know yet (8-bit activations, native dequantization), and
     VerificationError where config and tensors contradict each other. Values that padding or unused bits
@@ -92,8 +92,6 @@ def unlayout(
 
 
 def _unpack_codes(form: KernelTensors, words: Array, zero: Array | None) -> Array:
-    from hqconv.artifact.unlayout import loops
-
     num_experts, (n, k) = words.shape[0], form.padded_shape
     codes = np.empty((num_experts, n, k), np.uint8)
     loops.unpack_pairs(words, form.num_bits, loops.fragment_pieces(form.num_bits), codes.view(np.uint16))
@@ -190,35 +188,7 @@ def _unpack_zero_codes(stored_EGW: Array, num_bits: int) -> Array:
     return np.stack((stored & 15, stored >> 4), axis=-1).reshape(*stored.shape[:2], -1)
 
 
-# --- values ------------------------------------------------------------------------------------------------
-
-
-def decode(unpacked: Unpacked, config: Mapping[str, Any]) -> NDArray[np.float32]:
-    """The weights float32 [E, N, K]: (code - zero) * scale * scale_2, in float32 and in this order.
-
-    Integers without a zero point are offset binary (zero = 2^(bits - 1)); float codes are all finite, as for
-    the kernels; scales follow their own type (e4m3 0x7f is NaN).
-    """
-    from hqconv.artifact.unlayout import loops
-
-    form = read_config(config, {"use_native_dequant": False})
-    num_experts, n, k = unpacked.codes.shape
-    values = code_values(form)
-    scale = to_float32(unpacked.weight_scale, unpacked.scale_dtype)
-    if form.scale_type == "tensor":
-        scale = scale[:, None, None]
-    scale = np.repeat(scale, n // scale.shape[1], axis=1)
-    zero = np.zeros((num_experts, n, 1), np.float32)
-    if unpacked.zero_point is not None:
-        zero = to_float32(unpacked.zero_point, form.param_dtype if form.zero_kind == "float" else "codes")
-    scale_2 = np.ones((num_experts, n), np.float32)
-    if unpacked.weight_scale_2 is not None:
-        is_tensor = unpacked.weight_scale_2.ndim == 1
-        second = to_float32(unpacked.weight_scale_2, "F32" if is_tensor else form.param_dtype)
-        scale_2[:] = second[:, None] if is_tensor else second
-    out = np.empty((num_experts, n, k), np.float32)
-    loops.decode_codes(unpacked.codes, values, zero, scale, scale_2, out)
-    return out
+# --- float16's e8m0 scales ----------------------------------------------------------------------------------
 
 
 def e8m0_exponents(unpacked: Unpacked) -> tuple[Array, NDArray[np.bool_]]:

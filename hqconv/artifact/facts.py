@@ -1,0 +1,183 @@
+"""What a manifest says, as the values that the rest of hqconv works with; refused where it cannot be true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hqconv.artifact.manifest import read_manifest
+from hqconv.backends.layout import KernelForm, is_compatible, kernel_form, packed_form
+from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.experts.block import ExpertBlock, PartSource
+from hqconv.formats.format import SourceFormat
+from hqconv.planning.checks import SUPPORTED_TARGETS
+from hqconv.planning.groups import gemm_shapes
+from hqconv.planning.request import Request
+from hqconv.schemas import artifact as names
+from hqconv.schemas.families import FAMILIES, Family
+from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
+from hqconv.schemas.tensors import TensorSpec
+
+_MAX_COUNT = 1 << 16  # ranks, experts or copies: more is damage, and would be listed one by one
+
+
+class Facts:
+    """The facts of one artifact, worked out from its manifest when they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        """Read the manifest. Raises RequestError or VerificationError where there is none to rely on."""
+        self.root = root
+        self.manifest = read_manifest(root)
+
+    @cached_property
+    def schema(self) -> TargetSchema:
+        """The weight schema of the experts. Raises VerificationError where the manifest's is none."""
+        try:
+            return TargetSchema(name=self.manifest["schema_name"], **self.manifest["weight_schema"])
+        except TypeError as error:
+            where = f"{self.root / names.MANIFEST}: weight_schema"
+            raise VerificationError("The manifest's schema is damaged.", where=where, found=error) from error
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The ranks the artifact was made for."""
+        words = self.manifest
+        return Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"])
+
+    @cached_property
+    def request(self) -> Request:
+        """What was asked for, as the manifest says. Raises VerificationError where its words cannot be true."""
+        words = self.manifest
+        facts = {
+            "dtype": words["dtype"] in PARAM_DTYPES,
+            "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
+            "input_schema": words["input_schema"] == "a16",
+            "target": words["target"] in [f"sm{sm}" for sm in SUPPORTED_TARGETS],
+            "tp": 0 < words["tp"] <= _MAX_COUNT,
+            "ep": 0 < words["ep"] <= _MAX_COUNT,
+            "redundant_experts": 0 <= words["redundant_experts"] <= _MAX_COUNT,
+        }
+        for key, holds in facts.items():
+            if not holds:
+                raise _impossible(key, words[key])
+        try:
+            request = Request(
+                self.schema,
+                words["dtype"],
+                self.sm_version,
+                self.grid,
+                words["layout"],
+                words["input_schema"],
+            )
+        except HqconvError as error:
+            raise _impossible(error.where, error.found) from error
+        if request.layout == names.CHECKPOINT and request.grid != Grid():
+            raise _impossible("tp, ep", f"{request.grid} in the checkpoint layout")
+        return request
+
+    @cached_property
+    def family(self) -> Family:
+        """The family whose names the experts have. Raises VerificationError for one that is not known."""
+        known = {family.name: family for family in FAMILIES if family.blocks}
+        if self.manifest["family"] not in known:
+            what, found = "The manifest names a family that is not known.", self.manifest["family"]
+            raise VerificationError(
+                what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found
+            )
+        return known[self.manifest["family"]]
+
+    def expert_block(self, name: str) -> ExpertBlock:
+        """One block as the manifest's facts imply it, without `sources`.
+
+        Raises VerificationError for facts that cannot be true.
+        """
+        words, family = self.blocks[name], self.family
+        num_experts, hidden, inner = (
+            words[key] for key in ("num_experts", "hidden_size", "intermediate_size")
+        )
+        if not (0 < num_experts <= _MAX_COUNT and 0 < hidden < 1 << 24 and 0 < inner < 1 << 24):
+            raise _impossible(name, f"{num_experts} experts, hidden {hidden}, intermediate {inner}")
+        try:
+            sizes = (num_experts, hidden, inner)
+            pads = family.pads_last_rank
+            check_grid(name, *sizes, self.request.schema, self.request.grid, pads_last_rank=pads)
+        except RequestError as error:
+            raise _impossible(error.where, f"{error.what} {error.found}") from error
+        try:
+            format_words = dict(words["source_format"])
+            source = SourceFormat(**{**format_words, "options": tuple(format_words["options"].items())})
+            parts = {
+                role: {part: PartSource.from_words(one) for part, one in of_role.items()}
+                for role, of_role in words["source_parts"].items()
+            }
+            if set(parts) != set(family.projections) or any("weight" not in p for p in parts.values()):
+                raise ValueError(f"projections {', '.join(parts)}")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _impossible(f"{name}: source_format, source_parts", error) from error
+        return ExpertBlock(
+            name=name,
+            family=family.name,
+            num_experts=num_experts,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            dtype=words["source_dtype"],
+            pads_last_rank=family.pads_last_rank,
+            format=source,
+            words=dict(family.projections),
+            parts=parts,
+            sources=(),
+            **{key: words[key] for key in ("layer", "gated", "activation", "top_k")},
+        )
+
+    def kernel_forms(self, block: ExpertBlock) -> dict[str, KernelForm]:
+        """Per GEMM, what Humming makes of the facts. ModuleNotFoundError without Humming, else VerificationError."""
+        request = self.request
+        words = (request.schema, request.param_dtype, request.sm_version)
+        with _humming_errors(block.name):
+            if not is_compatible(*words):
+                raise _impossible(
+                    "weight_schema", f"no kernel for {request.schema.describe()}, {request.param_dtype}"
+                )
+            shapes = gemm_shapes(block, request.grid.tp, request.schema)
+            return {gemm: kernel_form(n, k, *words, block.has_bias) for gemm, (n, k) in shapes.items()}
+
+    def packed_forms(self, block: ExpertBlock) -> dict[str, dict[str, TensorSpec]]:
+        """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""
+        words = (self.request.schema, self.request.param_dtype)
+        with _humming_errors(block.name):
+            tall = packed_form(block.intermediate_size, block.hidden_size, *words, block.has_bias)
+            wide = packed_form(block.hidden_size, block.intermediate_size, *words, block.has_bias)
+        return {role: wide if role == "w2" else tall for role in block.roles}
+
+    @property
+    def param_dtype(self) -> str:
+        return str(self.manifest["dtype"])
+
+    @property
+    def sm_version(self) -> int:
+        return int(self.manifest["target"].removeprefix("sm"))
+
+    @property
+    def blocks(self) -> dict[str, dict[str, Any]]:
+        """The manifest's words on each MoE block, in its order."""
+        return dict(self.manifest["blocks"])
+
+
+def _impossible(key: str, found: object) -> VerificationError:
+    what = "The manifest describes what cannot be, or what this version does not know."
+    return VerificationError(what, where=f"{names.MANIFEST}: {key}", found=found)
+
+
+@contextmanager
+def _humming_errors(block: str) -> Iterator[None]:
+    """What Humming raises where it cannot lay something out: asserts, mostly."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise _impossible(block, f"Humming: {type(error).__name__}: {error}") from error

@@ -1,0 +1,99 @@
+"""Quantization on CUDA: Humming's own ops, and the contract's recipe where matrices share a scale.
+
+Legend: N output rows, K input columns, G groups along K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hqconv.backends import twins
+from hqconv.backends.encoded import Cost, Quantized, num_groups
+from hqconv.backends.layout import humming_schema
+from hqconv.backends.runtime import humming
+from hqconv.backends.scales import GivenScales, two_level
+from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.target import TargetSchema
+
+
+def quantize(
+    matrices: Sequence[torch.Tensor],
+    schema: TargetSchema,
+    param_dtype: str,
+    given: Sequence[GivenScales] | None,
+    count_exact: bool,
+) -> list[Quantized]:
+    """`hqconv.backends.quantize.quantize` of matrices on a CUDA device."""
+    target = humming_schema(schema)
+    if schema.is_coupled or schema.weight_scale_2_type != "none":
+        shared = torch.stack([m.abs().amax() for m in matrices]).amax().float().clamp_min(1e-30)
+        each: Sequence[GivenScales | None] = given or [None] * len(matrices)
+        packed = [
+            _encode_shared(m, schema, param_dtype, shared, g) for m, g in zip(matrices, each, strict=True)
+        ]
+    else:
+        packed = [target.quant_tensor(m, target, torch_dtype_of(param_dtype)) for m in matrices]
+    num_rows, num_columns = matrices[0].shape
+    counted = num_groups((num_rows, num_columns), schema) if count_exact else 0
+    return [_with_error(m, p, target, counted) for m, p in zip(matrices, packed, strict=True)]
+
+
+def _encode_shared(
+    matrix: torch.Tensor,
+    schema: TargetSchema,
+    param_dtype: str,
+    shared: torch.Tensor,
+    given: GivenScales | None,
+) -> dict[str, torch.Tensor]:
+    kind, bits, exponent, mantissa = twins.parse_dtype(schema.b_dtype)
+    largest = shared.new_tensor(twins.largest_value(kind, bits, exponent, mantissa))
+    values = matrix.float()
+    if schema.weight_scale_type == "tensor":
+        scale = (shared / largest).reshape(1)
+        tensors = {"weight_scale": scale}
+        scaled = values * scale.reciprocal()
+    else:
+        grouped = values.view(values.size(0), -1, schema.weight_scale_group_size)
+        group_scale = grouped.abs().amax(-1).clamp_min(1e-30) / largest
+        amax = shared.view(1, 1) if schema.weight_scale_2_type == "tensor" else None
+        stored, stored_2, scale_2, limit = two_level(group_scale, schema, param_dtype, amax, given)
+        tensors = {"weight_scale": stored, "weight_scale_2": stored_2}
+        effective = stored.float() * scale_2
+        inverse = torch.where(effective > 0, effective.reciprocal(), torch.zeros_like(effective))
+        scaled = (grouped * inverse.unsqueeze(-1)).clamp(-limit, limit).view_as(values)
+    codes, _, _ = humming().ops.quant_weight(
+        scaled.contiguous(),
+        source_dtype_str="float32",
+        target_dtype_str=schema.b_dtype,
+        group_size=0,
+        has_scale=False,
+        use_e8m0_scale=False,
+        has_zero_point=False,
+        is_fp_zero_point=False,
+    )
+    tensors["weight"] = humming().ops.pack_weight(codes, bits)
+    return tensors
+
+
+def _with_error(
+    matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any, counted: int
+) -> Quantized:
+    values = matrix.double()
+    difference = values - schema.dequant_tensors(dict(tensors)).double()
+    exact = (difference.view(counted, -1) == 0).all(-1).sum() if counted else 0
+    sums = torch.stack([fold_sum(fold_sum(x * x)) for x in (difference, values)]).tolist()
+    return Quantized(tensors, Cost(sums[0], sums[1], int(exact), counted), bool(np.isfinite(sums[1])))
+
+
+def fold_sum(terms: torch.Tensor) -> torch.Tensor:
+    """`loops.fold_sum` over the last dimension; overwrites `terms`."""
+    length = terms.size(-1)
+    while length > 1:
+        half = (length + 1) // 2
+        terms[..., : length - half] += terms[..., half:length]
+        length = half
+    return terms[..., 0]

@@ -1,0 +1,28 @@
+"""What is known of a source before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hqconv.checkpoint.folder import SourceFile
+from hqconv.schemas.tensors import TensorRef
+
+
+class Described(Protocol):
+    """Names, headers and config of a source. What each attribute means: see `Checkpoint`."""
+
+    root: Path
+    name: str
+    repo_id: str | None
+    revision: str | None
+    config: dict[str, Any]
+    quantization: dict[str, Any] | None
+    files: tuple[SourceFile, ...]
+    tensors: dict[str, TensorRef]
+    metadata: tuple[Mapping[str, str], ...]
+    index_sha256: str | None
+    other_files: tuple[str, ...]
+    partial_files: tuple[str, ...]
+    total_bytes: int

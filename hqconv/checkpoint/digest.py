@@ -1,0 +1,18 @@
+"""Digests of whole files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_CHUNK_BYTES = 1 << 22
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal. Raises OSError where it cannot be read."""
+    digest = hashlib.sha256()
+    buffer = bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()

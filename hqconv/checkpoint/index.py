@@ -1,0 +1,120 @@
+"""The JSON files of a checkpoint: config.json, the quantization config, and the index of its shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hqconv.checkpoint.safetensors import RepeatedKey, keep_repeats
+from hqconv.errors import InputError
+from hqconv.schemas.artifact import CONFIG, INDEX, SINGLE
+from hqconv.schemas.family import text_config
+from hqconv.schemas.tensors import TensorRef
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+COPY_AGAIN = "Copy or download the checkpoint again."
+
+
+def read_json(path: Path, hook: Any = None) -> tuple[dict[str, Any], bytes]:
+    """The JSON object in a file, and the file's bytes. Raises InputError where there is none."""
+    found: object
+    try:
+        raw = path.read_bytes()
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
+    except OSError as error:
+        what, found = "A file of the checkpoint cannot be read.", error.strerror
+        raise InputError(what, where=str(path), found=found, remedy=COPY_AGAIN) from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too deep
+        what = "A file of the checkpoint is not valid JSON."
+        raise InputError(what, where=str(path), found=error, remedy=COPY_AGAIN) from error
+    if not isinstance(value, dict):
+        found = value if isinstance(value, RepeatedKey) else type(value).__name__
+        what, expected = "A file of the checkpoint is not a JSON object.", "an object with unique keys"
+        raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
+    return value, raw
+
+
+def read_config(root: Path) -> dict[str, Any]:
+    """config.json. Raises InputError where there is none."""
+    if not (root / CONFIG).is_file():
+        what, remedy = f"The checkpoint has no {CONFIG}.", "Give the folder of a transformers model."
+        raise InputError(what, where=str(root), found=listing(root), remedy=remedy)
+    return read_json(root / CONFIG)[0]
+
+
+def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The config's quantization_config, else ModelOpt's file of its own; None where there is neither."""
+    for words in (config, text_config(config)):
+        found = words.get("quantization_config")
+        if isinstance(found, dict):
+            return dict(found)
+        if found is not None:
+            what, where = "The checkpoint's quantization config is not an object.", "quantization_config"
+            remedy = f"Restore it in {CONFIG}; leave it out where nothing is quantized."
+            raise InputError(
+                what, where=where, expected="an object or null", found=repr(found), remedy=remedy
+            )
+    path = root / HF_QUANT_CONFIG
+    return read_json(path)[0] if path.is_file() else None
+
+
+def listing(root: Path) -> str:
+    """The names in a folder, for messages."""
+    return some(sorted(path.name for path in root.iterdir()), 20) or "an empty folder"
+
+
+def some(names: list[str], count: int = 5) -> str:
+    """The first few of some names, and how many there are in all."""
+    return ", ".join(names[:count]) + (f", … {len(names)} in all" if len(names) > count else "")
+
+
+def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None, str | None]:
+    """The index's weight map, checked in itself, and the index's sha256; two None without an index in use.
+
+    Raises InputError where the folder has neither a single file (`has_single`) nor an index, or a broken one.
+    """
+    if has_single:  # before the index: transformers' _get_resolved_checkpoint_files
+        return None, None
+    path = root / INDEX
+    if not path.is_file():
+        what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
+        remedy = "Convert other weight formats to safetensors first."
+        raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)
+    index, raw = read_json(path, keep_repeats)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        what, expected = "The index has no usable weight_map.", "an object of tensor names with unique keys"
+        found = repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
+        raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
+    for tensor, name in weight_map.items():
+        if not is_plain_name(name):
+            where, expected = f"{path}, tensor {tensor!r}", "a .safetensors file inside the folder"
+            what = "The index names a file that cannot be a shard."
+            raise InputError(what, where=where, expected=expected, found=repr(name), remedy=COPY_AGAIN)
+    return weight_map, hashlib.sha256(raw).hexdigest()
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name is a path downwards in its one spelling, so that no file is read twice or from outside."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or not name.isprintable():
+        return False
+    return "\\" not in name and not {"", ".", ".."}.intersection(name.split("/"))
+
+
+def check_weight_map(
+    weight_map: Mapping[str, str], tensors: Mapping[str, TensorRef], files: tuple[str, ...]
+) -> None:
+    """The index and the headers name the same tensors in the same files. Raises InputError where they do not."""
+    for name, file in weight_map.items():
+        ref = tensors.get(name)
+        if ref is None or files[ref.file] != file:
+            found = files[ref.file] if ref else "in no file"
+            what, where = "A tensor is not where the index says.", f"{INDEX}, tensor {name!r}"
+            raise InputError(what, where=where, expected=file, found=found, remedy=COPY_AGAIN)
+    if len(tensors) > len(weight_map):
+        lost = [f"{name} ({files[ref.file]})" for name, ref in tensors.items() if name not in weight_map]
+        what = f"{len(lost)} tensors are in the files but not in the index."
+        raise InputError(what, where=INDEX, found=some(lost), remedy=COPY_AGAIN)

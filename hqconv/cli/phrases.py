@@ -1,0 +1,87 @@
+"""The words of a plan, a summary and what was inspected as phrases for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hqconv.cli.progress import human_bytes
+from hqconv.inspection.words import Words
+
+_NUM_NAMES_SHOWN = 5
+
+
+def ranks(rank_bytes: Mapping[str, int]) -> str:
+    """`8 ranks, 69.21 GB each`, or from the smallest to the largest."""
+    if not rank_bytes:
+        return ""
+    least, most = min(rank_bytes.values()), max(rank_bytes.values())
+    size = f"{human_bytes(least)} each" if least == most else f"{human_bytes(least)} to {human_bytes(most)}"
+    return f"{len(rank_bytes)} rank{'s' * (len(rank_bytes) > 1)}, {size}"
+
+
+def schema(words: Mapping[str, Any]) -> str:
+    """`mxfp4: float4e2m1, float8e8m0 scale per group 32; 4.25 bits per weight`."""
+    return f"{words['name']}: {words['description']}; {words['bits_per_weight']:g} bits per weight"
+
+
+def target(words: Mapping[str, Any]) -> str:
+    """What the artifact is made for: layout, dtypes, GPU and ranks."""
+    parts = [f"{words['layout']} layout", f"{words['dtype']} parameters, {words['input_schema']} activations"]
+    if words["layout"] == "kernel":
+        parts += [words["target"], f"tp {words['tp']}, ep {words['ep']} ({words['expert_placement']})"]
+        if words["redundant_experts"]:
+            parts.append(f"{words['redundant_experts']} redundant experts")
+    return ", ".join(parts)
+
+
+def source(words: Mapping[str, Any]) -> str:
+    """`Qwen3-30B-A3B: 18867 tensors, 61.07 GB in 16 files`."""
+    revision = f" at {words['revision']}" if words["revision"] else ""
+    return (
+        f"{words['name']}{revision}: {words['num_tensors']} tensors, {human_bytes(words['num_bytes'])} "
+        f"in {words['num_files']} file{'s' * (words['num_files'] != 1)}"
+    )
+
+
+def tensors(words: Mapping[str, Any]) -> str:
+    """How many tensors are converted, copied and dropped, and their bytes."""
+    kinds = ("converted", "copied", "dropped")
+    return ", ".join(
+        f"{words[kind]['num_tensors']} {kind} ({human_bytes(words[kind]['num_bytes'])})" for kind in kinds
+    )
+
+
+def dropped(words: Mapping[str, Any]) -> str:
+    """Why tensors are dropped, a line each for the first few."""
+    reasons = list(words["dropped"]["reasons"].items())
+    lines = [f"{name}: {reason}" for name, reason in reasons[:_NUM_NAMES_SHOWN]]
+    more = len(reasons) - len(lines)
+    return "\n".join([*lines, f"… {more} more (--json lists all)"] if more else lines)
+
+
+def conversion(words: Words) -> str:
+    """`direct: codes and scales kept (58 blocks)` and the like."""
+    meaning = {
+        "quantized": "quantized",
+        "direct": "direct: codes and scales kept",
+        "requantized": "requantized from exactly decoded float32",
+    }
+    found = words["conversion"].items()
+    return "; ".join(f"{meaning.get(kind, kind)} ({n} block{'s' * (n != 1)})" for kind, n in found)
+
+
+def exact(counts: Mapping[str, int]) -> str:
+    """What of a quantized source was quantized anew, and how much of that came out without any error."""
+    if not counts.get("num_groups"):
+        return ""
+    text = f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
+    return f"{counts['num_matrices']} matrices requantized; {text}"
+
+
+def resumed(words: Words) -> str:
+    """What an earlier run had done already."""
+    if words["was_finished"]:
+        return "the artifact was finished already: nothing was done"
+    num_groups = words["num_groups_resumed"]
+    return f"{num_groups} groups were finished already" if num_groups else ""

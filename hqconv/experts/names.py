@@ -1,0 +1,130 @@
+"""Which row of the families table a checkpoint's tensor names belong to.
+
+Legend: a candidate is a tensor whose name looks like an expert's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+from hqconv.errors import HqconvError, RequestError
+from hqconv.formats.complete import PART_NAMES
+from hqconv.schemas.families import BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family
+
+NUM_NAMES_SHOWN = 5
+
+# Lies in `experts` without being a weight: the router's correction of its scores (laguna).
+_CORRECTION = ".e_score_correction_bias"
+_SHARED = ("shared_expert.", "shared_experts.")  # dense, though a stack in some
+
+
+def looks_like_expert(name: str, num_dims: int) -> bool:
+    """Whether the tensor lies in an `experts` module, or is a 3-D stack in some other MoE module."""
+    if "expert" not in name and "moe" not in name:
+        return False
+    if ".experts." in name or name.startswith("experts."):
+        return not name.endswith(_CORRECTION)
+    return num_dims >= 3 and not any(part in name for part in _SHARED)
+
+
+class Choice(NamedTuple):
+    """The row that describes a checkpoint, and why it was taken."""
+
+    family: Family
+    because: str
+    is_own_row: bool  # the row that names this model_type, not merely one that fits
+
+
+def choose_family(candidates: list[str], config: Config, text: Config) -> Choice:
+    """The row of the model_type, or else the closest row that matches every candidate name."""
+    outer, inner = str(config.get("model_type")), str(text.get("model_type"))
+    if (why := UNSUPPORTED.get(outer) or UNSUPPORTED.get(inner)) and candidates:
+        raise RequestError(
+            "The experts of this model cannot be converted.",
+            where="config.json: model_type",
+            expected="experts that one fused Mixture-of-Experts kernel can serve",
+            found=f"{outer if outer in UNSUPPORTED else inner}: {why}",
+            remedy="Choose a model of another family.",
+        )
+    known = BY_MODEL_TYPE.get(outer) or BY_MODEL_TYPE.get(inner)
+    model_type = inner if known is not None and outer not in known.model_types else outer
+    if known is not None:
+        return Choice(known, f"model_type {model_type}", True)
+    because = f"unknown model_type {model_type}"
+    # Stable: where rows fit equally well, table order decides.
+    rows = sorted(FAMILIES, key=lambda row: -_num_keys_found(row, text))
+    if not candidates:
+        return Choice(rows[0], because, False)
+    for row in rows:
+        match = name_pattern(row).fullmatch
+        if all(match(name) for name in candidates):
+            _refuse_unknown_stacks(row, candidates, because)
+            return Choice(row, f"closest row {row.name} for {because}", False)
+    unmatched = {
+        row.name: [name for name in candidates if not name_pattern(row).fullmatch(name)] for row in rows
+    }
+    closest = min(rows, key=lambda row: len(unmatched[row.name]))
+    raise unmatched_error(RequestError, closest, unmatched[closest.name], because)
+
+
+def _refuse_unknown_stacks(row: Family, candidates: list[str], because: str) -> None:
+    """Names do not say in which order a stack holds gate and up, nor whether their rows alternate."""
+    pattern = _name_pattern(row.blocks, tuple(row.projections.values()), ())
+    fused = [name for name in candidates if not pattern.fullmatch(name)]
+    if fused:
+        raise RequestError(
+            "The experts of an unknown model are fused: gate and up cannot be told apart.",
+            where=_some(fused),
+            expected=f"one tensor per expert and projection, such as {row.example()}",
+            found=because,
+            remedy="Check model_type in config.json; a new family needs a row in hqconv/schemas/families.py.",
+        )
+
+
+def _num_keys_found(row: Family, text: Config) -> int:
+    groups = (row.num_experts_keys, row.top_k_keys, row.intermediate_size_keys, row.activation_keys)
+    # A row's first key counts most: the later ones are other spellings of the same value.
+    return sum(2 if text.get(keys[0]) is not None else any(key in text for key in keys) for keys in groups)
+
+
+def name_pattern(family: Family) -> re.Pattern[str]:
+    """Matches a whole tensor name; groups: block, expert and projection or else stack, part. Equal rows share one."""
+    return _name_pattern(
+        family.blocks, tuple(family.projections.values()), tuple(s.name for s in family.stacks)
+    )
+
+
+@cache
+def _name_pattern(
+    blocks: tuple[str, ...], projections: tuple[str, ...], stacks: tuple[str, ...]
+) -> re.Pattern[str]:
+    paths = "|".join(re.escape(t).replace(re.escape("{layer}"), INDEX) for t in blocks)
+    words, parts = _any_of(projections), _any_of(sorted(PART_NAMES, key=len, reverse=True))
+    single = rf"(?P<expert>{INDEX})\.(?P<projection>{words})\.(?P<part>{parts})"
+    fused = rf"(?P<stack>{_any_of(stacks)})(?:[._](?P<stack_part>{parts}))?"
+    return re.compile(rf"(?P<block>{paths})\.(?:{single}" + (rf"|{fused})" if stacks else ")"))
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return "|".join(map(re.escape, names))
+
+
+def unmatched_error(
+    kind: type[HqconvError], family: Family, unmatched: list[str], because: str
+) -> HqconvError:
+    """The error for tensors that look like experts and match no template of the row."""
+    return kind(
+        "Tensors look like experts, but their names are not understood.",
+        where=_some(unmatched),
+        expected=f"names such as {family.example()} ({because})",
+        found="extra, renamed or fused tensors, which must not be copied as if they were dense",
+        remedy="Check model_type in config.json; a new naming needs a row in hqconv/schemas/families.py.",
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" … ({NUM_NAMES_SHOWN} of {len(names)})" if len(names) > NUM_NAMES_SHOWN else ""
+    return ", ".join(names[:NUM_NAMES_SHOWN]) + more

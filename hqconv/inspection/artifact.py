@@ -1,0 +1,98 @@
+"""An artifact in words, finished or not; no file but hqconv.json and config.json is read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hqconv.artifact.manifest import read_manifest, requantized
+from hqconv.errors import HqconvError, VerificationError
+from hqconv.formats.format import SourceFormat
+from hqconv.inspection.words import Words, block_runs, quant_method, schema_words, summarize_errors
+from hqconv.schemas import artifact
+from hqconv.schemas.target import TargetSchema
+
+
+def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
+    """A finished artifact, from its manifest; without `is_whole` only some of its files are here.
+
+    Raises what `read_manifest` raises, VerificationError where the manifest's schema is none.
+    """
+    manifest = read_manifest(root)
+    errors = {name: block["quantization_error"] for name, block in manifest["blocks"].items()}
+    missing = [
+        name
+        for name, entry in (manifest["files"].items() if is_whole else ())
+        if not (root / name).is_file() or (root / name).stat().st_size != entry["size_bytes"]
+    ]
+    return {
+        "kind": "artifact",
+        "folder": str(root),
+        "schema": schema_words(_schema_of(root, manifest), manifest["dtype"]),
+        **{key: manifest[key] for key in ("layout", "target", "dtype", "input_schema", "tp", "ep")},
+        **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
+        **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
+        "source": {key: manifest["source"].get(key) for key in ("name", "revision")},
+        "quant_method": quant_method(_config_of(root).get("quantization_config")),
+        "tensors": {kind: len(names) for kind, names in manifest["tensors"].items()},
+        "blocks": block_runs({name: _manifest_block_words(b) for name, b in manifest["blocks"].items()}),
+        "conversion": dict(Counter(block["conversion"] for block in manifest["blocks"].values())),
+        "quantization_error": summarize_errors(errors),
+        "requantized": requantized(errors),
+        "num_files": len(manifest["files"]),
+        "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
+        "rank_bytes": _rank_bytes(manifest),
+        "missing_or_resized_files": missing,
+    }
+
+
+def describe_unfinished(root: Path) -> Words:
+    """A conversion that stopped, or is still running: how far it came."""
+    lines = (root / artifact.JOURNAL).read_bytes().split(b"\n")[1:]
+    return {
+        "kind": "unfinished",
+        "folder": str(root),
+        "num_groups_done": sum(line.startswith(b'{"group": ') for line in lines),
+        "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
+        "or --overwrite to start anew.",
+    }
+
+
+def _schema_of(root: Path, manifest: Words) -> TargetSchema:
+    known = {field.name for field in fields(TargetSchema)} - {"name"}
+    words = {key: value for key, value in manifest["weight_schema"].items() if key in known}
+    try:
+        return TargetSchema(name=manifest["schema_name"], **words)
+    except (HqconvError, TypeError) as error:
+        where = f"{root / artifact.MANIFEST}: weight_schema"
+        what = "The artifact's manifest is damaged."
+        raise VerificationError(what, where=where, found=error, remedy="Convert the source again.") from error
+
+
+def _config_of(root: Path) -> Words:
+    try:
+        words = json.loads((root / artifact.CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return words if isinstance(words, dict) else {}
+
+
+def _rank_bytes(manifest: Words) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for name, entry in manifest["files"].items():
+        if name.startswith(f"{artifact.EXPERTS_FOLDER}/"):
+            totals[name.rsplit("/", 1)[0]] += entry["size_bytes"]
+    return dict(totals)
+
+
+def _manifest_block_words(words: Mapping[str, Any]) -> Words:
+    """A manifest's block with its source's format in one line."""
+    try:
+        source = SourceFormat(**words["source_format"]).describe()
+    except TypeError:
+        source = "unknown"
+    return {**words, "source_format": source}

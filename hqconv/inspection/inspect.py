@@ -1,0 +1,34 @@
+"""Finds out what a folder or a repo is, and describes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hqconv.artifact.manifest import is_artifact, is_unfinished
+from hqconv.artifact.opening import open_source
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.checkpoint.gguf import holds_gguf
+from hqconv.experts.map import map_experts
+from hqconv.inspection.artifact import describe_artifact, describe_unfinished
+from hqconv.inspection.source import describe_source
+from hqconv.inspection.words import quant_method
+
+
+def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """What a model folder, a Hub repo or an artifact holds, in words; reads headers only. See `hqconv.inspect`."""
+    root = Path(path)
+    if is_artifact(root):
+        return describe_artifact(root)
+    if is_unfinished(root):
+        return describe_unfinished(root)
+    if str(path) and holds_gguf(root):
+        with open_source(root) as source:
+            return describe_source(source, source.map_experts)
+    with Checkpoint.open(str(path), revision, headers_only=True) as checkpoint:
+        if (
+            quant_method(checkpoint.quantization) == "hqconv"
+        ):  # on the Hub, or it says that the manifest is lost
+            return describe_artifact(checkpoint.root, is_whole=False)
+        words = (checkpoint.tensors, checkpoint.config, checkpoint.quantization)
+        return describe_source(checkpoint, lambda: map_experts(*words))

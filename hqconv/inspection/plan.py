@@ -1,0 +1,80 @@
+"""A plan in words, and what stands in its way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from hqconv.artifact.manifest import is_artifact
+from hqconv.errors import OutputError
+from hqconv.inspection.source import block_words, source_words, tensor_words
+from hqconv.inspection.words import Words, block_runs, schema_words
+from hqconv.pipeline.durable import check_space
+from hqconv.pipeline.folder import place_of_work
+from hqconv.pipeline.resources import Resources, count_workers, working_bytes
+from hqconv.planning.plan import Plan
+
+
+def describe_plan(plan: Plan, resources: Resources) -> Words:
+    """All that a conversion will do and need. Raises RequestError where the memory is not enough for one expert."""
+    request, experts = plan.request, plan.experts
+    num_workers = count_workers(plan.blocks, resources)
+    worker_bytes = max(map(working_bytes, plan.blocks))
+    return {
+        "kind": "plan",
+        "source": source_words(plan.source),
+        "family": experts.family,
+        "family_chosen_because": experts.chosen_because,
+        "schema": schema_words(request.schema, request.param_dtype),
+        "layout": request.layout,
+        "target": f"sm{request.sm_version}",
+        "dtype": request.param_dtype,
+        "input_schema": request.input_schema,
+        "tp": request.grid.tp,
+        "ep": request.grid.ep,
+        "expert_placement": request.grid.placement,
+        "redundant_experts": request.grid.redundant,
+        "tensors": tensor_words(plan.source, experts),
+        "blocks": block_runs({block.name: block_words(block) for block in experts.blocks}),
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for g in plan.groups for f in g.files],
+        "other_files": list(plan.other_files),
+        "conversion": dict(Counter(block.encoding.conversion for block in plan.blocks)),
+        "num_bytes_in": plan.source.num_bytes,
+        "num_bytes_out": plan.num_bytes_out,
+        "rank_bytes": plan.rank_bytes(),
+        "num_workers": num_workers,
+        "worker_bytes": worker_bytes,
+        "peak_memory_bytes": num_workers * worker_bytes,
+        "warnings": list(plan.warnings),
+    }
+
+
+def output_notes(out: Path, num_bytes: int, *, resume: bool, overwrite: bool) -> list[str]:
+    """What stands in the way of writing `num_bytes` to `out`, for a dry run; reads only."""
+    notes = []
+    found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
+    if remedy:
+        notes.append(f"{out} {found}: {remedy}.")
+    if not resume:
+        try:
+            check_space(out, num_bytes)
+        except OutputError as error:
+            notes.append(error.message())
+    return notes
+
+
+def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
+    """What lies at `out`, and what to do about it; nothing to do where the conversion would begin."""
+    if out.exists() and not out.is_dir():
+        return "is a file", "choose another place with -o"
+    place = place_of_work(out)
+    if place is not None:
+        done = resume or overwrite
+        beside = "" if place == out else f" (in {place})"
+        remedy = "" if done else "go on with --resume or start anew with --overwrite"
+        return f"holds an unfinished conversion{beside}", remedy
+    if is_artifact(out):
+        return "holds a finished artifact", "" if overwrite or resume else "replace it with --overwrite"
+    if out.is_dir() and any(out.iterdir()):
+        return "is a folder that hqconv did not make", "choose another with -o"
+    return "", ""

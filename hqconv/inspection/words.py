@@ -1,0 +1,95 @@
+"""Words that several descriptions share: blocks of one kind in one entry, errors over blocks, schemas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from hqconv.schemas import artifact
+from hqconv.schemas.target import TargetSchema
+
+Words = dict[str, Any]
+SHAPE_KEYS = (
+    "num_experts",
+    "hidden_size",
+    "intermediate_size",
+    "top_k",
+    "activation",
+    "gated",
+    "source_format",
+    "source_dtype",
+)
+
+
+def block_runs(blocks: Mapping[str, Mapping[str, Any]]) -> list[Words]:
+    """Blocks of the same shape and naming, each set as one entry named like `model.layers.[3-60].mlp.experts`."""
+    runs: dict[tuple[Any, ...], list[int]] = {}
+    for name, words in blocks.items():
+        parts = re.split(r"\b(\d+)\b", name, maxsplit=1)
+        before, number, after = parts if len(parts) == 3 else (name, "", "")
+        key = (before, after, tuple(words[k] for k in SHAPE_KEYS))
+        runs.setdefault(key, []).extend([int(number)] if number else [])
+    entries = []
+    for (before, after, shape), numbers in runs.items():
+        count = max(len(numbers), 1)
+        middle = str(numbers[0]) if len(numbers) == 1 else f"[{_ranges(numbers)}]" if numbers else ""
+        name = f"{before}{middle}{after}"
+        entries.append({"name": name, "num_blocks": count, **dict(zip(SHAPE_KEYS, shape, strict=True))})
+    return entries
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`3-60`, `0-3,7`, or `1,3,…,59` for a regular step."""
+    numbers = sorted(numbers)
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def summarize_errors(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, Words]:
+    """projection → min, median and max over blocks of the relative error, and the block with the largest."""
+    found: dict[str, dict[str, float]] = {}
+    for block, projections in errors.items():
+        for projection, measured in projections.items():
+            value = measured.get("relative_error") if isinstance(measured, dict) else None
+            if isinstance(value, int | float):
+                found.setdefault(projection, {})[block] = float(value)
+    return {
+        projection: {
+            "min": min(values.values()),
+            "median": median(values.values()),
+            "max": max(values.values()),
+            "worst_block": max(values, key=values.__getitem__),
+        }
+        for projection, values in found.items()
+    }
+
+
+def quant_method(quantization: Any) -> Any:
+    """The method that a quantization config names; hf_quant_config.json, which names none, is ModelOpt's."""
+    if not isinstance(quantization, dict):
+        return None
+    return quantization.get("quant_method", "modelopt" if "quantization" in quantization else None)
+
+
+def schema_words(schema: TargetSchema, param_dtype: str) -> Words:
+    """A schema, and whether a stock vLLM can load the checkpoint layout of it."""
+    obstacle = artifact.stock_vllm_obstacle(schema, param_dtype)
+    return {
+        "name": schema.name,
+        "description": schema.describe(),
+        "bits_per_weight": schema.bits_per_weight(),
+        "weight_schema": schema.humming_fields(),
+        "stock_vllm_serves_checkpoint_layout": obstacle is None,
+        "stock_vllm_obstacle": obstacle,
+    }

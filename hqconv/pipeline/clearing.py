@@ -1,0 +1,84 @@
+"""What lies in an output folder, and what of it may be removed: files that a manifest or a journal lists, no others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hqconv.artifact.manifest import is_artifact, read_manifest
+from hqconv.errors import HqconvError, OutputError
+from hqconv.pipeline.durable import output_errors, partial
+from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST, PARTIAL
+
+_NUM_NAMES_SHOWN = 5
+
+
+def listed_files(root: Path) -> set[str]:
+    """The files that an artifact's manifest lists; none where there is no manifest.
+
+    Raises OutputError where it cannot be read: then nobody can tell which files are the artifact's.
+    """
+    if not is_artifact(root):
+        return set()
+    try:
+        return {MANIFEST, *read_manifest(root)["files"]}
+    except HqconvError as error:
+        raise OutputError(
+            "The manifest of the artifact to replace cannot be read: it must say which files are the artifact's.",
+            where=str(root / MANIFEST),
+            found=error.what,
+            remedy="Choose another folder with -o, or remove this one yourself.",
+        ) from error
+
+
+def files_in(root: Path) -> set[str]:
+    """The files and links in a folder; what lies below one of the folders that may be there is not looked at."""
+    found = set()
+    for folder, folders, names in os.walk(root):
+        relative = Path(folder).relative_to(root)
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        if relative == Path():
+            found |= {name for name in folders if name in COMPANIONS}
+            folders[:] = [name for name in folders if name not in COMPANIONS]
+        found |= {(relative / name).as_posix() for name in (*names, *links)}
+    return found
+
+
+def check_strays(root: Path, listed: Collection[str], planned: Collection[str] = ()) -> None:
+    """Refuse to replace a folder that holds files which are neither `listed` nor may lie beside ours.
+
+    Raises OutputError that names them; `planned` are files that the new artifact will have.
+    """
+    ours = {JOURNAL, *listed, *(path + PARTIAL for path in listed)}
+    kept = {name for name in COMPANIONS if name not in planned}
+    strays = sorted(files_in(root) - ours - kept)
+    if strays:
+        more = f", … {len(strays)} in all" if len(strays) > _NUM_NAMES_SHOWN else ""
+        shown = ", ".join(strays[:_NUM_NAMES_SHOWN]) + more
+        raise OutputError(
+            "The output folder holds files that hqconv did not make.",
+            where=str(root),
+            expected="nothing but the files that its manifest lists",
+            found=shown,
+            remedy="Move the files elsewhere, or choose another folder with -o.",
+        )
+
+
+def remove_listed(root: Path, listed: Sequence[str]) -> None:
+    """Remove listed files, finished or not, in their order, and the folders that are then empty.
+
+    Raises OutputError where the system refuses.
+    """
+    with output_errors(root):
+        for path in listed:
+            full = root / path
+            if not full.resolve().is_relative_to(root.resolve()):  # a manifest may say anything
+                continue
+            full.unlink(missing_ok=True)
+            partial(full).unlink(missing_ok=True)
+        folders = {folder for path in listed for folder in Path(path).parents if folder != Path()}
+        for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
+            with suppress(OSError):
+                (root / folder).rmdir()

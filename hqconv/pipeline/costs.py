@@ -1,0 +1,45 @@
+"""What the quantization of a block cost, over all its experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hqconv.backends.quantize import Cost
+
+
+def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict[str, Any]:
+    """Relative Frobenius error of each projection over all experts that were quantized, and of the worst expert.
+
+    Where the source `is_coded`, also how many experts were quantized anew, and how many of their scale groups came
+    out without any error. `math.fsum` is exact, so the order of the experts does not matter.
+    """
+    errors: dict[str, Any] = {}
+    for role in costs[0]:
+        of_role = [cost[role] for cost in costs]
+        each = [_relative(cost.error, cost.power) for cost in of_role]
+        worst = max(range(len(each)), key=each.__getitem__)
+        errors[role] = {
+            "relative_error": _relative(
+                math.fsum(cost.error for cost in of_role), math.fsum(cost.power for cost in of_role)
+            ),
+            "worst_expert": worst,
+            "worst_relative_error": each[worst],
+        }
+        errors[role] |= requantized_counts(of_role) if is_coded else {}
+    return errors
+
+
+def requantized_counts(costs: Sequence[Cost]) -> dict[str, int]:
+    """Of one projection: the experts that were quantized anew, their scale groups, and those without any error."""
+    anew = [cost for cost in costs if not cost.is_direct]
+    return {
+        "num_experts_requantized": len(anew),
+        "num_groups": sum(cost.num_groups for cost in anew),
+        "num_exact_groups": sum(cost.num_exact for cost in anew),
+    }
+
+
+def _relative(error: float, power: float) -> float:
+    return math.sqrt(error / power) if power else 0.0

@@ -1,0 +1,99 @@
+"""Files that are either absent or complete, also after a power cut: temporary name, fsync, rename, fsync of names."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hqconv.artifact.build import FileRecord
+from hqconv.errors import OutputError
+from hqconv.schemas.artifact import PARTIAL
+
+_CHUNK_BYTES = 1 << 22
+_RESUME = "Free the space or mend the folder, then run the same command with --resume."
+
+
+@contextmanager
+def output_errors(where: object) -> Iterator[None]:
+    """Turn what the operating system says about the output into an OutputError."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "The disk is full." if full else "Writing the output failed."
+        raise OutputError(
+            what, where=str(where), found=error.strerror or str(error), remedy=_RESUME
+        ) from error
+
+
+def partial(path: Path) -> Path:
+    """The name that a file has until it is complete."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(root: Path, name: str, data: bytes) -> FileRecord:
+    """Write a small file of the folder `root`."""
+    return _write_chunks(root, name, iter((data,)))
+
+
+def copy_whole(source: Path, root: Path, name: str) -> FileRecord:
+    """Copy a file into the folder `root`, a chunk at a time. Raises OutputError, also where it cannot be read."""
+
+    def chunks() -> Iterator[bytes]:
+        with source.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+    return _write_chunks(root, name, chunks())
+
+
+def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
+    path = root / name
+    digest, num_bytes = hashlib.sha256(), 0
+    with output_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial(path).open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                num_bytes += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        partial(path).replace(path)
+        sync_folder(path.parent)
+    return FileRecord(name, num_bytes, digest.hexdigest())
+
+
+def check_space(root: Path, num_bytes: int) -> None:
+    """Refuse to start where the disk cannot hold `num_bytes` more, or the folder cannot be written."""
+    folder = root
+    while not folder.exists():
+        folder = folder.parent
+    with output_errors(folder):
+        free = shutil.disk_usage(folder).free
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    if free < num_bytes:
+        raise OutputError(
+            "The disk cannot hold the artifact.",
+            where=str(folder),
+            expected=f"{num_bytes / 1e9:.2f} GB free",
+            found=f"{free / 1e9:.2f} GB free",
+            remedy="Free some space, or choose another place with -o.",
+        )
+    if not writable:
+        what, remedy = "The output folder cannot be written.", "Check its permissions."
+        raise OutputError(what, where=str(folder), remedy=remedy)

@@ -1,0 +1,186 @@
+"""The journal of an unfinished conversion: what is converted, which groups are finished, and who is at work.
+
+A line each, in JSON: first the conversion's identity, then in any order the processes that worked on it and the groups
+that are finished. A process holds a lock on the file for as long as it works.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hqconv.artifact.build import FileRecord
+from hqconv.errors import OutputError
+from hqconv.pipeline.durable import output_errors, sync_folder
+from hqconv.schemas.artifact import JOURNAL
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """A finished group: its files, and what its conversion measured."""
+
+    group: str
+    files: list[FileRecord]
+    measured: dict[str, Any]
+
+
+class Journal:
+    """The journal of the folder `root`, opened and locked; `close` gives the lock back.
+
+    identity: what the lines say was begun, None where nothing was. entries: the groups that were finished. has_lock:
+    False on a file system without locks, where nobody is kept out.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Open the journal, or create it. Raises OutputError where another process is at work."""
+        self.path = root / JOURNAL
+        self.is_new, self.has_lock = False, True
+        with output_errors(self.path):
+            self._descriptor = self._open()
+            self.identity, self.entries = self._read()
+
+    @classmethod
+    def if_there(cls, root: Path) -> Journal | None:
+        """The journal of a folder that has one."""
+        return cls(root) if (root / JOURNAL).is_file() else None
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        while True:
+            try:
+                descriptor, self.is_new = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+            except FileExistsError:
+                try:
+                    descriptor, self.is_new = os.open(self.path, flags), False
+                except FileNotFoundError:
+                    continue
+            try:
+                self._lock(descriptor)
+                # Whoever held the lock until now may have removed the file, or exchanged its folder.
+                if self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat()):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _busy(self.path, _last_process(_lines(self.path.read_bytes())[0])) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.has_lock = False
+
+    def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry]]:
+        """Identity and finished groups; half a line of a killed run is cut off."""
+        lines, torn = _lines(self.path.read_bytes())
+        if torn:
+            os.truncate(self.path, sum(len(line) + 1 for line in lines))
+        if not lines:
+            return None, []
+        try:
+            identity = dict(json.loads(lines[0]))
+        except (ValueError, TypeError, RecursionError):
+            raise OutputError(
+                "The journal of an unfinished conversion cannot be read.",
+                where=str(self.path),
+                remedy="Start anew in another folder with -o, or remove this one.",
+            ) from None
+        return identity, [entry for line in lines[1:] if (entry := _parse_entry(line))]
+
+    def begin(self, identity: dict[str, Any]) -> None:
+        """Note what is converted, and that this process does it; a journal that says so already keeps its lines."""
+        if self.identity is None:
+            self._append(identity)
+            self.identity = identity
+            with output_errors(self.path.parent):
+                sync_folder(self.path.parent)
+        self._append({"process": os.getpid(), "host": socket.gethostname()})
+
+    def record(self, entry: JournalEntry) -> None:
+        """Note a finished group; it survives a kill from here on."""
+        self._append(asdict(entry))
+
+    def _append(self, words: dict[str, Any]) -> None:
+        with output_errors(self.path):
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+            line = memoryview(json.dumps(words).encode() + b"\n")
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+            os.fsync(self._descriptor)
+
+    def restart(self) -> None:
+        """Forget all lines, and keep the lock."""
+        with output_errors(self.path):
+            os.ftruncate(self._descriptor, 0)
+        self.identity, self.entries = None, []
+
+    def moved_to(self, root: Path) -> None:
+        """The folder has another name now."""
+        self.path = root / JOURNAL
+
+    def remove(self) -> None:
+        """Forget the conversion: it is finished, or never was begun."""
+        with output_errors(self.path):
+            self.path.unlink(missing_ok=True)
+            sync_folder(self.path.parent)
+
+    def drop(self) -> None:
+        """Give the lock back, and leave no journal where there was none."""
+        if self.is_new:
+            self.remove()
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _lines(data: bytes) -> tuple[list[bytes], bytes]:
+    """The whole lines, and what follows the last of them."""
+    *lines, torn = data.split(b"\n")
+    return lines, torn
+
+
+def _parse_entry(line: bytes) -> JournalEntry | None:
+    """A finished group, or None for a line that is none."""
+    try:
+        words = json.loads(line)
+        files = [FileRecord(**record) for record in words["files"]]
+        return JournalEntry(words["group"], files, words["measured"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _last_process(lines: list[bytes]) -> str:
+    """Who noted last that it is at work."""
+    for line in reversed(lines):
+        try:
+            words = json.loads(line)
+            return f"process {int(words['process'])} on {words['host']}"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return "a process that has just begun"
+
+
+def _busy(path: Path, found: str) -> OutputError:
+    return OutputError(
+        "Another process is at work on this output.",
+        where=str(path.parent),
+        expected="one conversion at a time",
+        found=found,
+        remedy="Wait until it is done, or choose another folder with -o.",
+    )

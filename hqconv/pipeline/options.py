@@ -1,0 +1,99 @@
+"""What option values mean: sizes, targets, devices, places. torch is loaded only where a device is asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hqconv.errors import OutputError, RequestError
+from hqconv.schemas import artifact
+
+if TYPE_CHECKING:
+    import torch
+
+_CHECKPOINT_LAYOUT_TARGET = 90  # only to ask Humming whether a schema runs at all
+
+
+def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
+    """`512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        what, expected = "The memory limit is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
+        raise RequestError(what, where=option, expected=expected, found=size)
+    number, prefix, binary, unit = match[1], match[2].upper(), match[3], match[4]
+    power = " KMGT".index(prefix) if prefix else 0
+    return int(float(number) * (1000 if unit and not binary else 1024) ** power)
+
+
+def parse_target(text: str) -> int:
+    """The SM version in `sm75` … `sm120`. Raises RequestError for anything else."""
+    match = re.fullmatch(r"sm(\d{2,3})", text)
+    if match is None or not 75 <= int(match[1]) <= 120:
+        remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", text) else "An H100 or H200 is sm90."
+        what = "The target is not a GPU architecture."
+        raise RequestError(what, where="--target", expected="sm75 … sm120", found=text, remedy=remedy)
+    return int(match[1])
+
+
+def choose_device(text: str) -> torch.device:
+    """The device of `--device`: auto, cpu, cuda or cuda:N. Raises RequestError for one that is not here."""
+    import torch
+
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", text)
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if match is None:
+        expected = "auto, cuda, cuda:N or cpu"
+        raise RequestError("There is no such device.", where="--device", expected=expected, found=text)
+    if text == "cpu" or (text == "auto" and not num_devices):
+        return torch.device("cpu")
+    index = int(match[1] or 0)
+    if index >= num_devices:
+        expected, remedy = f"one of {num_devices} CUDA device(s)", "Use --device cpu: the bytes are the same."
+        what = "There is no such CUDA device."
+        raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
+    return torch.device("cuda", index)
+
+
+def choose_target(text: str | None, layout: str, device: torch.device) -> int:
+    """The SM version of `--target`, or of the CUDA device here. Raises RequestError where there is none.
+
+    The checkpoint layout does not depend on it.
+    """
+    if text is not None:
+        return parse_target(text)
+    if layout == artifact.CHECKPOINT:
+        return _CHECKPOINT_LAYOUT_TARGET
+    import torch
+
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device.index or 0)
+        return major * 10 + minor
+    raise RequestError(
+        "The target GPU must be named.",
+        where="--target",
+        expected="the GPU that will serve, such as sm90",
+        found="no option, and no CUDA device here to take it from",
+        remedy="Add --target sm90 (H100, H200): the kernel layout depends on the GPU.",
+    )
+
+
+def default_out(name: str, schema: str, tp: int, ep: int) -> Path:
+    """`./<model>-<schema>[-tpT][-epP]`."""
+    return Path(f"{name}-{schema}" + (f"-tp{tp}" if tp > 1 else "") + (f"-ep{ep}" if ep > 1 else ""))
+
+
+def check_modes(*, resume: bool, overwrite: bool) -> None:
+    """Raises RequestError where an artifact is both to be resumed and to be replaced."""
+    if resume and overwrite:
+        raise RequestError("--resume and --overwrite exclude each other.", remedy="Give one of the two.")
+
+
+def check_places(source_folder: Path, out: Path) -> Path:
+    """`out`, if neither lies in the other: a later run would mistake one for the other. Raises OutputError."""
+    source, target = source_folder.resolve(), out.resolve()
+    if target.is_relative_to(source) or source.is_relative_to(target):
+        what, remedy = "The output would lie in the source, or the source in it.", "Choose another with -o."
+        expected = f"a folder outside of {source_folder}"
+        raise OutputError(what, where=str(out), expected=expected, remedy=remedy)
+    return out

@@ -1,0 +1,123 @@
+"""Which requests can be met: target, schema, parameter dtype and grid against Humming and the blocks."""
+
+from __future__ import annotations
+
+from hqconv.backends.layout import is_compatible
+from hqconv.checkpoint.described import Described
+from hqconv.errors import RequestError
+from hqconv.experts.block import ExpertBlock
+from hqconv.experts.map import ExpertMap
+from hqconv.formats.format import why_not_direct
+from hqconv.planning.request import Request
+from hqconv.schemas import artifact
+from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.target import PARAM_DTYPES
+
+SUPPORTED_TARGETS = (90,)
+_CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
+
+
+def check_request(experts: ExpertMap, request: Request) -> None:
+    """Raises RequestError for what this version, Humming or the experts' sizes do not allow."""
+    _check_target(request)
+    schema = request.schema
+    if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != request.param_dtype:
+        raise RequestError(
+            "A 16-bit scale dtype must be the parameter dtype.",
+            where=f"schema {schema.name}: bs_dtype",
+            expected=request.param_dtype,
+            found=schema.bs_dtype,
+            remedy="Leave bs_dtype out of the schema, or change --dtype.",
+        )
+    if not is_compatible(schema, request.param_dtype, request.sm_version):
+        raise RequestError(
+            "Humming has no kernel for this combination.",
+            where=f"schema {schema.name}, input {request.input_schema}, {request.param_dtype}, sm{request.sm_version}",
+            remedy="Choose another schema; `hqconv schemas` lists those that run.",
+        )
+    if request.layout == artifact.CHECKPOINT and request.grid != Grid():
+        raise RequestError(
+            "The checkpoint layout is unsharded: it serves at any TP and EP.",
+            where="--layout checkpoint",
+            remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
+        )
+    for block in experts.blocks:
+        _check_sizes(block, request)
+
+
+def _check_target(request: Request) -> None:
+    """Activations and GPU are those whose layout is known."""
+    if request.input_schema != "a16":
+        raise RequestError(
+            "This version converts for 16-bit activations only.",
+            where="--input-schema",
+            expected="a16",
+            found=request.input_schema,
+        )
+    if request.sm_version not in SUPPORTED_TARGETS:
+        raise RequestError(
+            "This version does not know the kernel layout of that GPU.",
+            where="--target",
+            expected=", ".join(f"sm{sm}" for sm in SUPPORTED_TARGETS),
+            found=f"sm{request.sm_version}",
+        )
+
+
+def _check_sizes(block: ExpertBlock, request: Request) -> None:
+    sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
+    schema = request.schema
+    try:
+        check_grid(block.name, *sizes, schema, request.grid, pads_last_rank=block.pads_last_rank)
+    except RequestError as error:
+        is_block = schema.weight_scale_type == "block"
+        if not is_block or why_not_direct(block.format, schema, request.param_dtype):
+            raise
+        hint = "; --schema source repeats the source's scales into smaller blocks"
+        words = {"where": error.where, "expected": error.expected, "found": error.found}
+        raise RequestError(error.what, **words, remedy=error.remedy + hint) from None
+
+
+def check_copied(checkpoint: Described, experts: ExpertMap, request: Request) -> None:
+    """Refuse the checkpoint layout where tensors that it copies are quantized: vLLM would take them for plain ones."""
+    if request.layout != artifact.CHECKPOINT or checkpoint.quantization is None:
+        return
+    refs = (checkpoint.tensors[name] for name in experts.copied)
+    quantized = next((ref for ref in refs if ref.dtype in _CODE_DTYPES and len(ref.shape) > 1), None)
+    if quantized is not None:
+        raise RequestError(
+            "The checkpoint layout cannot hold this source: its other layers are quantized as well.",
+            where=f"tensor {quantized.name}",
+            expected="float tensors outside of the experts: the layout's config describes one quantization",
+            found=quantized.dtype,
+            remedy="Use --layout kernel, whose config keeps the source's quantization for the other layers.",
+        )
+
+
+def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
+    """What converts, but is known not to run well, or loses what another option would keep."""
+    name, warnings = request.schema.name, []
+    for dtype in PARAM_DTYPES:
+        kept, here = (
+            [b for b in experts.blocks if not why_not_direct(b.format, request.schema, param)]
+            for param in (dtype, request.param_dtype)
+        )
+        if len(kept) > len(here):
+            warnings.append(
+                f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
+            )
+    if request.layout == artifact.CHECKPOINT and any(
+        part.is_stacked for block in experts.blocks for part in block.parts["w2"].values()
+    ):
+        warnings.append(
+            f"a stock vLLM reads the experts of '{experts.family}' fused, not by the names of this layout."
+        )
+    if request.layout == artifact.CHECKPOINT:
+        obstacle = artifact.stock_vllm_obstacle(request.schema, request.param_dtype)
+        if obstacle:
+            warnings.append(f"vLLM 0.33 cannot serve '{name}' from this layout: {obstacle}.")
+    if request.schema.b_dtype == "float8e5m2" and request.param_dtype == "float16":
+        # docs/kernels.md: codes of up to 57344 are summed before the scale is applied.
+        warnings.append(
+            f"Humming's kernel overflows on '{name}' with float16 and gives NaN; use --dtype bfloat16."
+        )
+    return tuple(warnings)

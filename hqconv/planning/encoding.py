@@ -1,0 +1,56 @@
+"""How a block's matrices become codes of the target: decided from headers and the request, before any byte is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hqconv.formats.format import DIRECT, SourceFormat, conversion_of
+from hqconv.schemas.target import TargetSchema
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One block's encoding.
+
+    conversion: direct, requantized or quantized. must_be_direct: a matrix that cannot keep its codes is an error.
+    takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
+    counts_exact: scale groups that are quantized anew without any error are counted.
+    """
+
+    schema: TargetSchema
+    param_dtype: str
+    conversion: str
+    must_be_direct: bool = False
+    takes_powers_of_two: bool = False
+    counts_exact: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether codes and scales are kept, where gate and up share what they must share."""
+        return self.conversion == DIRECT
+
+
+def encoding_of(
+    source: SourceFormat, schema: TargetSchema, param_dtype: str, *, must_be_direct: bool = False
+) -> Encoding:
+    """The encoding of a block that is stored in `source`."""
+    return Encoding(
+        schema,
+        param_dtype,
+        conversion_of(source, schema, param_dtype),
+        must_be_direct,
+        takes_powers_of_two(source, schema),
+        not source.is_float,
+    )
+
+
+def takes_powers_of_two(source: SourceFormat, schema: TargetSchema) -> bool:
+    """Whether fp8 group scales under a second scale can stand for the source's powers of two: mxfp4 to nvfp4."""
+    return (
+        source.scale_dtype == "float8e8m0"
+        and source.b_dtype == schema.b_dtype
+        and schema.bs_dtype == "float8e4m3"
+        and schema.weight_scale_2_type == "tensor"
+        and source.group_n == 1
+        and source.group_k % schema.weight_scale_group_size == 0
+    )

@@ -1,0 +1,193 @@
+"""Groups: the output files that are finished together, and all that execution needs to know to fill them.
+
+Legend: E experts, N output rows, K input columns, T tensor-parallel ranks, P expert-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from hqconv.backends.layout import KernelForm, kernel_form, packed_form
+from hqconv.experts.block import ExpertBlock
+from hqconv.planning.encoding import Encoding, encoding_of
+from hqconv.planning.files import OutFile, build_file
+from hqconv.planning.request import Request
+from hqconv.schemas import artifact
+from hqconv.schemas.grid import Grid, tp_share
+from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.tensors import TensorRef, TensorSpec
+
+MAX_SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """All output files of one MoE block, and how they are filled.
+
+    Kernel layout: one file a rank; `forms` are the kernel forms of its GEMMs, and every expert is at `homes`.
+    Checkpoint layout: ordinary shards; `forms` is empty, and `expert_files` is each expert's file.
+    """
+
+    block: ExpertBlock
+    encoding: Encoding
+    files: tuple[OutFile, ...]
+    forms: dict[str, KernelForm]
+    grid: Grid = field(default_factory=Grid)
+    expert_files: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The block's name, which is the group's."""
+        return self.block.name
+
+    @property
+    def num_bytes_in(self) -> int:
+        """Source bytes of all experts."""
+        return self.block.num_bytes
+
+    @cached_property
+    def _tensors(self) -> tuple[dict[str, TensorRef], ...]:
+        """Every rank file's tensors as `w13_weight` …."""
+        prefix = f"{self.name}."
+        return tuple(
+            {name.removeprefix(prefix): ref for name, ref in file.tensors.items()} for file in self.files
+        )
+
+    @cached_property
+    def homes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each expert, its (EP rank, local index)."""
+        return self.grid.homes(self.block.num_experts)
+
+    def kernel_places(self, tp_rank: int, expert: int) -> dict[str, list[TensorRef]]:
+        """Where one expert's kernel tensors of one TP rank go: `w13_weight`, … to a place in each of its homes."""
+        places: dict[str, list[TensorRef]] = {}
+        for ep_rank, local in self.homes[expert]:
+            for name, ref in self._tensors[tp_rank * self.grid.ep + ep_rank].items():
+                places.setdefault(name, []).append(ref.entry(local))
+        return places
+
+    def packed_place(self, expert: int, role: str, tensor: str) -> TensorRef:
+        """Where one packed tensor of one expert's projection goes in the checkpoint layout."""
+        file = self.files[self.expert_files[expert]]
+        return file.tensors[f"{self.block.module(expert, role)}.{tensor}"]
+
+
+@dataclass(frozen=True)
+class PlannedCopy:
+    """One shard of tensors whose bytes do not change."""
+
+    name: str
+    files: tuple[OutFile, ...]
+    refs: tuple[TensorRef, ...]
+
+    @property
+    def num_bytes_in(self) -> int:
+        """Source bytes of all tensors."""
+        return sum(ref.num_bytes for ref in self.refs)
+
+
+Group = PlannedBlock | PlannedCopy
+
+
+def gemm_shapes(block: ExpertBlock, tp: int, schema: TargetSchema) -> dict[str, tuple[int, int]]:
+    """(N, K) of each GEMM on every TP rank, before the kernel's padding."""
+    share = tp_share(block.intermediate_size, tp, schema)
+    return {"w13": ((2 if block.gated else 1) * share, block.hidden_size), "w2": (block.hidden_size, share)}
+
+
+def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
+    """The rank files of one block."""
+    forms = {
+        gemm: kernel_form(n, k, request.schema, request.param_dtype, request.sm_version, block.has_bias)
+        for gemm, (n, k) in gemm_shapes(block, request.grid.tp, request.schema).items()
+    }
+    files = []
+    for number, (tp_rank, ep_rank) in enumerate(request.grid.ranks):
+        num_local = len(request.grid.local_experts(block.num_experts, ep_rank))
+        specs = [
+            TensorSpec(f"{block.name}.{gemm}_{name}", tensor.dtype, (num_local, *tensor.shape))
+            for gemm, form in forms.items()
+            for name, tensor in form.tensors.items()
+        ]
+        metadata = {"format": "pt", **{gemm: form.config_json(num_local) for gemm, form in forms.items()}}
+        files.append(build_file(artifact.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number))
+    return PlannedBlock(block, _encoding(block, request), tuple(files), forms, request.grid)
+
+
+def _encoding(block: ExpertBlock, request: Request) -> Encoding:
+    return encoding_of(
+        block.format, request.schema, request.param_dtype, must_be_direct=request.must_be_direct
+    )
+
+
+# --- ordinary shards ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shard:
+    """An ordinary model shard before it has a number: of experts in the checkpoint layout, or of copied tensors."""
+
+    specs: list[TensorSpec]
+    refs: tuple[TensorRef, ...] = ()
+    block: ExpertBlock | None = None
+    num_experts: int = 0
+
+
+def expert_shards(block: ExpertBlock, request: Request) -> list[Shard]:
+    """The checkpoint layout's shards of one block, cut between experts."""
+
+    def form(n: int, k: int) -> dict[str, TensorSpec]:
+        return packed_form(n, k, request.schema, request.param_dtype, block.has_bias)
+
+    forms = {role: form(*block.shape(role)) for role in block.roles}
+    expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
+    per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
+    shards = []
+    for start in range(0, block.num_experts, per_shard):
+        chosen = range(start, min(start + per_shard, block.num_experts))
+        specs = [
+            TensorSpec(f"{block.module(e, role)}.{name}", spec.dtype, spec.shape)
+            for e in chosen
+            for role, tensors in forms.items()
+            for name, spec in tensors.items()
+        ]
+        shards.append(Shard(specs, block=block, num_experts=len(chosen)))
+    return shards
+
+
+def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
+    """Tensors to copy, in the source's order, cut into shards of at most MAX_SHARD_BYTES."""
+    shards: list[list[TensorRef]] = []
+    filled = MAX_SHARD_BYTES + 1
+    for ref in refs:
+        if filled + ref.num_bytes > MAX_SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(ref)
+        filled += ref.num_bytes
+    return [Shard([TensorSpec(r.name, r.dtype, r.shape) for r in chosen], tuple(chosen)) for chosen in shards]
+
+
+def shard_groups(shards: list[Shard], request: Request) -> tuple[list[PlannedBlock], list[PlannedCopy]]:
+    """Ordinary shards, numbered: those of blocks, each block's in one group, and those of copied tensors."""
+    of_block: dict[str, list[tuple[Shard, OutFile]]] = {}
+    copies = []
+    for index, shard in enumerate(shards, start=1):
+        name = artifact.shard_name(index, len(shards))
+        siblings = [] if shard.block is None else of_block.setdefault(shard.block.name, [])
+        file = build_file(name, shard.specs, {"format": "pt"}, len(siblings))
+        if shard.block is None:
+            copies.append(PlannedCopy(name, (file,), shard.refs))
+        siblings.append((shard, file))
+    blocks = []
+    for parts in of_block.values():
+        block = parts[0][0].block
+        assert block is not None
+        expert_files = [number for number, (shard, _) in enumerate(parts) for _ in range(shard.num_experts)]
+        files = tuple(file for _, file in parts)
+        blocks.append(
+            PlannedBlock(block, _encoding(block, request), files, {}, expert_files=tuple(expert_files))
+        )
+    return blocks, copies

@@ -1,0 +1,167 @@
+"""`--schema source`: the target schema that keeps what a quantized source already holds.
+
+Legend: I intermediate size, H hidden size; a block scale serves bn rows × bk columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hqconv.errors import RequestError
+from hqconv.experts.block import ExpertBlock
+from hqconv.experts.map import ExpertMap
+from hqconv.formats.format import LAID_OUT, SourceFormat, why_not_direct
+from hqconv.schemas.grid import slice_unit
+from hqconv.schemas.target import PARAM_DTYPES, PRESETS, SOURCE, TargetSchema, resolve_schema
+
+_TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the one asked for does not work
+_MAX_BLOCK = 128  # of scales that serve whole matrices
+_MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
+
+
+def source_schema(experts: ExpertMap, param_dtype: str, tp: int) -> TargetSchema:
+    """The schema in which every block of the source keeps its codes and scales, cut for `tp` ranks.
+
+    Scales of blocks are repeated into smaller blocks where a slice would cut them. Raises RequestError where the
+    source is not quantized, its blocks differ, or no schema of Humming holds it exactly.
+    """
+    first = experts.blocks[0]
+    for block in experts.blocks:
+        if _kind(block.format) != _kind(first.format):
+            raise RequestError(
+                "The source's MoE blocks have different formats: none is the source's own.",
+                where=block.name,
+                expected=f"{first.format.describe()}, as {first.name}",
+                found=block.format.describe(),
+                remedy="Name a schema: blocks that have it already are kept as they are.",
+            )
+    if first.format.is_float:
+        raise RequestError(
+            "The source's experts are not quantized: they have no schema of their own.",
+            where="--schema source",
+            found=first.dtype,
+            remedy="Name the schema to quantize to, such as mxfp4.",
+        )
+    schema, obstacle = _keeping(first, param_dtype, tp)
+    if schema is not None:
+        return named(schema)
+    others = [t for t in _TP_SIZES if t != tp and _keeping(first, param_dtype, t)[0]]
+    works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
+    raise RequestError(
+        "No schema of Humming keeps the source's experts exactly.",
+        where=f"--schema source, --tp {tp}, {first.name}",
+        expected=f"scales in {param_dtype}, an 8-bit dtype, or float32 for blocks",
+        found=f"{first.format.describe()}: {obstacle}",
+        remedy=_remedy(first.format, param_dtype) + works,
+    )
+
+
+def _keeping(block: ExpertBlock, param_dtype: str, tp: int) -> tuple[TargetSchema | None, str]:
+    """The closest schema that keeps the block's format when it is cut for `tp` ranks, or None and why."""
+    obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
+    if block.intermediate_size % tp and not block.pads_last_rank:
+        return None, f"{block.intermediate_size} columns are not {tp} equal slices"
+    for schema in _candidates(block, tp):
+        why = why_not_direct(block.format, schema, param_dtype)
+        if not why:
+            return schema, ""
+        obstacle = obstacle or why
+    return None, obstacle or "no kernel loads scales cut like this"
+
+
+def source_param_dtype(experts: ExpertMap) -> str | None:
+    """The parameter dtype the source was made for, or that keeps its 16-bit scales; None where any does."""
+    source = experts.blocks[0].format
+    made_for = source.option("param_dtype", source.scale_dtype)
+    return made_for if made_for in PARAM_DTYPES else None
+
+
+def named(schema: TargetSchema) -> TargetSchema:
+    """The same schema under the name of the preset or shorthand that means it."""
+    known = [*PRESETS.values(), *_shorthand(schema)]
+    return next((one for one in known if one.humming_fields() == schema.humming_fields()), schema)
+
+
+def _shorthand(schema: TargetSchema) -> Iterator[TargetSchema]:
+    """The shorthand that comes closest to an integer schema."""
+    if schema.is_integer:
+        size = f"-g{schema.weight_scale_group_size}" if schema.weight_scale_group_size else "-c"
+        zero = "-fpzp" if schema.is_fp_zero_point else "-zp" if schema.has_zero_point else ""
+        yield resolve_schema(f"int{schema.num_bits}{size}{zero}")
+
+
+def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
+    """The presets, and `source`, that keep the codes and scales of every block."""
+    found = [
+        name
+        for name, schema in PRESETS.items()
+        if all(not why_not_direct(block.format, schema, param_dtype) for block in experts.blocks)
+        and all(_fits(block, schema) for block in experts.blocks)
+    ]
+    try:
+        own = source_schema(experts, source_param_dtype(experts) or param_dtype, 1)
+    except RequestError:
+        return found
+    return [*found, f"{SOURCE} ({own.name if own.name != SOURCE else own.describe()})"]
+
+
+def _fits(block: ExpertBlock, schema: TargetSchema) -> bool:
+    """Whether the block's sizes are whole scale groups of the schema, uncut."""
+    return not (block.hidden_size % slice_unit(schema) or block.intermediate_size % slice_unit(schema))
+
+
+def _kind(source: SourceFormat) -> tuple[object, ...]:
+    words = source.words()
+    return tuple(words[key] for key in sorted(words) if key not in ("name", "options", "decoder"))
+
+
+def _candidates(block: ExpertBlock, tp: int) -> Iterator[TargetSchema]:
+    """Schemas that may hold the block's format, the closest first; those that no kernel loads are left out."""
+    source = block.format
+    small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
+    share = math.gcd(block.hidden_size, block.intermediate_size // tp)
+    makers: list[dict[str, object]] = []
+    # Gate and up have one scale in a laid out artifact; elsewhere only a block without a gate is sure to.
+    is_shared = source.decoder == LAID_OUT or not block.gated
+    if is_shared and (source.group_n, source.group_k) == (0, 0):
+        makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})
+    if source.group_n == 1:
+        kind = "group" if source.group_k else "channel"
+        makers.append(
+            {"weight_scale_type": kind, "weight_scale_group_size": source.group_k, "bs_dtype": small}
+        )
+    else:
+        rows, columns = (
+            _power_of_two(math.gcd(g or _MAX_BLOCK, share)) for g in (source.group_n, source.group_k)
+        )
+        blocks = {"weight_scale_type": "block", "bs_dtype": "float32"}
+        if rows >= _MIN_BLOCK_N and columns >= _MIN_BLOCK_K:
+            makers.append({**blocks, "weight_scale_group_size_n": rows, "weight_scale_group_size": columns})
+        if source.group_k == 0 and source.scale_dtype != "float32":
+            makers.append({"weight_scale_type": "channel"})
+        if small == "float8e8m0":
+            makers.append({"weight_scale_type": "group", "weight_scale_group_size": 32, "bs_dtype": small})
+    for maker in makers:
+        try:
+            yield TargetSchema(
+                name=SOURCE,
+                b_dtype=source.b_dtype,
+                has_zero_point=source.has_zero_point,
+                is_fp_zero_point=bool(source.option("is_fp_zero_point")),
+                weight_scale_2_type=source.scale_2,
+                **maker,  # type: ignore[arg-type]
+            )
+        except RequestError:
+            continue
+
+
+def _power_of_two(number: int) -> int:
+    """The largest power of two that divides a number."""
+    return number & -number
+
+
+def _remedy(source: SourceFormat, param_dtype: str) -> str:
+    if source.scale_dtype in PARAM_DTYPES and source.scale_dtype != param_dtype:
+        return f"Use --dtype {source.scale_dtype}, or name the schema to requantize to."
+    return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."

@@ -1,0 +1,126 @@
+"""The plan: every output file, every byte's place in it, from headers and config alone.
+
+A plan is made of **groups**, each a set of files that is finished together (all ranks of one MoE block; one
+shard of copied tensors). Execution only follows it: which experts to read, how they are encoded, where each of their
+tensors goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+from hqconv.checkpoint.described import Described
+from hqconv.experts.map import ExpertMap
+from hqconv.planning.checks import check_copied, check_request, request_warnings
+from hqconv.planning.groups import (
+    Group,
+    PlannedBlock,
+    Shard,
+    copy_shards,
+    expert_shards,
+    kernel_group,
+    shard_groups,
+)
+from hqconv.planning.request import Request
+from hqconv.planning.source_facts import SourceFacts, source_facts
+from hqconv.schemas import artifact
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All there is to do. `other_files` are copied as they are."""
+
+    source: SourceFacts
+    request: Request
+    experts: ExpertMap
+    groups: tuple[Group, ...]
+    other_files: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def blocks(self) -> tuple[PlannedBlock, ...]:
+        """The groups of MoE blocks."""
+        return tuple(group for group in self.groups if isinstance(group, PlannedBlock))
+
+    @cached_property
+    def num_bytes_in(self) -> int:
+        """Source bytes that are read: of all experts and all copied tensors."""
+        return sum(group.num_bytes_in for group in self.groups)
+
+    @cached_property
+    def num_bytes_out(self) -> int:
+        """Bytes of all safetensors files."""
+        return sum(file.size_bytes for group in self.groups for file in group.files)
+
+    @cached_property
+    def weight_map(self) -> dict[str, str]:
+        """The model index of the ordinary shards: tensor name to file."""
+        shards = [file for group in self.groups for file in group.files if "/" not in file.path]
+        return {name: file.path for file in sorted(shards, key=lambda f: f.path) for name in file.tensors}
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Every file of the artifact, the manifest last."""
+        files = [file.path for group in self.groups for file in group.files]
+        has_index = len(set(self.weight_map.values())) > 1
+        words = [artifact.CONFIG, *([artifact.INDEX] if has_index else []), artifact.MANIFEST]
+        return (*files, *self.other_files, *words)
+
+    def rank_bytes(self) -> dict[str, int]:
+        """Bytes of expert tensors that each rank will load (kernel layout)."""
+        if self.request.layout != artifact.KERNEL:
+            return {}
+        totals = {artifact.rank_folder(t, p): 0 for t, p in self.request.grid.ranks}
+        for block in self.blocks:
+            for file in block.files:
+                totals[file.path.rsplit("/", 1)[0]] += file.size_bytes
+        return totals
+
+    def fingerprint(self) -> dict[str, str]:
+        """What a resumed run must agree on besides source and versions: request and output bytes' places."""
+        digest = hashlib.sha256()
+        for group in self.groups:
+            for file in group.files:
+                digest.update(f"{file.path}\0{file.size_bytes}\0".encode() + file.header)
+        request = self.request
+        options = {
+            "--schema": request.schema.humming_fields(),
+            "--dtype": request.param_dtype,
+            "--target": f"sm{request.sm_version}",
+            "--tp, --ep or the placement": vars(request.grid),
+            "--layout": request.layout,
+            "--input-schema": request.input_schema,
+        }
+        words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
+        return {**words, "layout of the output files": digest.hexdigest()}
+
+
+def make_plan(checkpoint: Described, experts: ExpertMap, request: Request) -> Plan:
+    """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
+    check_request(experts, request)
+    check_copied(checkpoint, experts, request)
+    blocks: list[PlannedBlock] = []
+    shards: list[Shard] = []
+    for block in experts.blocks:
+        if request.layout == artifact.KERNEL:
+            blocks.append(kernel_group(block, request))
+        else:
+            shards += expert_shards(block, request)
+    shards += copy_shards(checkpoint.tensors[name] for name in experts.copied)
+    packed, copies = shard_groups(shards, request)
+    return Plan(
+        source=source_facts(checkpoint, experts),
+        request=request,
+        experts=experts,
+        groups=(*packed, *blocks, *copies),
+        other_files=checkpoint.other_files,
+        warnings=(*request_warnings(experts, request), *_left_out(checkpoint)),
+    )
+
+
+def _left_out(checkpoint: Described) -> list[str]:
+    """What is not taken along, although it lies in the source."""
+    return [f"{name} is left out: an unfinished download or conversion." for name in checkpoint.partial_files]

@@ -1,0 +1,48 @@
+"""What a plan, and a look at a checkpoint, say of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hqconv.checkpoint.described import Described
+from hqconv.experts.map import ExpertMap
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """A source. name: the folder's, or the repo's without the organisation. bytes_of: converted, copied, dropped."""
+
+    name: str
+    repo_id: str | None
+    revision: str | None
+    folder: str
+    model_type: str | None
+    quantization: Mapping[str, Any] | None
+    num_files: int
+    num_tensors: int
+    num_bytes: int
+    bytes_of: Mapping[str, int]
+
+
+def source_facts(checkpoint: Described, experts: ExpertMap | None) -> SourceFacts:
+    """The facts of an opened source; `experts` None where they cannot be mapped."""
+    kinds = (
+        {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
+        if experts
+        else {}
+    )
+    tensors = checkpoint.tensors
+    return SourceFacts(
+        name=checkpoint.name,
+        repo_id=checkpoint.repo_id,
+        revision=checkpoint.revision,
+        folder=str(checkpoint.root),
+        model_type=checkpoint.config.get("model_type"),
+        quantization=checkpoint.quantization,
+        num_files=len(checkpoint.files),
+        num_tensors=len(tensors),
+        num_bytes=checkpoint.total_bytes,
+        bytes_of={kind: sum(tensors[name].num_bytes for name in names) for kind, names in kinds.items()},
+    )

@@ -1,0 +1,59 @@
+"""A checkpoint of safetensors files as a source: each expert's byte ranges read, cut to projections and decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.decode.matrix import SourceMatrix, decode_matrix
+from hqconv.experts.block import ExpertBlock, View
+from hqconv.experts.map import ExpertMap, map_experts
+from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.tensors import TensorRef
+
+
+class SafetensorsSource(Checkpoint):
+    """A checkpoint whose experts are tensors of its own. See `hqconv.sources.source.Source`."""
+
+    def map_experts(self) -> ExpertMap:
+        """The experts, from the tensors' names, shapes and the config."""
+        return map_experts(self.tensors, self.config, self.quantization)
+
+    def read_expert(
+        self, block: ExpertBlock, expert: int, roles: Sequence[str], device: torch.device
+    ) -> dict[str, SourceMatrix]:
+        """Projections of one expert; a tensor that several of them share is read once."""
+        read: dict[tuple[int, int], torch.Tensor] = {}
+        found = {}
+        for role in roles:
+            refs, parts, names = block.sources[expert][role], {}, {}
+            for part, ref in refs.items():
+                source = block.parts[role][part]
+                place = (ref.file, ref.offset_bytes)
+                if place not in read:
+                    read[place] = self._read(ref, device)
+                whole = read[place]
+                parts[part] = whole if not source.is_stacked or source.is_run else _look(whole, source.view)
+                names[part] = f"{ref.name}, expert {expert}" if source.is_stacked else ref.name
+            found[role] = decode_matrix(block.format, parts, block.shape(role), names)
+        return found
+
+    def _read(self, ref: TensorRef, device: torch.device) -> torch.Tensor:
+        """A tensor in its own dtype, on `device` (through pinned memory for CUDA)."""
+        shape = (*ref.shape[:-1], ref.shape[-1] // 2) if ref.dtype == "F4" else ref.shape
+        host = torch.empty(shape, dtype=torch_dtype(ref.dtype), pin_memory=device.type == "cuda")
+        self.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
+        return host if device.type == "cpu" else host.to(device, non_blocking=True)
+
+
+def _look(whole: torch.Tensor, view: View) -> torch.Tensor:
+    """One projection out of an expert's share of a fused tensor."""
+    bits = whole.view(torch.uint8) if whole.element_size() == 1 else whole
+    if view.transposed and bits.ndim > 1:
+        bits = bits.transpose(0, 1)
+    if view.count > 1 and bits.ndim and bits.size(0) > 1:
+        rows = bits.size(0) // view.count
+        bits = bits[view.index :: view.count] if view.interleaved else bits[view.index * rows :][:rows]
+    return bits.contiguous().view(whole.dtype)

@@ -1,0 +1,149 @@
+"""The `files` check against the source: its identity, its blocks and accounting, what was copied from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from hqconv.artifact.opened import Artifact
+from hqconv.checkpoint.digest import sha256_of
+from hqconv.errors import HqconvError
+from hqconv.experts.map import ExpertMap
+from hqconv.schemas import artifact as names
+from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.source import Source
+from hqconv.verification.accounting import Placed, compare_blocks
+from hqconv.verification.result import CheckResult, compare_names
+
+CHUNK_BYTES = 8 << 20
+
+
+def check_source(
+    artifact: Artifact,
+    source: Source,
+    copied: Mapping[str, Placed],
+    pool: ThreadPoolExecutor,
+    result: CheckResult,
+) -> None:
+    """Source identity, its blocks and accounting, copied tensors byte for byte, and the other files."""
+    _check_identity(artifact, source, result)
+    try:
+        experts = source.map_experts()
+    except HqconvError as error:
+        what = f"The source cannot be mapped: {error.what}"
+        result.add(f"source: {error.where}", what, error.expected, error.found)
+        return
+    compare_blocks(artifact, experts, "the source", result)
+    _compare_accounting(artifact, experts, result)
+    _compare_copied(artifact, source, experts.copied, copied, pool, result)
+    others = {
+        path
+        for path in artifact.manifest["files"]
+        if path not in (names.CONFIG, names.INDEX) and not path.endswith(".safetensors")
+    }
+    compare_names("files copied from the source", "file", others, source.other_files, result)
+    for path in sorted(others.intersection(source.other_files)):
+        expected, found = sha256_of(source.root / path), artifact.manifest["files"][path]["sha256"]
+        if expected != found:
+            result.add(path, "A file is not the source's.", f"sha256 {expected}", found)
+
+
+def _check_identity(artifact: Artifact, source: Source, result: CheckResult) -> None:
+    """The source is the one that the manifest records; its name and folder do not matter."""
+    words, what = artifact.manifest["source"], "The source is not the one that was converted."
+    where = f"{names.MANIFEST}: source"
+    if words.get("quantization_config") != source.quantization:
+        texts = [json.dumps(one) for one in (source.quantization, words.get("quantization_config"))]
+        result.add(f"{where}: quantization_config", what, *texts)
+    if words.get("index_sha256") != source.index_sha256:
+        result.add(f"{where}: index_sha256", what, words.get("index_sha256"), source.index_sha256)
+    recorded = words.get("files")
+    if not isinstance(recorded, list) or not all(isinstance(file, dict) for file in recorded):
+        result.add(f"{where}: files", "The manifest does not record the source's files.", "a list", recorded)
+        return
+    found = {
+        file.name: {"name": file.name, "size_bytes": file.size_bytes, "header_sha256": file.header_sha256}
+        for file in source.files
+    }
+    expected = {str(file.get("name")): file for file in recorded}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            result.add(f"{where}, file {name}", what, expected.get(name), found.get(name))
+
+
+def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckResult) -> None:
+    words = artifact.manifest["tensors"]
+    expected = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
+    for kind, listed in expected.items():
+        found = words.get(kind)
+        if not isinstance(found, list if kind == "copied" else dict):
+            continue  # reported by `_accounting`
+        what = f"{names.MANIFEST}: tensors: {kind} (against the source)"
+        compare_names(what, "tensor", [str(name) for name in found], listed, result)
+    found = words.get("converted")
+    for name, block in experts.converted.items():
+        if isinstance(found, dict) and found.get(name, block) != block:
+            where = f"{names.MANIFEST}: tensors: converted, tensor {name}"
+            result.add(where, "A tensor was converted for another block.", block, found[name])
+
+
+def _compare_copied(
+    artifact: Artifact,
+    source: Source,
+    expected: Collection[str],
+    copied: Mapping[str, Placed],
+    pool: ThreadPoolExecutor,
+    result: CheckResult,
+) -> None:
+    """Dtype, shape and bytes of every copied tensor, in chunks; names are compared elsewhere."""
+    tasks: list[tuple[str, int]] = []
+    for name in expected:
+        if name not in copied:
+            result.add(
+                f"tensor {name}", "A tensor of the source was not copied.", "in a model shard", "absent"
+            )
+            continue
+        ref, (path, entry) = source.tensors[name], copied[name]
+        if (ref.dtype, ref.shape) != (entry.dtype, entry.shape):
+            found = f"{entry.dtype} {list(entry.shape)}"
+            what = "A copied tensor has another dtype or shape than the source's."
+            result.add(f"{path}, tensor {name}", what, f"{ref.dtype} {list(ref.shape)}", found)
+        if ref.num_bytes == entry.num_bytes:
+            tasks += [(name, start) for start in range(0, ref.num_bytes, CHUNK_BYTES)]
+
+    def compare(task: tuple[str, int]) -> tuple[int, int] | HqconvError:
+        name, start = task
+        return _differing(artifact, source, source.tensors[name], copied[name], start)
+
+    first: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for (name, start), outcome in zip(tasks, pool.map(compare, tasks), strict=True):
+        if isinstance(outcome, HqconvError):
+            result.add(
+                f"tensor {name}", f"A copied tensor cannot be compared: {outcome.what}", "", outcome.found
+            )
+        elif outcome[0]:
+            counts[name] = counts.get(name, 0) + outcome[0]
+            first.setdefault(name, start + outcome[1])
+    for name, count in counts.items():
+        where = f"{copied[name][0]}, tensor {name}"
+        found = f"{count} bytes differ, the first at byte {first[name]}"
+        result.add(where, "A copied tensor is not the source's.", "the source's bytes", found)
+
+
+def _differing(
+    artifact: Artifact, source: Source, ref: TensorRef, place: Placed, start: int
+) -> tuple[int, int] | HqconvError:
+    """How many bytes of a chunk differ, and the first of them."""
+    size = min(CHUNK_BYTES, ref.num_bytes - start)
+    ours, theirs = np.empty(size, np.uint8), np.empty(size, np.uint8)
+    try:
+        artifact.read(place[0], ours.data, place[1].offset_bytes + start)
+        source.read_into(ref, theirs.data, start)
+    except HqconvError as error:
+        return error
+    wrong = np.flatnonzero(ours != theirs)
+    return len(wrong), int(wrong[0]) if len(wrong) else 0

@@ -1,0 +1,120 @@
+"""Error figures of decoded matrices against their source, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hqconv.artifact.matrix import Array, Matrix, decoded_rows
+from hqconv.backends.quantize import Cost
+from hqconv.schemas.target import TargetSchema
+
+
+@dataclass
+class Figures:
+    """Sums over one matrix in float64: w the source, d the decoded weights; the first four without one are 0.
+
+    error (w - d)**2, power w**2, dot w * d, worst (relative error of a group, row, group); decoded_power d**2.
+    quantizer: the cost as the conversion measures it.
+    """
+
+    error: float = 0.0
+    power: float = 0.0
+    dot: float = 0.0
+    worst: tuple[float, int, int] = (0.0, 0, 0)
+    decoded_power: float = 0.0
+    num_zero_scales: int = 0
+    num_scales: int = 0
+    num_flushed: int = 0
+    has_source: bool = False
+    quantizer: Cost | None = None
+
+    def recorded_sums(self) -> tuple[float, float]:
+        """Error and power as the manifest records them: before float16 flushes the smallest e8m0 scales."""
+        if self.num_flushed and self.quantizer:
+            return self.quantizer.error, self.quantizer.power
+        return self.error, self.power
+
+    def recorded_error(self) -> float:
+        """The relative error as the manifest records it."""
+        return relative_error(*self.recorded_sums())
+
+
+def measure(matrix: Matrix, source: torch.Tensor | None, schema: TargetSchema, param_dtype: str) -> Figures:
+    """Decode a matrix and sum up its error against `source` [N, K]; works on some rows at a time."""
+    flushed = 0 if matrix.flushed is None else int(np.count_nonzero(matrix.flushed))
+    zero_scales = int(np.count_nonzero(matrix.scale_value == 0))
+    figures = Figures(num_zero_scales=zero_scales, num_scales=matrix.scale.size, num_flushed=flushed)
+    num_groups = matrix.codes.shape[1] // (schema.weight_scale_group_size or matrix.codes.shape[1])
+    sums = []
+    for begin, decoded in decoded_rows(matrix, schema, param_dtype):
+        values = decoded.astype(np.float64).reshape(decoded.shape[0], num_groups, -1)
+        decoded_power = float(np.einsum("ngk,ngk->", values, values))
+        if source is None:
+            sums.append((0.0, 0.0, 0.0, decoded_power))
+            continue
+        weights = source[begin : begin + len(decoded)].double().numpy().reshape(values.shape)
+        dot = float(np.einsum("ngk,ngk->", weights, values))
+        values -= weights
+        error_NG = np.einsum("ngk,ngk->ng", values, values)
+        power_NG = np.einsum("ngk,ngk->ng", weights, weights)
+        sums.append((float(error_NG.sum()), float(power_NG.sum()), dot, decoded_power))
+        _keep_worst(figures, error_NG, power_NG, begin)
+    totals = [math.fsum(column) for column in zip(*sums, strict=True)]
+    figures.error, figures.power, figures.dot, figures.decoded_power = totals
+    figures.has_source = source is not None
+    return figures
+
+
+def _keep_worst(figures: Figures, error_NG: Array, power_NG: Array, begin: int) -> None:
+    ratio = np.divide(error_NG, power_NG, out=np.zeros_like(error_NG), where=power_NG > 0)
+    row, group = np.unravel_index(int(ratio.argmax()), ratio.shape)
+    worst = math.sqrt(ratio[row, group])
+    if worst > figures.worst[0]:
+        figures.worst = worst, begin + int(row), int(group)
+
+
+def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[str, Any]:
+    """One projection's figures over all experts, as JSON words; None for what is no number.
+
+    relative_error: Frobenius norm of w - d over that of w; sqnr_db: 10 log10 of power over error; cosine between
+    w and d; the worst expert, and the worst scale group (or row) of all.
+    """
+    words: dict[str, Any] = {
+        "zero_scale_share": sum(f.num_zero_scales for f in of_role) / sum(f.num_scales for f in of_role)
+    }
+    if num_flushed := sum(f.num_flushed for f in of_role):
+        words["num_flushed_scales"] = num_flushed
+    decoded = math.fsum(f.decoded_power for f in of_role)
+    if not all(f.has_source for f in of_role):
+        return {"is_finite": math.isfinite(decoded), **words}
+    sums = [f.recorded_sums() if as_recorded else (f.error, f.power) for f in of_role]
+    error, power = (math.fsum(s[i] for s in sums) for i in (0, 1))
+    each = [relative_error(*s) for s in sums]
+    worst_expert = max(range(len(each)), key=each.__getitem__)
+    group_expert = max(range(len(each)), key=lambda e: of_role[e].worst[0])
+    relative, row, group = of_role[group_expert].worst
+    norm = math.sqrt(power * decoded) if decoded >= 0 else math.nan
+    return {
+        "relative_error": _number(relative_error(error, power)),
+        "sqnr_db": _number(10 * math.log10(power / error)) if error > 0 and power > 0 else None,
+        "cosine": _number(math.fsum(f.dot for f in of_role) / norm) if norm > 0 else None,
+        "worst_expert": worst_expert,
+        "worst_relative_error": _number(each[worst_expert]),
+        "worst_group": {"expert": group_expert, "row": row, "group": group, "relative_error": relative},
+        **words,
+    }
+
+
+def relative_error(error: float, power: float) -> float:
+    """The relative error of sums of squares."""
+    return math.sqrt(error / power) if power else 0.0
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

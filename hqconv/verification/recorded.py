@@ -1,0 +1,66 @@
+"""The error figures that the manifest records, with those that are measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from hqconv.backends.quantize import Cost
+from hqconv.experts.block import ExpertBlock
+from hqconv.pipeline.costs import requantized_counts
+from hqconv.schemas import artifact as names
+from hqconv.verification.figures import Figures, summarize
+from hqconv.verification.result import CheckResult, compare_words
+
+_RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
+
+
+def check_recorded(
+    block: ExpertBlock,
+    recorded: Mapping[str, Any],
+    figures: Mapping[str, Sequence[Figures]],
+    is_coded: bool,
+    result: CheckResult,
+) -> None:
+    """The manifest's error figures with those measured, where every expert was."""
+    for role in sorted(recorded.keys() | figures.keys()):
+        where = f"{names.MANIFEST}: {block.name}: quantization_error: {role}"
+        of_role, words = figures.get(role, []), recorded.get(role)
+        if role not in figures or not isinstance(words, dict):
+            result.add(
+                where, "The recorded errors are not those of the block's projections.", list(figures), words
+            )
+        elif len(of_role) == block.num_experts:
+            each = [one.recorded_error() for one in of_role]
+            # Experts that were kept have no error; the total is of the others.
+            anew = [one for one in of_role if one.quantizer is None or not one.quantizer.is_direct]
+            total = summarize(anew, as_recorded=True)["relative_error"] if anew else 0.0
+            worst = words.get("worst_expert")
+            at_worst = each[worst] if isinstance(worst, int) and 0 <= worst < len(each) else None
+            expected = {"relative_error": total, "worst_relative_error": max(each)}
+            for key, value in expected.items():
+                _check_figure(f"{where}: {key}", value, words.get(key), result)
+            _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
+            _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
+
+
+def _check_counts(
+    where: str, words: Mapping[str, Any], costs: Sequence[Cost], is_coded: bool, result: CheckResult
+) -> None:
+    """The manifest's counts of what was quantized anew, and of what came out without an error."""
+    expected = requantized_counts(costs) if is_coded else {}
+    known = {"relative_error", "worst_expert", "worst_relative_error"}
+    compare_words(
+        where, "The recorded count is not the counted one.", expected, _without(words, known), result
+    )
+
+
+def _without(words: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in words.items() if key not in keys}
+
+
+def _check_figure(where: str, expected: float | None, found: Any, result: CheckResult) -> None:
+    is_number = isinstance(found, float | int) and not isinstance(found, bool) and expected is not None
+    if not is_number or not math.isclose(expected or 0.0, found, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
+        result.add(where, "The recorded error is not the measured one.", expected, found)

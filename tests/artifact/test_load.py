@@ -1,0 +1,131 @@
+"""`hqconv.load` and `hqconv.dequantize`: what programs get, judged by transformers and by Humming."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import hqconv
+from hqconv.errors import RequestError
+from hqconv.schemas.grid import Grid
+from tests.make.conversions import run
+from tests.make.models import save_model
+from tests.make.tensors import load_file
+
+BLOCK = "model.layers.0.mlp.experts"
+FAMILIES = {"mixtral": "w1 w3 w2", "qwen3_moe": "gate_proj up_proj down_proj"}
+FAMILIES |= dict.fromkeys(("olmoe", "deepseek_v3"), FAMILIES["qwen3_moe"])
+
+
+def put_back(model: torch.nn.Module, out: Path) -> dict[str, float]:
+    """Replace a model's experts by the artifact's; returns each block's relative weight error."""
+    errors = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, "gate_up_proj"):
+            continue
+        block = name.replace(".mlp.", ".block_sparse_moe.") if model.config.model_type == "mixtral" else name
+        experts = hqconv.dequantize(out, block=block)
+        with torch.no_grad():
+            found = torch.cat(
+                [torch.cat([experts["w1"], experts["w3"]], 1).flatten(), experts["w2"].flatten()]
+            )
+            wanted = torch.cat([module.gate_up_proj.flatten(), module.down_proj.flatten()])
+            errors[block] = float((found - wanted).norm() / wanted.norm())
+            module.gate_up_proj.copy_(torch.cat([experts["w1"], experts["w3"]], dim=1))
+            module.down_proj.copy_(experts["w2"])
+    return errors
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dequantized_experts_in_the_model_cost_what_the_schema_predicts(tmp_path: Path, family: str) -> None:
+    """The logits' error is that of Gaussian noise as large as the rounding, put on the same weights."""
+    source = save_model(tmp_path / "source", family, intermediate_size=192)
+    tokens = torch.randint(0, 96, (4, 16), generator=torch.Generator().manual_seed(0))
+
+    def load() -> torch.nn.Module:
+        return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+
+    with torch.no_grad():
+        exact = load()(tokens).logits
+        previous = 1.0
+        for name, expected in (("int4-g64", 0.10), ("fp8", 0.027), ("int8", 0.0085)):
+            out = tmp_path / name
+            run(source, out, name, Grid(tp=1, ep=2))
+            model = load()
+            errors = put_back(model, out)
+            assert errors
+            assert all(0.6 * expected < error < 1.4 * expected for error in errors.values()), (name, errors)
+            ours = relative(model(tokens).logits, exact)
+            noisy = load()
+            torch.manual_seed(1)
+            for module in noisy.modules():
+                for weight in (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)):
+                    if isinstance(weight, torch.Tensor) and weight.ndim == 3:
+                        weight.add_(torch.randn_like(weight) * weight.std() * expected)
+            noise = relative(noisy(tokens).logits, exact)
+            assert 0.4 * noise < ours < 2.5 * noise, (name, ours, noise)
+            assert ours < previous, "a finer schema must cost less"
+            previous = ours
+
+
+def test_load_gives_each_rank_its_file_and_humming_its_config(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", "qwen3_moe", moe_intermediate_size=128)
+    out = tmp_path / "out"
+    run(source, out, "int4-g64", Grid(tp=2, ep=2))
+    for tp_rank, ep_rank in Grid(2, 2).ranks:
+        for block in (f"model.layers.{i}.mlp.experts" for i in range(2)):
+            stored = load_file(out / "experts" / f"tp{tp_rank}-ep{ep_rank}" / f"{block}.safetensors")
+            gemms = hqconv.load(out, block=block, tp_rank=tp_rank, ep_rank=ep_rank)
+            config = gemms["w13"].layer_config()
+            assert config.num_experts == gemms["w13"].tensors["weight"].shape[0] == (3, 2)[ep_rank]
+            assert gemms["w2"].layer_config().shape_k - gemms["w2"].layer_config().pad_shape_k == 64
+            assert sum(len(gemm.tensors) for gemm in gemms.values()) == len(stored)
+            for gemm, loaded in gemms.items():
+                for name, tensor in loaded.tensors.items():
+                    assert torch.equal(tensor, stored[f"{block}.{gemm}_{name}"])
+
+
+def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", "qwen3_moe")
+    out = tmp_path / "out"
+    run(source, out, "int4-g64")
+    with pytest.raises(RequestError, match="no such rank"):
+        hqconv.load(out, block=BLOCK, tp_rank=1)
+    with pytest.raises(RequestError, match="no such block"):
+        hqconv.dequantize(out, block="model.layers.7.mlp.experts")
+    with pytest.raises(RequestError, match="not an hqconv artifact"):
+        hqconv.load(source, block=BLOCK)
+    run(source, tmp_path / "packed", "int4-g64", layout="checkpoint")
+    with pytest.raises(RequestError, match="no ranks"):
+        hqconv.load(tmp_path / "packed", block=BLOCK)
+    with pytest.raises(AttributeError, match="no attribute 'x'"):
+        _ = hqconv.x
+
+    with pytest.raises(RequestError, match="checkpoint layout"):
+        hqconv.dequantize(tmp_path / "packed", block=BLOCK)
+
+
+def test_loading_changes_nothing_about_humming(tmp_path: Path) -> None:
+    """In a process of its own: no module of Humming is loaded for the tensors, and its LayerConfig is Humming's."""
+    source = save_model(tmp_path / "source", "qwen3_moe")
+    run(source, tmp_path / "out", "int4-g64")
+    script = f"""
+import sys, hqconv
+gemms = hqconv.load({str(tmp_path / "out")!r}, block={BLOCK!r})
+assert not [name for name in sys.modules if name.startswith("humming")]
+experts = hqconv.dequantize({str(tmp_path / "out")!r}, block={BLOCK!r})
+assert not [name for name in sys.modules if name.startswith("humming")]
+config = gemms["w13"].layer_config()
+import humming.config.config as module, humming.device
+assert type(config) is module.LayerConfig and module.current_device is humming.device.current_device
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

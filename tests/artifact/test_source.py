@@ -1,0 +1,139 @@
+"""An artifact as a source: what was converted once is cut or requantized again without the original model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hqconv import dequantize
+from hqconv.errors import HqconvError, InputError
+from hqconv.schemas.grid import Grid
+from tests.make import conversions, models
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import assert_same, load_all, raw
+
+BLOCK = "model.layers.1.mlp.experts"
+SCHEMAS = [
+    *("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "fp8-tensor", "fp6-e3m2", "int8", "int4-g32"),
+    *("int4-g32-zp", "int4-g32-fpzp", "int3-g32", "int7-c"),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek")
+    return models.save_model(folder / "src", "deepseek_v3", moe_intermediate_size=256, hidden_size=128)
+
+
+def again(src: Path, out: Path, schema: str, grid: Grid, layout: str = "kernel", **words: str) -> Path:
+    """Convert an artifact, and verify the new one against it and alone."""
+    conversions.run(src, out, schema, grid, layout=layout, **words)
+    conversions.assert_verified(out, src)
+    return out
+
+
+def rank_files(folder: Path) -> dict[str, bytes]:
+    paths = sorted((folder / "experts").rglob("*.safetensors"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_another_grid_gives_the_bytes_of_the_original_model(
+    source: Path, tmp_path: Path, schema: str, dtype: str
+) -> None:
+    conversions.run(source, tmp_path / "first", schema, Grid(tp=2), dtype=dtype)
+    for grid in (Grid(), Grid(tp=2, ep=3, placement="round_robin", redundant=2)):
+        conversions.run(source, tmp_path / "expected", schema, grid, dtype=dtype, overwrite=True)
+        found = again(tmp_path / "first", tmp_path / f"found-{grid.ep}", "source", grid)
+        assert rank_files(found) == rank_files(tmp_path / "expected")
+        words = conversions.manifest(found)
+        assert (words["schema_name"], words["dtype"]) == (
+            schema if schema != "int4-g32" else "int4-g32",
+            dtype,
+        )
+        assert {block["conversion"] for block in words["blocks"].values()} == {"direct"}
+
+
+@pytest.mark.parametrize("schema", ["mxfp4", "fp8-block", "int4-g32", "int8", "fp8", "int4-g32-zp"])
+def test_the_checkpoint_layout_becomes_the_kernels(source: Path, tmp_path: Path, schema: str) -> None:
+    conversions.run(source, tmp_path / "first", schema, layout="checkpoint")
+    conversions.run(source, tmp_path / "expected", schema, Grid(tp=2))
+    found = again(tmp_path / "first", tmp_path / "found", "source", Grid(tp=2))
+    assert rank_files(found) == rank_files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("schema", ["mxfp4", "int4-g32-zp", "fp8-block"])
+def test_the_kernel_layout_becomes_a_checkpoint(source: Path, tmp_path: Path, schema: str) -> None:
+    conversions.run(source, tmp_path / "first", schema, Grid(tp=2, ep=2))
+    conversions.run(source, tmp_path / "expected", schema, layout="checkpoint")
+    found = again(tmp_path / "first", tmp_path / "found", "source", Grid(), "checkpoint")
+    expected = load_all(tmp_path / "expected")
+    assert load_all(found).keys() == expected.keys()
+    for name, tensor in load_all(found).items():
+        assert_same(tensor, expected[name], name)
+
+
+def test_another_schema_is_quantized_from_the_decoded_weights(source: Path, tmp_path: Path) -> None:
+    conversions.run(source, tmp_path / "first", "mxfp4", Grid(tp=2))
+    found = again(tmp_path / "first", tmp_path / "found", "mxfp8", Grid())
+    words = conversions.manifest(found)
+    assert {block["conversion"] for block in words["blocks"].values()} == {"requantized"}
+    # Each e2m1 value times a power of two is an e4m3 value times a power of two.
+    before, after = dequantize(tmp_path / "first", block=BLOCK), dequantize(found, block=BLOCK)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    errors = words["blocks"][BLOCK]["quantization_error"]["w1"]
+    assert errors["num_exact_groups"] == errors["num_groups"] > 0
+    assert errors["relative_error"] == 0
+
+
+def test_the_config_and_the_other_tensors_stay(source: Path, tmp_path: Path) -> None:
+    conversions.run(source, tmp_path / "first", "mxfp4")
+    found = again(tmp_path / "first", tmp_path / "found", "source", Grid(tp=2))
+    before, after = load_all(source), load_all(found)
+    assert after
+    assert all(raw(tensor) == raw(before[name]) for name, tensor in after.items())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, found)]
+    del configs[1]["quantization_config"]
+    assert configs[0] == configs[1]
+    assert not (found / "hqconv.json").samefile(tmp_path / "first/hqconv.json")
+
+
+def test_a_damaged_artifact_is_no_source(source: Path, tmp_path: Path) -> None:
+    conversions.run(source, tmp_path / "first", "mxfp4", Grid(tp=2))
+    path = tmp_path / f"first/experts/tp1-ep0/{BLOCK}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(HqconvError):
+        again(tmp_path / "first", tmp_path / "out", "source", Grid())
+    assert not (tmp_path / "out/hqconv.json").exists()
+
+
+def test_scales_that_float16_flushed_cannot_be_told(tmp_path: Path) -> None:
+    src = models.save_model(tmp_path / "src", "mixtral")
+    path = next(
+        p for p in sorted(src.glob("model-*.safetensors")) if any("experts.0.w1" in n for n in load_file(p))
+    )
+    tensors = load_file(path)
+    name = next(name for name in tensors if "experts.0.w1" in name)
+    tensors[name][0, :32] = 2.0**-60
+    save_file(tensors, path, {"format": "pt"})
+    conversions.run(src, tmp_path / "first", "mxfp4", dtype="float16")
+    with pytest.raises(InputError, match="lost scales"):
+        again(tmp_path / "first", tmp_path / "out", "source", Grid())
+
+
+def test_a_scale_that_float16_underflowed_is_a_zero_for_everyone(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src", num_layers=1, num_experts=2)
+    tensors = load_file(src / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.0.gate_proj.weight"][0, :32] = 1e-9
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    for layout in ("kernel", "checkpoint"):
+        conversions.run(src, tmp_path / layout, "int4-g32", layout=layout, dtype="float16")
+        found = again(tmp_path / layout, tmp_path / f"{layout}-2", "source", Grid(2), dtype="float16")
+        gate = dequantize(found, block="model.layers.0.mlp.experts")["w1"][0, 0]
+        assert not gate[:32].any()
+        assert gate[32:].any()

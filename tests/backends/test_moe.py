@@ -1,0 +1,78 @@
+"""The production kernel's activations and biases against the plain block, on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from hqconv.backends.assemble import gemm_tensors
+from hqconv.backends.layout import humming_schema, kernel_form, to_kernel
+from hqconv.backends.moe import Gemm, activation_words, fused_moe
+from hqconv.backends.quantize import quantize
+from hqconv.backends.runtime import humming, resident
+from hqconv.schemas.target import resolve_schema
+from hqconv.verification.reference import ACTIVATIONS, Routing, activate, moe_forward
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_expressions(name: str, gated: bool) -> None:
+    if name == "swigluoai" and not gated:
+        pytest.skip("gpt_oss experts are gated")
+    x = torch.randn(33, 2 * 192 if gated else 192, device="cuda").mul(4).bfloat16()
+    found, _, _ = humming().ops.process_input(x, **activation_words(name, gated))
+    gate, up = x.double().chunk(2, -1) if gated else (None, x.double())
+    wanted = activate(name, gate, up)
+    assert found.shape == wanted.shape
+    assert (found.double() - wanted).norm() < 4e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+def test_biases_and_ungated_experts_over_tp_ranks(activation: str) -> None:
+    """Experts with biases, cut over two ranks: the w2 bias counts once, w13's are cut with their rows."""
+    schema, device = resolve_schema("fp8"), torch.device("cuda")
+    torch.manual_seed(3)
+    gated = activation != "relu2"
+    roles = {"w1": (INNER, HIDDEN), "w3": (INNER, HIDDEN), "w2": (HIDDEN, INNER)}
+    roles = {p: s for p, s in roles.items() if gated or p != "w1"}
+    experts, decoded = [], []
+    for _ in range(NUM_EXPERTS):
+        packed, plain = {}, {}
+        for projection, shape in roles.items():
+            weight = torch.randn(shape, device=device).mul(0.1).bfloat16()
+            bias = torch.randn(shape[0], device=device).bfloat16()
+            packed[projection] = {**quantize([weight], schema, "bfloat16")[0].tensors, "bias": bias}
+            with resident(device):
+                plain[projection] = humming_schema(schema).dequant_tensors(dict(packed[projection]))
+            plain["b" + projection[1:]] = bias
+        experts.append(packed)
+        decoded.append(plain)
+    x = torch.randn(65, HIDDEN, device=device).bfloat16()
+    ids = torch.stack([torch.randperm(NUM_EXPERTS)[:2] for _ in range(65)]).to(device)
+    routing = Routing(ids, torch.rand(65, 2, device=device))
+    total = torch.zeros(65, HIDDEN, device=device)
+    for rank in range(TP):
+        parts = [gemm_tensors(expert, schema, TP, rank) for expert in experts]
+        gemms = {}
+        for gemm, (n, k) in {
+            "w13": ((2 if gated else 1) * INNER // TP, HIDDEN),
+            "w2": (HIDDEN, INNER // TP),
+        }.items():
+            stacked = {name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]}
+            form = kernel_form(n, k, schema, "bfloat16", 90, has_bias=True)
+            config = dataclasses.replace(form.layer_config, num_experts=NUM_EXPERTS)
+            gemms[gemm] = Gemm(config, to_kernel(form, stacked))
+        total += fused_moe(gemms, x, ids, routing.weights, activation, gated, 130)[0]
+    wanted, _ = moe_forward(x.double(), routing, lambda e: decoded[e], activation)
+    assert (total.double() - wanted).norm() < 0.0105 * wanted.norm()
+    without = [{name: v for name, v in plain.items() if name != "b2"} for plain in decoded]
+    silent, _ = moe_forward(x.double(), routing, lambda e: without[e], activation)
+    assert (silent - wanted).norm() > 0.05 * wanted.norm(), "the test would not notice a missing bias"

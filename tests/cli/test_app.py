@@ -1,0 +1,573 @@
+"""The command line: options, exit codes, what goes to which stream, interruption and resumption."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from hqconv.cli.app import app
+from hqconv.cli.progress import ConversionProgress, human_bytes, human_seconds, line_of
+from hqconv.errors import RequestError
+from hqconv.pipeline import run as conversion
+from hqconv.pipeline.options import default_out, parse_bytes, parse_target
+from hqconv.pipeline.progress import Progress
+from tests.make.places import REPO
+from tests.make.qwen import read_tree, write_qwen3_moe
+
+OPTIONS = {
+    "convert": {
+        "src",
+        "--schema",
+        "--out -o",
+        "--input-schema",
+        "--target",
+        "--dtype",
+        "--tp",
+        "--ep",
+        "--expert-placement",
+        "--redundant-experts",
+        "--layout",
+        "--device",
+        "--max-memory",
+        "--max-gpu-memory",
+        "--threads",
+        "--resume",
+        "--overwrite",
+        "--dry-run",
+        "--json",
+        "--revision",
+        "--quiet -q",
+    },
+    "inspect": {"path", "--revision", "--json"},
+    "verify": {
+        "out",
+        "--source",
+        "--checks",
+        "--layers",
+        "--tokens",
+        "--device",
+        "--max-memory",
+        "--threads",
+        "--json",
+        "--revision",
+    },
+    "schemas": {"--json"},
+}
+SUMMARY_KEYS = {
+    "out",
+    "num_blocks",
+    "num_ranks",
+    "num_bytes_in",
+    "num_bytes_out",
+    "num_groups_resumed",
+    "errors",
+    "seconds",
+    "num_workers",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("models") / "small")
+
+
+def call(*arguments: object) -> Any:
+    """The command in this process."""
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def convert(model: Path, out: Path, *more: object) -> Any:
+    return call("convert", model, "-o", out, "--schema", "mxfp4", "--target", "sm90", *more)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "hqconv", *map(str, arguments)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key != "HQCONV_DEBUG"}
+    return {**kept, "PYTHONPATH": str(REPO), **more}
+
+
+def run(*arguments: object, cwd: Path = REPO, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        command(*arguments), cwd=cwd, env=environment(**more), capture_output=True, text=True, check=False
+    )
+
+
+# --- options and values ------------------------------------------------------------------------------------
+
+
+def test_the_options_are_frozen() -> None:
+    """Scripts rely on these names: add to the list, never silently take away."""
+    commands: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+    assert set(commands) == set(OPTIONS)
+    for name, expected in OPTIONS.items():
+        found = {" ".join(p.opts) for p in commands[name].params}
+        assert found - {"--help -h", "-h --help"} == expected
+
+
+def test_help_and_version() -> None:
+    assert call().exit_code == 0
+    assert "convert" in call().stdout
+    assert re.fullmatch(r"hqconv \d+\.\d+\.\d+\n", call("--version").stdout)
+    assert "--expert-placement" in call("convert", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("4GiB", 4 << 30),
+        ("4gib", 4 << 30),
+        ("2GB", 2 * 10**9),
+        ("1.5G", 3 << 29),
+        ("3 kB", 3000),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 GiBs", "4iB", "1e9", "four"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(RequestError, match="--max-memory"):
+        parse_bytes(text)
+
+
+def test_targets() -> None:
+    assert [parse_target(f"sm{sm}") for sm in (75, 90, 120)] == [75, 90, 120]
+    for text in ("sm70", "sm121", "sm9", "90a", "sm90a", "H100", ""):
+        with pytest.raises(RequestError, match="--target"):
+            parse_target(text)
+    with pytest.raises(RequestError, match=r"Write sm90\."):
+        parse_target("90")
+
+
+def test_default_out() -> None:
+    assert default_out("m", "mxfp4", 1, 1) == Path("m-mxfp4")
+    assert default_out("m", "int4-g64-zp", 8, 2) == Path("m-int4-g64-zp-tp8-ep2")
+
+
+# --- convert -----------------------------------------------------------------------------------------------
+
+
+def test_summary_goes_to_stdout(model: Path, tmp_path: Path) -> None:
+    result = convert(model, tmp_path / "out", "--tp", 2)
+    assert result.exit_code == 0, result.stderr
+    # Nothing but progress, of which there is a line only where compiling the loops takes seconds.
+    assert all(" GB/s " in line for line in result.stderr.splitlines())
+    for text in ("mxfp4", "2 rank", "gate (w1)", "down (w2)", "model.layers.1.mlp.experts", "hqconv inspect"):
+        assert text in result.stdout
+    assert (tmp_path / "out" / "hqconv.json").is_file()
+
+
+def test_json_is_one_document_with_the_whole_summary(model: Path, tmp_path: Path) -> None:
+    result = convert(model, tmp_path / "out", "--json")
+    words = json.loads(result.stdout)
+    assert words.keys() >= SUMMARY_KEYS
+    assert words["out"] == str(tmp_path / "out")
+    assert set(words["errors"]) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+
+
+def test_default_place_is_named_after_model_and_schema(model: Path, tmp_path: Path) -> None:
+    arguments = ("convert", model, "--schema", "int4-c", "--target", "sm90", "--tp", 2, "--ep", 2)
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["small-int4-c-tp2-ep2"]
+
+
+def test_quiet_says_nothing(model: Path, tmp_path: Path) -> None:
+    layout = ("--layout", "checkpoint", "--schema", "nvfp4")
+    result = convert(model, tmp_path / "a", "-q", *layout)
+    assert (result.exit_code, result.output) == (0, "")
+    result = convert(model, tmp_path / "b", *layout)
+    assert result.stderr.startswith("warning: vLLM")
+    result = convert(model, tmp_path / "c", "-q", "--json")
+    assert json.loads(result.stdout)["num_blocks"] == 2
+    result = convert(model, tmp_path / "a", "-q")
+    assert result.exit_code == 4
+    assert result.stderr
+
+
+def test_checkpoint_layout_needs_no_target(model: Path, tmp_path: Path) -> None:
+    arguments = ("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--layout", "checkpoint")
+    assert call(*arguments).exit_code == 0
+
+
+def corrupt(model: Path, folder: Path) -> Path:
+    """A copy whose only shard is cut off."""
+    folder.mkdir()
+    for name, data in read_tree(model).items():
+        (folder / name).write_bytes(data[:-1] if name.endswith(".safetensors") else data)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--schema", "int9"), "no schema named 'int9'"),
+        (("--tp", 3), "TP sizes that work: 1, 2, 4"),
+        (("--target", "90"), "Write sm90."),
+        (("--target", "sm80"), "expected: sm90"),
+        (("--max-memory", "lots"), "512MiB"),
+        (("--max-memory", "1MB"), "does not fit into the memory limit"),
+        (("--device", "tpu"), "auto, cuda, cuda:N or cpu"),
+        (("--device", "cuda:99"), "no such CUDA device"),
+        (("--resume", "--overwrite"), "exclude each other"),
+        (("--layout", "checkpoint", "--tp", 2), "unsharded"),
+        (("--input-schema", "fp8"), "a16"),
+        (("--revision", "main"), "no revisions"),
+        (("--layout", "sideways"), "--layout"),
+        (("--tp", 0), "--tp"),
+        (("--nonsense",), "No such option"),
+    ],
+)
+def test_bad_requests_exit_with_2(
+    arguments: Sequence[object], message: str, model: Path, tmp_path: Path
+) -> None:
+    result = convert(model, tmp_path / "out", "--json", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_gpu_the_target_must_be_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = call("convert", model, "-o", tmp_path / "out", "--schema", "int4")
+    assert result.exit_code == 2
+    assert "the kernel layout depends on the GPU" in result.stderr
+
+
+def test_with_a_gpu_the_target_is_its_architecture(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 9 - 3 * index))
+    for device, target in (("cpu", "sm89"), ("auto", "sm89"), ("cuda:1", "sm86")):
+        result = call("convert", model, "-o", tmp_path / "o", "--schema", "int4", "--device", device)
+        assert f"found: {target}" in result.stderr  # which this version does not support
+
+
+def test_corrupt_source_exits_with_3(model: Path, tmp_path: Path) -> None:
+    result = convert(corrupt(model, tmp_path / "in"), tmp_path / "out", "--json")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "model.safetensors" in result.stderr
+
+
+def test_occupied_output_exits_with_4(model: Path, tmp_path: Path) -> None:
+    assert convert(model, tmp_path / "out").exit_code == 0
+    before = read_tree(tmp_path / "out")
+    result = convert(model, tmp_path / "out", "--json")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "--overwrite" in result.stderr
+    assert read_tree(tmp_path / "out") == before
+    assert convert(model, tmp_path / "out", "--overwrite").exit_code == 0
+    assert read_tree(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("place", ["inside", "same", "around"])
+def test_output_and_source_do_not_lie_in_one_another(place: str, tmp_path: Path) -> None:
+    source = write_qwen3_moe(tmp_path / "around" / "model", num_layers=1)
+    out = {"inside": source / "out", "same": source, "around": source.parent}[place]
+    result = convert(source, out, "--overwrite")
+    assert result.exit_code == 4
+    assert "The output would lie in the source" in result.stderr
+
+
+def test_an_artifact_may_be_a_source(model: Path, tmp_path: Path) -> None:
+    assert convert(model, tmp_path / "a").exit_code == 0
+    assert convert(model, tmp_path / "tp2", "--tp", 2).exit_code == 0
+    result = convert(tmp_path / "a", tmp_path / "b", "--tp", 2)
+    assert result.exit_code == 0, result.stderr
+    experts = [f"{p.relative_to(tmp_path / 'b')}" for p in (tmp_path / "b/experts").rglob("*.safetensors")]
+    assert len(experts) == 4
+    for path in experts:
+        assert (tmp_path / "b" / path).read_bytes() == (tmp_path / "tp2" / path).read_bytes()
+
+
+def test_a_damaged_artifact_is_no_source(model: Path, tmp_path: Path) -> None:
+    assert convert(model, tmp_path / "a").exit_code == 0
+    (tmp_path / "a/hqconv.json").unlink()
+    result = convert(tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 2
+    assert "kernel layout" in result.stderr
+    assert not (tmp_path / "b").exists()
+
+
+# --- unexpected ends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [
+        (ZeroDivisionError("oops"), 70, "internal error: ZeroDivisionError: oops"),
+        (OSError(5, "Input/output error", "/x"), 4, "Input/output error\n  where: /x"),
+        (KeyboardInterrupt(), 130, "Interrupted. Nothing was written."),
+    ],
+)
+def test_unexpected_exceptions_are_one_message(
+    error: BaseException,
+    exit_code: int,
+    message: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.delenv("HQCONV_DEBUG", raising=False)
+    monkeypatch.setattr(conversion, "convert", fail)
+    result = convert(model, tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (exit_code, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    monkeypatch.setenv("HQCONV_DEBUG", "1")
+    result = convert(model, tmp_path / "out")
+    assert result.exit_code == exit_code
+    assert "Traceback" in result.stderr
+
+
+def test_debug_shows_where_an_expected_error_comes_from(tmp_path: Path) -> None:
+    quiet, debug = run("inspect", tmp_path), run("inspect", tmp_path, HQCONV_DEBUG="1")
+    assert quiet.returncode == debug.returncode == 3
+    assert "Traceback" not in quiet.stderr
+    assert "Traceback" in debug.stderr
+
+
+def test_a_reader_that_goes_away_is_no_traceback(model: Path) -> None:
+    for more in ((), ("--json",)):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            command("inspect", model, *more),
+            env=environment(),
+            stdout=write,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        os.close(write)
+        assert (done.returncode, done.stderr) == (4, b"")
+
+
+def test_a_full_disk_under_stdout_is_an_output_error(model: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("inspect", model), env=environment(), stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 4
+    assert b"Traceback" not in done.stderr
+
+
+def test_interrupt_and_resume(tmp_path: Path) -> None:
+    model = write_qwen3_moe(
+        tmp_path / "model", num_layers=12, num_experts=16, hidden_size=512, intermediate_size=512
+    )
+    common = ("convert", model, "--schema", "nvfp4", "--target", "sm90", "--tp", 2, "--threads", 1)
+    assert run(*common, "-o", tmp_path / "undisturbed").returncode == 0
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command(*common, "-o", out),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    _wait_for_first_group(out, process)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, "")
+    assert f"{out} is no artifact yet; it is unfinished." in stderr
+    assert "--resume" in stderr
+    assert "Traceback" not in stderr
+    assert not (out / "hqconv.json").exists()
+    assert "unfinished conversion" in call("inspect", out).stdout
+    assert call(*common, "-o", out).exit_code == 4
+    result = call(*common, "-o", out, "--resume", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["num_groups_resumed"] > 0
+    assert read_tree(out) == read_tree(tmp_path / "undisturbed")
+
+
+def _wait_for_first_group(out: Path, process: subprocess.Popen[str]) -> None:
+    journal = out / ".hqconv-progress.jsonl"
+    deadline = time.monotonic() + 60
+    while not journal.exists() or b'"group"' not in journal.read_bytes():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# --- progress ----------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Path) -> None:
+    primary, secondary = pty.openpty()
+    arguments = ("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90", "--json")
+    process = subprocess.Popen(
+        command(*arguments),
+        env=environment(TERM="xterm", COLUMNS="160"),
+        stdout=subprocess.PIPE,
+        stderr=secondary,
+    )
+    os.close(secondary)
+    stdout, _ = process.communicate(timeout=60)
+    seen = b""
+    while chunk := _read_terminal(primary):
+        seen += chunk
+    os.close(primary)
+    assert process.returncode == 0
+    assert json.loads(stdout)["num_blocks"] == 2
+    assert b"GB/s" in seen
+    assert b"\x1b[" in seen
+
+
+def _read_terminal(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # EIO: the other side is closed and everything was read
+        return b""
+
+
+def test_elsewhere_plain_lines_come_every_few_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with ConversionProgress(quiet=False) as progress:
+        for step in range(1, 5):
+            now += 2
+            progress.update(Progress("block.0", step * 500_000_000, 4_000_000_000, 0, 0, 2))
+        progress.update(Progress("block.0", 2_000_000_000, 4_000_000_000, 0, 1, 2))
+    assert capsys.readouterr().err == "1.50 GB of 4.00 GB  0.25 GB/s  10.0 s left  (0/2) block.0\n"
+
+
+def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("hqconv.cli.progress._PLAIN_INTERVAL_S", 0.0)
+    half = Progress("a", 5, 10, 0, 0, 1)
+    with ConversionProgress(quiet=True) as progress:
+        progress.update(half)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("hqconv.cli.progress.say", broken)
+    with ConversionProgress(quiet=False) as progress:
+        progress.update(half)
+        progress.update(half)
+
+
+def test_resumed_bytes_do_not_count_for_the_speed() -> None:
+    done = Progress("new", 2_000_000_000, 3_000_000_000, 1_000_000_000, 1, 2)
+    assert line_of(done, 10.0) == "2.00 GB of 3.00 GB  0.10 GB/s  10.0 s left  (1/2) new"
+    nothing = Progress("new", 0, 3_000_000_000, 0, 0, 2)
+    assert line_of(nothing, 0.0) == "0 B of 3.00 GB  0.00 GB/s  (0/2) new"
+
+
+def test_human_units() -> None:
+    assert [human_bytes(n) for n in (0, 999, 1500, 2.5e6, 7e9, 2.05e12)] == [
+        "0 B",
+        "999 B",
+        "1.50 kB",
+        "2.50 MB",
+        "7.00 GB",
+        "2.05 TB",
+    ]
+    assert [human_seconds(s) for s in (0.04, 59.9, 61, 3723)] == ["0.0 s", "59.9 s", "1:01", "1:02:03"]
+
+
+# --- verify ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    assert convert(model, out, "--tp", 2).exit_code == 0
+    return out
+
+
+def damaged_copy(made: Path, folder: Path) -> Path:
+    shutil.copytree(made, folder)
+    path = folder / "experts" / "tp1-ep0" / "model.layers.1.mlp.experts.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 4
+    path.write_bytes(data)
+    return folder
+
+
+def test_verify_passes_and_says_what_it_did(model: Path, made: Path) -> None:
+    result = call("verify", made, "--source", model, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith(f"PASS  files, weights against {model}")
+    assert "SKIPPED" in result.stdout
+    alone = call("verify", made, "--device", "cpu", "--checks", "files,weights", "--layers", "0")
+    assert alone.exit_code == 0
+    assert alone.stdout.splitlines()[-1] == "PASS  files, weights, without the source"
+
+
+def test_verify_names_the_damage_and_exits_with_1(model: Path, made: Path, tmp_path: Path) -> None:
+    out = damaged_copy(made, tmp_path / "damaged")
+    result = call("verify", out, "--source", model, "--device", "cpu")
+    assert result.exit_code == 1
+    verdict = result.stdout.splitlines()[-1]
+    assert verdict.startswith("FAIL  files: ")
+    assert "tp1-ep0/model.layers.1.mlp.experts.safetensors" in verdict
+    words = json.loads(call("verify", out, "--source", model, "--device", "cpu", "--json").stdout)
+    assert words["passed"] is False
+    assert {name: check["status"] for name, check in words["checks"].items()} == {
+        "files": "fail",
+        "weights": "fail",
+        "kernel": "skipped",
+    }
+    assert words["checks"]["weights"]["findings"][0]["where"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--checks", "file"), "no such check"),
+        (("--layers", "7"), "no MoE block in that layer"),
+        (("--layers", "3-1"), "--layers"),
+        (("--tokens", "0"), "--tokens"),
+        (("--checks", "kernel", "--device", "cpu"), "cannot run here"),
+    ],
+)
+def test_verify_requests_that_cannot_be_met(made: Path, options: tuple[str, ...], text: str) -> None:
+    if torch.cuda.is_available() and "kernel" in options:
+        pytest.skip("the kernel can run here")
+    result = call("verify", made, *options)
+    assert result.exit_code == 2, result.output
+    assert text in result.stderr
+    assert result.stdout == ""
+
+
+def test_verify_of_what_is_no_artifact(model: Path) -> None:
+    result = call("verify", model)
+    assert result.exit_code == 2
+    assert "not an hqconv artifact" in result.stderr

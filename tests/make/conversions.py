@@ -1,0 +1,77 @@
+"""Conversions as programs do them, with what tests leave out filled in: on the CPU, for sm90."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import hqconv
+from hqconv.api import open_source
+from hqconv.pipeline.run import ConversionReport
+from hqconv.planning.plan import Plan, make_plan
+from hqconv.planning.request import make_request
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.target import TargetSchema, resolve_schema
+from hqconv.sources.source import Source
+from hqconv.verification.run import VerificationReport
+
+
+@functools.cache
+def schema_of(name: str) -> TargetSchema:
+    return resolve_schema(name)
+
+
+def open_plan(
+    src: Path,
+    schema: str | TargetSchema,
+    grid: Grid | None = None,
+    layout: str = "kernel",
+    dtype: str | None = None,
+) -> tuple[Source, Plan]:
+    """Open a folder and plan its conversion; the source is the caller's to close."""
+    source = open_source(src)
+    experts = source.map_experts()
+    chosen = schema if isinstance(schema, TargetSchema) else None if schema == "source" else schema_of(schema)
+    words: dict[str, Any] = {"sm_version": 90, "layout": layout}
+    request = make_request(experts, source.config, chosen, dtype, grid or Grid(), **words)
+    return source, make_plan(source, experts, request)
+
+
+def run(
+    src: Path,
+    out: Path,
+    schema: str | TargetSchema,
+    grid: Grid | None = None,
+    *,
+    threads: int = 2,
+    max_memory: int = 1 << 30,
+    **options: Any,
+) -> ConversionReport:
+    """`hqconv.convert`."""
+    grid = grid or Grid()
+    ranks = {
+        "tp": grid.tp,
+        "ep": grid.ep,
+        "expert_placement": grid.placement,
+        "redundant_experts": grid.redundant,
+    }
+    bounds = {"threads": threads, "max_memory": max_memory, "device": "cpu"}
+    return hqconv.convert(src, out, schema=schema, target="sm90", **ranks, **bounds, **options)
+
+
+def check(out: Path, source: Path | None = None, *checks: str, **options: Any) -> VerificationReport:
+    """`hqconv.verify` of some checks; all that can run where none is named."""
+    return hqconv.verify(out, source, checks=checks or None, **{"threads": 2, **options})
+
+
+def manifest(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "hqconv.json").read_bytes()))
+
+
+def assert_verified(out: Path, source: Path | None = None) -> None:
+    """The artifact's files and weights are good: alone, and against its source where one is given."""
+    for against in (source, None) if source is not None else (None,):
+        report = check(out, against, "files", "weights")
+        assert report.passed, [f for result in report.results for f in result.findings]

@@ -1,0 +1,153 @@
+"""Copies of good artifacts, and the means to damage them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from hqconv.api import open_source
+from hqconv.artifact.opened import Artifact
+from hqconv.backends.assemble import gemm_tensors
+from hqconv.backends.layout import kernel_form, to_kernel
+from hqconv.backends.quantize import quantize
+from hqconv.planning.groups import gemm_shapes
+from hqconv.verification.files import check_files
+from hqconv.verification.result import CheckResult
+from hqconv.verification.weights import check_weights
+
+BLOCK = "model.layers.0.mlp.experts"
+GIB = 1 << 30
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Damaged:
+    """A copy of a good artifact, with the means to damage it."""
+
+    root: Path
+    source: Path
+    schema: str
+
+    @property
+    def path(self) -> str:
+        """The file that most mutations damage; it holds experts 2 and 3."""
+        return self.rank_file(BLOCK, 1, 1)
+
+    def rank_file(self, block: str, tp_rank: int, ep_rank: int) -> str:
+        return f"experts/tp{tp_rank}-ep{ep_rank}/{block}.safetensors"
+
+    # --- bytes
+
+    def header(self, path: str) -> tuple[dict[str, Any], int]:
+        data = (self.root / path).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        return json.loads(data[8 : 8 + size]), 8 + size
+
+    def tensor_names(self, path: str) -> list[str]:
+        return [name for name in self.header(path)[0] if name != "__metadata__"]
+
+    def expert_bytes(self, path: str, name: str, local: int) -> np.ndarray:
+        """One expert's bytes of one tensor, writable in place."""
+        entries, begin = self.header(path)
+        first, end = entries[name]["data_offsets"]
+        experts = np.memmap(self.root / path, np.uint8, "r+", begin + first, (end - first,))
+        return experts.reshape(entries[name]["shape"][0], -1)[local]
+
+    def flip(self, path: str, name: str, local: int = 0, byte: int = 0, mask: int = 1) -> None:
+        self.expert_bytes(path, name, local)[byte] ^= mask
+
+    def swap_experts(self, path: str, gemms: tuple[str, ...]) -> None:
+        for name in self.tensor_names(path):
+            if name.rsplit(".", 1)[1].split("_")[0] in gemms:
+                first, second = (self.expert_bytes(path, name, local) for local in (0, 1))
+                kept = first.copy()
+                first[:] = second
+                second[:] = kept
+
+    def swap_files(self, left: str, right: str) -> None:
+        kept = (self.root / left).read_bytes()
+        (self.root / left).write_bytes((self.root / right).read_bytes())
+        (self.root / right).write_bytes(kept)
+
+    def edit_header(self, path: str, edit: Callable[[dict[str, Any]], None]) -> None:
+        entries, begin = self.header(path)
+        data = (self.root / path).read_bytes()[begin:]
+        edit(entries)
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        (self.root / path).write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+    # --- the manifest
+
+    def edit_manifest(self, edit: Callable[[dict[str, Any]], None]) -> None:
+        path = self.root / "hqconv.json"
+        words = json.loads(path.read_bytes())
+        edit(words)
+        path.write_text(json.dumps(words))
+
+    def reseal(self) -> None:
+        """Make the manifest agree with the bytes again."""
+
+        def edit(words: dict[str, Any]) -> None:
+            for name, record in words["files"].items():
+                data = (self.root / name).read_bytes()
+                record |= {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+        self.edit_manifest(edit)
+
+    # --- the checks
+
+    def check(self, with_source: bool = True) -> tuple[CheckResult, CheckResult]:
+        """(files, weights)"""
+        with Artifact(self.root) as artifact, open_source(self.source) as source:
+            given = source if with_source else None
+            return check_files(artifact, given, 2), check_weights(artifact, given, None, 2, GIB)
+
+    # --- kernel tensors made anew
+
+    def sources(self, expert: int) -> Tensors:
+        """Role to matrix, of the first block."""
+        tensors = load_file(self.source / "model.safetensors")
+        words = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+        return {role: tensors[f"{BLOCK}.{expert}.{word}.weight"] for role, word in words.items()}
+
+    def rebuild(self, gemm: str, matrices: Tensors, tp_rank: int, local: int = 0) -> None:
+        """Overwrite one expert of `tp{tp_rank}-ep1` by what Humming makes of the given matrices."""
+        with Artifact(self.root) as artifact:
+            block, schema, request = artifact.expert_block(BLOCK), artifact.schema, artifact.request
+        coupled = [role for role in ("w1", "w3") if role in matrices]
+        packed = {}
+        for roles in (coupled, ["w2"]):
+            done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
+            packed |= {role: one.tensors for role, one in zip(roles, done, strict=True)}
+        cut = gemm_tensors(packed, schema, 2, tp_rank)[gemm]
+        form = kernel_form(*gemm_shapes(block, 2, schema)[gemm], schema, request.param_dtype, 90)
+        path = self.rank_file(BLOCK, tp_rank, 1)
+        for name, tensor in to_kernel(form, cut).items():
+            slot = self.expert_bytes(path, f"{BLOCK}.{gemm}_{name}", local)
+            slot[:] = tensor.contiguous().flatten().view(torch.uint8).numpy()
+
+
+def found(result: CheckResult, *texts: str) -> None:
+    """Assert that one finding holds all of the texts."""
+    lines = [f"{f.where} | {f.what} | {f.expected} | {f.found}" for f in result.findings]
+    assert any(all(text in line for text in texts) for line in lines), (texts, lines[:10])
+
+
+def raw_and_resealed(copy: Damaged, paths: list[str]) -> CheckResult:
+    """Raw damage shows in the digests of exactly `paths`; once resealed, `files` is content. Returns `weights`."""
+    files, _ = copy.check(with_source=False)
+    assert sorted(f.where for f in files.findings) == sorted(paths)
+    assert {f.what for f in files.findings} == {"A file's bytes are not those the manifest records."}
+    copy.reseal()
+    files, weights = copy.check()
+    assert files.findings == []
+    return weights

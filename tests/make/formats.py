@@ -1,0 +1,43 @@
+"""Small Mixture-of-Experts checkpoints in every source format, with the configs that publishers write.
+
+`FORMATS` lists them; `write` makes one. The codes are drawn, and what they mean is returned, by code that shares
+nothing with hqconv (`source_packing`, `source_packing_tools`, `source_layouts`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.make import formats_floats, formats_toolkits
+from tests.make.layouts import Block, Sizes, write_checkpoint
+from tests.make.spec import FormatSpec
+
+__all__ = ["FORMATS", "FormatSpec", "Written", "write"]
+
+FORMATS: dict[str, FormatSpec] = {**formats_floats.ROWS, **formats_toolkits.ROWS}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint on disk, and what each block's experts mean, float32."""
+
+    folder: Path
+    spec: FormatSpec
+    truth: dict[str, Block]
+
+
+def write(folder: Path, form: str | FormatSpec, seed: int = 0, **sizes: int) -> Written:
+    """Write the checkpoint of a format into a new folder. sizes: hidden, inner, experts instead of the format's."""
+    spec = FORMATS[form] if isinstance(form, str) else form
+    truth = write_checkpoint(
+        folder,
+        spec.layout,
+        [spec.encode, *spec.layers],
+        Sizes(**{**vars(spec.sizes), **sizes}),
+        dense=spec.dense,
+        differs=spec.differs,
+        config={"torch_dtype": spec.dtype, **spec.config},
+        seed=seed,
+    )
+    return Written(folder, spec, truth)

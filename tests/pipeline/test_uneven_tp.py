@@ -1,0 +1,121 @@
+"""GPT-OSS cut unevenly: the last TP rank holds less and is padded, and nothing is lost or added."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hqconv import dequantize
+from hqconv.errors import RequestError
+from hqconv.schemas.grid import Grid
+from tests.make import conversions
+
+BLOCK = "model.layers.0.mlp.experts"
+HIDDEN, INNER, EXPERTS = 64, 160, 3  # 5 groups of 32: 96 + 64 on two ranks, 64 + 64 + 32 on three
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 gpt_oss checkpoint of one layer: fused, transposed, interleaved, with biases."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    tensors = {
+        f"{BLOCK}.gate_up_proj": tensor(EXPERTS, HIDDEN, 2 * INNER),
+        f"{BLOCK}.gate_up_proj_bias": tensor(EXPERTS, 2 * INNER),
+        f"{BLOCK}.down_proj": tensor(EXPERTS, INNER, HIDDEN),
+        f"{BLOCK}.down_proj_bias": tensor(EXPERTS, HIDDEN),
+        "model.layers.0.mlp.router.weight": tensor(EXPERTS, HIDDEN),
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def convert(
+    source: Path, out: Path, schema: str, tp: int, dtype: str | None = None
+) -> dict[str, torch.Tensor]:
+    conversions.run(source, out, schema, Grid(tp), dtype=dtype)
+    conversions.assert_verified(out, source)
+    return dequantize(out, block=BLOCK)
+
+
+SCHEMAS = ["mxfp4", "int4-g32", "int4-g32-zp", "int8", "fp8", "int4-g32-fpzp", "nvfp4", "fp8-tensor"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_the_ranks_together_are_the_whole(source: Path, tmp_path: Path, schema: str, dtype: str) -> None:
+    whole = convert(source, tmp_path / "tp1", schema, 1, dtype)
+    for tp in (2, 3, 5):
+        cut = convert(source, tmp_path / f"tp{tp}", schema, tp, dtype)
+        for name, expected in whole.items():
+            assert torch.equal(cut[name], expected), (tp, name)
+
+
+def test_every_rank_has_one_shape_and_the_last_ends_in_zeros(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", "int8", 2)
+    shapes = []
+    for tp_rank in range(2):
+        with safe_open(tmp_path / f"out/experts/tp{tp_rank}-ep0/{BLOCK}.safetensors", "pt") as file:
+            shapes.append({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+            bias = file.get_tensor(f"{BLOCK}.w13_bias")
+    assert shapes[0] == shapes[1]
+    # 96 rows of gate, then 96 of up, and the kernel's own padding: 64 of each are the last rank's.
+    parts = bias[:, :192].reshape(EXPERTS, 2, 96)
+    assert parts[:, :, :64].abs().sum() > 0
+    assert not parts[:, :, 64:].any()
+
+
+def test_values_in_the_padding_are_found(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(source, out, "int8", 2)
+    path = out / f"experts/tp1-ep0/{BLOCK}.safetensors"
+    data = bytearray(path.read_bytes())
+    with safe_open(path, "pt") as file:
+        bias = file.get_tensor(f"{BLOCK}.w13_bias")
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    bias[1, 70] = 1.0
+    save_file({**tensors, f"{BLOCK}.w13_bias": bias}, path, metadata)
+    assert bytes(data) != path.read_bytes()
+    report = conversions.check(out, None, "weights")
+    found = [f.what for result in report.results for f in result.findings]
+    assert found == ["The padding of the last TP rank is not zero."]
+
+
+def test_a_rank_without_any_rows_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as error:
+        conversions.run(source, tmp_path / "out", "mxfp4", Grid(4))
+    assert "TP sizes that work: 1, 2, 3, 5" in error.value.message()
+
+
+def test_gpt_oss_of_2880_columns_on_4_and_8_ranks() -> None:
+    """90 groups: 23 + 23 + 23 + 21, and 7 x 12 + 6, as vLLM deals them."""
+    from hqconv.schemas.grid import tp_range, working_tp_sizes
+
+    schema = conversions.schema_of("mxfp4")
+    sizes = working_tp_sizes(2880, schema, pads_last_rank=True)
+    assert {1, 2, 3, 4, 5, 6, 8} <= set(sizes)
+    ranges = [np.diff(tp_range(2880, tp, t, schema))[0] for tp in (4, 8) for t in range(tp)]
+    assert ranges == [736, 736, 736, 672, *[384] * 7, 192]
+    assert 4 not in working_tp_sizes(2880, schema)

@@ -1,0 +1,444 @@
+"""The plan: headers the safetensors library reads, bytes placed once each, refusals that help."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from hqconv.errors import RequestError
+from hqconv.experts.map import ExpertMap, map_experts
+from hqconv.planning import groups as groups_module
+from hqconv.planning.files import build_file
+from hqconv.planning.groups import PlannedBlock, PlannedCopy
+from hqconv.planning.plan import Plan, make_plan
+from hqconv.planning.request import Request, default_param_dtype
+from hqconv.schemas import artifact
+from hqconv.schemas.dtypes import DTYPES, num_bits
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
+from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.tensors import TensorRef, TensorSpec
+from tests.make.conversions import open_plan, schema_of
+from tests.make.matrices import SCHEMAS
+from tests.make.models import MODELS, save_model
+
+QWEN = {"model_type": "qwen3_moe", "hidden_act": "silu", "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
+
+
+def synthetic(
+    layers: int = 2,
+    experts: int = 5,
+    hidden: int = 128,
+    inner: int = 256,
+    dtype: str = "BF16",
+) -> tuple[Any, ExpertMap]:
+    """What planning sees of a Qwen3-MoE checkpoint: names, shapes, sizes; there are no files."""
+    tensors: dict[str, TensorRef] = {}
+    width = num_bits(dtype) // 8
+
+    def put(name: str, *shape: int) -> None:
+        last = next(reversed(tensors.values()), None)
+        offset = last.offset_bytes + last.num_bytes if last else 0
+        tensors[name] = TensorRef(name, dtype, shape, 0, offset, math.prod(shape) * width)
+
+    put("model.embed_tokens.weight", 96, hidden)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        put(f"{prefix}.input_layernorm.weight", hidden)
+        put(f"{prefix}.mlp.gate.weight", experts, hidden)
+        for expert in range(experts):
+            put(f"{prefix}.mlp.experts.{expert}.gate_proj.weight", inner, hidden)
+            put(f"{prefix}.mlp.experts.{expert}.up_proj.weight", inner, hidden)
+            put(f"{prefix}.mlp.experts.{expert}.down_proj.weight", hidden, inner)
+    words = {
+        "num_hidden_layers": layers,
+        "num_experts": experts,
+        "hidden_size": hidden,
+        "moe_intermediate_size": inner,
+    }
+    checkpoint = SimpleNamespace(
+        root=Path("model"),
+        name="model",
+        repo_id=None,
+        revision=None,
+        config={**QWEN, **words},
+        quantization=None,
+        files=(),
+        tensors=tensors,
+        metadata=(),
+        index_sha256=None,
+        other_files=("tokenizer.json",),
+        partial_files=(),
+        total_bytes=sum(ref.num_bytes for ref in tensors.values()),
+    )
+    return checkpoint, map_experts(tensors, checkpoint.config)
+
+
+def plan_of(
+    source: tuple[Any, ExpertMap],
+    schema: str | TargetSchema = "mxfp4",
+    grid: Grid | None = None,
+    layout: str = "kernel",
+    **more: Any,
+) -> Plan:
+    words: dict[str, Any] = {"param_dtype": "bfloat16", "sm_version": 90, **more}
+    target = schema_of(schema) if isinstance(schema, str) else schema
+    return make_plan(*source, Request(schema=target, grid=grid or Grid(), layout=layout, **words))
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+# The library's sub-byte types have to fill whole bytes.
+specs = st.dictionaries(
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda n: n != "__metadata__"),
+    st.tuples(
+        st.sampled_from(sorted(DTYPES)),
+        st.lists(st.integers(0, 5), max_size=3).map(lambda shape: (*shape, 8)),
+    ),
+    max_size=12,
+)
+
+
+@given(chosen=specs)
+def test_a_planned_file_is_read_by_the_library(chosen: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    metadata = {"format": "pt", "w13": '{"a": "ключ"}'}
+    file = build_file("x.safetensors", [TensorSpec(name, *rest) for name, rest in chosen.items()], metadata)
+    content = bytearray(file.header + bytes(file.size_bytes - len(file.header)))
+    for number, tensor in enumerate(file.tensors.values()):
+        end = tensor.offset_bytes + tensor.num_bytes
+        content[tensor.offset_bytes : end] = bytes([number + 1]) * tensor.num_bytes
+        width = max(num_bits(tensor.dtype) // 8, 1)
+        assert tensor.offset_bytes % width == 0, tensor
+    assert len(content) == file.size_bytes
+    assert len(file.header) % 8 == 0
+    parsed = dict(safetensors.deserialize(bytes(content)))
+    assert {n: (t["dtype"], tuple(t["shape"])) for n, t in parsed.items()} == chosen
+    for number, name in enumerate(file.tensors):
+        assert set(parsed[name]["data"]) <= {number + 1}
+    assert json.loads(file.header[8:])["__metadata__"] == metadata
+
+
+def test_a_planned_file_of_torch_types(tmp_path: Path) -> None:
+    dtypes = {
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "I32": torch.int32,
+        "U8": torch.uint8,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+    }
+    odd = [(code.lower(), code, (3, 5)) for code in reversed(dtypes)]
+    file = build_file("x.safetensors", [TensorSpec(*one) for one in odd], {"format": "pt"})
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file.header + bytes(file.size_bytes - len(file.header)))
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        for name, code, shape in odd:
+            tensor = opened.get_tensor(name)
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtypes[code], shape)
+
+
+# --- places ------------------------------------------------------------------------------------------------
+
+
+def all_places(group: PlannedBlock, plan: Plan) -> Iterable[tuple[str, TensorRef]]:
+    """Every write of a block that the pipeline will make: (tensor name, place)."""
+    block, grid = group.block, plan.request.grid
+    if plan.request.layout == artifact.KERNEL:
+        for tp_rank in range(grid.tp):
+            for expert in range(block.num_experts):
+                for name, places in group.kernel_places(tp_rank, expert).items():
+                    yield from ((f"{block.name}.{name}", place) for place in places)
+        return
+    for expert, projections in enumerate(block.sources):
+        for projection, roles in projections.items():
+            source = roles["weight"].name.removesuffix("weight")
+            for name in ("weight", "weight_scale", "zero_point", "weight_scale_2"):
+                index = group.expert_files[expert]
+                if source + name in group.files[index].tensors:
+                    yield source + name, group.packed_place(expert, projection, name)
+
+
+def check_tiling(group: PlannedBlock, plan: Plan) -> None:
+    """Each file's bytes behind its header are written exactly once, each place inside its own tensor."""
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for name, place in all_places(group, plan):
+        tensor = group.files[place.file].tensors[name]
+        end = place.offset_bytes + place.num_bytes
+        assert tensor.offset_bytes <= place.offset_bytes < end <= tensor.offset_bytes + tensor.num_bytes
+        spans[place.file].append((place.offset_bytes, end))
+    assert sorted(spans) == list(range(len(group.files)))
+    for index, file in enumerate(group.files):
+        position = len(file.header)
+        for begin, end in sorted(spans[index]):
+            assert begin == position, (file.path, begin, position)
+            position = end
+        assert position == file.size_bytes
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    experts=st.integers(1, 9),
+    tp=st.sampled_from([1, 2, 3, 6]),
+    ep=st.integers(1, 6),
+    placement=st.sampled_from([LINEAR, ROUND_ROBIN]),
+    redundant=st.integers(0, 12),
+    name=st.sampled_from(["mxfp4", "nvfp4", "int4-g32-zp", "fp8-tensor", "int3-g64"]),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+)
+def test_places_tile_every_rank_file(
+    experts: int, tp: int, ep: int, placement: str, redundant: int, name: str, dtype: str
+) -> None:
+    ep = min(ep, experts + redundant)
+    grid = Grid(tp, ep, placement, redundant)
+    plan = plan_of(synthetic(2, experts, 128, 384), name, grid, param_dtype=dtype)
+    assert [len(group.files) for group in plan.blocks] == [tp * ep] * 2
+    for group in plan.blocks:
+        check_tiling(group, plan)
+        for (tp_rank, ep_rank), file in zip(grid.ranks, group.files, strict=True):
+            assert file.path == f"experts/tp{tp_rank}-ep{ep_rank}/{group.name}.safetensors"
+            local = len(grid.local_experts(experts, ep_rank))
+            metadata = json.loads(file.header[8:])["__metadata__"]
+            for tensor in file.tensors.values():
+                assert tensor.shape[0] == local
+            assert [json.loads(metadata[gemm])["num_experts"] for gemm in ("w13", "w2")] == [local, local]
+
+
+@pytest.mark.parametrize("limit", [1, 60_000, 200_000, 10**9])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp", "fp8-block"])
+def test_places_tile_every_shard_of_the_checkpoint_layout(
+    name: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
+    plan = plan_of(synthetic(2, 5), name, layout="checkpoint")
+    for group in plan.blocks:
+        check_tiling(group, plan)
+    files = [file for group in plan.groups for file in group.files]
+    names = [name for file in files for name in file.tensors]
+    assert len(names) == len(set(names))
+    assert plan.weight_map == {name: file.path for file in files for name in file.tensors}
+    assert {f.path for f in files} == {artifact.shard_name(i + 1, len(files)) for i in range(len(files))}
+
+
+@pytest.mark.parametrize("limit", [1, 40_000, 10**9])
+def test_copied_tensors_are_all_there_in_bounded_shards(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
+    source = synthetic()
+    plan = plan_of(source)
+    copies = [group for group in plan.groups if isinstance(group, PlannedCopy)]
+    assert [ref.name for group in copies for ref in group.refs] == list(source[1].copied)
+    for group in copies:
+        sizes = [tensor.num_bytes for tensor in group.files[0].tensors.values()]
+        assert sum(sizes) <= limit or len(sizes) == 1
+        assert {n: (t.dtype, t.shape) for n, t in group.files[0].tensors.items()} == {
+            ref.name: (ref.dtype, ref.shape) for ref in group.refs
+        }
+    single = ["model.safetensors"] if len(copies) == 1 else None
+    assert single is None or [g.name for g in copies] == single
+
+
+def test_sizes_in_the_plan_add_up() -> None:
+    plan = plan_of(synthetic(), "mxfp4", Grid(2, 3))
+    sizes = {file.path: file.size_bytes for group in plan.groups for file in group.files}
+    assert plan.num_bytes_out == sum(sizes.values())
+    ranks = plan.rank_bytes()
+    assert sorted(ranks) == sorted(f"experts/tp{t}-ep{p}" for t, p in plan.request.grid.ranks)
+    for folder, total in ranks.items():
+        assert total == sum(size for path, size in sizes.items() if path.startswith(folder + "/"))
+    assert plan.source.bytes_of["converted"] == 2 * 5 * 3 * 128 * 256 * 2
+    assert plan_of(synthetic(), layout="checkpoint").rank_bytes() == {}
+
+
+# --- refusals ----------------------------------------------------------------------------------------------
+
+
+def refused(*args: Any, **words: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        plan_of(*args, **words)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_tp_size_that_cuts_a_group_is_refused_with_those_that_work() -> None:
+    message = refused(synthetic(inner=768), "int4", Grid(tp=4))
+    assert "model.layers.0.mlp.experts" in message
+    assert "TP sizes that work: 1, 2, 3, 6" in message
+    assert "TP sizes that work: 1, 2, 4, 8" in refused(synthetic(inner=256), "mxfp4", Grid(tp=3))
+
+
+def test_a_schema_that_does_not_fit_is_refused() -> None:
+    assert "hidden size" in refused(synthetic(hidden=160), "int4")
+    assert "TP sizes that work: none" in refused(synthetic(inner=96), "fp8-block")
+
+
+def test_more_ep_ranks_than_experts_is_refused() -> None:
+    assert "--ep <= 5" in refused(synthetic(experts=5), "mxfp4", Grid(ep=6))
+    assert plan_of(synthetic(experts=5), "mxfp4", Grid(ep=6, redundant=1)).groups
+
+
+@pytest.mark.parametrize(
+    ("words", "needle"),
+    [
+        ({"sm_version": 100}, "--target"),
+        ({"sm_version": 75}, "sm75"),
+        ({"input_schema": "fp8"}, "--input-schema"),
+        ({"layout": "checkpoint", "grid": Grid(tp=2)}, "--layout checkpoint"),
+        ({"layout": "checkpoint", "grid": Grid(redundant=1)}, "--redundant-experts"),
+        ({"schema": TargetSchema("odd", "uint4", "float16", "channel")}, "bs_dtype"),
+        (
+            {"schema": TargetSchema("odd", "uint4", "bfloat16", "channel"), "param_dtype": "float16"},
+            "bs_dtype",
+        ),
+    ],
+    ids=str,
+)
+def test_other_refusals(words: dict[str, Any], needle: str) -> None:
+    assert needle in refused(synthetic(), **words)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_schema_can_be_planned_or_is_refused(name: str, dtype: str) -> None:
+    """No assertion of Humming's reaches the user, in either layout."""
+    for layout in ("kernel", "checkpoint"):
+        try:
+            plan = plan_of(synthetic(1, 3), name, layout=layout, param_dtype=dtype)
+        except RequestError as error:
+            assert "no kernel" in str(error)  # noqa: PT017
+        else:
+            check_tiling(plan.blocks[0], plan)
+
+
+# --- the rest ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [Grid(), Grid(8, 16), Grid(1, 64, ROUND_ROBIN, 32)], ids=str)
+def test_a_kimi_sized_model_is_planned_in_seconds(grid: Grid) -> None:
+    source = synthetic(60, 384, 7168, 2048)
+    plan_of(synthetic(1, 3), "mxfp4")  # load Humming first
+    started = time.process_time()
+    plan = plan_of(source, "mxfp4", grid)
+    assert time.process_time() - started < 2
+    assert 0.5e12 < plan.num_bytes_out < 0.7e12
+
+
+def test_the_checkpoint_layout_of_a_kimi_sized_model_is_planned_in_seconds() -> None:
+    source = synthetic(60, 384, 7168, 2048)
+    started = time.process_time()
+    plan = plan_of(source, "mxfp4", layout="checkpoint")
+    assert time.process_time() - started < 4
+    assert all(file.size_bytes < 5.01e9 for group in plan.groups for file in group.files)
+
+
+@pytest.mark.parametrize(
+    ("name", "warns"),
+    [("mxfp4", False), ("int4", False), ("nvfp4", True), ("fp8-tensor", True), ("int4-g64-zp", True)],
+)
+def test_warnings_for_what_stock_vllm_cannot_serve(name: str, warns: bool) -> None:
+    warnings = plan_of(synthetic(), name, layout="checkpoint").warnings
+    assert bool(warnings) is warns
+    assert all(f"'{name}'" in warning for warning in warnings)
+    assert plan_of(synthetic(), name).warnings == ()
+
+
+def test_warning_for_what_the_kernel_was_seen_to_fail_on() -> None:
+    assert "overflows" in plan_of(synthetic(), "fp8-e5m2", param_dtype="float16").warnings[0]
+    assert plan_of(synthetic(), "fp8", param_dtype="float16").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "source", "expected"),
+    [
+        ({"torch_dtype": "float16"}, "BF16", "float16"),
+        ({"dtype": "bfloat16"}, "F16", "bfloat16"),
+        ({"torch_dtype": "float32"}, "F32", "bfloat16"),
+        ({"text_config": {"dtype": "float16"}}, "BF16", "float16"),
+        ({}, "F16", "float16"),
+        ({}, "BF16", "bfloat16"),
+        ({}, "F32", "bfloat16"),
+    ],
+)
+def test_default_param_dtype(config: dict[str, Any], source: str, expected: str) -> None:
+    assert default_param_dtype(config, synthetic(dtype=source)[1]) == expected
+
+
+def test_the_fingerprint_follows_everything_that_decides_bytes() -> None:
+    base = plan_of(synthetic()).fingerprint()
+    assert base == plan_of(synthetic()).fingerprint()
+    different = {
+        "--schema": plan_of(synthetic(), "int4"),
+        "--tp, --ep or the placement": plan_of(synthetic(), grid=Grid(ep=2)),
+        "--layout": plan_of(synthetic(), layout="checkpoint"),
+        "--dtype": plan_of(synthetic(), param_dtype="float16"),
+    }
+    for key, plan in different.items():
+        assert plan.fingerprint()[key] != base[key]
+    other = plan_of(synthetic(inner=512)).fingerprint()
+    assert [k for k in base if other[k] != base[k]] == ["layout of the output files"]
+
+
+# vLLM's module names, as its models/{mixtral,qwen3_moe,deepseek_v2}.py give them as `prefix`.
+EXPERTS = ("model.layers.3.mlp.experts", "model.layers.3.block_sparse_moe.experts", "layers.0.ffn.experts")
+OTHERS = (
+    "lm_head",
+    "model.embed_tokens",
+    "model.layers.3.self_attn.qkv_proj",
+    "model.layers.3.self_attn.o_proj",
+    "model.layers.3.self_attn.kv_b_proj",
+    "model.layers.0.mlp.gate_up_proj",
+    "model.layers.0.mlp.down_proj",
+    "model.layers.3.mlp.gate",
+    "model.layers.3.block_sparse_moe.gate",
+    "model.layers.3.mlp.shared_experts.gate_up_proj",
+    "model.layers.3.mlp.shared_experts",
+    "model.layers.3.mlp.shared_expert.down_proj",
+    "model.layers.3.mlp.shared_expert_gate",
+)
+
+
+def test_ignore_spares_the_experts_and_nothing_else() -> None:
+    words = artifact.humming_quantization_config(schema_of("mxfp4"), ["model.layers.3.mlp.experts"])
+    patterns = [entry.removeprefix("re:") for entry in words["ignore"]]
+    assert all(entry.startswith("re:") for entry in words["ignore"])
+    for name in OTHERS:
+        assert any(re.match(pattern, name) for pattern in patterns), name
+    for name in EXPERTS:
+        assert not any(re.match(pattern, name) for pattern in patterns), name
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_ignore_of_models_that_transformers_wrote(family: str, tmp_path: Path) -> None:
+    checkpoint, plan = open_plan(save_model(tmp_path / "m", family), "mxfp4", layout="checkpoint")
+    blocks = [block.name for block in plan.experts.blocks]
+    [entry] = artifact.humming_quantization_config(plan.request.schema, blocks)["ignore"]
+    pattern = re.compile(entry.removeprefix("re:"))
+    assert [name for name in blocks if pattern.match(name)] == []
+    modules = {name.rsplit(".", 1)[0] for name in plan.experts.copied}
+    assert [name for name in sorted(modules) if not pattern.match(name)] == []
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_quantization_config_is_hummings_words(name: str) -> None:
+    """Humming's own class reads the words back to the same schema; its aliases are not used."""
+    from hqconv.backends.layout import humming_schema
+
+    words = artifact.humming_quantization_config(schema_of(name), ["a.experts"])
+    assert {"dtype", "group_size", "scale_dtype", "scale_type"}.isdisjoint(words)
+    target = humming_schema(schema_of(name))
+    assert type(target).from_config(words) == target

@@ -1,0 +1,49 @@
+"""Every recipe in configs/ loads, means what it says, and can be quantized and laid out for a kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hqconv.backends.layout import kernel_form
+from hqconv.backends.quantize import quantize
+from hqconv.schemas.target import TargetSchema, load_schema, resolve_schema
+from tests.make.places import CONFIGS
+
+EXPECTED = {
+    "int4-g64-zp": TargetSchema("int4-g64-zp", "uint4", weight_scale_group_size=64, has_zero_point=True),
+    "w3-g64": TargetSchema("w3-g64", "uint3", weight_scale_group_size=64),
+    "fp8-block-64": TargetSchema("fp8-block-64", "float8e4m3", "float32", "block", 64, 64),
+    "nvfp4-channel": TargetSchema(
+        "nvfp4-channel", "float4e2m1", "float8e4m3", "group", 16, weight_scale_2_type="channel"
+    ),
+}
+BITS_PER_WEIGHT = {"int4-g64-zp": 4.3125, "w3-g64": 3.25, "fp8-block-64": 8.0078125, "nvfp4-channel": 4.5}
+
+
+def test_every_recipe_is_listed() -> None:
+    assert {path.name for path in CONFIGS.iterdir()} == {f"{name}.toml" for name in EXPECTED}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_recipe(name: str) -> None:
+    path = CONFIGS / f"{name}.toml"
+    assert load_schema(path) == EXPECTED[name] == resolve_schema(str(path))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [number for number, line in enumerate(lines) if line.startswith("#")] == [0]
+    assert EXPECTED[name].bits_per_weight() == BITS_PER_WEIGHT[name]
+
+
+def test_int4_recipe_is_the_shorthand() -> None:
+    assert EXPECTED["int4-g64-zp"] == resolve_schema("int4-g64-zp")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_recipe_can_be_converted(name: str) -> None:
+    schema = load_schema(CONFIGS / f"{name}.toml")
+    matrix = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    (result,) = quantize([matrix], schema, "bfloat16")
+    assert result.is_finite
+    limit = {3: 0.25, 4: 0.12, 8: 0.03}[schema.num_bits]
+    assert 0 < (result.cost.error / result.cost.power) ** 0.5 < limit
+    assert "weight" in kernel_form(256, 512, schema, "bfloat16", 90).tensors

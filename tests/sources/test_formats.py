@@ -1,0 +1,407 @@
+"""Every source format, converted and verified, against what the writers of `source_checkpoints` meant.
+
+A direct conversion must decode to exactly these numbers. A requantized one must equal, byte for byte, that of a
+float32 checkpoint that holds them. And verify must notice every part of a source that was changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hqconv import dequantize
+from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.schemas.grid import Grid
+from hqconv.verification.result import CheckResult
+from tests.make import conversions
+from tests.make.formats import FORMATS, Written, write
+from tests.make.layouts import Block
+from tests.make.packing import mxfp4
+from tests.make.tensors import snapshot
+
+ROLES = {"w1": 0, "w3": 1, "w2": 2}
+DIRECT = [name for name, spec in FORMATS.items() if spec.direct]
+REFUSED = [name for name, spec in FORMATS.items() if not spec.direct]
+Get = Callable[[str], Written]
+
+
+@pytest.fixture(scope="module")
+def get(tmp_path_factory: pytest.TempPathFactory) -> Get:
+    """The checkpoint of a format, written once."""
+
+    @functools.cache
+    def written(name: str) -> Written:
+        package = FORMATS[name].needs
+        if package and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+        return write(tmp_path_factory.mktemp("sources") / name, name)
+
+    return written
+
+
+def check_weights(out: Path, source: Path) -> CheckResult:
+    (result,) = conversions.check(out, source, "weights").results
+    return result
+
+
+def assert_decodes_to(out: Path, truth: dict[str, Block]) -> None:
+    for name, expected in truth.items():
+        found = dequantize(out, block=name)
+        assert found.keys() == expected.keys()
+        for part, values in expected.items():
+            wrong = (found[part] != values).nonzero()
+            assert not len(wrong), (name, part, f"{len(wrong)} of {values.numel()}, first at {wrong[0]}")
+
+
+def plain_twin(folder: Path, written: Written) -> Path:
+    """A checkpoint of the same experts in float32, with tensors of their own."""
+    folder.mkdir()
+    tensors = {"model.norm.weight": torch.ones(8)}
+    for block, parts in written.truth.items():
+        for role, word in zip(ROLES, written.spec.layout.words, strict=True):
+            for e, values in enumerate(parts[role]):
+                tensors[f"{block}.{e}.{word}.weight"] = values.clone()
+                if f"b{role[1]}" in parts:
+                    tensors[f"{block}.{e}.{word}.bias"] = parts[f"b{role[1]}"][e].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    words = json.loads((written.folder / "config.json").read_text())
+    words.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(words))
+    return folder
+
+
+def expert_files(out: Path) -> dict[str, bytes]:
+    return {p.relative_to(out).as_posix(): p.read_bytes() for p in sorted((out / "experts").rglob("*.*"))}
+
+
+def blocks(out: Path) -> list[dict[str, Any]]:
+    return list(conversions.manifest(out)["blocks"].values())
+
+
+# --- kept as they are --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_source_keeps_codes_and_scales(name: str, get: Get, tmp_path: Path) -> None:
+    written = get(name)
+    spec = written.spec
+    for tp in (1, spec.tp):
+        out = tmp_path / f"tp{tp}"
+        conversions.run(written.folder, out, "source", Grid(tp=tp))
+        manifest = conversions.manifest(out)
+        assert (manifest["schema_name"], manifest["dtype"]) == (spec.direct, spec.dtype)
+        for block in blocks(out):
+            assert block["conversion"] == "direct"
+            for error in block["quantization_error"].values():
+                assert (error["relative_error"], error["num_experts_requantized"]) == (0, 0)
+        assert_decodes_to(out, written.truth)
+        conversions.assert_verified(out, written.folder)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_source_is_refused(name: str, get: Get, tmp_path: Path) -> None:
+    written = get(name)
+    with pytest.raises(HqconvError) as caught:
+        conversions.run(written.folder, tmp_path / "out", "source")
+    assert isinstance(caught.value, RequestError | InputError)
+    assert written.spec.refused
+    assert written.spec.refused in caught.value.message()
+    assert "schema" in caught.value.remedy
+    assert not (tmp_path / "out" / "hqconv.json").exists()
+
+
+def test_float16_scales_are_refused_for_bfloat16(get: Get, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="bfloat16 scales cannot hold its float16 scales") as caught:
+        conversions.run(get("gptq-int4").folder, tmp_path / "out", "source", dtype="bfloat16")
+    assert "--dtype float16" in caught.value.remedy
+
+
+def test_int4_for_bfloat16_is_a_requantization_of_float16_scales(get: Get, tmp_path: Path) -> None:
+    conversions.run(get("gptq-int4").folder, tmp_path / "out", "int4", dtype="bfloat16")
+    assert [block["conversion"] for block in blocks(tmp_path / "out")] == ["requantized"]
+
+
+def test_a_block_scale_that_tp_cuts_is_repeated(get: Get, tmp_path: Path) -> None:
+    written = get("fp8-block")
+    conversions.run(
+        written.folder, tmp_path / "out", "source", Grid(tp=4)
+    )  # 128 x 128 blocks, 64 columns a rank
+    schema = conversions.manifest(tmp_path / "out")["weight_schema"]
+    assert (schema["weight_scale_group_size_n"], schema["weight_scale_group_size"]) == (64, 64)
+    assert_decodes_to(tmp_path / "out", written.truth)
+    conversions.assert_verified(tmp_path / "out", written.folder)
+
+
+def test_blocks_that_have_the_schema_already_are_kept(get: Get, tmp_path: Path) -> None:
+    for name, other in (("mixed-ct-ignore", "quantized"), ("mixed-gptq-dynamic", "requantized")):
+        written, out = get(name), tmp_path / name
+        conversions.run(written.folder, out, "int4")
+        assert [block["conversion"] for block in blocks(out)] == ["direct", other]
+        first = next(iter(written.truth))
+        assert_decodes_to(out, {first: written.truth[first]})
+        conversions.assert_verified(out, written.folder)
+
+
+def test_gate_and_up_with_scales_of_their_own_are_quantized_anew(get: Get, tmp_path: Path) -> None:
+    written, out = get("modelopt-nvfp4-apart"), tmp_path / "out"
+    conversions.run(written.folder, out, "nvfp4")
+    errors = blocks(out)[0]["quantization_error"]
+    counts = {role: error["num_experts_requantized"] for role, error in errors.items()}
+    assert counts == {"w1": 3, "w3": 3, "w2": 0}
+    conversions.assert_verified(out, written.folder)
+
+
+# --- quantized anew ----------------------------------------------------------------------------------------
+
+
+def target_of(written: Written) -> str:
+    """A schema that no block of the source has."""
+    is_held = written.spec.direct in ("int4", "int4-c") or written.spec.layers
+    return "mxfp4" if is_held else written.spec.target
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_requantized_as_the_same_numbers_in_float32(name: str, get: Get, tmp_path: Path) -> None:
+    written = get(name)
+    schema, out, twin = target_of(written), tmp_path / "tp1", tmp_path / "twin"
+    conversions.run(written.folder, out, schema)
+    conversions.run(plain_twin(tmp_path / "plain", written), twin, schema)
+    assert expert_files(out) == expert_files(twin)
+    conversions.assert_verified(out, written.folder)
+    decoded = {block: dequantize(out, block=block) for block in written.truth}
+    for block, words in conversions.manifest(out)["blocks"].items():
+        is_plain = words["source_format"]["decoder"] == "float"
+        assert words["conversion"] == ("quantized" if is_plain else "requantized")
+        for role in ROLES:
+            values, error = written.truth[block][role].double(), words["quantization_error"][role]
+            found = (decoded[block][role].double() - values).norm() / values.norm()
+            assert error["relative_error"] == pytest.approx(float(found), rel=1e-6)
+            assert 0 < error["relative_error"] < 0.25
+    cut = tmp_path / f"tp{written.spec.tp}"
+    conversions.run(written.folder, cut, schema, Grid(tp=written.spec.tp), threads=1)
+    assert_decodes_to(cut, decoded)
+    conversions.assert_verified(cut, written.folder)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "modelopt-nvfp4", "awq", "mxfp4-gpt-oss"])
+@pytest.mark.parametrize("schema", ["source", "int4"])
+def test_threads_change_no_byte(name: str, schema: str, get: Get, tmp_path: Path) -> None:
+    for threads in (1, 3):
+        conversions.run(get(name).folder, tmp_path / str(threads), schema, Grid(tp=2), threads=threads)
+    assert snapshot(tmp_path / "1") == snapshot(tmp_path / "3")
+
+
+# --- how much was exact ------------------------------------------------------------------------------------
+
+
+def exact_groups(out: Path, truth: dict[str, Block], size: int) -> dict[str, tuple[int, int]]:
+    """Per role, over all blocks: groups of columns that decode to the source's numbers, and all groups."""
+    counts = {}
+    for role in ROLES:
+        same = [
+            (dequantize(out, block=block)[role] == parts[role]).unflatten(-1, (-1, size)).all(-1)
+            for block, parts in truth.items()
+        ]
+        counts[role] = (sum(int(one.sum()) for one in same), sum(one.numel() for one in same))
+    return counts
+
+
+def recorded_groups(out: Path) -> dict[str, tuple[int, int]]:
+    errors = [block["quantization_error"] for block in blocks(out)]
+    return {
+        role: (sum(e[role]["num_exact_groups"] for e in errors), sum(e[role]["num_groups"] for e in errors))
+        for role in ROLES
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "size"),
+    [
+        ("mxfp4-deepseek-v4", "nvfp4", 16),
+        ("mxfp4-gpt-oss", "nvfp4", 16),
+        ("quark-mxfp4", "nvfp4", 16),
+        ("mxfp4-deepseek-v4", "mxfp8", 32),
+        ("ct-mxfp4", "mxfp8", 32),
+        ("fp8-block-ue8m0", "mxfp8", 32),  # a group's own power of two is never the larger one
+    ],
+)
+def test_lossless_requantization_is_exact_and_says_so(
+    name: str, schema: str, size: int, get: Get, tmp_path: Path
+) -> None:
+    written, out = get(name), tmp_path / "out"
+    conversions.run(written.folder, out, schema)
+    assert_decodes_to(out, written.truth)
+    counts = recorded_groups(out)
+    assert counts == exact_groups(out, written.truth, size)
+    assert all(exact == of for exact, of in counts.values())
+    assert all(error["relative_error"] == 0 for error in blocks(out)[0]["quantization_error"].values())
+    conversions.assert_verified(out, written.folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "size"),
+    [("fp8-block", "mxfp8", 32), ("fp8-channel", "nvfp4", 16), ("ct-int4-g128", "fp8-block", 128)],
+)
+def test_counts_of_exact_groups_are_true(name: str, schema: str, size: int, get: Get, tmp_path: Path) -> None:
+    written, out = get(name), tmp_path / "out"
+    conversions.run(written.folder, out, schema)
+    found, recorded = exact_groups(out, written.truth, size), recorded_groups(out)
+    if schema != "fp8-block":  # whose groups are blocks
+        assert recorded == found
+    assert any(exact < of for exact, of in recorded.values())
+    conversions.assert_verified(out, written.folder)
+
+
+def test_mxfp4_whose_scales_are_too_far_apart_for_nvfp4(tmp_path: Path) -> None:
+    """Powers of two over more octaves than e4m3 has: the smallest groups cannot be kept, and are not counted."""
+    wide = replace(FORMATS["quark-mxfp4"], encode=mxfp4(low=-30, high=-4))
+    written = write(tmp_path / "wide", wide)
+    conversions.run(written.folder, tmp_path / "out", "nvfp4")
+    counts = recorded_groups(tmp_path / "out")
+    assert counts == exact_groups(tmp_path / "out", written.truth, 16)
+    assert all(0 < exact < of for exact, of in counts.values())
+    conversions.assert_verified(tmp_path / "out", written.folder)
+
+
+# --- our own layouts as sources ----------------------------------------------------------------------------
+
+CHAINED = ("fused-fp8-block", "fused-fp8-channel", "mxfp4-gpt-oss", "humming-nvfp4", "humming-int4-zp")
+
+
+@pytest.mark.parametrize("name", CHAINED)
+def test_from_layout_to_layout(name: str, get: Get, tmp_path: Path) -> None:
+    """Source to either layout to the kernel's, with other ranks: the bytes are those of the short way."""
+    written = get(name)
+    for schema in ("source", "int4"):
+        ways = {key: tmp_path / f"{schema}-{key}" for key in ("direct", "checkpoint", "kernel", "a", "b")}
+        conversions.run(written.folder, ways["direct"], schema)
+        conversions.run(written.folder, ways["checkpoint"], schema, layout="checkpoint")
+        conversions.run(written.folder, ways["kernel"], schema, Grid(tp=2, ep=2))
+        for key, through in (("a", "checkpoint"), ("b", "kernel")):
+            conversions.run(ways[through], ways[key], "source")
+            assert expert_files(ways[key]) == expert_files(ways["direct"])
+            assert [block["conversion"] for block in blocks(ways[key])] == ["direct"]
+            conversions.assert_verified(ways[key], ways[through])
+
+
+def test_the_checkpoint_layout_refuses_other_quantized_layers(get: Get, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="its other layers are quantized") as caught:
+        conversions.run(get("fp8-block").folder, tmp_path / "out", "source", layout="checkpoint")
+    assert "self_attn.o_proj" in caught.value.where
+
+
+# --- a source that was changed -----------------------------------------------------------------------------
+
+# The last two are bitsandbytes' tables: of the 4-bit type, which it has itself, and of scales that may not occur.
+UNUSED = ("input_scale", "input_global_scale", "weight_shape", "weight.quant_map", "weight.nested_quant_map")
+# The bit that doubles or halves a number, or any bit of a code: byte of the element, and bit.
+_BIT = {"F32": (2, 7), "BF16": (0, 7), "F16": (1, 2)}
+
+
+def flip(path: Path, tensor: str) -> None:
+    """Change one bit in the middle of a tensor."""
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    entry = json.loads(data[8 : 8 + size])[tensor]
+    begin, end = entry["data_offsets"]
+    width = {"F32": 4, "BF16": 2, "F16": 2}.get(entry["dtype"], 1)
+    byte, bit = _BIT.get(entry["dtype"], (0, 0))
+    data[8 + size + begin + (end - begin) // width // 2 * width + byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def tensors_of_an_expert(written: Written) -> list[str]:
+    """The tensors of the second expert's up and down projection, or all of a block's stacks; those of use."""
+    block = next(iter(written.truth))
+    names = [name for name in load_file(written.folder / "model.safetensors") if name.startswith(f"{block}.")]
+    if written.spec.layout.fused is None:
+        words = written.spec.layout.words[1:]
+        names = [n for n in names if n.startswith(tuple(f"{block}.1.{word}." for word in words))]
+    return [name for name in names if not name.endswith(UNUSED)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_verify_notices_a_changed_bit_of_every_part(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(FORMATS[name].needs or "torch")
+    written = write(tmp_path / "source", name, experts=2)
+    conversions.run(written.folder, tmp_path / "out", "source" if written.spec.direct else target_of(written))
+    path = written.folder / "model.safetensors"
+    good = path.read_bytes()
+    for tensor in tensors_of_an_expert(written):
+        flip(path, tensor)
+        result = check_weights(tmp_path / "out", written.folder)
+        assert result.findings, tensor
+        path.write_bytes(good)
+    result = check_weights(tmp_path / "out", written.folder)
+    assert not result.findings
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "ct-int4-g32", "gptq-int4-zp", "quark-int4", "modelopt-nvfp4"])
+def test_verify_notices_exchanged_projections(name: str, tmp_path: Path) -> None:
+    written = write(tmp_path / "source", name, experts=2)
+    conversions.run(written.folder, tmp_path / "out", "source")
+    path = written.folder / "model.safetensors"
+    tensors = load_file(path)
+    other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    turned = {}
+    for tensor, value in tensors.items():
+        parts = tensor.split(".")
+        turned[".".join(other.get(part, part) if ".experts.1." in tensor else part for part in parts)] = value
+    save_file(turned, path, {"format": "pt"})
+    result = check_weights(tmp_path / "out", written.folder)
+    codes = [finding for finding in result.findings if "w13_weight" in finding.where]
+    assert len(codes) >= 2
+    for finding in codes:
+        assert "expert 1 " in finding.where
+        assert "gate and up are swapped" in finding.found
+
+
+# --- where the tensors are ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "mxfp4-gpt-oss", "ct-int4-g128-zp", "modelopt-nvfp4", "gptq-int4-zp"]
+)
+def test_partners_may_lie_in_different_shards(name: str, tmp_path: Path) -> None:
+    """Codes, scales and zero points dealt over three files give the bytes of one; without one file, an error."""
+    whole = write(tmp_path / "whole", name, hidden=256, inner=256).folder
+    dealt = tmp_path / "dealt"
+    shutil.copytree(whole, dealt)
+    tensors = load_file(dealt / "model.safetensors")
+    (dealt / "model.safetensors").unlink()
+    shards: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+    for number, (key, tensor) in enumerate(sorted(tensors.items())):
+        shards[number % 3][key] = tensor
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        save_file(shard, dealt / f"model-{number}.safetensors", {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, f"model-{number}.safetensors")
+    (dealt / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = {}
+    for src in (whole, dealt):
+        conversions.run(src, tmp_path / f"out-{src.name}", "source")
+        files = snapshot(tmp_path / f"out-{src.name}")
+        found[src.name] = {path: digest for path, digest in files.items() if path.startswith("experts/")}
+    assert found["whole"] == found["dealt"] != {}
+    (dealt / "model-1.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model-1\.safetensors"):
+        conversions.run(dealt, tmp_path / "lost", "source")
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "mxfp4-gpt-oss", "fused-fp8-projection", "ct-int4-g32", "bitnet"]
+)
+def test_a_single_expert(name: str, tmp_path: Path) -> None:
+    src, out = write(tmp_path / "src", name, hidden=256, inner=256, experts=1).folder, tmp_path / "out"
+    conversions.run(src, out, "source")
+    conversions.assert_verified(out, src)

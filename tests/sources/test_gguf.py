@@ -1,0 +1,665 @@
+"""Experts in GGUF files: decoded as the gguf library decodes whole tensors, and refused where they are not whole."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.checkpoint.gguf import read_header
+from hqconv.cli.app import app
+from hqconv.decode.matrix import SourceMatrix
+from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.experts.map import ExpertMap
+from hqconv.formats.format import REQUANTIZED, conversion_of, why_not_direct
+from hqconv.planning.encoding import takes_powers_of_two
+from hqconv.schemas.target import PRESETS
+from hqconv.sources.gguf import GgufSource, open_with_gguf
+from hqconv.sources.source import Source
+from tests.make.qwen import read_tree, write_qwen3_moe
+from tests.make.tensors import load_file
+
+gguf = pytest.importorskip("gguf")
+Kind, dequantize, quantize = gguf.GGMLQuantizationType, gguf.quants.dequantize, gguf.quants.quantize
+
+E, H, I = 4, 256, 512  # noqa: E741
+CPU = torch.device("cpu")
+SHAPES = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+ROLES = {"gate": "w1", "up": "w3", "down": "w2"}
+WORDS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+Stack = tuple[np.ndarray[Any, Any], Any]  # bytes (or floats) [E, out, …], and their type
+
+
+def decodable() -> list[Kind]:
+    kinds = []
+    for kind in Kind:
+        try:
+            dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        except NotImplementedError:
+            continue
+        kinds.append(kind)
+    return kinds
+
+
+def stack(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> Stack:
+    """A tensor of the type: of random numbers where Python can quantize them, else of random blocks."""
+    generator = np.random.default_rng(seed)
+    try:
+        return quantize(generator.normal(0, 0.05, shape).astype(np.float32), kind), kind
+    except NotImplementedError:
+        numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = generator.integers(0, 256, (np.prod(shape) // numbers, num_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            large = np.abs(dequantize(blocks, kind)).max(-1, initial=0)
+        good = large < 100  # no scale is NaN, infinite or huge
+        blocks[~good] = generator.choice(blocks[good], np.count_nonzero(~good))
+        return blocks.reshape(*shape[:-1], shape[-1] // numbers * num_bytes), kind
+
+
+def floats(one: Stack) -> np.ndarray[Any, Any]:
+    with np.errstate(all="ignore"):
+        return np.asarray(dequantize(*one), np.float32)
+
+
+def write_gguf(path: Path, tensors: Mapping[str, Stack], alignment: int = 32) -> None:
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    if alignment != 32:
+        writer.add_custom_alignment(alignment)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "слово", ""])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 1.5, 2.5])
+    writer.add_bool("flag", True)
+    writer.add_float64("number", 1.0)
+    for name, (raw, kind) in tensors.items():
+        writer.add_tensor(name, raw, raw_dtype=None if raw.dtype != np.uint8 else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def layer_of(layer: int, kinds: Mapping[str, Kind], seed: int = 0) -> dict[str, Stack]:
+    return {
+        f"blk.{layer}.ffn_{word}_exps.weight": stack(kind, SHAPES[word], seed + 10 * layer + index)
+        for index, (word, kind) in enumerate(kinds.items())
+    }
+
+
+def same(kind: Kind) -> dict[str, Kind]:
+    return dict.fromkeys(SHAPES, kind)
+
+
+def without_experts(folder: Path, **words: Any) -> Path:
+    """A qwen3_moe model whose safetensors hold all but the experts."""
+    sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
+    write_qwen3_moe(folder, **{**sizes, **words})
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def others() -> dict[str, Stack]:
+    return {
+        "token_embd.weight": stack(Kind.Q8_0, (64, H)),
+        "blk.0.ffn_gate_inp.weight": stack(Kind.F32, (E, H)),
+        "blk.0.exp_probs_b.bias": stack(Kind.F32, (E,)),
+    }
+
+
+MIXED = {"gate": Kind.Q4_K, "up": Kind.Q4_K, "down": Kind.Q6_K}
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Stack]:
+    """Two layers, mixed as in a Q4_K_M file."""
+    return {**others(), **layer_of(0, MIXED), **layer_of(1, {**MIXED, "down": Kind.Q4_K})}
+
+
+@pytest.fixture
+def model(tmp_path: Path, tensors: dict[str, Stack]) -> Path:
+    folder = without_experts(tmp_path / "model")
+    write_gguf(folder / "model-Q4_K_M.gguf", tensors)
+    return folder
+
+
+def read(source: Source, experts: ExpertMap, layer: int, expert: int) -> dict[str, SourceMatrix]:
+    block = experts.blocks[layer]
+    return source.read_expert(block, expert, block.roles, CPU)
+
+
+def assert_bits(found: torch.Tensor, expected: np.ndarray[Any, Any]) -> None:
+    assert found.dtype == torch.float32
+    assert found.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def convert(model: Path, out: Path, *more: object) -> Any:
+    return call("convert", model, "-o", out, "--schema", "int4", "--target", "sm90", "--device", "cpu", *more)
+
+
+# --- decoding ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", decodable(), ids=lambda kind: kind.name)
+def test_every_type_decodes_as_the_library_says(tmp_path: Path, kind: Kind) -> None:
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    stacks = layer_of(0, same(kind))
+    write_gguf(folder / "model.gguf", stacks)
+    with open_with_gguf(folder) as source:
+        experts = source.map_experts()
+        assert experts.blocks[0].format.name == f"gguf {kind.name}"
+        for expert in range(E):
+            stored = read(source, experts, 0, expert)
+            for word, role in ROLES.items():
+                expected = floats(stacks[f"blk.0.ffn_{word}_exps.weight"])[expert]
+                assert_bits(stored[role].values(), expected)
+
+
+def test_types_may_differ(model: Path, tensors: dict[str, Stack]) -> None:
+    with open_with_gguf(model) as source:
+        assert isinstance(source, GgufSource)
+        experts = source.map_experts()
+        assert [block.format.name for block in experts.blocks] == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
+        assert [block.layer for block in experts.blocks] == [0, 1]
+        for layer in range(2):
+            stored = read(source, experts, layer, 3)
+            for word, role in ROLES.items():
+                assert_bits(stored[role].values(), floats(tensors[f"blk.{layer}.ffn_{word}_exps.weight"])[3])
+        assert stored["w1"].coded is None
+
+
+def test_only_the_experts_own_bytes_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    plain = Checkpoint.read_into
+    with open_with_gguf(model) as source:
+        experts = source.map_experts()
+
+        def spy(self: Checkpoint, ref: Any, buffer: Any, start: int = 0) -> None:
+            seen.append(memoryview(buffer).nbytes)
+            plain(self, ref, buffer, start)
+
+        monkeypatch.setattr(Checkpoint, "read_into", spy)
+        read(source, experts, 0, 1)
+    per_256 = {kind: gguf.GGML_QUANT_SIZES[kind][1] for kind in MIXED.values()}
+    assert seen == [H * I // 256 * per_256[kind] for kind in MIXED.values()]
+    assert experts.blocks[0].num_bytes == E * sum(seen)
+
+
+def test_no_target_keeps_the_blocks(model: Path) -> None:
+    with open_with_gguf(model) as source:
+        fmt = source.map_experts().blocks[0].format
+    for schema in PRESETS.values():
+        assert why_not_direct(fmt, schema, "bfloat16").startswith("its codes are gguf Q4_K+Q6_K")
+        assert conversion_of(fmt, schema, "bfloat16") == REQUANTIZED
+        assert not takes_powers_of_two(fmt, schema)
+
+
+def test_split_files(tmp_path: Path, tensors: dict[str, Stack]) -> None:
+    folder = without_experts(tmp_path / "model")
+    names = list(tensors)
+    for index in range(3):
+        part = {name: tensors[name] for name in names[index::3]}
+        write_gguf(folder / f"m-{index + 1:05d}-of-00003.gguf", part, alignment=64)
+    with open_with_gguf(folder) as source:
+        experts = source.map_experts()
+        assert len({ref.file for ref in experts.blocks[0].refs(0)}) > 1
+        for word, role in ROLES.items():
+            expected = floats(tensors[f"blk.1.ffn_{word}_exps.weight"])[2]
+            assert_bits(read(source, experts, 1, 2)[role].values(), expected)
+    (folder / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(InputError, match=r"m-00002-of-00003\.gguf"):
+        open_with_gguf(folder)
+
+
+def test_gate_and_up_in_one_stack(tmp_path: Path) -> None:
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    both = stack(Kind.Q5_1, (E, 2 * I, H))
+    down = stack(Kind.IQ4_NL, SHAPES["down"])
+    write_gguf(folder / "m.gguf", {"blk.0.ffn_gate_up_exps.weight": both, "blk.0.ffn_down_exps.weight": down})
+    with open_with_gguf(folder) as source:
+        experts = source.map_experts()
+        assert experts.blocks[0].num_bytes == both[0].nbytes + down[0].nbytes
+        for expert in range(E):
+            stored = read(source, experts, 0, expert)
+            assert_bits(stored["w1"].values(), floats(both)[expert, :I])
+            assert_bits(stored["w3"].values(), floats(both)[expert, I:])
+            assert_bits(stored["w2"].values(), floats(down)[expert])
+
+
+def test_second_scales_of_nvfp4(tmp_path: Path) -> None:
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    stacks = layer_of(0, same(Kind.NVFP4))
+    scale = np.asarray([0.1, 0.5, 3.0, 1.0], np.float32)
+    more = {
+        "blk.0.ffn_down_exps.scale": (scale, Kind.F32),
+        "blk.0.ffn_down_exps.input_scale": (scale, Kind.F32),
+    }
+    write_gguf(folder / "m.gguf", {**stacks, **more})
+    with open_with_gguf(folder) as source:
+        experts = source.map_experts()
+        assert experts.dropped == {
+            "m.gguf:blk.0.ffn_down_exps.input_scale": "activation scale, not used by 16-bit activations"
+        }
+        for expert in range(E):
+            stored = read(source, experts, 0, expert)
+            down = floats(stacks["blk.0.ffn_down_exps.weight"])[expert]
+            assert_bits(stored["w2"].values(), down * scale[expert])
+            assert_bits(stored["w1"].values(), floats(stacks["blk.0.ffn_gate_exps.weight"])[expert])
+
+
+def test_a_scale_that_may_be_the_routers(tmp_path: Path) -> None:
+    """llama.cpp calls gemma4's per_expert_scale as it calls the second scale of NVFP4 weights."""
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    words = {"model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "top_k_experts": 2}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **words}))
+    prefix = "model.layers.0"
+    kept = {
+        f"{prefix}.router.proj.weight": torch.zeros(E, H),
+        f"{prefix}.input_layernorm.weight": torch.ones(H),
+    }
+    save_file(kept, folder / "model.safetensors")
+    scale = {"blk.0.ffn_down_exps.scale": (np.ones(E, np.float32), Kind.F32)}
+
+    write_gguf(folder / "m.gguf", {**layer_of(0, same(Kind.Q8_0)), **scale})
+    refused(folder, InputError, r"m\.gguf:blk\.0\.ffn_down_exps\.scale")  # not in the safetensors
+    save_file({**kept, f"{prefix}.router.per_expert_scale": torch.ones(E)}, folder / "model.safetensors")
+    with open_with_gguf(folder) as source:
+        experts = source.map_experts()
+        assert experts.dropped == {"m.gguf:blk.0.ffn_down_exps.scale": "the safetensors' tensor is used"}
+        assert experts.blocks[0].name == f"{prefix}.experts"
+    write_gguf(folder / "m.gguf", {**layer_of(0, same(Kind.NVFP4)), **scale})
+    refused(folder, InputError, r"m\.gguf:blk\.0\.ffn_down_exps\.scale")  # both at once
+
+
+def test_biases(tmp_path: Path) -> None:
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {"model_type": "gpt_oss", "num_local_experts": E, "intermediate_size": I}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes}))
+    stacks = layer_of(0, same(Kind.MXFP4))
+    for word in SHAPES:
+        stacks[f"blk.0.ffn_{word}_exps.bias"] = stack(Kind.F32, SHAPES[word][:2])
+    write_gguf(folder / "m.gguf", stacks)
+    with open_with_gguf(folder) as source:
+        experts = source.map_experts()
+        assert experts.blocks[0].has_bias
+        stored = read(source, experts, 0, 2)
+        for word, role in ROLES.items():
+            bias = stored[role].bias
+            assert bias is not None
+            assert_bits(bias, floats(stacks[f"blk.0.ffn_{word}_exps.bias"])[2])
+    out = tmp_path / "out"
+    assert convert(folder, out).exit_code == 0
+    assert call("verify", out, "--source", folder, "--checks", "files,weights").exit_code == 0
+    del stacks["blk.0.ffn_up_exps.bias"]
+    write_gguf(folder / "m.gguf", stacks)
+    refused(folder, InputError, r"blk\.0\.ffn_up_exps\.bias")
+
+
+def test_mtp_layers_count_on(tmp_path: Path, tensors: dict[str, Stack]) -> None:
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    kept = load_file(folder / "model.safetensors")
+    kept["mtp.layers.0.mlp.gate.weight"] = torch.zeros(E, H)
+    save_file(kept, folder / "model.safetensors")
+    write_gguf(folder / "m.gguf", tensors)
+    with open_with_gguf(folder) as source:
+        experts = source.map_experts()
+    names = [(block.name, block.layer) for block in experts.blocks]
+    assert names == [("model.layers.0.mlp.experts", 0), ("mtp.layers.0.mlp.experts", 1)]
+
+
+# --- conversion --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Stack]) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("gguf")
+    source, out = without_experts(folder / "model"), folder / "out"
+    write_gguf(source / "model.gguf", tensors)
+    done = convert(source, out, "--tp", 2, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["conversion"] == {REQUANTIZED: 2}
+    return source, out
+
+
+@pytest.mark.parametrize("with_source", [False, True])
+def test_an_artifact_passes(converted: tuple[Path, Path], with_source: bool) -> None:
+    source, out = converted
+    more = ["--source", source] if with_source else []
+    done = call("verify", out, "--checks", "files,weights", *more)
+    assert done.exit_code == 0, done.stdout + done.stderr
+
+
+def test_the_artifact_is_that_of_the_decoded_floats(
+    converted: tuple[Path, Path], tmp_path: Path, tensors: dict[str, Stack]
+) -> None:
+    """The same model with float32 experts in safetensors gives the same rank files."""
+    source, out = converted
+    plain = tmp_path / "plain"
+    shutil.copytree(source, plain)
+    (plain / "model.gguf").unlink()
+    weights = load_file(plain / "model.safetensors")
+    for layer in range(2):
+        for word, name in WORDS.items():
+            decoded = floats(tensors[f"blk.{layer}.ffn_{word}_exps.weight"])
+            for expert in range(E):
+                full = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                weights[full] = torch.from_numpy(decoded[expert].copy())
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    assert convert(plain, tmp_path / "out", "--tp", 2).exit_code == 0
+    ours, theirs = read_tree(out / "experts"), read_tree(tmp_path / "out" / "experts")
+    assert ours == theirs
+
+
+def test_every_tensor_is_counted_once(converted: tuple[Path, Path], tensors: dict[str, Stack]) -> None:
+    source, out = converted
+    words = json.loads((out / "hqconv.json").read_bytes())["tensors"]
+    kept = load_file(source / "model.safetensors")
+    assert sorted(words["copied"]) == sorted(kept)
+    stacks = {f"model.gguf:{name}" for name in tensors if "_exps" in name}
+    assert set(words["converted"]) == stacks
+    dropped = {f"model.gguf:{name}" for name in others()}
+    assert words["dropped"] == dict.fromkeys(dropped, "the safetensors' tensor is used")
+    assert not (out / "model.gguf").exists()
+
+
+def test_another_source_is_noticed(converted: tuple[Path, Path], tmp_path: Path) -> None:
+    source, out = converted
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    with open_with_gguf(source) as opened:
+        ref = opened.tensors["model.gguf:blk.1.ffn_up_exps.weight"]
+    raw, size = bytearray((other / "model.gguf").read_bytes()), ref.num_bytes // E
+    begin = ref.offset_bytes
+    raw[begin + 2 * size : begin + 3 * size] = raw[begin : begin + size]
+    (other / "model.gguf").write_bytes(raw)
+    done = call("verify", out, "--source", other, "--checks", "weights", "--json")
+    assert done.exit_code == 1
+    findings = [
+        finding["where"]
+        for result in json.loads(done.stdout)["checks"].values()
+        for finding in result["findings"]
+    ]
+    assert any("w3 of expert 2" in where or "expert 2, w3" in where for where in findings), findings
+    assert not any("layers.0" in where for where in findings)
+
+
+def test_a_damaged_artifact_is_noticed(converted: tuple[Path, Path], tmp_path: Path) -> None:
+    source, out = converted
+    damaged = tmp_path / "out"
+    shutil.copytree(out, damaged)
+    words = json.loads((damaged / "hqconv.json").read_bytes())
+    name = next(iter(words["tensors"]["converted"]))
+    del words["tensors"]["converted"][name]
+    (damaged / "hqconv.json").write_text(json.dumps(words))
+    for more in ([], ["--source", source]):
+        done = call("verify", damaged, "--checks", "files", *more)
+        assert done.exit_code == 1
+        assert name in done.stdout.replace("\n", "")
+
+
+def test_inspect_and_dry_run(model: Path, tmp_path: Path) -> None:
+    done = call("inspect", model, "--json")
+    assert done.exit_code == 0, done.stderr
+    words = json.loads(done.stdout)
+    assert words["convertible"]
+    assert words["direct_schemas"] == []
+    assert [block["source_format"] for block in words["blocks"]] == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
+    done = convert(model, tmp_path / "out", "--dry-run", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["tensors"]["dropped"]["num_tensors"] == 3
+    done = call("convert", model, "-o", tmp_path / "out", "--schema", "source", "--target", "sm90")
+    assert done.exit_code == 2
+    assert "gguf Q4_K+Q6_K: no kernel reads codes of this kind" in done.stderr
+
+
+def test_experts_of_the_safetensors_win(model: Path, tmp_path: Path) -> None:
+    both = write_qwen3_moe(tmp_path / "both")
+    shutil.copy(model / "model-Q4_K_M.gguf", both)
+    with open_with_gguf(both) as source:
+        assert not isinstance(source, GgufSource)
+        assert all(block.format.is_float for block in source.map_experts().blocks)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, kind: type[HqconvError], where: str) -> HqconvError:
+    with pytest.raises(kind) as caught, open_with_gguf(folder) as source:
+        source.map_experts()
+    assert re.search(where, caught.value.where), caught.value.message()
+    return caught.value
+
+
+def test_gguf_alone_is_not_enough(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").unlink()
+    for _ in range(2):
+        done = convert(model, tmp_path / "out")
+        assert done.exit_code == 2
+        assert "GGUF files alone are not enough" in done.stderr
+        assert "model.safetensors" in done.stderr
+        (model / "config.json").unlink(missing_ok=True)
+
+
+def test_without_the_library(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = builtins.__import__
+
+    def none(name: str, *words: Any, **more: Any) -> Any:
+        if name.split(".")[0] == "gguf":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="gguf")
+        return plain(name, *words, **more)
+
+    monkeypatch.setattr(builtins, "__import__", none)
+    done = convert(model, tmp_path / "out")
+    assert done.exit_code == 2
+    assert "pip install 'hqconv[gguf]'" in done.stderr
+
+
+@pytest.mark.parametrize("word", list(SHAPES))
+def test_a_missing_projection(model: Path, tensors: dict[str, Stack], word: str) -> None:
+    kept = {name: one for name, one in tensors.items() if name != f"blk.1.ffn_{word}_exps.weight"}
+    write_gguf(model / "model-Q4_K_M.gguf", kept)
+    refused(model, InputError, rf"blk\.1\.ffn_{word}_exps\.weight")
+
+
+def test_a_missing_layer(model: Path, tensors: dict[str, Stack]) -> None:
+    write_gguf(model / "model-Q4_K_M.gguf", {n: one for n, one in tensors.items() if "blk.1." not in n})
+    refused(model, InputError, r"model\.layers\.1\.mlp\.gate\.weight")
+
+
+def test_a_layer_without_its_other_tensors(model: Path, tensors: dict[str, Stack]) -> None:
+    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, **layer_of(2, MIXED)})
+    refused(model, InputError, r"blk\.2\.ffn_down_exps\.weight")
+
+
+def test_no_experts_at_all(model: Path) -> None:
+    write_gguf(model / "model-Q4_K_M.gguf", others())
+    with pytest.raises(RequestError, match="nothing to convert"), open_with_gguf(model) as source:
+        source.map_experts()
+
+
+@pytest.mark.parametrize(
+    ("word", "shape"),
+    [
+        ("gate", (E + 1, I, H)),
+        ("up", (E - 1, I, H)),
+        ("down", (E, I, H)),
+        ("gate", (E, I // 2, H)),
+        ("up", (E, I, 2 * H)),
+        ("down", (H, I)),
+        ("down", (1, E, H, I)),
+    ],
+)
+def test_a_wrong_shape(model: Path, tensors: dict[str, Stack], word: str, shape: tuple[int, ...]) -> None:
+    name = f"blk.0.ffn_{word}_exps.weight"
+    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: stack(Kind.Q8_0, shape)})
+    error = refused(model, InputError, re.escape(name))
+    assert error.found == str(list(shape))
+
+
+def test_experts_of_another_number_than_the_config_says(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_experts": E + 4}))
+    assert "num_experts" in refused(model, InputError, r"blk\.0\.ffn_.*_exps\.weight").expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.0.ffn_gate_chexps.weight",
+        "blk.0.ffn_norm_exps.weight",
+        "blk.0.ffn_up.3.weight",
+        "blk.00.ffn_up_exps.weight",
+        "blk.0.ffn_up_exps.weight2",
+        "blk.0.ffn_up_exps.scale",
+    ],
+)
+def test_other_names_of_experts(model: Path, tensors: dict[str, Stack], name: str) -> None:
+    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: stack(Kind.F32, (E,))})
+    refused(model, InputError, re.escape(name))
+
+
+def test_a_projection_twice(model: Path, tensors: dict[str, Stack]) -> None:
+    both = {"blk.0.ffn_gate_up_exps.weight": stack(Kind.Q8_0, (E, 2 * I, H))}
+    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, **both})
+    refused(model, InputError, r"ffn_gate")
+
+
+def test_two_quantizations_in_one_folder(model: Path) -> None:
+    shutil.copy(model / "model-Q4_K_M.gguf", model / "other.gguf")
+    refused(model, InputError, r"other\.gguf:token_embd\.weight")
+
+
+def test_an_unknown_model(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "new_moe"}))
+    refused(model, RequestError, "model_type")
+
+
+def test_a_type_that_cannot_be_decoded(model: Path, tensors: dict[str, Stack]) -> None:
+    name = "blk.1.ffn_up_exps.weight"
+    raw = np.zeros((E, I, H // 256 * gguf.GGML_QUANT_SIZES[Kind.Q8_K][1]), np.uint8)
+    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: (raw, Kind.Q8_K)})
+    assert refused(model, InputError, re.escape(name)).found == "Q8_K"
+
+
+def test_a_name_that_a_manifest_cannot_record(model: Path) -> None:
+    (model / "model-Q4_K_M.gguf").rename(model / "{expert}.gguf")
+    refused(model, InputError, "expert")
+
+
+def test_numbers_that_are_none(model: Path, tensors: dict[str, Stack], tmp_path: Path) -> None:
+    name = "blk.1.ffn_up_exps.weight"
+    values = np.zeros(SHAPES["up"], np.float32)
+    values[2, 5, 7] = np.nan
+    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: (values, Kind.F32)})
+    done = convert(model, tmp_path / "out")
+    assert done.exit_code == 3
+    assert f"model-Q4_K_M.gguf:{name}, expert 2" in done.stderr.replace("\n", "")
+
+
+def test_a_file_that_changes_meanwhile(model: Path) -> None:
+    with open_with_gguf(model) as source:
+        experts = source.map_experts()
+        (model / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+        with pytest.raises(InputError, match="changed"):
+            read(source, experts, 0, 0)
+
+
+# --- headers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alignment", [32, 8, 4096])
+def test_headers_read_as_the_library_reads_them(
+    tmp_path: Path, tensors: dict[str, Stack], alignment: int
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tensors, alignment)
+    header, _ = read_header(path, 3)
+    expected = gguf.GGUFReader(path).tensors
+    assert list(header) == [tensor.name for tensor in expected]
+    for tensor in expected:
+        found = header[tensor.name]
+        assert (found.name, found.file) == (f"m.gguf:{tensor.name}", 3)
+        assert found.dtype == tensor.tensor_type.name
+        assert found.num_bytes == tensor.n_bytes
+        assert found.shape == tuple(int(size) for size in reversed(tensor.shape))
+        assert found.offset_bytes == tensor.data_offset
+
+
+def test_the_hash_is_the_headers(tmp_path: Path, tensors: dict[str, Stack]) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tensors)
+    before = read_header(path)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert read_header(path) == before
+    path.write_bytes(bytes(raw).replace(b"tokenizer.ggml.scores", b"tokenizer.ggml.scoreS"))
+    assert read_header(path)[1] != before[1]
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    path = folder / "m.gguf"
+    write_gguf(path, layer_of(0, same(Kind.Q4_0)))
+    raw = path.read_bytes()
+    first = min(tensor.offset_bytes for tensor in read_header(path)[0].values())
+    for length in range(0, first, 7):
+        path.write_bytes(raw[:length])
+        refused(folder, InputError, r"m\.gguf")
+    end = max(t.data_offset + t.n_bytes for t in reader_of(path, raw))
+    for length in (first, first + 1000, end - 1):
+        path.write_bytes(raw[:length])
+        refused(folder, InputError, r"m\.gguf:blk\.0\.ffn_.*_exps\.weight")
+
+
+def reader_of(path: Path, raw: bytes) -> list[Any]:
+    path.write_bytes(raw)
+    return list(gguf.GGUFReader(path).tensors)
+
+
+def test_damaged_headers(tmp_path: Path) -> None:
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    path = folder / "m.gguf"
+    write_gguf(path, layer_of(0, same(Kind.Q4_0)), alignment=64)
+    raw = path.read_bytes()
+
+    def with_bytes(at: int, new: bytes) -> None:
+        path.write_bytes(raw[:at] + new + raw[at + len(new) :])
+
+    name = b"blk.0.ffn_up_exps.weight"
+    info = raw.index(name) + len(name)
+    huge = (1 << 62).to_bytes(8, "little")
+    cases = {
+        "not a GGUF file": (0, b"GGML"),
+        "version": (4, b"\0\0\0\3"),  # big-endian
+        "ends inside": (8, huge),
+        "not usable": (raw.index(b"general.alignment") + 21, b"\x30"),
+        "dimensions": (info, b"\5"),
+        "truncated": (info + 4 + 3 * 8 + 4, huge),
+        "does not know": (info + 4 + 3 * 8, b"\x90"),
+        "wrong shape": (info + 4, b"\1\1"),
+        "not text": (raw.index(name), b"\xff"),
+    }
+    for what, (at, new) in cases.items():
+        with_bytes(at, new)
+        with pytest.raises(InputError, match=what) as caught, open_with_gguf(folder) as source:
+            source.map_experts()
+        if at > info - len(name) and what != "not text":
+            assert name.decode() in caught.value.where

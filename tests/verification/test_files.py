@@ -1,0 +1,309 @@
+"""The `files` check on artifacts that are whole but for one thing, with and without their source."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hqconv.api import open_source
+from hqconv.artifact.opened import Artifact
+from hqconv.schemas.grid import Grid
+from hqconv.verification.files import check_files
+from hqconv.verification.result import MAX_PER_KIND, CheckResult
+from tests.make.conversions import run
+from tests.make.damage import Damaged, found
+from tests.make.models import save_model
+from tests.make.qwen import write_qwen3_moe
+
+BLOCK = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("good")
+    src = write_qwen3_moe(folder / "src")
+    run(src, folder / "kernel", "int4-g64", Grid(2, 2))
+    run(src, folder / "checkpoint", "int4-g64", layout="checkpoint")
+    return {"src": src, "kernel": folder / "kernel", "checkpoint": folder / "checkpoint"}
+
+
+@pytest.fixture
+def copy(good: dict[str, Path], tmp_path: Path) -> Damaged:
+    shutil.copytree(good["kernel"], tmp_path / "out")
+    return Damaged(tmp_path / "out", good["src"], "int4-g64")
+
+
+@pytest.fixture
+def sharded(good: dict[str, Path], tmp_path: Path) -> Damaged:
+    """The checkpoint layout: three shards and an index."""
+    shutil.copytree(good["checkpoint"], tmp_path / "out")
+    return Damaged(tmp_path / "out", good["src"], "int4-g64")
+
+
+def files_of(copy: Damaged, with_source: bool = False) -> CheckResult:
+    with Artifact(copy.root) as artifact, open_source(copy.source) as source:
+        return check_files(artifact, source if with_source else None, 2)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+def test_real_models_pass(family: str, layout: str, tmp_path: Path) -> None:
+    src = save_model(tmp_path / "src", family)
+    run(src, tmp_path / "out", "mxfp4", Grid(1, 3) if layout == "kernel" else Grid(), layout=layout)
+    copy = Damaged(tmp_path / "out", src, "mxfp4")
+    for with_source in (False, True):
+        result = files_of(copy, with_source)
+        assert result.findings == []
+        assert ("not compared with the source" in " ".join(result.notes)) != with_source
+
+
+# --- stray and missing files -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "notes.txt",
+        ".hidden",
+        "config.json.partial",
+        "experts/tp0-ep0/x.safetensors.partial",
+        "experts/tp2-ep0/model.layers.0.mlp.experts.safetensors",
+        "sub/folder/file",
+    ],
+)
+def test_a_stray_file(copy: Damaged, path: str) -> None:
+    (copy.root / path).parent.mkdir(parents=True, exist_ok=True)
+    (copy.root / path).write_bytes(b"x")
+    findings = files_of(copy).findings
+    assert [(f.where, f.what) for f in findings] == [(path, "A file is not in the manifest.")]
+
+
+@pytest.mark.parametrize("name", [".gitattributes", "README.md", "SHA256SUMS", ".cache/x/y", ".git/HEAD"])
+def test_what_publishing_brings_along_is_noted(copy: Damaged, name: str) -> None:
+    (copy.root / name).parent.mkdir(parents=True, exist_ok=True)
+    (copy.root / name).write_bytes(b"x")
+    result = files_of(copy)
+    assert result.findings == []
+    assert f"beside the artifact's own files: {name.split('/')[0]}" in result.notes
+
+
+def test_the_journal_of_a_run_killed_at_its_very_end_is_noted(copy: Damaged) -> None:
+    (copy.root / ".hqconv-progress.jsonl").write_bytes(b"{}\n")
+    result = files_of(copy)
+    assert result.findings == []
+    assert any("--resume" in note for note in result.notes)
+
+
+def test_links_are_followed_to_files_and_not_to_folders(copy: Damaged, tmp_path: Path) -> None:
+    (copy.root / "config.json").rename(tmp_path / "blob")  # as in the Hub's cache
+    (copy.root / "config.json").symlink_to(tmp_path / "blob")
+    assert files_of(copy).findings == []
+    (copy.root / "more").symlink_to(tmp_path)
+    assert [f.where for f in files_of(copy).findings] == ["more"]
+
+
+@pytest.mark.parametrize("path", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file(copy: Damaged, path: str) -> None:
+    (copy.root / path).unlink()
+    found(files_of(copy), path, "missing")
+
+
+@pytest.mark.parametrize("path", ["config.json", "tokenizer.json", f"experts/tp1-ep0/{BLOCK}.safetensors"])
+def test_a_file_that_the_manifest_forgets(copy: Damaged, path: str) -> None:
+    copy.edit_manifest(lambda words: words["files"].pop(path))
+    found(files_of(copy), path, "not in the manifest")
+    (copy.root / path).unlink()
+    result = files_of(copy, with_source=True)
+    assert any(path in f.where for f in result.findings), result.findings
+
+
+def test_every_problem_is_listed_up_to_a_number(copy: Damaged) -> None:
+    for i in range(MAX_PER_KIND + 7):
+        (copy.root / f"stray-{i:03}").touch()
+    (copy.root / "config.json").unlink()
+    result = files_of(copy)
+    strays = [f for f in result.findings if f.what == "A file is not in the manifest."]
+    assert len(strays) == MAX_PER_KIND + 1
+    assert strays[-1].found == "7 more of this kind"
+    found(result, "config.json", "missing")
+
+
+# --- headers -----------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_with_another_name(copy: Damaged) -> None:
+    name = f"{BLOCK}.w2_weight_scale"
+    copy.edit_header(copy.path, lambda entries: entries.update({f"{name}_": entries.pop(name)}))
+    copy.reseal()
+    result = files_of(copy)
+    found(result, f"{copy.path}, tensor {name}", "A tensor is missing")
+    found(result, f"{copy.path}, tensor {name}_", "does not belong here")
+
+
+def test_ranks_are_compared_with_each_other_without_humming(
+    copy: Damaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: Any) -> Any:
+        raise ModuleNotFoundError("humming")
+
+    monkeypatch.setattr("hqconv.artifact.facts.is_compatible", absent)
+    monkeypatch.setattr("hqconv.artifact.facts.packed_form", absent)
+    result = files_of(copy)
+    assert result.findings == []
+    assert "Humming cannot be imported" in " ".join(result.notes)
+
+    def edit(entries: dict[str, Any]) -> None:
+        words = json.loads(entries["__metadata__"]["w13"])
+        entries["__metadata__"]["w13"] = json.dumps({**words, "sm_version": 80})
+        entries[f"{BLOCK}.w2_weight_scale"]["dtype"] = "F16"
+
+    copy.edit_header(copy.path, edit)
+    copy.reseal()
+    result = files_of(copy)
+    found(result, f"{copy.path}, metadata w13: sm_version", "90", "80")
+    found(result, f"{copy.path}, tensor {BLOCK}.w2_weight_scale", "BF16", "F16")
+
+
+def test_the_schema_is_spelled_out(copy: Damaged) -> None:
+    copy.edit_manifest(lambda words: words["weight_schema"].pop("hadamard_block_size"))
+    found(files_of(copy), "weight_schema: hadamard_block_size", "does not spell out its schema")
+
+
+def test_another_version_of_humming_is_noted(copy: Damaged) -> None:
+    copy.edit_manifest(lambda words: words.update(humming_kernels_version="0.0.1"))
+    result = files_of(copy)
+    assert result.findings == []
+    assert "0.0.1" in " ".join(result.notes)
+
+
+# --- index, config -----------------------------------------------------------------------------------------
+
+
+def edit_json(copy: Damaged, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    words = json.loads((copy.root / name).read_bytes())
+    edit(words)
+    (copy.root / name).write_text(json.dumps(words))
+    copy.reseal()
+
+
+INDEX = "model.safetensors.index.json"
+MAP_EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "elsewhere": lambda w: w["weight_map"].update({"model.embed_tokens.weight": "model-00001-of-00003.safetensors"}),
+    "missing": lambda w: w["weight_map"].pop("model.embed_tokens.weight"),
+    "extra": lambda w: w["weight_map"].update(x="model-00001-of-00003.safetensors"),
+    "no map": lambda w: w.pop("weight_map"),
+    "size": lambda w: w["metadata"].update(total_size=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", MAP_EDITS)
+def test_the_index_names_the_shards_tensors(sharded: Damaged, edit: str) -> None:
+    assert files_of(sharded).findings == []
+    edit_json(sharded, INDEX, MAP_EDITS[edit])
+    result = files_of(sharded)
+    assert len(result.findings) == 1
+    found(result, INDEX, "The index and the shards disagree")
+
+
+def test_shards_need_an_index_and_all_their_numbers(sharded: Damaged) -> None:
+    sharded.edit_manifest(lambda words: words["files"].pop(INDEX))
+    (sharded.root / INDEX).unlink()
+    found(files_of(sharded), INDEX, "There is no index")
+    lost = "model-00001-of-00003.safetensors"
+    sharded.edit_manifest(lambda words: words["files"].pop(lost))
+    (sharded.root / lost).unlink()
+    result = files_of(sharded)
+    found(result, "model-00001-of-00002.safetensors", "A file is missing")
+    found(result, f"block {BLOCK}", f"{BLOCK}.0.gate_proj.weight", "A tensor is missing")
+
+
+CONFIG_EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "target": (lambda w: w["quantization_config"].update(target="sm80"), "quantization_config: target"),
+    "none": (lambda w: w.pop("quantization_config"), "quantization_config"),
+    "schema": (lambda w: w["quantization_config"]["weight_schema"].update(b_dtype="uint8"), "weight_schema"),
+    "top_k": (lambda w: w.update(num_experts_per_tok=1), "top_k"),
+    "experts": (lambda w: w.update(num_experts=8), "hqconv.json"),
+}
+
+
+@pytest.mark.parametrize("edit", CONFIG_EDITS)
+def test_the_config_describes_the_artifact(copy: Damaged, edit: str) -> None:
+    change, where = CONFIG_EDITS[edit]
+    edit_json(copy, "config.json", change)
+    result = files_of(copy)
+    assert result.findings
+    assert all(where in f.where for f in result.findings)
+
+
+def test_the_config_is_the_sources(copy: Damaged) -> None:
+    edit_json(copy, "config.json", lambda words: words.update(rope_theta=5))
+    assert files_of(copy).findings == []
+    found(files_of(copy, with_source=True), "config.json: rope_theta", "not the source's", "no such key", "5")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN'])
+def test_a_config_that_is_no_json(copy: Damaged, text: str) -> None:
+    (copy.root / "config.json").write_text(text)
+    copy.reseal()
+    found(files_of(copy, with_source=True), "config.json", "cannot be read as JSON")
+
+
+# --- the source --------------------------------------------------------------------------------------------
+
+
+def other_source(
+    copy: Damaged, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]
+) -> CheckResult:
+    """The check against a source whose tensors were edited."""
+    shutil.copytree(copy.source, tmp_path / "src")
+    tensors = load_file(copy.source / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "src/model.safetensors", metadata={"format": "pt"})
+    copy.source = tmp_path / "src"
+    return files_of(copy, with_source=True)
+
+
+def test_another_source(copy: Damaged, tmp_path: Path) -> None:
+    norm = "model.layers.1.input_layernorm.weight"
+    result = other_source(copy, tmp_path, lambda t: t.update({norm: t[norm][:64].clone()}))
+    found(result, "source, file model.safetensors", "The source is not the one that was converted")
+    found(result, norm, "another dtype or shape", "[64]", "[128]")
+
+
+def test_a_source_with_one_other_number(copy: Damaged, tmp_path: Path) -> None:
+    """Same sizes and header: only the bytes tell."""
+    norm = "model.layers.1.input_layernorm.weight"
+    result = other_source(copy, tmp_path, lambda t: t[norm][5].add_(1))
+    assert len(result.findings) == 1
+    found(result, f"model.safetensors, tensor {norm}", "not the source's", "the first at byte 1")
+
+
+def test_a_source_with_more_tensors(copy: Damaged, tmp_path: Path) -> None:
+    result = other_source(copy, tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(4)}))
+    found(result, "tensor model.norm.weight", "was not copied")
+
+
+def test_the_tokenizer_is_the_sources(copy: Damaged) -> None:
+    (copy.root / "tokenizer.json").write_text('{"a": 1}')
+    copy.reseal()
+    assert files_of(copy).findings == []
+    found(files_of(copy, with_source=True), "tokenizer.json", "A file is not the source's")
+
+
+def test_a_source_that_cannot_be_mapped(copy: Damaged, tmp_path: Path) -> None:
+    name = f"{BLOCK}.3.up_proj.weight"
+    result = other_source(copy, tmp_path, lambda t: t.pop(name))
+    found(result, "source: ", name, "cannot be mapped")
+
+
+def test_names_under_another_folder_are_the_same_source(copy: Damaged, tmp_path: Path) -> None:
+    shutil.copytree(copy.source, tmp_path / "renamed")
+    copy.source = tmp_path / "renamed"
+    assert files_of(copy, with_source=True).findings == []

@@ -1,0 +1,467 @@
+"""Damage done to good artifacts: every one must be found, by the right check, at the right place.
+
+Raw damage shows in the digests (`files`). An attacker who also edits the manifest's sizes and digests is found by
+what the bytes mean: headers and accounting (`files`), or the values themselves against the source (`weights`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hqconv.artifact.opened import Artifact
+from hqconv.errors import InputError, RequestError
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
+from tests.make.conversions import run
+from tests.make.damage import BLOCK, Damaged, found, raw_and_resealed
+from tests.make.matrices import SCHEMAS as ALL_SCHEMAS
+from tests.make.matrices import hard_matrix
+from tests.make.qwen import write_qwen3_moe
+
+SCHEMAS = ("mxfp4", "int4-g64-zp", "nvfp4", "fp8")
+MTP = "mtp.layers.0.mlp.experts"
+HIDDEN, INNER, NUM_EXPERTS = (
+    128,
+    128,
+    4,
+)  # per TP rank: w13 128 of 256 rows, w2 64 of 128 columns, so both padded
+
+
+def write_source(folder: Path, seed: int = 0, **sizes: int) -> Path:
+    """A qwen3_moe checkpoint whose last block is a multi-token-prediction layer's."""
+    write_qwen3_moe(folder, num_layers=2, seed=seed, **sizes)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.layers.1.", "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Damaged]:
+    """A fresh copy of a good artifact of a schema; conversions are made once."""
+
+    @functools.cache
+    def source(seed: int) -> Path:
+        return write_source(tmp_path_factory.mktemp("source") / "src", seed)
+
+    @functools.cache
+    def good(schema: str, seed: int, layout: str) -> Path:
+        out = tmp_path_factory.mktemp("good") / "out"
+        grid = Grid(2, 2) if layout == "kernel" else Grid()
+        run(source(seed), out, schema, grid, layout=layout)
+        return out
+
+    def copy(schema: str, seed: int = 0, layout: str = "kernel") -> Damaged:
+        root = tmp_path_factory.mktemp("copy") / "out"
+        shutil.copytree(good(schema, seed, layout), root)
+        return Damaged(root, source(seed), schema)
+
+    return copy
+
+
+@pytest.fixture(params=SCHEMAS)
+def copy(request: pytest.FixtureRequest, make: Callable[..., Damaged]) -> Damaged:
+    return make(request.param)
+
+
+def test_good_artifacts_pass(copy: Damaged) -> None:
+    for with_source in (True, False):
+        files, weights = copy.check(with_source)
+        assert (files.findings, weights.findings) == ([], [])
+        assert (files.status, weights.status) == ("pass", "pass")
+
+
+# --- values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gemm", ["w13", "w2"])
+@pytest.mark.parametrize("tensor", ["weight", "weight_scale", "zero_point", "weight_scale_2"])
+def test_one_flipped_bit(copy: Damaged, gemm: str, tensor: str) -> None:
+    name = f"{BLOCK}.{gemm}_{tensor}"
+    if name not in copy.tensor_names(copy.path):
+        pytest.skip("the schema has no such tensor")
+    copy.flip(copy.path, name, local=1)
+    weights = raw_and_resealed(copy, [copy.path])
+    if tensor == "weight_scale_2" or (copy.schema == "fp8" and (gemm, tensor) == ("w2", "weight_scale")):
+        found(
+            weights, f"{copy.path}, tensor {name}, expert 3 (local 1)", "TP ranks disagree", "as on tp rank 0"
+        )
+    else:
+        found(weights, copy.path, name, "of expert 3 (local 1)", "1 of ")
+    assert all("expert 3" in f.where or "quantization_error" in f.where for f in weights.findings)
+
+
+def test_a_shared_scale_wrong_on_all_ranks(make: Callable[..., Damaged]) -> None:
+    copy = make("nvfp4")
+    paths = [copy.rank_file(BLOCK, t, 1) for t in range(2)]
+    for path in paths:
+        copy.flip(path, f"{BLOCK}.w13_weight_scale_2", byte=2)
+    weights = raw_and_resealed(copy, paths)
+    found(weights, paths[0], "w13_weight_scale_2", "w1 of expert 2", "scale 2 of the source")
+
+
+@pytest.mark.parametrize("gemms", [("w13",), ("w2",), ("w13", "w2")])
+def test_two_experts_swapped(copy: Damaged, gemms: tuple[str, ...]) -> None:
+    paths = [copy.rank_file(BLOCK, t, 1) for t in range(2)]
+    for path in paths:
+        copy.swap_experts(path, gemms)
+    weights = raw_and_resealed(copy, paths)
+    for role in [r for g in gemms for r in (("w1", "w3") if g == "w13" else ("w2",))]:
+        found(weights, f"block {BLOCK}, {role} of expert 2", "experts are swapped", "expert 3's")
+        found(weights, f"block {BLOCK}, {role} of expert 3", "experts are swapped", "expert 2's")
+
+
+def test_gate_and_up_swapped(copy: Damaged) -> None:
+    matrices = copy.sources(2)
+    for rank in range(2):
+        copy.rebuild("w13", {"w1": matrices["w3"], "w3": matrices["w1"], "w2": matrices["w2"]}, rank)
+    weights = raw_and_resealed(copy, [copy.rank_file(BLOCK, t, 1) for t in range(2)])
+    for role in ("w1", "w3"):
+        found(weights, "w13_weight", f"{role} of expert 2 (local 0)", "gate and up are swapped")
+
+
+def test_interleaved_instead_of_stacked(copy: Damaged) -> None:
+    matrices = copy.sources(2)
+    interleaved = torch.stack([matrices["w1"], matrices["w3"]], dim=1).reshape(2 * INNER, HIDDEN)
+    for rank in range(2):
+        copy.rebuild("w13", {"w3": interleaved, "w2": matrices["w2"]}, rank)
+    weights = raw_and_resealed(copy, [copy.rank_file(BLOCK, t, 1) for t in range(2)])
+    found(weights, copy.rank_file(BLOCK, 0, 1), "w1 of expert 2", "gate and up rows are interleaved")
+
+
+@pytest.mark.parametrize("gemm", ["w13", "w2"])
+def test_a_tp_slice_shifted_by_one_row_or_group(copy: Damaged, gemm: str) -> None:
+    matrices = copy.sources(2)
+    with Artifact(copy.root) as artifact:
+        group = artifact.schema.weight_scale_group_size or 32
+    if gemm == "w13":
+        matrices["w1"] = matrices["w1"].roll(-1, 0)
+    else:
+        matrices["w2"] = matrices["w2"].roll(-group if group < 64 else -1, 1 if group < 64 else 0)
+    copy.rebuild(gemm, matrices, tp_rank=1)
+    weights = raw_and_resealed(copy, [copy.path])
+    what = f"+{group} columns" if gemm == "w2" and group < 64 else "+1 rows"
+    found(weights, copy.path, f"{gemm}_weight,", "of expert 2", f"tp rank 1 is shifted by {what}")
+
+
+def test_a_slice_of_the_wrong_group(make: Callable[..., Damaged]) -> None:
+    """Groups as large as a rank's share: one group on is the other rank's slice."""
+    copy = make("int4-g64-zp")
+    matrices = copy.sources(2)
+    copy.rebuild("w2", {**matrices, "w2": matrices["w2"].roll(-64, 1)}, tp_rank=1)
+    weights = raw_and_resealed(copy, [copy.path])
+    for tensor in ("weight,", "weight_scale,", "zero_point,"):
+        found(weights, copy.path, f"w2_{tensor}", "tp rank 1 holds the slice of tp rank 0")
+
+
+def test_tp_ranks_exchanged(copy: Damaged) -> None:
+    paths = [copy.rank_file(BLOCK, t, 0) for t in range(2)]
+    copy.swap_files(*paths)
+    weights = raw_and_resealed(copy, paths)
+    found(weights, paths[0], "w13_weight", "tp rank 0 holds the slice of tp rank 1")
+    found(weights, "w2_weight", "tp rank 0 holds the slice of tp rank 1")
+
+
+def test_ep_ranks_exchanged(copy: Damaged) -> None:
+    for tp_rank in range(2):
+        copy.swap_files(copy.rank_file(BLOCK, tp_rank, 0), copy.rank_file(BLOCK, tp_rank, 1))
+    weights = raw_and_resealed(copy, [copy.rank_file(BLOCK, t, p) for t in range(2) for p in range(2)])
+    for expert, other in ((0, 2), (1, 3), (2, 0), (3, 1)):
+        found(weights, f"w2 of expert {expert}", "experts are swapped", f"expert {other}'s")
+
+
+def test_a_rank_file_of_another_source(copy: Damaged, make: Callable[..., Damaged]) -> None:
+    shutil.copy(make(copy.schema, seed=1).root / copy.path, copy.root / copy.path)
+    weights = raw_and_resealed(copy, [copy.path])
+    for expert in (2, 3):
+        found(weights, copy.path, "w13_weight", f"w1 of expert {expert}", "codes of the source")
+
+
+def test_a_rank_file_of_another_schema(copy: Damaged, make: Callable[..., Damaged]) -> None:
+    other = make("int4-g64-zp" if copy.schema != "int4-g64-zp" else "mxfp4")
+    shutil.copy(other.root / copy.path, copy.root / copy.path)
+    assert copy.path in [f.where for f in copy.check()[0].findings]
+    copy.reseal()
+    files, weights = copy.check()
+    found(files, f"{copy.path}, metadata w13: b_dtype", "A LayerConfig is not the one")
+    found(weights, f"{copy.path}, metadata w13", "another format than the manifest")
+
+
+def test_padding_that_is_not_zero(copy: Damaged) -> None:
+    entries, _ = copy.header(copy.path)
+    name = f"{BLOCK}.w13_weight"
+    row_bytes = entries[name]["shape"][2] * 4  # of 16 columns: rows 128 to 255 are padding
+    copy.flip(copy.path, name, byte=row_bytes - 1, mask=0x40)
+    weights = raw_and_resealed(copy, [copy.path])
+    found(
+        weights,
+        copy.path,
+        f"{name}, expert 2 (local 0)",
+        "A value that no conversion writes",
+        "padding",
+    )
+    assert copy.check(with_source=False)[1].status == "fail"
+
+
+# --- headers -----------------------------------------------------------------------------------------------
+
+
+def test_scales_labelled_with_another_dtype(copy: Damaged) -> None:
+    name = f"{BLOCK}.w13_weight_scale"
+    dtype = copy.header(copy.path)[0][name]["dtype"]
+    label = {"BF16": "F16", "F8_E8M0": "U8", "F8_E4M3": "F8_E5M2"}[dtype]
+    copy.edit_header(copy.path, lambda entries: entries[name].update(dtype=label))
+    found(copy.check()[0], copy.path, "bytes are not those")
+    copy.reseal()
+    for with_source in (True, False):
+        files, weights = copy.check(with_source)
+        found(files, f"{copy.path}, tensor {name}", "another dtype or shape", dtype, label)
+        found(weights, f"{copy.path}, tensor {name}", "another dtype", dtype, label)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sm_version", 80),
+        ("a_dtype", "float8e4m3"),
+        ("shape_k", 256),
+        ("c_dtype", "float16"),
+        ("num_experts", 3),
+    ],
+)
+def test_a_wrong_layer_config(copy: Damaged, key: str, value: Any) -> None:
+    def edit(entries: dict[str, Any]) -> None:
+        words = json.loads(entries["__metadata__"]["w13"])
+        assert words[key] != value
+        entries["__metadata__"]["w13"] = json.dumps({**words, key: value})
+
+    copy.edit_header(copy.path, edit)
+    copy.reseal()
+    files, weights = copy.check(with_source=False)
+    found(files, f"{copy.path}, metadata w13: {key}", "A LayerConfig is not the one", json.dumps(value))
+    assert len(files.findings) == 1
+    if key in ("a_dtype", "shape_k", "c_dtype"):
+        found(weights, copy.path, "w13")
+
+
+def test_a_truncated_file(copy: Damaged) -> None:
+    os.truncate(copy.root / copy.path, (copy.root / copy.path).stat().st_size - 10)
+    files, weights = copy.check()
+    found(files, copy.path, "A file has another size")
+    found(weights, copy.path, "truncated")
+    copy.reseal()
+    files, weights = copy.check()
+    found(files, copy.path, "damaged", "truncated")
+    found(weights, copy.path, "truncated")
+
+
+# --- blocks, copied tensors, the manifest ------------------------------------------------------------------
+
+
+def remove_block(copy: Damaged, words: dict[str, Any], dropped: bool) -> None:
+    del words["blocks"][MTP]
+    for path in [path for path in words["files"] if MTP in path]:
+        del words["files"][path]
+    for name in [name for name, block in words["tensors"]["converted"].items() if block == MTP]:
+        del words["tensors"]["converted"][name]
+        if dropped:
+            words["tensors"]["dropped"][name] = "not needed"
+
+
+@pytest.mark.parametrize("hidden", ["no", "removed", "dropped"])
+def test_a_missing_block(make: Callable[..., Damaged], hidden: str) -> None:
+    copy = make("mxfp4")
+    for path in copy.root.glob(f"experts/*/{MTP}.safetensors"):
+        path.unlink()
+    if hidden == "no":
+        files, weights = copy.check(with_source=False)
+        assert [f.where for f in files.findings] == [
+            copy.rank_file(MTP, t, p) for t in range(2) for p in range(2)
+        ]
+        assert {f.what for f in files.findings} == {"A file of the manifest is missing."}
+        found(weights, MTP)
+        return
+    copy.edit_manifest(functools.partial(remove_block, copy, dropped=hidden == "dropped"))
+    files, weights = copy.check()
+    found(files, f"block {MTP}", "A MoE block of the source is missing", "4 experts")
+    found(weights, f"block {MTP}", "A MoE block of the source is missing")
+    found(files, "converted (against the source)", f"{MTP}.0.gate_proj.weight", "missing")
+
+
+def test_an_altered_copied_tensor(copy: Damaged) -> None:
+    name = "model.layers.0.mlp.gate.weight"
+    copy.flip("model.safetensors", name, local=3, byte=10)
+    found(copy.check()[0], "model.safetensors", "bytes are not those")
+    copy.reseal()
+    files, weights = copy.check()
+    found(
+        files,
+        f"model.safetensors, tensor {name}",
+        "not the source's",
+        f"the first at byte {3 * HIDDEN * 2 + 10}",
+    )
+    assert len(files.findings) == 1
+    assert weights.findings == []
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "size": (lambda w: w["files"]["config.json"].update(size_bytes=1), "config.json"),
+    "sha256": (lambda w: w["files"]["config.json"].update(sha256="0" * 64), "config.json"),
+    "tp": (lambda w: w.update(tp=1), "tp1-ep0"),
+    "tp up": (lambda w: w.update(tp=4), "intermediate size"),
+    "tp absurd": (lambda w: w.update(tp=10**9), "hqconv.json: tp"),
+    "ep": (lambda w: w.update(ep=1), "tp0-ep1"),
+    "placement": (lambda w: w.update(expert_placement="random"), "--expert-placement"),
+    "redundant": (lambda w: w.update(redundant_experts=2), "w13_weight"),
+    "schema": (lambda w: w["weight_schema"].update(weight_scale_group_size=16), "weight_scale_group_size"),
+    "no schema": (lambda w: w["weight_schema"].update(b_dtype="uint99"), "b_dtype"),
+    "dtype": (lambda w: w.update(dtype="float16"), "metadata w13"),
+    "target": (lambda w: w.update(target="sm80"), "target"),
+    "layout": (lambda w: w.update(layout="checkpoint"), "tp, ep"),
+    "family": (lambda w: w.update(family="mixtral"), "hqconv.json: family"),
+    "no family": (lambda w: w.update(family="none"), "family"),
+    "top_k": (lambda w: w["blocks"][BLOCK].update(top_k=3), f"{BLOCK}: top_k"),
+    "gated": (lambda w: w["blocks"][BLOCK].update(gated=False), f"{BLOCK}: gated"),
+    "order": (lambda w: w["blocks"][BLOCK].update(w13_order=["up", "gate"]), "w13_order"),
+    "experts": (lambda w: w["blocks"][BLOCK].update(num_experts=5), "num_experts"),
+    "no experts": (lambda w: w["blocks"][BLOCK].update(num_experts=0), BLOCK),
+    "too many": (lambda w: w["blocks"][BLOCK].update(num_experts=10**10), BLOCK),
+    "size I": (lambda w: w["blocks"][BLOCK].update(intermediate_size=256), "experts: intermediate_size"),
+    "flags": (lambda w: w["blocks"][BLOCK]["w2"]["flags"].update(use_flat_weight=True), "w2: use_flat_weight"),
+    "accounting": (lambda w: w["tensors"].update(copied=3), "tensors"),
+    "copied": (lambda w: w["tensors"]["copied"].pop(), "copied"),
+    "counted twice": (lambda w: w["tensors"]["dropped"].update({w["tensors"]["copied"][0]: "x"}), "tensors"),
+    "path": (lambda w: w["files"].update({"../x": {"size_bytes": 1, "sha256": ""}}), "../x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_an_edited_manifest(make: Callable[..., Damaged], what: str) -> None:
+    copy = make("int4-g64-zp")
+    edit, where = EDITS[what]
+    copy.edit_manifest(edit)
+    files, _ = copy.check(with_source=False)
+    assert any(where in f.where for f in files.findings), files.findings[:10]
+
+
+@pytest.mark.parametrize("key", ["relative_error", "worst_expert", "worst_relative_error"])
+def test_an_edited_error_figure(copy: Damaged, key: str) -> None:
+    def edit(words: dict[str, Any]) -> None:
+        figures = words["blocks"][BLOCK]["quantization_error"]["w3"]
+        figures[key] = (figures[key] + 1) % 4 if key == "worst_expert" else figures[key] * (1 + 1e-8)
+
+    copy.edit_manifest(edit)
+    files, weights = copy.check()
+    assert files.findings == []
+    assert len(weights.findings) == 1
+    found(weights, f"{BLOCK}: quantization_error: w3: {key}", "The recorded error")
+
+
+# --- the checkpoint layout ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_damage_in_the_checkpoint_layout(make: Callable[..., Damaged], schema: str) -> None:
+    copy = make(schema, layout="checkpoint")
+    for with_source in (True, False):
+        assert [r.findings for r in copy.check(with_source)] == [[], []]
+    path = json.loads((copy.root / "model.safetensors.index.json").read_bytes())["weight_map"][
+        f"{MTP}.3.down_proj.weight"
+    ]
+    names = [n for n in copy.tensor_names(path) if n.startswith(f"{MTP}.3.down_proj.")]
+    assert len(names) >= 2
+    for name in names:
+        copy.flip(path, name)
+    found(copy.check(with_source=False)[0], path, "bytes are not those")
+    copy.reseal()
+    files, weights = copy.check()
+    assert files.findings == []
+    for name in names:
+        found(weights, f"{path}, tensor {name}", "of the source, quantized", "[0")
+
+
+def test_experts_swapped_in_the_checkpoint_layout(make: Callable[..., Damaged]) -> None:
+    copy = make("mxfp4", layout="checkpoint")
+    words = json.loads((copy.root / "model.safetensors.index.json").read_bytes())["weight_map"]
+    path = words[f"{BLOCK}.0.up_proj.weight"]
+
+    def edit(entries: dict[str, Any]) -> None:
+        for tensor in ("weight", "weight_scale"):
+            left, right = (f"{BLOCK}.{e}.up_proj.{tensor}" for e in (0, 1))
+            entries[left], entries[right] = entries[right], entries[left]
+
+    copy.edit_header(path, edit)
+    copy.reseal()
+    found(copy.check()[1], f"block {BLOCK}, w3 of expert 1", "experts are swapped", "expert 0's")
+
+
+# --- and no false alarms -----------------------------------------------------------------------------------
+
+# HQCONV_NUM_CONVERSIONS=200: as many random conversions, other ones each time.
+MANY = int(os.environ.get("HQCONV_NUM_CONVERSIONS", "0"))
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SIZES = st.sampled_from([32, 64, 96, 128, 192, 256, 320])
+
+
+@hypothesis.settings(
+    max_examples=MANY or 40,
+    deadline=None,
+    derandomize=not MANY,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(
+    schema=st.sampled_from(ALL_SCHEMAS),
+    hidden=SIZES,
+    inner=SIZES,
+    num_experts=st.integers(1, 5),
+    grid=st.builds(
+        Grid, st.integers(1, 3), st.integers(1, 3), st.sampled_from([LINEAR, ROUND_ROBIN]), st.integers(0, 3)
+    ),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+    source_dtype=st.sampled_from(list(DTYPES)),
+    layout=st.sampled_from(["kernel", "kernel", "kernel", "checkpoint"]),
+    hard=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_conversions_pass_both_checks(
+    tmp_path_factory: pytest.TempPathFactory,
+    schema: str,
+    hidden: int,
+    inner: int,
+    num_experts: int,
+    grid: Grid,
+    dtype: str,
+    source_dtype: str,
+    layout: str,
+    hard: bool,
+    seed: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("wolf")
+    src = write_source(
+        folder / "src", seed, hidden_size=hidden, intermediate_size=inner, num_experts=num_experts
+    )
+    tensors = load_file(src / "model.safetensors")
+    for i, (name, tensor) in enumerate(tensors.items()):
+        if hard and ".experts." in name:
+            tensors[name] = hard_matrix(*tensor.shape, torch.bfloat16, seed + i).clamp(-1e4, 1e4)
+        tensors[name] = tensors[name].to(DTYPES[source_dtype])
+    save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
+    try:
+        run(src, folder / "out", schema, grid if layout == "kernel" else Grid(), layout=layout, dtype=dtype)
+    except (RequestError, InputError):
+        hypothesis.reject()
+    for with_source in (True, False):
+        files, weights = Damaged(folder / "out", src, schema).check(with_source)
+        assert (files.findings, weights.findings) == ([], [])
+    shutil.rmtree(folder)

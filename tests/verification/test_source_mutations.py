@@ -1,0 +1,416 @@
+"""Damage done to artifacts of quantized and fused sources: verify finds every one, at the right place."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hqconv.errors import VerificationError
+from hqconv.schemas.grid import Grid
+from hqconv.verification.result import CheckResult
+from tests.make.conversions import run
+from tests.make.damage import Damaged, found, raw_and_resealed
+from tests.make.small import BLOCK, GOOD, INNER, E, Source, save
+
+BASES = {
+    "fp8_blocks": "source",
+    "fp8_tensors": "fp8-tensor",
+    "gpt_oss_mxfp4": "source",
+    "gpt_oss_floats": "int4",
+}
+CODED = [base for base in BASES if base != "gpt_oss_floats"]
+FUSED = ["gpt_oss_mxfp4", "gpt_oss_floats"]
+GRID = Grid(2, 2)
+Make = Callable[..., Damaged]
+Change = Callable[[Source], object]
+LOCAL = {2: 0, 3: 1}  # expert to its place on ep rank 1
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A fresh copy of a good artifact; conversions are made once."""
+
+    @functools.cache
+    def good(base: str, grid: Grid) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp(base)
+        source = save(folder / "src", GOOD[base][0]())
+        run(source, folder / "out", BASES[base], grid)
+        return source, folder / "out"
+
+    def copy(base: str, grid: Grid = GRID) -> Damaged:
+        source, out = good(base, grid)
+        root = tmp_path_factory.mktemp("copy") / "out"
+        shutil.copytree(out, root)
+        return Damaged(root, source, BASES[base])
+
+    return copy
+
+
+@pytest.fixture(params=BASES)
+def copy(request: pytest.FixtureRequest, make: Make) -> Damaged:
+    return make(request.param)
+
+
+def graft(copy: Damaged, base: str, change: Change, tmp_path: Path, grid: Grid = GRID) -> CheckResult:
+    """Put in the rank files that a wrong source would have given. Returns `weights`, digests made good."""
+    source = GOOD[base][0]()
+    change(source)
+    run(save(tmp_path / "src", source), tmp_path / "out", BASES[base], grid)
+    paths = [
+        f"{path.relative_to(copy.root)}"
+        for path in sorted((copy.root / "experts").rglob("*.safetensors"))
+        if path.read_bytes() != (tmp_path / "out" / path.relative_to(copy.root)).read_bytes()
+    ]
+    assert paths
+    for path in paths:
+        shutil.copy(tmp_path / "out" / path, copy.root / path)
+    return raw_and_resealed(copy, paths)
+
+
+def test_good_artifacts_pass(copy: Damaged) -> None:
+    for with_source in (True, False):
+        assert [result.findings for result in copy.check(with_source)] == [[], []]
+
+
+# --- values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gemm", ["w13", "w2"])
+@pytest.mark.parametrize("tensor", ["weight", "weight_scale", "bias"])
+def test_one_flipped_bit(copy: Damaged, gemm: str, tensor: str) -> None:
+    name = f"{BLOCK}.{gemm}_{tensor}"
+    if name not in copy.tensor_names(copy.path):
+        assert tensor == "bias"
+        pytest.skip("no biases in this source")
+    copy.flip(copy.path, name, local=1)
+    weights = raw_and_resealed(copy, [copy.path])
+    found(weights, copy.path, name, "expert 3 (local 1)")
+    assert all("expert 3" in f.where or "quantization_error" in f.where for f in weights.findings)
+
+
+@pytest.mark.parametrize("gemms", [("w13",), ("w2",), ("w13", "w2")])
+def test_two_experts_swapped(copy: Damaged, gemms: tuple[str, ...]) -> None:
+    paths = [copy.rank_file(BLOCK, t, 1) for t in range(2)]
+    for path in paths:
+        copy.swap_experts(path, gemms)
+    weights = raw_and_resealed(copy, paths)
+    for role in [r for g in gemms for r in (("w1", "w3") if g == "w13" else ("w2",))]:
+        found(weights, f"block {BLOCK}, {role} of expert 2", "experts are swapped", "expert 3's")
+        found(weights, f"block {BLOCK}, {role} of expert 3", "experts are swapped", "expert 2's")
+
+
+@pytest.mark.parametrize("base", FUSED)
+def test_experts_of_a_stack_in_another_order(base: str, make: Make, tmp_path: Path) -> None:
+    def change(source: Source) -> None:
+        for name, tensor in source[0].items():
+            if name.startswith(f"{BLOCK}.gate_up"):
+                source[0][name] = tensor[[1, 0, 2, 3]]
+
+    weights = graft(make(base), base, change, tmp_path)
+    for role in ("w1", "w3"):
+        found(weights, f"block {BLOCK}, {role} of expert 0", "experts are swapped", "expert 1's")
+    found(weights, "tensor " + f"{BLOCK}.w13_bias", "w1 of expert 1", "bias of the source")
+    assert not [f for f in weights.findings if "w2" in f.where]
+
+
+def gate_up(source: Source) -> list[tuple[str, int]]:
+    """The tensors of gate and up, and the dimension of their rows."""
+    return [
+        (name, 2 if name.endswith("gate_up_proj") else 1)
+        for name in source[0]
+        if name.startswith(f"{BLOCK}.gate_up")
+    ]
+
+
+@pytest.mark.parametrize("base", FUSED)
+def test_rows_left_in_turns(base: str, make: Make, tmp_path: Path) -> None:
+    """Gate and up as the source's stack has them, cut in the middle instead of dealt out."""
+
+    def change(source: Source) -> None:
+        for name, dim in gate_up(source):
+            halves = source[0][name].split(INNER, dim)
+            source[0][name] = torch.stack(halves, dim + 1).flatten(dim, dim + 1)
+
+    weights = graft(make(base, Grid()), base, change, tmp_path, Grid())
+    for expert in range(E):
+        found(weights, "w13_weight,", f"w1 of expert {expert}", "rows are interleaved instead of stacked")
+    found(weights, "w13_bias", "w3 of expert 0", "bias of the source")
+
+
+@pytest.mark.parametrize("base", FUSED)
+def test_gate_and_up_exchanged(base: str, make: Make, tmp_path: Path) -> None:
+    def change(source: Source) -> None:
+        for name, dim in gate_up(source):
+            rows = torch.arange(2 * INNER).view(-1, 2).flip(1).flatten()
+            source[0][name] = source[0][name].index_select(dim, rows)
+
+    weights = graft(make(base), base, change, tmp_path)
+    for role in ("w1", "w3"):
+        found(weights, "w13_weight,", f"{role} of expert 2 (local 0)", "gate and up are swapped")
+
+
+@pytest.mark.parametrize("base", FUSED)
+@pytest.mark.parametrize(
+    ("stack", "gemm", "role"), [("gate_up_proj", "w13", "w3"), ("down_proj", "w2", "w2")]
+)
+def test_another_bias(base: str, stack: str, gemm: str, role: str, make: Make, tmp_path: Path) -> None:
+    def change(source: Source) -> None:
+        source[0][f"{BLOCK}.{stack}_bias"][3, 5] += 1
+
+    weights = graft(make(base), base, change, tmp_path)
+    row = 2 if gemm == "w13" else 5  # gate and up in turns
+    found(
+        weights,
+        f"{BLOCK}.{gemm}_bias, {role} of expert 3",
+        "bias of the source",
+        f"at [{row}]",
+        "1 of 256 differ",
+    )
+    assert len(weights.findings) == 1
+
+
+def test_a_bias_on_every_rank(make: Make) -> None:
+    """Ranks are summed: the w2 bias would count twice."""
+    copy = make("gpt_oss_mxfp4")
+    name = f"{BLOCK}.w2_bias"
+    copy.expert_bytes(copy.path, name, 1)[:] = copy.expert_bytes(copy.rank_file(BLOCK, 0, 1), name, 1)
+    weights = raw_and_resealed(copy, [copy.path])
+    found(weights, f"{copy.path}, tensor {name}, expert 3", "more than TP rank 0")
+
+
+@pytest.mark.parametrize("base", CODED)
+def test_another_scale(base: str, make: Make, tmp_path: Path) -> None:
+    def change(source: Source) -> None:
+        tensors = source[0]
+        name = next(n for n in tensors if n.endswith("down_proj_scales") or "3.down_proj.weight_scale" in n)
+        if tensors[name].dtype == torch.uint8:
+            tensors[name][3, 7, 1] += 1
+        else:
+            tensors[name] *= 2
+
+    weights = graft(make(base), base, change, tmp_path)
+    found(weights, "w2_weight_scale", "w2 of expert 3", "scale of the source")
+    assert {f.what for f in weights.findings} <= {
+        "scale of the source, quantized, are not in the artifact.",
+        "The recorded error is not the measured one.",
+    }
+
+
+# --- the manifest's words ----------------------------------------------------------------------------------
+
+
+def block(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    """A change of the block's words."""
+    return lambda words: change(words["blocks"][BLOCK])
+
+
+def part(role: str, name: str, **words: object) -> Callable[[dict[str, Any]], object]:
+    return block(lambda b: b["source_parts"][role][name].update(words))
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+# What is changed, in which artifact, and where a finding must be; None: only the source shows it.
+EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
+    "conversion": ("fp8_blocks", block(lambda b: b.update(conversion="requantized")), "conversion"),
+    "no conversion": ("fp8_blocks", block(lambda b: b.update(conversion="none")), "conversion"),
+    "quantized": ("gpt_oss_mxfp4", block(lambda b: b.update(conversion="quantized")), "conversion"),
+    "format name": ("fp8_blocks", block(lambda b: b["source_format"].update(name="x")), "source_format"),
+    "format": ("fp8_blocks", block(lambda b: b["source_format"].update(decoder="int8")), "source_format"),
+    "read back": (
+        "fp8_blocks",
+        block(lambda b: b["source_format"].update(decoder="kernel")),
+        "source_format",
+    ),
+    "not quantized": (
+        "fp8_blocks",
+        block(lambda b: b["source_format"].update(decoder="float")),
+        "source_format",
+    ),
+    "groups": ("fp8_blocks", block(lambda b: b["source_format"].update(group_k=64)), "source_format"),
+    "scales": (
+        "fp8_blocks",
+        block(lambda b: b["source_format"].update(scale_dtype="bfloat16")),
+        "source_format",
+    ),
+    "options": ("fp8_blocks", block(lambda b: b["source_format"]["options"].update(a=1)), "source_format"),
+    "no options": ("fp8_blocks", block(lambda b: b["source_format"].pop("options")), "source_format"),
+    "options of another kind": (
+        "fp8_blocks",
+        block(lambda b: b["source_format"].update(options=[1])),
+        "source_format",
+    ),
+    "unknown word": ("fp8_blocks", block(lambda b: b["source_format"].update(colour="red")), "source_format"),
+    "empty format": ("fp8_blocks", block(lambda b: b.update(source_format={})), "source_format"),
+    "template": (
+        "fp8_blocks",
+        part("w1", "weight", template=f"{BLOCK}.{{expert}}.up_proj.weight"),
+        "converted",
+    ),
+    "wild template": ("fp8_blocks", part("w1", "weight", template="{expert.__class__}"), "source_parts"),
+    "wide template": ("fp8_blocks", part("w1", "weight", template="{expert:9999999999}"), "source_parts"),
+    "number as template": ("fp8_blocks", part("w1", "weight", template=1), "source_parts"),
+    "codes": ("fp8_blocks", part("w1", "weight", dtype="F8_E5M2"), "hqconv.json"),
+    "shape": ("fp8_blocks", part("w2", "scale", shape=[4, 4]), "hqconv.json"),
+    "shape in words": ("fp8_blocks", part("w2", "scale", shape="44"), "source_parts"),
+    "negative shape": ("gpt_oss_mxfp4", part("w2", "scale", shape=[-1, 0, 3]), "hqconv.json"),
+    "stack": ("gpt_oss_mxfp4", part("w2", "weight", shape=[5, 256, 8, 16]), "hqconv.json"),
+    "in turns": (
+        "gpt_oss_mxfp4",
+        block(lambda b: b["source_parts"]["w1"]["weight"]["view"].update(interleaved=False)),
+        "source_parts",
+    ),
+    "transposed": (
+        "gpt_oss_floats",
+        block(lambda b: b["source_parts"]["w2"]["weight"]["view"].update(transposed=False)),
+        "source_parts",
+    ),
+    "index": (
+        "gpt_oss_mxfp4",
+        block(lambda b: b["source_parts"]["w3"]["bias"]["view"].update(index=0)),
+        "source_parts",
+    ),
+    "unknown view": (
+        "gpt_oss_mxfp4",
+        block(lambda b: b["source_parts"]["w3"]["bias"].update(view={"x": 1})),
+        "source_parts",
+    ),
+    "flat": ("gpt_oss_floats", part("w2", "weight", is_flat=True), "source_parts"),
+    "no bias": (
+        "gpt_oss_mxfp4",
+        block(lambda b: [b["source_parts"][r].pop("bias") for r in ("w1", "w3", "w2")]),
+        "hqconv.json",
+    ),
+    "no scale": ("fp8_blocks", block(lambda b: b["source_parts"]["w2"].pop("scale")), "hqconv.json"),
+    "no weight": ("fp8_blocks", block(lambda b: b["source_parts"]["w2"].pop("weight")), "source_parts"),
+    "no projection": ("fp8_blocks", block(lambda b: b["source_parts"].pop("w3")), "source_parts"),
+    "parts in a list": ("fp8_blocks", block(lambda b: b["source_parts"].update(w1=[])), "source_parts"),
+    "dropped": ("fp8_tensors", lambda w: w["tensors"]["dropped"].clear(), ""),
+    "source's config": (
+        "fp8_blocks",
+        lambda w: w["source"].update(quantization_config=FP8),
+        "quantization_config",
+    ),
+    "no source's config": (
+        "fp8_blocks",
+        lambda w: w["source"].update(quantization_config=None),
+        "quantization_config",
+    ),
+    "a source's config": (
+        "gpt_oss_floats",
+        lambda w: w["source"].update(quantization_config=FP8),
+        "quantization_config",
+    ),
+}
+
+
+@pytest.mark.parametrize("with_source", [True, False])
+@pytest.mark.parametrize("what", EDITS)
+def test_an_edited_manifest(what: str, with_source: bool, make: Make) -> None:
+    base, edit, where = EDITS[what]
+    copy = make(base)
+    copy.edit_manifest(edit)
+    files, _ = copy.check(with_source)
+    if not where and not with_source:
+        assert files.findings == []  # names that only the source has
+        return
+    assert any(where in f.where for f in files.findings), files.findings[:10]
+
+
+def edit_config(copy: Damaged, **words: object) -> None:
+    path = copy.root / "config.json"
+    config = json.loads(path.read_bytes())
+    config["quantization_config"].update(words)
+    path.write_text(json.dumps(config))
+    copy.reseal()
+
+
+@pytest.mark.parametrize("with_source", [True, False])
+@pytest.mark.parametrize("own", [FP8, None, [], {}])
+def test_the_sources_config_edited_in_the_config(own: object, with_source: bool, make: Make) -> None:
+    """What the copied tensors are stored in, for whoever loads them."""
+    copy = make("fp8_blocks")
+    edit_config(copy, source_quantization_config=own)
+    files, weights = copy.check(with_source)
+    found(files, "config.json: quantization_config: source_quantization_config", "does not describe")
+    assert weights.findings == []
+
+
+@pytest.mark.parametrize("with_source", [True, False])
+def test_the_sources_config_edited_in_both_places(with_source: bool, make: Make) -> None:
+    copy = make("fp8_blocks")
+    copy.edit_manifest(lambda words: words["source"].update(quantization_config=FP8))
+    edit_config(copy, source_quantization_config=FP8)
+    files, _ = copy.check(with_source)
+    if with_source:
+        found(files, "source: quantization_config", "not the one that was converted")
+    else:
+        found(files, f"{BLOCK}.0.gate_proj.weight_scale_inv", "contradict each other")
+
+
+def test_another_format_of_the_same_source(make: Make, tmp_path: Path) -> None:
+    """The same tensors under a config that means something else: not the source that was converted."""
+    copy = make("fp8_blocks")
+    tensors, config = GOOD["fp8_blocks"][0]()
+    config["quantization_config"]["fmt"] = "e5m2"
+    copy.source = save(tmp_path / "src", (tensors, config))
+    for result in copy.check():
+        found(result, f"source: {BLOCK}.0.", "cannot be mapped", "F8_E4M3")
+
+
+@pytest.mark.parametrize("key", ["num_experts_requantized", "num_groups", "num_exact_groups", "more"])
+def test_an_edited_count(key: str, make: Make) -> None:
+    copy = make("gpt_oss_mxfp4")
+    copy.edit_manifest(lambda words: words["blocks"][BLOCK]["quantization_error"]["w2"].update({key: 1}))
+    files, weights = copy.check()
+    assert files.findings == []
+    found(weights, f"quantization_error: w2: {key}", "recorded count")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 1 << 40) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def places(words: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value inside JSON words."""
+    items = words.items() if isinstance(words, dict) else enumerate(words) if isinstance(words, list) else ()
+    return [path] * bool(path) + [place for key, one in items for place in places(one, (*path, key))]
+
+
+@pytest.fixture(scope="module")
+def one_copy(make: Make) -> Damaged:
+    return make("gpt_oss_mxfp4", Grid())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_words_on_the_source_are_found_or_harmless(one_copy: Damaged, data: st.DataObject) -> None:
+    """No value of any kind ends a check in anything but findings."""
+    good = (one_copy.root / "hqconv.json").read_bytes()
+    words = json.loads(good)
+    holder = words["blocks"][BLOCK]
+    key = data.draw(st.sampled_from(["source_format", "source_parts", "conversion", "quantization_error"]))
+    *path, last = data.draw(st.sampled_from([(key, *place) for place in [(), *places(holder[key])]]))
+    inner = functools.reduce(lambda one, step: one[step], path, holder)
+    before, inner[last] = inner[last], data.draw(JSON)
+    is_changed = key != "quantization_error" and json.dumps(before) != json.dumps(inner[last])
+    findings: list[object] = []
+    try:
+        (one_copy.root / "hqconv.json").write_text(json.dumps(words))
+        findings += [finding for result in one_copy.check() for finding in result.findings]
+    except VerificationError as error:  # of the manifest as a whole, which is where a command stops
+        findings.append(error)
+    finally:
+        (one_copy.root / "hqconv.json").write_bytes(good)
+    assert findings or not is_changed
