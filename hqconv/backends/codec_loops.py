@@ -7,10 +7,11 @@ Every loop releases the GIL.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from hqconv.compiled import compiled
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack_row(codes, num_bits, packed):
     """Pack uint8 `codes`: code k occupies bits [k * num_bits, (k + 1) * num_bits) of the row."""
     if num_bits == 8:
@@ -27,7 +28,7 @@ def pack_row(codes, num_bits, packed):
                 packed[i * num_bits + j] = np.uint8(word >> np.uint64(8 * j))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def unpack_row(packed, num_bits, codes):
     """The inverse of `pack_row`, into an unsigned integer array."""
     if num_bits == 8:
@@ -47,14 +48,14 @@ def unpack_row(packed, num_bits, codes):
                 codes[8 * i + j] = (word >> np.uint64(j * num_bits)) & mask
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack_rows(codes_RK, num_bits, packed_RB):
     """`pack_row` of every row."""
     for row in range(packed_RB.shape[0]):
         pack_row(codes_RK[row], num_bits, packed_RB[row])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def unpack_rows(packed_RB, num_bits, codes_RK):
     """`unpack_row` of every row."""
     for row in range(packed_RB.shape[0]):

@@ -10,10 +10,11 @@ Every loop releases the GIL: callers run one matrix per thread.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from hqconv.backends.codec_loops import pack_row
+from hqconv.compiled import compiled
 
 FLOAT, SYM_INT, ASYM_INT, SIGN_MAGNITUDE = range(4)
 
@@ -46,7 +47,7 @@ def _load_row_overload(source_row, bits_row):
     return load_float32
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
     """Write each group's largest and smallest value; return False if any value is NaN or infinite.
 
@@ -73,7 +74,7 @@ def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
     return finite
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _encode_float(x, bits, codes, values, exponent_shift, mantissa_bits, sign_shift):
     """Round `x` to a small float: nearest, ties to the truncated value; saturation is the caller's.
 
@@ -109,7 +110,7 @@ def _encode_float(x, bits, codes, values, exponent_shift, mantissa_bits, sign_sh
         value_bits[k] |= bits[k] & _SIGN
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _encode_integer(x, codes, values, kind, num_bits):
     """Round `x` half to even and clamp; symmetric codes are offset binary, `values` are the codes' meaning."""
     midpoint = np.int32(1 << (num_bits - 1))
@@ -135,7 +136,7 @@ def _encode_integer(x, codes, values, kind, num_bits):
             values[k] = np.float32(code)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def fold_sum(terms):
     """Sum float64 `terms` in place by folding the upper half onto the lower: one order on every device."""
     length = terms.size
@@ -147,7 +148,7 @@ def fold_sum(terms):
     return terms[0]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _scale_row(row, kind, inverse_G, lowest_G, limit, x):
     """x = (row - lowest) * inverse per group, clamped to ±limit where limit > 0."""
     num_groups = inverse_G.size
@@ -165,7 +166,7 @@ def _scale_row(row, kind, inverse_G, lowest_G, limit, x):
             x[k] = min(max(x[k], -limit), limit)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _decode_row(values, zero_G, scale_G, scale_2):
     """Turn code values into weights in place: (value - zero) * scale * scale_2 in float32."""
     values_Gk = values.reshape(scale_G.size, -1)
@@ -175,7 +176,7 @@ def _decode_row(values, zero_G, scale_G, scale_2):
             values_Gk[g, k] = (values_Gk[g, k] - zero) * scale * scale_2
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _fold_squares(row, decoded, terms):
     """Sums of (row - decoded)**2 and of row**2 in float64, in the order of `fold_sum`.
 
@@ -207,7 +208,7 @@ def _fold_squares(row, decoded, terms):
     return error, fold_sum(terms)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _count_exact(row, decoded, num_groups):
     """How many groups of a row decode to the very source values."""
     row_Gk, decoded_Gk = row.reshape(num_groups, -1), decoded.reshape(num_groups, -1)
@@ -220,7 +221,7 @@ def _count_exact(row, decoded, num_groups):
     return num_exact
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode_matrix(
     source_NK,
     code,

@@ -7,12 +7,12 @@ P is the code width padded to a power of two. The source of every index is `kern
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from hqconv.backends.codec_loops import unpack_row
+from hqconv.compiled import compiled
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _fill_panel(weight_NW, n0, packed, num_bits, panel):
     """Codes of 64 rows from row `n0` as uint8; bits above the code width are dropped."""
     mask = np.uint32((1 << num_bits) - 1)
@@ -24,7 +24,7 @@ def _fill_panel(weight_NW, n0, packed, num_bits, panel):
                 panel[r, k] = weight_NW[n0 + r, k] & mask
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _fill_zero_points(zero_ZG, n0, k0, packed, num_bits, group_size, tile_zero):
     """Zero points of one tile, one per row and group; rows of packed zero points hold 32 / num_bits codes."""
     mask = np.uint64((1 << num_bits) - 1)
@@ -43,7 +43,7 @@ def _fill_zero_points(zero_ZG, n0, k0, packed, num_bits, group_size, tile_zero):
             tile_zero[r, j] = (word >> np.uint64(first_bit % 32)) & mask
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _centre_codes(panel, k0, num_bits, tile_zero, group_size):
     """Turn one tile's integer codes into the sign-magnitude-like form that the int-to-float path wants."""
     mask = (1 << num_bits) - 1
@@ -54,7 +54,7 @@ def _centre_codes(panel, k0, num_bits, tile_zero, group_size):
             panel[r, k0 + c] = code - zero if code >= zero else mask - code
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def lane_table(activation_bits, transposed):
     """Row and column inside a tile of each lane's 128 codes, in the lane's order: int32 [32, 128, 2]."""
     a = activation_bits
@@ -73,7 +73,7 @@ def lane_table(activation_bits, transposed):
     return table
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def interleave_table(num_bits, activation_bits, interleave_mode, native):
     """For each position in a 32-bit word: which code gives its low bits, and which its top bit: int32 [2, .]."""
     padded = 1
@@ -89,7 +89,7 @@ def interleave_table(num_bits, activation_bits, interleave_mode, native):
     return table
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _squeeze_words(words, num_bits):
     """Drop the padding of 3-, 5-, 6- and 7-bit codes: four groups of P words become four of `num_bits`."""
     w = words
@@ -124,7 +124,7 @@ def _squeeze_words(words, num_bits):
                 w[o + j] = (w[a + j] & low) | ((w[a + j + 1] & high) << 1)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _pack_lane(codes, places, order, num_bits, words):
     """Pack one lane's 128 codes, at `places` of the flat panel `codes`, into 4 * num_bits words."""
     count = order.shape[1]
@@ -143,7 +143,7 @@ def _pack_lane(codes, places, order, num_bits, words):
         _squeeze_words(words, num_bits)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out):
     """Store a lane's words of the 64 x 64 tile at (n0, k0); the words of a row are dealt by the kernel's loads."""
     words_per_row = 16 * num_bits // activation_bits
@@ -163,7 +163,7 @@ def _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed
                 out[row * stride + column] = words[i * words_per_row + j * num_bits + k]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def repack(
     weight_NW,
     zero_ZG,
@@ -207,7 +207,7 @@ def repack(
                 _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def repack_4bit_a16(weight_NB, out):
     """`repack` for packed 4-bit codes and 16-bit activations: each output word takes four whole bytes.
 
@@ -233,7 +233,7 @@ def repack_4bit_a16(weight_NB, out):
                     out[k_block, n_block, lane, quarter] = low | (high << np.uint32(16))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def repack_8bit_a16(weight_NH, centre, out):
     """`repack` for packed 8-bit codes and 16-bit activations; `centre` as there, around the midpoint.
 
@@ -281,7 +281,7 @@ def shift_table() -> np.ndarray:
     return table.astype(np.uint32)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def shift_mxfp4(words, shifts, table, out):
     """Apply `shift_table` to each 4-word group of packed e2m1 codes: `words` uint32 [4 * len(shifts)]."""
     for group in range(shifts.size):

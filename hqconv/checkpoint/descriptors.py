@@ -19,9 +19,10 @@ _LEAST, _MOST = 4, 512
 def raise_limit() -> None:
     """Let this process open as many files as the system allows it to; for commands, not for libraries."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or soft < hard:
-        wanted = 1 << 16 if hard == resource.RLIM_INFINITY else hard
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    if soft == resource.RLIM_INFINITY or soft == hard:
+        return
+    wanted = max(soft, 1 << 16) if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def open_limit() -> int:

@@ -8,15 +8,15 @@ Every loop releases the GIL: callers run one matrix per thread. Nothing here all
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from hqconv.backends.codec_loops import unpack_row
+from hqconv.compiled import compiled, inlined
 
 # Rows of the source that one pass of a transposition reads: the 16 words it writes per row are a cache line.
 _TILE = 128
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def has_code(words, mask):
     """Whether `byte & mask == mask` for any byte of uint32 words, where the mask's highest bit is 0x40.
 
@@ -30,7 +30,7 @@ def has_code(words, mask):
     return (found & np.uint32(0x80808080)) != 0
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _look_up_4bit(packed_B, table, values):
     """values[2i], values[2i + 1] = the table's entries for the low and high nibble of byte i."""
     for i in range(packed_B.size):
@@ -38,7 +38,7 @@ def _look_up_4bit(packed_B, table, values):
         values[2 * i + 1] = table[packed_B[i] >> 4]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, group_size, out_NK):
     """out = ((table[code] - zero) * scale) * scale_2 in float32, each product rounded once.
 
@@ -65,7 +65,7 @@ def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, 
                 out[k] = (out[k] - zero) * scale * scale_2
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def dequantize_columns(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, group_K, out_NK):
     """`dequantize_groups` where column k is of group `group_K[k]`."""
     num_rows, num_columns = out_NK.shape
@@ -81,7 +81,7 @@ def dequantize_columns(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N,
             out[k] = (table[codes[k]] - zeros[min(g, zeros.size - 1)]) * scales[g] * scale_2
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _swap(words, low, high, shift, mask):
     """Exchange the high half-fields of words[low] with the low ones of words[high]."""
     change = ((words[low] >> shift) ^ words[high]) & mask
@@ -89,7 +89,7 @@ def _swap(words, low, high, shift, mask):
     words[high] ^= change
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _transpose_nibbles(words):
     """Transpose the 8 x 8 matrix of nibbles in 8 uint32 words in place: nibble j of word i goes to nibble i of j."""
     for i in range(4):
@@ -100,7 +100,7 @@ def _transpose_nibbles(words):
         _swap(words, i, i + 1, np.uint32(4), np.uint32(0x0F0F0F0F))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def transpose_4bit(words_KW, order, flip, out_NW):
     """Turn [K, N / 8] words of nibbles packed along N into [N, K / 8] words packed along K.
 
@@ -119,7 +119,7 @@ def transpose_4bit(words_KW, order, flip, out_NW):
                     out_NW[8 * w + order[j], k // 8] = block[j] ^ flip
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def ternary_rows(packed_RK, out_NB):
     """Unpack BitNet's bytes [N / 4, K] into sign-magnitude codes packed along K; False if a code is 3.
 

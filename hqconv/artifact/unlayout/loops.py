@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from hqconv.compiled import compiled
 
 Array = NDArray[Any]
 _PAIR = np.uint32(0xFFFF)
@@ -36,7 +37,7 @@ def fragment_pieces(num_bits: int) -> Array:
     return pieces
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def unpack_pairs(words_ETW, num_bits, pieces, pairs_ENP):  # type: ignore[no-untyped-def]
     """Write the codes of 16-bit-activation weights, two columns to a uint16, P = K / 2.
 
@@ -63,7 +64,7 @@ def unpack_pairs(words_ETW, num_bits, pieces, pairs_ENP):  # type: ignore[no-unt
                         pairs_ENP[e, n, k] = (value | (value >> _EIGHT)) & _PAIR
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def restore_centred(codes_ENK, zero_ENG, group_size, largest):  # type: ignore[no-untyped-def]
     """Turn sign-and-magnitude codes around a zero point back into plain codes, in place; all uint8.
 
@@ -81,7 +82,7 @@ def restore_centred(codes_ENK, zero_ENG, group_size, largest):  # type: ignore[n
                     codes[k] = np.uint8(code + zero) if code <= bound else np.uint8(largest - code)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_codes(codes_ENK, values, zero_ENG, scale_ENG, scale_2_EN, out_ENK):  # type: ignore[no-untyped-def]
     """out = (values[code] - zero) * scale * scale_2 in float32, in this order; `values` has 256 entries.
 
