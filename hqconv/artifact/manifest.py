@@ -112,7 +112,7 @@ def _check(path: Path, words: Any) -> None:
             remedy="Upgrade hqconv.",
         )
     if type(version) is not int or version != artifact.FORMAT_VERSION:
-        raise _damaged(path, f"format_version {artifact.FORMAT_VERSION}", repr(version))
+        raise _damaged(f"{path}: format_version", str(artifact.FORMAT_VERSION), repr(version))
     _check_keys(path, "", words, _MANIFEST_KEYS)
     quantization = words["source"].get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):

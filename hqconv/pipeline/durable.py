@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hqconv.artifact.build import FileRecord
-from hqconv.errors import OutputError
+from hqconv.errors import InputError, OutputError
 from hqconv.schemas.artifact import PARTIAL
 
 _CHUNK_BYTES = 1 << 22
@@ -29,6 +29,16 @@ def output_errors(where: object) -> Iterator[None]:
         raise OutputError(
             what, where=str(where), found=error.strerror or str(error), remedy=_RESUME
         ) from error
+
+
+@contextmanager
+def source_errors(path: Path) -> Iterator[None]:
+    """Turn what the operating system says about a file of the source into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        what, remedy = "A file of the source cannot be read.", "Mend the source, then go on with --resume."
+        raise InputError(what, where=str(path), found=error.strerror or str(error), remedy=remedy) from error
 
 
 def partial(path: Path) -> Path:
@@ -51,10 +61,10 @@ def write_whole(root: Path, name: str, data: bytes) -> FileRecord:
 
 
 def copy_whole(source: Path, root: Path, name: str) -> FileRecord:
-    """Copy a file into the folder `root`, a chunk at a time. Raises OutputError, also where it cannot be read."""
+    """Copy a file into the folder `root`, a chunk at a time. Raises InputError where it cannot be read."""
 
     def chunks() -> Iterator[bytes]:
-        with source.open("rb", buffering=0) as file:
+        with source_errors(source), source.open("rb", buffering=0) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 

@@ -15,7 +15,7 @@ from hqconv import __version__
 from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, json_bytes, request_words
 from hqconv.artifact.manifest import read_manifest, requantized
 from hqconv.errors import OutputError
-from hqconv.pipeline.durable import check_space, copy_whole, write_whole
+from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.journal import JournalEntry
 from hqconv.pipeline.progress import Meter, Progress
@@ -162,7 +162,11 @@ def _finish(
 
 def _num_bytes(source: Source, plan: Plan) -> int:
     """Bytes that the artifact takes on the disk, the manifest aside."""
-    return plan.num_bytes_out + sum((source.root / name).stat().st_size for name in plan.other_files)
+    num_bytes = plan.num_bytes_out
+    for path in (source.root / name for name in plan.other_files):
+        with source_errors(path):
+            num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def _identity(source: Source, plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""Manifests that somebody else wrote: what they say is checked before anything relies on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv.artifact.manifest import read_manifest
+from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.schemas.artifact import is_block_name
+from tests.make.conversions import run
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import snapshot
+
+BLOCK = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("manifest")
+    run(write_qwen3_moe(folder / "src", num_layers=1), folder / "out", "int4-g32")
+    return folder / "out"
+
+
+def edited(good: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of the artifact whose manifest was edited; its files are links."""
+    for path in good.rglob("*"):
+        if path.is_file() and path.name != "hqconv.json":
+            (folder / path.relative_to(good)).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path.relative_to(good)).symlink_to(path)
+    words = json.loads((good / "hqconv.json").read_bytes())
+    edit(words)
+    (folder / "hqconv.json").write_text(json.dumps(words))
+    return folder
+
+
+NAMES = {
+    "../../../etc/x": False,
+    "/etc/x": False,
+    "a/b": False,
+    "a..b": False,
+    ".a": False,
+    "a.": False,
+    "": False,
+    "a b": False,
+    "a\x1b[2J": False,
+    "a\n": False,
+    "é": False,
+    "x" * 201: False,
+    BLOCK: True,
+    "language_model.model.layers.0.mlp-moe.experts": True,
+}
+
+
+@pytest.mark.parametrize(("name", "is_good"), NAMES.items(), ids=[repr(name)[:20] for name in NAMES])
+def test_block_names_cannot_lead_elsewhere(name: str, is_good: bool, good: Path, tmp_path: Path) -> None:
+    """They become names of files: of rank files when an artifact is a source, or is read."""
+    assert is_block_name(name) == is_good
+    if is_good:
+        return
+    out = edited(
+        good, tmp_path / "in", lambda words: words["blocks"].update({name: words["blocks"].pop(BLOCK)})
+    )
+    with pytest.raises(VerificationError, match="manifest is damaged"):
+        read_manifest(out)
+    before = snapshot(tmp_path)
+    for call in (
+        lambda: run(out, tmp_path / "again", "source"),
+        lambda: hqconv.load(out, block=name),
+        lambda: hqconv.inspect(out),
+        lambda: hqconv.dequantize(out, block=name),
+    ):
+        with pytest.raises(HqconvError):
+            call()
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / "again" / "hqconv.json").exists()
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no key": (lambda w: w.pop("blocks"), "blocks"),
+    "another type": (lambda w: w.update(tp="2"), "tp"),
+    "truth for a number": (lambda w: w.update(tp=True), "tp"),
+    "no version": (lambda w: w.pop("format_version"), "format_version"),
+    "version of truth": (lambda w: w.update(format_version=True), "format_version"),
+    "old version": (lambda w: w.update(format_version=0), "format_version"),
+    "block without sizes": (lambda w: w["blocks"][BLOCK].pop("hidden_size"), "hidden_size"),
+    "block that is none": (lambda w: w["blocks"].update({BLOCK: 3}), BLOCK),
+    "file without digest": (lambda w: w["files"]["config.json"].pop("sha256"), "config.json"),
+    "source's config": (lambda w: w["source"].update(quantization_config=[1]), "quantization_config"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_is_not_as_it_must_be_is_named(name: str, good: Path, tmp_path: Path) -> None:
+    edit, where = EDITS[name]
+    out = edited(good, tmp_path / "out", edit)
+    with pytest.raises(VerificationError, match="damaged") as caught:
+        read_manifest(out)
+    assert where in caught.value.where
+    assert caught.value.expected
+    assert caught.value.remedy
+
+
+def test_a_newer_version_asks_for_a_newer_hqconv(good: Path, tmp_path: Path) -> None:
+    out = edited(good, tmp_path / "out", lambda words: words.update(format_version=99))
+    with pytest.raises(RequestError, match="made by a newer hqconv") as caught:
+        read_manifest(out)
+    assert caught.value.remedy == "Upgrade hqconv."
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "\x00", "[" * 100_000])
+def test_a_manifest_that_is_no_json_object(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hqconv.json").write_text(text)
+    with pytest.raises(VerificationError, match="damaged"):
+        read_manifest(tmp_path)

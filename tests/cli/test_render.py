@@ -1,0 +1,139 @@
+"""What is shown: JSON that every parser reads, and text that cannot change a terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from hqconv.cli.app import app
+from hqconv.cli.render import print_json
+from hqconv.cli.text import printable, printable_words
+from tests.make.conversions import run
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+
+BLOCK = "model.layers.0.mlp.experts"
+
+
+def strictly(text: str) -> Any:
+    """JSON by the letter: no NaN, no Infinity."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_is_no_number_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": math.nan, "b": [math.inf, -math.inf, 1.5], "c": ({"d": math.nan},), "e": "NaN"})
+    expected = {"a": None, "b": [None, None, 1.5], "c": [{"d": None}], "e": "NaN"}
+    assert strictly(capsys.readouterr().out) == expected
+
+
+def test_verify_prints_json_whatever_it_measures(tmp_path: Path) -> None:
+    """Against a source whose weights are infinite, no error figure is a number."""
+    model = write_qwen3_moe(tmp_path / "model", num_layers=1)
+    run(model, tmp_path / "out", "mxfp4")
+    tensors = load_file(model / "model.safetensors")
+    for name in tensors:
+        if ".experts.0." in name:
+            tensors[name][:] = math.inf
+        if ".experts.1." in name:
+            tensors[name][:] = math.nan
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    path = next((tmp_path / "out/experts").rglob("*.safetensors"))
+    kernel = load_file(path)
+    kernel[f"{BLOCK}.w2_weight_scale"].view(dtype=kernel[f"{BLOCK}.w2_weight"].dtype)[:] = -1  # NaN in e8m0
+    words = ["verify", str(tmp_path / "out"), "--source", str(model), "--device", "cpu", "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1, done.stderr
+    report = strictly(done.stdout)
+    assert report["passed"] is False
+    assert report["checks"]["weights"]["findings"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("model.layers.0", "model.layers.0"),
+        ("ключ é 中 →", "ключ é 中 →"),
+        ("two\nlines", "two\nlines"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("a\rb\tc\x00", "a\\rb\\tc\\x00"),
+        ("\x9b31m", "\\x9b31m"),
+        ("abc\u202egpj.exe", "abc\\u202egpj.exe"),
+        ("half\udcff", "half\\udcff"),
+    ],
+)
+def test_control_characters_are_written_out(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert printable_words({text: [text, 1, None]}) == {shown: [shown, 1, None]}
+
+
+def hostile(model: Path) -> Path:
+    """A checkpoint with terminal commands in a tensor's name, a file's and the config."""
+    tensors = load_file(model / "model.safetensors")
+    tensors["evil\x1b[2J.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    (model / "x\x1b]0;pwned\x07.txt").write_text("")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_act": "silu\x1b[31m"}))
+    return model
+
+
+def test_names_with_escapes_reach_no_terminal(tmp_path: Path) -> None:
+    model = hostile(write_qwen3_moe(tmp_path / "mod\x1b[5mel", num_layers=1))
+    for arguments in (
+        ["inspect", str(model)],
+        ["convert", str(model), "--schema", "int4", "--target", "sm90", "--dry-run"],
+        ["convert", str(model), "-o", str(tmp_path / "o"), "--schema", "int4", "--target", "sm90"],
+        ["convert", str(model), "-o", str(model / "in\x1b[0m"), "--schema", "int4", "--target", "sm90"],
+        ["verify", str(tmp_path / "o"), "--source", str(model), "--device", "cpu"],
+        ["verify", str(model)],
+    ):
+        done = CliRunner().invoke(app, arguments)
+        assert "\x1b" not in done.stdout + done.stderr, (arguments, done.stdout, done.stderr)
+        assert "\x07" not in done.stdout + done.stderr
+
+
+def test_80_columns_lose_no_word(tmp_path: Path) -> None:
+    """On a narrow terminal long names are folded, not cut."""
+    model = write_qwen3_moe(tmp_path / "a-model-with-quite-a-long-name-as-they-are-on-the-hub", num_layers=2)
+    command = [sys.executable, "-c", "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"]
+    command += [sys.executable, "-m", "hqconv", "inspect", str(model)]
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
+    done = subprocess.run(
+        command,
+        cwd=REPO,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in done.stdout
+    assert model.name in "".join(line.strip() for line in lines)
+
+
+def test_a_terminal_that_knows_fewer_letters(tmp_path: Path) -> None:
+    model = write_qwen3_moe(tmp_path / "model", num_layers=1)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "hqconv", "convert", str(model), "-o", str(tmp_path / "out")]
+    command += ["--schema", "int4", "--target", "sm90"]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\\u2192" in done.stdout
+    shutil.rmtree(tmp_path / "out")
