@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.backends.layout import KernelForm, is_compatible, kernel_form, packed_form
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
@@ -36,11 +36,7 @@ class Facts:
     @cached_property
     def schema(self) -> TargetSchema:
         """The weight schema of the experts. Raises VerificationError where the manifest's is none."""
-        try:
-            return TargetSchema(name=self.manifest["schema_name"], **self.manifest["weight_schema"])
-        except TypeError as error:
-            where = f"{self.root / names.MANIFEST}: weight_schema"
-            raise VerificationError("The manifest's schema is damaged.", where=where, found=error) from error
+        return schema_of(self.root, self.manifest)
 
     @cached_property
     def grid(self) -> Grid:
@@ -64,9 +60,10 @@ class Facts:
         for key, holds in facts.items():
             if not holds:
                 raise _impossible(key, words[key])
+        schema = self.schema
         try:
             request = Request(
-                self.schema,
+                schema,
                 words["dtype"],
                 self.sm_version,
                 self.grid,

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import RequestError, VerificationError
+from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact
+from hqconv.schemas.target import TargetSchema
 
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
 
@@ -97,6 +98,15 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise _damaged(path, "a JSON document", error) from error
     _check(path, words)
     return dict(words)
+
+
+def schema_of(root: Path, manifest: Mapping[str, Any]) -> TargetSchema:
+    """The weight schema that a manifest names. Raises VerificationError where it is none."""
+    try:
+        return TargetSchema(name=manifest["schema_name"], **manifest["weight_schema"])
+    except (HqconvError, TypeError) as error:
+        where, found = f"{root / artifact.MANIFEST}: weight_schema", str(getattr(error, "found", error))
+        raise _damaged(where, "the fields of a weight schema", found) from error
 
 
 def _check(path: Path, words: Any) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import read_manifest, requantized
-from hqconv.errors import HqconvError, VerificationError
+from hqconv.artifact.manifest import read_manifest, requantized, schema_of
 from hqconv.formats.format import SourceFormat
 from hqconv.inspection.words import Words, block_runs, quant_method, schema_words, summarize_errors
 from hqconv.schemas import artifact
-from hqconv.schemas.target import TargetSchema
 
 
 def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
@@ -32,7 +29,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
     return {
         "kind": "artifact",
         "folder": str(root),
-        "schema": schema_words(_schema_of(root, manifest), manifest["dtype"]),
+        "schema": schema_words(schema_of(root, manifest), manifest["dtype"]),
         **{key: manifest[key] for key in ("layout", "target", "dtype", "input_schema", "tp", "ep")},
         **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
         **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
@@ -60,17 +57,6 @@ def describe_unfinished(root: Path) -> Words:
         "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
         "or --overwrite to start anew.",
     }
-
-
-def _schema_of(root: Path, manifest: Words) -> TargetSchema:
-    known = {field.name for field in fields(TargetSchema)} - {"name"}
-    words = {key: value for key, value in manifest["weight_schema"].items() if key in known}
-    try:
-        return TargetSchema(name=manifest["schema_name"], **words)
-    except (HqconvError, TypeError) as error:
-        where = f"{root / artifact.MANIFEST}: weight_schema"
-        what = "The artifact's manifest is damaged."
-        raise VerificationError(what, where=where, found=error, remedy="Convert the source again.") from error
 
 
 def _config_of(root: Path) -> Words:

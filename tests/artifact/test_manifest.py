@@ -91,6 +91,9 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "block without sizes": (lambda w: w["blocks"][BLOCK].pop("hidden_size"), "hidden_size"),
     "block that is none": (lambda w: w["blocks"].update({BLOCK: 3}), BLOCK),
     "file without digest": (lambda w: w["files"]["config.json"].pop("sha256"), "config.json"),
+    "block without a format": (lambda w: w["blocks"][BLOCK].update(source_format=None), "source_format"),
+    "parts that are a list": (lambda w: w["blocks"][BLOCK].update(source_parts=[]), "source_parts"),
+    "size in words": (lambda w: w["files"]["config.json"].update(size_bytes="many"), "size_bytes"),
     "source's config": (lambda w: w["source"].update(quantization_config=[1]), "quantization_config"),
 }
 
@@ -106,6 +109,16 @@ def test_what_is_not_as_it_must_be_is_named(name: str, good: Path, tmp_path: Pat
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("fields", [{"b_dtype": "uint77"}, {}])
+def test_a_schema_that_is_none(fields: dict[str, Any], good: Path, tmp_path: Path) -> None:
+    out = edited(good, tmp_path / "out", lambda words: words.update(weight_schema=fields))
+    for call in (hqconv.inspect, lambda out: hqconv.dequantize(out, block=BLOCK)):
+        with pytest.raises(VerificationError, match="manifest is damaged") as caught:
+            call(out)
+        assert "weight_schema" in caught.value.where
+    assert not hqconv.verify(out, checks=["files"]).passed
+
+
 def test_a_newer_version_asks_for_a_newer_hqconv(good: Path, tmp_path: Path) -> None:
     out = edited(good, tmp_path / "out", lambda words: words.update(format_version=99))
     with pytest.raises(RequestError, match="made by a newer hqconv") as caught:
@@ -117,4 +130,11 @@ def test_a_newer_version_asks_for_a_newer_hqconv(good: Path, tmp_path: Path) -> 
 def test_a_manifest_that_is_no_json_object(text: str, tmp_path: Path) -> None:
     (tmp_path / "hqconv.json").write_text(text)
     with pytest.raises(VerificationError, match="damaged"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_garbage_is_no_manifest(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "hqconv.json").write_bytes(data)
+    with pytest.raises(VerificationError, match=r"hqconv\.json"):
         read_manifest(tmp_path)

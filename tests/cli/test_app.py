@@ -398,6 +398,12 @@ def test_interrupt_and_resume(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     _wait_for_first_group(out, process)
+    process.send_signal(signal.SIGSTOP)
+    for mode in ((), ("--resume",), ("--overwrite",)):  # beside it, in this process
+        second = call(*common, "-o", out, *mode)
+        assert (second.exit_code, second.stdout) == (4, "")
+        assert f"process {process.pid} on " in second.stderr
+    process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (130, "")
@@ -410,6 +416,10 @@ def test_interrupt_and_resume(tmp_path: Path) -> None:
     result = call(*common, "-o", out, "--resume", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["num_groups_resumed"] > 0
+    assert read_tree(out) == read_tree(tmp_path / "undisturbed")
+    again = call(*common, "-o", out, "--resume")
+    assert again.exit_code == 0, again.stderr
+    assert "the artifact was finished already: nothing was done" in " ".join(again.output.split())
     assert read_tree(out) == read_tree(tmp_path / "undisturbed")
 
 
