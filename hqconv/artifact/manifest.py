@@ -105,7 +105,8 @@ def schema_of(root: Path, manifest: Mapping[str, Any]) -> TargetSchema:
     try:
         return TargetSchema(name=manifest["schema_name"], **manifest["weight_schema"])
     except (HqconvError, TypeError) as error:
-        where, found = f"{root / artifact.MANIFEST}: weight_schema", str(getattr(error, "found", error))
+        field, found = getattr(error, "where", ""), getattr(error, "found", error)
+        where = f"{root / artifact.MANIFEST}: weight_schema{f': {field}' if field else ''}"
         raise _damaged(where, "the fields of a weight schema", found) from error
 
 
