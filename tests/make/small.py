@@ -158,29 +158,29 @@ def nvfp4() -> Source:
     return per_expert(parts, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
 
 
-def _gpt_oss_biases() -> Tensors:
+def _gpt_oss_biases(inner: int) -> Tensors:
     return {
-        f"{BLOCK}.gate_up_proj_bias": _noise(E, 2 * INNER).bfloat16(),
+        f"{BLOCK}.gate_up_proj_bias": _noise(E, 2 * inner).bfloat16(),
         f"{BLOCK}.down_proj_bias": _noise(E, HIDDEN).roll(3).bfloat16(),
     }
 
 
-def gpt_oss_floats() -> Source:
+def gpt_oss_floats(inner: int = INNER) -> Source:
     """gpt_oss as transformers holds it: [E, in, out], gate and up in turns, biases."""
-    tensors = dense() | _gpt_oss_biases()
-    tensors[f"{BLOCK}.gate_up_proj"] = _noise(E, HIDDEN, 2 * INNER).bfloat16()
-    tensors[f"{BLOCK}.down_proj"] = _noise(E, INNER, HIDDEN).roll(5).bfloat16()
-    return tensors, dict(GPT_OSS)
+    tensors = dense() | _gpt_oss_biases(inner)
+    tensors[f"{BLOCK}.gate_up_proj"] = _noise(E, HIDDEN, 2 * inner).bfloat16()
+    tensors[f"{BLOCK}.down_proj"] = _noise(E, inner, HIDDEN).roll(5).bfloat16()
+    return tensors, {**GPT_OSS, "intermediate_size": inner}
 
 
-def gpt_oss_mxfp4() -> Source:
+def gpt_oss_mxfp4(inner: int = INNER) -> Source:
     """gpt_oss as it was released: blocks of 32 codes and their scales, [E, out, …]."""
-    tensors = dense() | _gpt_oss_biases()
-    for name, n, k in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+    tensors = dense() | _gpt_oss_biases(inner)
+    for name, n, k in (("gate_up_proj", 2 * inner, HIDDEN), ("down_proj", HIDDEN, inner)):
         tensors[f"{BLOCK}.{name}_blocks"] = _bytes(E, n, k // 32, 16)
         tensors[f"{BLOCK}.{name}_scales"] = _bytes(E, n, k // 32, high=8) + 120
     words = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    return tensors, {**GPT_OSS, "quantization_config": words}
+    return tensors, {**GPT_OSS, "intermediate_size": inner, "quantization_config": words}
 
 
 def qwen3_vl(inner: int = 128, hidden: int = HIDDEN) -> Source:

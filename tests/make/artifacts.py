@@ -1,0 +1,114 @@
+"""Conversions whose whole output is on record, and digests of a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hqconv
+from hqconv.errors import HqconvError
+from tests.make import small
+from tests.make.formats import FORMATS, write
+from tests.make.matrices import SCHEMAS
+from tests.make.qwen import write_qwen3_moe
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2-ep3": {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2},
+    "checkpoint": {"layout": "checkpoint"},
+}
+UNEVEN: dict[str, tuple[Callable[[int], small.Source], tuple[str, ...]]] = {
+    "gpt_oss_mxfp4": (small.gpt_oss_mxfp4, ("source", "fp8", "int4-g32")),
+    "gpt_oss_floats": (small.gpt_oss_floats, ("mxfp4", "mxfp8", "int8")),
+}  # whose last rank is padded
+SOURCES: tuple[str, ...] = (
+    "plain",
+    *(f"format/{name}" for name in FORMATS),
+    *(f"small/{name}" for name in small.GOOD),
+    *(f"uneven/{name}" for name in UNEVEN),
+    *(f"recut/{schema}" for schema in ("mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor", "fp8-block")),
+)
+
+
+class Record(NamedTuple):
+    """One conversion: of a source with these bytes, to files with these. An error's name where it is refused."""
+
+    source: str
+    files: str
+    manifest: str
+
+
+def make_source(name: str, folder: Path) -> Path:
+    """Write a source of `SOURCES`."""
+    kind, _, rest = name.partition("/")
+    if kind == "format":
+        return write(folder / rest, rest).folder
+    if kind == "small":
+        return small.save(folder / f"small-{rest}", small.GOOD[rest][0]())
+    if kind == "uneven":
+        return small.save(folder / rest, UNEVEN[rest][0](320))
+    plain = write_qwen3_moe(folder / "plain", hidden_size=256, intermediate_size=512, num_experts=5)
+    if kind == "plain":
+        return plain
+    convert(plain, folder / f"cut-{rest}", schema=rest, tp=2, ep=2)
+    return folder / f"cut-{rest}"
+
+
+def conversions_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The conversions on record of one source: a name, and the options of `hqconv.convert`."""
+    kind, _, rest = name.partition("/")
+    if kind == "plain":
+        for schema, dtype, grid in itertools.product(SCHEMAS, ("bfloat16", "float16"), GRIDS):
+            yield f"{schema}/{dtype}/{grid}", {"schema": schema, "dtype": dtype, **GRIDS[grid]}
+    elif kind == "format":
+        yield "source", {"schema": "source"}
+        yield FORMATS[rest].target, {"schema": FORMATS[rest].target, "tp": FORMATS[rest].tp}
+        yield "nvfp4", {"schema": "nvfp4"}
+    elif kind == "small":
+        target = small.GOOD[rest][1]
+        for grid, options in GRIDS.items():
+            yield grid, {"schema": target, **options}
+        yield "mxfp8", {"schema": "mxfp8", "tp": 2}
+    elif kind == "uneven":
+        for schema, dtype in itertools.product(UNEVEN[rest][1], ("bfloat16", "float16")):
+            yield f"{schema}/{dtype}", {"schema": schema, "dtype": dtype, "tp": 4}
+    else:
+        yield "tp1", {"schema": "source"}
+        yield "tp2-ep3", {"schema": "source", **GRIDS["tp2-ep3"]}
+        yield "int8", {"schema": "int8"}
+
+
+def convert(src: Path, out: Path, **options: Any) -> None:
+    """`hqconv.convert` for sm90 on the CPU."""
+    hqconv.convert(src, out, target="sm90", device="cpu", max_memory="1GiB", threads=2, **options)
+
+
+def record(src: Path, out: Path, options: Mapping[str, Any]) -> Record:
+    """Convert, and take digests of the result, which is removed."""
+    source = digest_of(src)
+    try:
+        convert(src, out, **options)
+    except HqconvError as error:
+        return Record(source, type(error).__name__, "")
+    words = json.loads((out / "hqconv.json").read_bytes())
+    for key in ("hqconv_version", "humming_kernels_version"):
+        del words[key]
+    (out / "hqconv.json").unlink()
+    files = digest_of(out)
+    shutil.rmtree(out)
+    return Record(source, files, hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32])
+
+
+def digest_of(folder: Path) -> str:
+    """Of all files' names and bytes."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(folder).as_posix().encode()
+            total.update(name + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()[:32]
