@@ -72,7 +72,7 @@ def _check_sizes(block: ExpertBlock, request: Request) -> None:
         is_block = schema.weight_scale_type == "block"
         if not is_block or why_not_direct(block.format, schema, request.param_dtype):
             raise
-        hint = "; --schema source repeats the source's scales into smaller blocks"
+        hint = " With --schema source the source's scales are repeated into smaller blocks."
         words = {"where": error.where, "expected": error.expected, "found": error.found}
         raise RequestError(error.what, **words, remedy=error.remedy + hint) from None
 

@@ -51,7 +51,7 @@ def make_request(
 ) -> Request:
     """A request with what was left open filled in.
 
-    `schema` None is the source's own schema, `param_dtype` None the source's own parameter dtype; `words` are the other
+    `schema`: None for the source's own; `param_dtype`: None for the source's own; `words` are the other
     fields of `Request`. Raises RequestError as `source_schema` does.
     """
     own_dtype = source_param_dtype(experts) if schema is None else None

@@ -148,7 +148,7 @@ def check_grid(
             where=f"{block}, intermediate size {intermediate_size}, schema {schema.name}",
             expected=f"slices that are whole runs of {unit}",
             found=f"{intermediate_size} / {grid.tp}",
-            remedy=f"TP sizes that work: {works}",
+            remedy=f"TP sizes that work: {works}.",
         )
     if grid.ep > num_experts + grid.redundant:
         raise RequestError(

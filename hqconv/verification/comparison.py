@@ -71,7 +71,8 @@ def compare(
         left, right = getattr(ours, field), getattr(theirs, field)
         if left is None and right is None:
             continue
-        what = f"{field.replace('_', ' ')} of the source, quantized, are not in the artifact."
+        verb = "are" if field == "codes" else "is"
+        what = f"The {field.replace('_', ' ')} of the source, quantized, {verb} not in the artifact."
         if left is None or right is None or left.shape != right.shape:
             shapes = [None if x is None else list(x.shape) for x in (right, left)]
             note(place.describe(role, tensor, (1,), (0,)), what, *shapes)

@@ -24,7 +24,7 @@ CHECKS = ("files", "weights", "kernel")
 
 @dataclass(frozen=True)
 class Options:
-    """What to verify, and with what. `checks` None means all that can run here; `layers` None the defaults."""
+    """What to verify, and with what. `checks`: None for all that can run here; `layers`: None for the defaults."""
 
     checks: tuple[str, ...] | None = None
     layers: frozenset[int] | None = None

@@ -343,10 +343,10 @@ def test_unused_bits_are_reported() -> None:
 @pytest.mark.parametrize(
     ("words", "flags", "message"),
     [
-        ({"a_dtype": "float8e4m3"}, {}, "activation dtype float8e4m3 not supported yet"),
-        ({"a_dtype": "int8"}, {}, "activation dtype int8 not supported yet"),
-        ({"use_packed_k_layout": True}, {}, "use_packed_k_layout is not supported yet"),
-        ({}, {"use_native_dequant": True}, "use_native_dequant is not supported yet"),
+        ({"a_dtype": "float8e4m3"}, {}, "activations in float8e4m3 cannot be read back yet"),
+        ({"a_dtype": "int8"}, {}, "activations in int8 cannot be read back yet"),
+        ({"use_packed_k_layout": True}, {}, "use_packed_k_layout cannot be read back yet"),
+        ({}, {"use_native_dequant": True}, "use_native_dequant cannot be read back yet"),
         ({"sm_version": 100}, {}, "sm100 is not known without its layout flags"),
     ],
 )

@@ -141,7 +141,7 @@ def test_impossible_grids_are_refused(words: dict[str, object], option: str) -> 
 def test_refusals_say_what_would_work() -> None:
     schema = resolve_schema("int4")  # groups of 128
     check_grid("b", 8, 256, 768, schema, Grid(tp=6))
-    with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 3, 6$"):
+    with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 3, 6\.$"):
         check_grid("b", 8, 256, 768, schema, Grid(tp=4))
     with pytest.raises(RequestError, match="TP sizes that work: none"):
         check_grid("b", 8, 256, 704, schema, Grid())

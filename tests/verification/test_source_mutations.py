@@ -200,7 +200,7 @@ def test_another_scale(base: str, make: Make, tmp_path: Path) -> None:
     weights = graft(make(base), base, change, tmp_path)
     found(weights, "w2_weight_scale", "w2 of expert 3", "scale of the source")
     assert {f.what for f in weights.findings} <= {
-        "scale of the source, quantized, are not in the artifact.",
+        "The scale of the source, quantized, is not in the artifact.",
         "The recorded error is not the measured one.",
     }
 

@@ -103,16 +103,15 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> KernelTe
 def _check_supported(config: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
     a_dtype = config.get("a_dtype")
     if a_dtype not in ("bfloat16", "float16"):
-        raise RequestError(
-            f"unlayout: activation dtype {a_dtype} not supported yet.", expected="bfloat16 or float16"
-        )
+        what = f"The kernel layout for activations in {a_dtype} cannot be read back yet."
+        raise RequestError(what, expected="bfloat16 or float16")
     used = [name for name in _FLAGS if flags.get(name) or config.get(name)]
     if used:
-        raise RequestError(f"unlayout: the layout of {', '.join(used)} is not supported yet.")
+        raise RequestError(f"The kernel layout with {', '.join(used)} cannot be read back yet.")
     sm_version = config.get("sm_version")
     if not isinstance(sm_version, int) or (sm_version // 10 != 9 and "use_native_dequant" not in flags):
         # From sm89 on the compiler's version decides about native dequantization; sm90 never uses it.
-        raise RequestError(f"unlayout: the layout of sm{sm_version} is not known without its layout flags.")
+        raise RequestError(f"The kernel layout of sm{sm_version} is not known without its layout flags.")
 
 
 def _parse_weight_dtype(text: str) -> tuple[int, int | None]:
