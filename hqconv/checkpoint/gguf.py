@@ -48,7 +48,7 @@ def library() -> Any:
             raise
         raise RequestError(
             "Reading experts from GGUF files needs the gguf library, which is not installed.",
-            remedy="Run: pip install 'hqconv[gguf]'",
+            remedy="Run: pip install 'hqconv[gguf]'.",
         ) from None
     return gguf
 

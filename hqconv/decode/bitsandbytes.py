@@ -32,7 +32,7 @@ def decode_bitsandbytes(fmt: SourceFormat, parts: Parts, shape: Shape, names: Na
             where=names.get("weight", ""),
             expected="the bitsandbytes package",
             found=error,
-            remedy="pip install hqconv[bitsandbytes]",
+            remedy="Run: pip install 'hqconv[bitsandbytes]'.",
         ) from error
     device = parts["weight"].device
     state = _state(parts, names)
