@@ -110,14 +110,16 @@ def _fitting(option: str, need: int, limit: int, what: str) -> int:
 def bounded_gpu(resources: Resources) -> Iterator[None]:
     """Hold torch to the bound on a GPU's memory, and say in plain words where it is not enough.
 
-    Raises RequestError instead of torch's OutOfMemoryError.
+    What torch has already taken in this process, such as a caller's own model, does not count. Raises
+    RequestError instead of torch's OutOfMemoryError.
     """
     if not resources.is_cuda:
         yield
         return
     _, total = torch.cuda.mem_get_info(resources.device)
     bound, before = resources.gpu_bytes(), torch.cuda.get_per_process_memory_fraction(resources.device)
-    torch.cuda.set_per_process_memory_fraction(min(before, bound / total), resources.device)
+    allowed = torch.cuda.memory_reserved(resources.device) + bound
+    torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), resources.device)
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -35,13 +35,14 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A GPU of 80 GiB of which 10 are free; what is asked of it is noted."""
-    state: dict[str, Any] = {"fraction": 1.0, "set": []}
+    state: dict[str, Any] = {"fraction": 1.0, "set": [], "reserved": 0}
 
     def set_fraction(fraction: float, _: object) -> None:
         state["set"].append(fraction)
         state["fraction"] = fraction
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state["reserved"])
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: state["fraction"])
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
     return state
@@ -72,9 +73,12 @@ def test_torch_is_held_to_the_bound_and_given_back(gpu: dict[str, Any]) -> None:
     gpu["set"].clear()
     with bounded_gpu(Resources(CUDA, GIB, 1)):  # most of the 10 GiB that are free
         assert gpu["fraction"] == pytest.approx(0.1)
+    gpu["reserved"] = 32 * GIB  # a caller's own model
+    with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB)):
+        assert gpu["fraction"] == 0.5
     with bounded_gpu(Resources(CPU, GIB, 1)):
         pass
-    assert len(gpu["set"]) == 2
+    assert len(gpu["set"]) == 4
 
 
 def test_running_out_of_gpu_memory_is_a_request_that_cannot_be_met(gpu: dict[str, Any]) -> None:
