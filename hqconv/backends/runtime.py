@@ -41,11 +41,11 @@ _OPS = (
     "repack_weight",
     "process_mxfp4_w4a8_weight",
 )
-# Where Humming looks at the current device to decide about schemas and layouts.
+# Where Humming looks at the current device to decide about schemas and layouts; what compiles and launches kernels
+# (humming.jit) must see the device that runs them.
 _ASKING = (
     "humming.config.config",
     "humming.config.mma",
-    "humming.jit.runtime",
     "humming.schema.humming",
     "humming.transform",
 )

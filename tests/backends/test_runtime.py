@@ -42,6 +42,13 @@ words = dict(shape_n=128, shape_k=128, weight_schema=humming_schema(resolve_sche
 words |= dict(pad_n_to_multiple=256, pad_k_to_multiple=128, torch_dtype=torch.bfloat16, device=-1)
 assert prepare_layer_config(**words).sm_version == 80, "Humming does not take this for an A100"
 
+import humming.jit.runtime
+from hqconv.backends.runtime import humming as load, target_facts
+load()
+with target_facts(90):  # the kernels that convert are compiled for the GPU that runs them
+    assert humming.jit.runtime.current_device.sm_version == 80
+    assert humming.transform.current_device.sm_version == 90
+
 import hqconv
 hqconv.convert(sys.argv[1], sys.argv[2], schema=sys.argv[3], target="sm90", tp=2, device="cpu")
 report = hqconv.verify(sys.argv[2], sys.argv[1], device="cpu", checks=["files", "weights"])
