@@ -1,0 +1,57 @@
+"""The documents: what they show runs, what they name exists, and the README stays short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hqconv
+from hqconv.schemas.target import PRESETS
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+
+DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
+# Names of files that are made, not kept, or that stand for any.
+NOT_KEPT = re.compile(
+    r"[<>*…{}]|^(/|org/name|qwen3-moe-tiny|experts|hqconv\.json|config\.json|hf_quant_config\.json)"
+)
+
+
+def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_qwen3_moe(tmp_path / "qwen3-moe-tiny", num_layers=2)
+    monkeypatch.chdir(tmp_path)
+    text = (REPO / "docs/api.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    names: dict[str, object] = {}
+    for example in examples:
+        exec(compile(example, "docs/api.md", "exec"), names)
+    called = set(re.findall(r"hqconv\.(\w+)\(", "".join(examples)))
+    assert called == set(hqconv.__all__) - {"__version__"}
+
+
+def test_the_readme_is_short_and_names_every_preset() -> None:
+    lines = (REPO / "README.md").read_text().splitlines()
+    assert len(lines) < 150
+    assert max(map(len, lines)) <= 125
+    assert all(f"`{name}`" in "\n".join(lines) for name in PRESETS)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    named = {
+        word.rstrip("/")
+        for quoted in re.findall(r"`([^`\n]+)`", text)
+        for word in quoted.split()
+        if re.fullmatch(r"[\w./-]+(/[\w.-]*|\.(py|md|toml|json|txt))", word) and not NOT_KEPT.search(word)
+    }
+    roots = (REPO, REPO / "hqconv", REPO / "tests", REPO / "docs")
+    assert sorted(name for name in named if not any(_is_there(root / name) for root in roots)) == []
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.with_name(f"{path.name}.py").exists()
