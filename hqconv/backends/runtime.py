@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -41,14 +41,16 @@ _OPS = (
     "repack_weight",
     "process_mxfp4_w4a8_weight",
 )
-# Where Humming looks at the current device to decide about schemas and layouts; what compiles and launches kernels
-# (humming.jit) must see the device that runs them.
+# Where Humming looks at the current device to decide about schemas and layouts.
 _ASKING = (
     "humming.config.config",
     "humming.config.mma",
     "humming.schema.humming",
     "humming.transform",
 )
+# What compiles and launches kernels must see the device that runs them; a layout asks there which compiler there is.
+_LAUNCHING = "humming.jit.runtime"
+_ASKED_OF_LAUNCHING = ("is_ppu",)
 
 _target_sm: ContextVar[int | None] = ContextVar("target_sm", default=None)
 
@@ -64,14 +66,19 @@ class _TargetFacts:
 
 
 class _AskedDevice:
-    """Stands for Humming's `current_device`: the request's target inside `target_facts`, the device outside."""
+    """Stands for Humming's `current_device`: the request's target inside `target_facts`, the device outside.
 
-    def __init__(self, device: Any) -> None:
-        self._device = device
+    With `names`, only questions for these are the target's.
+    """
+
+    def __init__(self, device: Any, names: Collection[str] | None = None) -> None:
+        self._device, self._names = device, names
 
     def __getattr__(self, name: str) -> Any:
         sm_version = _target_sm.get()
-        return getattr(self._device if sm_version is None else _TargetFacts(sm_version), name)
+        if sm_version is None or (self._names is not None and name not in self._names):
+            return getattr(self._device, name)
+        return getattr(_TargetFacts(sm_version), name)
 
 
 @functools.cache
@@ -85,9 +92,9 @@ def humming() -> SimpleNamespace:
     ops = modules["ops"]
     for name in _OPS:
         setattr(ops, name, _by_device(getattr(ops, name), getattr(twins, name)))
-    asked = _AskedDevice(modules["device"].current_device)
-    for name in _ASKING:
-        importlib.import_module(name).current_device = asked  # type: ignore[attr-defined]
+    device = modules["device"].current_device
+    for name, names in (*((name, None) for name in _ASKING), (_LAUNCHING, _ASKED_OF_LAUNCHING)):
+        importlib.import_module(name).current_device = _AskedDevice(device, names)  # type: ignore[attr-defined]
     asked_info = functools.partial(_device_info, modules["device"].DeviceInfo)
     setattr(modules["transform"], "DeviceInfo", asked_info)  # noqa: B010 - mypy does not know the module
     return SimpleNamespace(**modules)
