@@ -29,7 +29,7 @@ import humming.device
 
 A100 = dict(sm_version=80, sm_major=8, sm_minor=0, is_ppu=False, name="A100", sm_count=108)
 humming.device._get_device_info_extension = lambda: SimpleNamespace(
-    _DeviceInfo=lambda index: SimpleNamespace(index=index, **A100)
+    _DeviceInfo=lambda _: SimpleNamespace(index=0, **A100)
 )
 torch.cuda.is_available = lambda: True
 torch.cuda.current_device = lambda: 0
