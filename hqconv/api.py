@@ -253,4 +253,5 @@ def _resources(
     from hqconv.pipeline.resources import Resources, default_threads
 
     gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
-    return Resources(choose_device(device), parse_bytes(max_memory), threads or default_threads(), gpu_bytes)
+    num_threads = default_threads() if threads is None else threads
+    return Resources(choose_device(device), parse_bytes(max_memory), num_threads, gpu_bytes)

@@ -30,6 +30,11 @@ class Resources:
     num_threads: int
     max_gpu_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_threads < 1:
+            what, found = "There must be a thread to work.", self.num_threads
+            raise RequestError(what, where="--threads", expected=">= 1", found=found)
+
     @property
     def is_cuda(self) -> bool:
         """Whether experts are quantized on a GPU."""

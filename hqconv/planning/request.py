@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hqconv.errors import RequestError
 from hqconv.experts.map import ExpertMap
 from hqconv.planning.own_schema import source_param_dtype, source_schema
 from hqconv.schemas import artifact
@@ -28,6 +29,15 @@ class Request:
     layout: str = artifact.KERNEL
     input_schema: str = "a16"
     must_be_direct: bool = False
+
+    def __post_init__(self) -> None:
+        for option, value, known in (
+            ("--dtype", self.param_dtype, PARAM_DTYPES),
+            ("--layout", self.layout, (artifact.KERNEL, artifact.CHECKPOINT)),
+        ):
+            if value not in known:
+                what, expected = "The value is none of this option's.", ", ".join(known)
+                raise RequestError(what, where=option, expected=expected, found=value)
 
 
 def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:

@@ -34,10 +34,9 @@ class Grid:
             ("--ep", self.ep, 1),
             ("--redundant-experts", self.redundant, 0),
         ):
-            if value < least:
-                raise RequestError(
-                    "A grid size is out of range.", where=option, expected=f">= {least}", found=value
-                )
+            if type(value) is not int or value < least:  # True would be written as true
+                what, expected = "A grid size is out of range.", f"a whole number >= {least}"
+                raise RequestError(what, where=option, expected=expected, found=repr(value))
         if self.placement not in (LINEAR, ROUND_ROBIN):
             raise RequestError(
                 "There is no such expert placement.",

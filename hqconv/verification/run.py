@@ -20,6 +20,7 @@ from hqconv.verification.result import FAIL, CheckResult
 from hqconv.verification.weights import check_weights
 
 CHECKS = ("files", "weights", "kernel")
+_MAX_TOKENS = 999_999
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,8 @@ def verify(root: Path, source: Source | None = None, options: Options | None = N
     `root` is no artifact; whatever is wrong with the artifact is in the report instead.
     """
     options = options or Options()
-    asked = options.checks or CHECKS
-    unknown = [check for check in asked if check not in CHECKS]
-    if unknown:
-        raise RequestError(
-            "There is no such check.", where="--checks", expected=", ".join(CHECKS), found=unknown[0]
-        )
+    _check_options(options)
+    asked = CHECKS if options.checks is None else options.checks
     with Artifact(root) as artifact:
         layers = _chosen_blocks(artifact, options.layers)
         report = VerificationReport(root, options.source)
@@ -102,6 +99,26 @@ def verify(root: Path, source: Source | None = None, options: Options | None = N
                 report.results.append(_run(check, runs[check]))
                 report.seconds[check] = time.monotonic() - started
         return report
+
+
+def _check_options(options: Options) -> None:
+    """Refuse what is no check and no batch, and what would look at nothing and pass."""
+    for option, values in (
+        ("--checks", options.checks),
+        ("--layers", options.layers),
+        ("--tokens", options.tokens),
+    ):
+        if values is not None and not values:
+            what, remedy = "Nothing is asked for.", "Leave the option out for its default."
+            raise RequestError(what, where=option, remedy=remedy)
+    unknown = [check for check in options.checks or () if check not in CHECKS]
+    if unknown:
+        what, expected = "There is no such check.", ", ".join(CHECKS)
+        raise RequestError(what, where="--checks", expected=expected, found=unknown[0])
+    none = [size for size in options.tokens if type(size) is not int or not 1 <= size <= _MAX_TOKENS]
+    if none:
+        what, expected = "The number of tokens is no batch size.", f"a whole number from 1 to {_MAX_TOKENS}"
+        raise RequestError(what, where="--tokens", expected=expected, found=repr(none[0]))
 
 
 def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:

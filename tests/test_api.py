@@ -1,0 +1,145 @@
+"""The public functions: what they take, what they refuse, and what they tell while they work."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv import api
+from hqconv.cli.options import OPTIONS
+from hqconv.errors import RequestError
+from hqconv.pipeline.progress import Progress
+from hqconv.schemas.target import TargetSchema, resolve_schema
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import snapshot
+
+BLOCK = "model.layers.0.mlp.experts"
+OPTIONS_OF: dict[str, Any] = {"schema": "int4", "target": "sm90", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("api") / "model")
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    hqconv.convert(model, out, **OPTIONS_OF)
+    return out
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("tp", 0, "--tp"),
+    ("tp", True, "--tp"),  # a manifest with "tp": true is damaged
+    ("tp", 2.0, "--tp"),
+    ("tp", "2", "--tp"),
+    ("ep", -1, "--ep"),
+    ("redundant_experts", -1, "--redundant-experts"),
+    ("expert_placement", "spread", "--expert-placement"),
+    ("layout", "kernels", "--layout"),
+    ("dtype", "float8", "--dtype"),
+    ("dtype", "float32", "--dtype"),
+    ("input_schema", "a8", "--input-schema"),
+    ("threads", 0, "--threads"),
+    ("threads", -3, "--threads"),
+    ("max_memory", "much", "--max-memory"),
+    ("max_memory", -5, "--max-memory"),
+    ("max_gpu_memory", "much", "--max-gpu-memory"),
+    ("device", "tpu", "--device"),
+    ("target", "h100", "--target"),
+    ("schema", "int99", "--schema"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "where"), REFUSED, ids=lambda value: repr(value)[:20])
+def test_what_cannot_be_asked_for(name: str, value: Any, where: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        hqconv.convert(model, tmp_path / "out", **{**OPTIONS_OF, name: value})
+    assert where in caught.value.where
+    assert not (tmp_path / "out").exists()
+    if name in inspect.signature(hqconv.plan).parameters:
+        with pytest.raises(RequestError):
+            hqconv.plan(model, **{**OPTIONS_OF, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "where"),
+    [
+        ("checks", [], "--checks"),  # which would pass without having looked at anything
+        ("checks", ["weight"], "--checks"),
+        ("layers", [], "--layers"),
+        ("layers", [7], "--layers"),
+        ("tokens", [], "--tokens"),
+        ("tokens", [0], "--tokens"),
+        ("tokens", ["1"], "--tokens"),
+        ("threads", 0, "--threads"),
+    ],
+)
+def test_what_cannot_be_verified(name: str, value: Any, where: str, made: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        hqconv.verify(made, **{name: value})
+    assert caught.value.where == where
+
+
+def test_a_plan_is_what_is_converted(model: Path, made: Path) -> None:
+    plan = hqconv.plan(model, schema="int4", target="sm90")
+    assert sorted(plan.paths) == sorted(snapshot(made))
+    for group in plan.groups:
+        for file in group.files:
+            assert (made / file.path).stat().st_size == file.size_bytes
+    assert plan.rank_bytes() == hqconv.inspect(made)["rank_bytes"]
+
+
+def test_a_schema_of_ones_own(model: Path, made: Path, tmp_path: Path) -> None:
+    schema: TargetSchema = resolve_schema("int4")
+    hqconv.convert(str(model), str(tmp_path / "out"), **{**OPTIONS_OF, "schema": schema})
+    assert snapshot(tmp_path / "out") == snapshot(made)
+
+
+def test_progress_comes_to_its_end(model: Path, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, threads=4, progress=told.append)
+    done = [progress.done_bytes for progress in told]
+    assert done == sorted(done)
+    assert done[-1] == told[-1].total_bytes == hqconv.plan(model, schema="int4", target="sm90").num_bytes_in
+    assert told[-1].num_groups_done == told[-1].num_groups
+
+
+def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
+    model: Path, made: Path, tmp_path: Path
+) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def stop(progress: Progress) -> None:
+        if progress.num_groups_done:
+            raise EnoughError
+
+    with pytest.raises(EnoughError):
+        hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, progress=stop)
+    assert hqconv.inspect(tmp_path / "out")["kind"] == "unfinished"
+    report = hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, resume=True)
+    assert report.num_groups_resumed > 0
+    assert snapshot(tmp_path / "out") == snapshot(made)
+
+
+def test_every_parameter_is_on_the_command_line_or_a_callback() -> None:
+    callbacks = {"on_plan", "progress"}
+    for function in (hqconv.plan, hqconv.convert, hqconv.verify, hqconv.inspect):
+        assert set(inspect.signature(function).parameters) - set(OPTIONS) <= callbacks
+
+
+def test_all_of_it_is_typed_and_told() -> None:
+    assert (REPO / "hqconv/py.typed").exists()
+    for name in set(hqconv.__all__) - {"__version__"}:
+        function = getattr(hqconv, name)
+        assert function is getattr(api, name)
+        assert len(function.__doc__) > 100
+        assert "return" in function.__annotations__
+        assert set(function.__annotations__) - {"return"} == set(inspect.signature(function).parameters)
