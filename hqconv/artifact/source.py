@@ -20,7 +20,6 @@ from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import BlockReader
 from hqconv.backends import codec
 from hqconv.checkpoint.folder import SourceFile
-from hqconv.checkpoint.hub import Listing
 from hqconv.checkpoint.safetensors import read_header
 from hqconv.decode.coded import Coded
 from hqconv.decode.matrix import SourceMatrix
@@ -37,17 +36,9 @@ from hqconv.sources.safetensors import SafetensorsSource
 class ArtifactSource(SafetensorsSource):
     """An artifact opened as a checkpoint. Rank tensors are named `<rank file>:<tensor>`."""
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        name: str,
-        repo_id: str | None = None,
-        revision: str | None = None,
-        listing: Listing | None = None,
-    ) -> None:
+    def __init__(self, root: Path, *, name: str) -> None:
         """Read manifest and headers. Raises RequestError, VerificationError or InputError for what is not whole."""
-        super().__init__(root, name=name, repo_id=repo_id, revision=revision, listing=listing)
+        super().__init__(root, name=name)
         self.artifact = Artifact(root)
         self.quantization = self.artifact.manifest["source"].get("quantization_config")
         self.config.pop("quantization_config", None)

@@ -16,7 +16,6 @@ import torch
 
 from hqconv.checkpoint.folder import SourceFile
 from hqconv.checkpoint.gguf import library, read_header
-from hqconv.checkpoint.hub import Listing
 from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock
@@ -48,23 +47,15 @@ def open_with_gguf(root: Path) -> SafetensorsSource:
     if any(looks_like_expert(name, len(ref.shape)) for name, ref in source.tensors.items()):
         return source
     source.close()
-    return GgufSource.open(str(root))
+    return GgufSource(root, name=root.resolve().name)
 
 
 class GgufSource(SafetensorsSource):
     """A checkpoint whose experts lie in GGUF files. Their tensors are named `<file>.gguf:<tensor>`."""
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        name: str,
-        repo_id: str | None = None,
-        revision: str | None = None,
-        listing: Listing | None = None,
-    ) -> None:
+    def __init__(self, root: Path, *, name: str) -> None:
         """Read all headers; see `open_with_gguf`."""
-        super().__init__(root, name=name, repo_id=repo_id, revision=revision, listing=listing)
+        super().__init__(root, name=name)
         self._of_safetensors = dict(self.tensors)
         self._of_gguf: dict[str, TensorRef] = {}
         files = list(self.files)
