@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -302,11 +303,15 @@ def test_an_interrupt_waits_for_the_workers_and_can_be_resumed(
         abandoned.append(self)
         real_abandon(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(GroupWriter, "write", write)
-        patch.setattr(GroupWriter, "abandon", abandon)
-        with pytest.raises(KeyboardInterrupt):
-            run(src, out, "mxfp4", GRID)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(GroupWriter, "write", write)
+            patch.setattr(GroupWriter, "abandon", abandon)
+            with pytest.raises(KeyboardInterrupt):
+                run(src, out, "mxfp4", GRID)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert abandoned
     assert not late
     assert not list(out.rglob("*.partial"))
