@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.opening import open_source, without_gc
-from hqconv.errors import OutputError
+from hqconv.errors import OutputError, RequestError
 from hqconv.pipeline.options import (
     check_modes,
     check_places,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def plan(
     src: str | Path,
     *,
-    schema: str | TargetSchema,
+    schema: str | Path | TargetSchema,
     target: str | None = None,
     dtype: str | None = None,
     tp: int = 1,
@@ -53,7 +53,10 @@ def plan(
 ) -> Plan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
-    Options as of `convert`; of a Hub repo nothing but headers is read. Raises what `convert` raises before it begins.
+    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, revision: as of
+    `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes the target from.
+
+    Raises the errors that `convert` raises before it writes.
     """
     with open_source(src, revision, headers_only=True) as source:
         sm_version = choose_target(target, layout, choose_device(device))
@@ -65,7 +68,7 @@ def convert(
     src: str | Path,
     out: str | Path | None = None,
     *,
-    schema: str | TargetSchema,
+    schema: str | Path | TargetSchema,
     target: str | None = None,
     dtype: str | None = None,
     tp: int = 1,
@@ -84,16 +87,17 @@ def convert(
     on_plan: Callable[[Plan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> ConversionReport:
-    """Converts `src` to an artifact at `out` (default: `./<model>-<schema>[-tpT][-epP]`); see docs/api.md.
+    """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
-    src: a model folder, a Hub repo id (with `revision`), a folder with GGUF files, or an artifact. schema: a preset, a
-    shorthand (int4-g64-zp), a path ending in .toml, a `TargetSchema`, or "source". target: the serving GPU, sm75 …;
-    None: the CUDA device here. dtype: bfloat16 or float16; None: the checkpoint's. layout: kernel or checkpoint.
-    device: auto, cpu, cuda, cuda:N; the bytes are the same. max_memory, max_gpu_memory: "4GiB" or bytes. resume: go on,
-    also with what is finished already. overwrite: replace an artifact, once the new one is complete. on_plan: given the
-    plan and the place before the work begins. progress: told how far it is, from any thread, one call at a time.
+    src: a model folder, a Hub repo id (at `revision`), a folder with GGUF files, or an artifact. out: None is
+    `./<model>-<schema>[-tpT][-epP]`. schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or
+    "source". target: the serving GPU, sm75 …; None: the CUDA device here. dtype: bfloat16 or float16; None: the
+    checkpoint's. tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel,
+    checkpoint. input_schema: a16. device: auto, cpu, cuda, cuda:N; the bytes are the same. max_memory, max_gpu_memory:
+    bytes or "4GiB". threads: None is all. resume: go on, also with what is finished. overwrite: replace an artifact,
+    when the new one is complete. on_plan: given plan and place. progress: told how far it is, from any thread, in turn.
 
-    Raises RequestError, InputError (of the source), OutputError or NetworkError; `resume=True` then goes on.
+    Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     check_modes(resume=resume, overwrite=overwrite)
     resources = _resources(device, max_memory, max_gpu_memory, threads)
@@ -121,7 +125,8 @@ def describe_plan(
 ) -> dict[str, Any]:
     """A plan in words, with the memory it will take and what stands in its way at `out`; writes nothing.
 
-    Options as of `convert`. Raises RequestError where the memory is not enough or there is no such device.
+    planned: of `plan`. The other parameters are those of `convert`. Raises RequestError where the memory is not enough
+    or there is no such device.
     """
     from hqconv.inspection.plan import describe_plan as describe
     from hqconv.inspection.plan import output_notes
@@ -150,11 +155,15 @@ def verify(
 ) -> VerificationReport:
     """Proves an artifact: its files, its weights, and the production kernel on them; against its `source` where given.
 
-    checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look at; None: all, for
-    the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto, cpu, cuda or
-    cuda:N; the kernel needs a GPU of the artifact's target. Whatever is wrong with the artifact is in the report.
+    out: the artifact. source: what it was made from, as `src` of `convert`, with `revision`; None: it is only held
+    against itself. checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look
+    at; None: all, for the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto,
+    cpu, cuda or cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at
+    work. threads: workers; None: all processors.
 
-    Raises RequestError where `out` is no artifact or a check cannot run, and what `open_source` raises.
+    Whatever is wrong with the artifact is in the report, also that its manifest cannot be relied on. Raises
+    RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
+    InputError, VerificationError (of an artifact as a source) or NetworkError.
     """
     from hqconv.verification.run import Options
     from hqconv.verification.run import verify as run
@@ -169,6 +178,9 @@ def verify(
         max_memory_bytes=resources.max_memory_bytes,
         source=None if source is None else str(source),
     )
+    if source is None and revision is not None:
+        what, remedy = "A revision is of a source.", "Name the source, or leave the revision out."
+        raise RequestError(what, where="--revision", found=revision, remedy=remedy)
     with nullcontext(None) if source is None else open_source(source, revision) as opened:
         return run(Path(out), opened, options)
 
@@ -176,6 +188,8 @@ def verify(
 @without_gc()
 def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     """What a model folder, a Hub repo or an artifact holds, in words; reads headers only. `kind` says which it is.
+
+    path: as `src` of `convert`, or an unfinished conversion. revision: a branch, tag or commit of a Hub repo.
 
     Raises RequestError, InputError, VerificationError (of a damaged artifact) or NetworkError.
     """
@@ -189,19 +203,27 @@ def load(
 ) -> dict[str, RankGemm]:
     """One MoE block of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
 
-    Nothing is changed about Humming in this process. Raises RequestError where `path` is no kernel artifact or has no
-    such block or rank, VerificationError where a file is damaged.
+    path: the artifact. block: its name, such as model.layers.0.mlp.experts. tp_rank, ep_rank: whose file. device: where
+    the tensors go: auto, cpu, cuda or cuda:N.
+
+    Returns tensors as they lie in the file, experts of the rank first: `weight` int32 [E_local, …], `weight_scale`,
+    where the schema has them `zero_point` and `weight_scale_2`, and `bias`; shapes and dtypes are Humming's for the
+    target. Nothing is changed about Humming in this process. Raises RequestError where `path` is no kernel artifact or
+    has no such block or rank, or there is no such device; VerificationError where a file is damaged.
     """
     from hqconv.artifact.load import load_block
 
-    return load_block(path, block, tp_rank, ep_rank, device)
+    return load_block(path, block, tp_rank, ep_rank, str(choose_device(device)))
 
 
 def dequantize(path: str | Path, *, block: str) -> dict[str, torch.Tensor]:
     """One block's experts as float32, decoded from the kernel layout and put together from all ranks.
 
+    path: the artifact. block: its name, such as model.layers.0.mlp.experts.
+
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
-    there are biases. Raises as `load`.
+    there are biases. Raises RequestError where `path` is no kernel artifact or has no such block, VerificationError
+    where a file is damaged.
     """
     from hqconv.artifact.load import dequantize as run
 
@@ -214,7 +236,7 @@ def dequantize(path: str | Path, *, block: str) -> dict[str, torch.Tensor]:
 @without_gc()
 def _plan(
     source: Source,
-    schema: str | TargetSchema,
+    schema: str | Path | TargetSchema,
     dtype: str | None,
     grid: Grid,
     sm_version: int,
@@ -224,9 +246,9 @@ def _plan(
     from hqconv.planning.plan import make_plan
     from hqconv.planning.request import make_request
 
-    chosen = (
-        schema if isinstance(schema, TargetSchema) else None if schema == SOURCE else resolve_schema(schema)
-    )
+    chosen = schema if isinstance(schema, TargetSchema) else None
+    if chosen is None and schema != SOURCE:
+        chosen = resolve_schema(str(schema))
     experts = source.map_experts()
     words = {"sm_version": sm_version, "layout": layout, "input_schema": input_schema}
     request = make_request(experts, source.config, chosen, dtype, grid, **words)

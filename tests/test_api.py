@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hqconv
 from hqconv import api
@@ -52,7 +54,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("max_memory", -5, "--max-memory"),
     ("max_gpu_memory", "much", "--max-gpu-memory"),
     ("device", "tpu", "--device"),
+    ("device", torch.device("meta"), "--device"),
     ("target", "h100", "--target"),
+    ("target", 90, "--target"),
     ("schema", "int99", "--schema"),
 ]
 
@@ -79,6 +83,7 @@ def test_what_cannot_be_asked_for(name: str, value: Any, where: str, model: Path
         ("tokens", [0], "--tokens"),
         ("tokens", ["1"], "--tokens"),
         ("threads", 0, "--threads"),
+        ("revision", "main", "--revision"),  # of nothing
     ],
 )
 def test_what_cannot_be_verified(name: str, value: Any, where: str, made: Path) -> None:
@@ -107,7 +112,7 @@ def test_progress_comes_to_its_end(model: Path, tmp_path: Path) -> None:
     hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, threads=4, progress=told.append)
     done = [progress.done_bytes for progress in told]
     assert done == sorted(done)
-    assert done[-1] == told[-1].total_bytes == hqconv.plan(model, schema="int4", target="sm90").num_bytes_in
+    assert done[-1] == told[-1].total_bytes == hqconv.plan(model, schema="int4", target="sm90").num_bytes_read
     assert told[-1].num_groups_done == told[-1].num_groups
 
 
@@ -137,9 +142,44 @@ def test_every_parameter_is_on_the_command_line_or_a_callback() -> None:
 
 def test_all_of_it_is_typed_and_told() -> None:
     assert (REPO / "hqconv/py.typed").exists()
-    for name in set(hqconv.__all__) - {"__version__"}:
+    for name in (name for name in hqconv.__all__ if name.islower() and name != "__version__"):
         function = getattr(hqconv, name)
         assert function is getattr(api, name)
-        assert len(function.__doc__) > 100
+        missing = [
+            p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", function.__doc__)
+        ]
+        assert missing == []
         assert "return" in function.__annotations__
         assert set(function.__annotations__) - {"return"} == set(inspect.signature(function).parameters)
+
+
+def test_the_types_are_public_and_come_when_asked_for(made: Path) -> None:
+    assert isinstance(hqconv.verify(made, checks=["files"]), hqconv.VerificationReport)
+    assert isinstance(resolve_schema("int4"), hqconv.TargetSchema)
+    assert issubclass(RequestError, hqconv.HqconvError)
+    for name in hqconv.__all__:
+        assert getattr(hqconv, name) is not None
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:77"])
+def test_no_such_device_to_load_to(device: str, made: Path) -> None:
+    with pytest.raises(RequestError, match="no such"):
+        hqconv.load(made, block=BLOCK, device=device)
+
+
+@pytest.mark.parametrize(
+    "call", [hqconv.inspect, lambda out, **words: hqconv.convert(out, **OPTIONS_OF, **words)]
+)
+def test_a_folder_has_no_revisions(call: Any, model: Path, made: Path) -> None:
+    for folder in (model, made):
+        with pytest.raises(RequestError, match="no revisions"):
+            call(folder, revision="main")
+
+
+def test_a_manifest_that_cannot_be_relied_on_is_in_the_report(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "hqconv.json").write_text("{}")
+    report = hqconv.verify(tmp_path)
+    assert not report.passed
+    assert [f.what for f in report.results[0].findings] == ["The artifact's manifest is damaged."]
+    (tmp_path / "hqconv.json").rename(tmp_path / ".hqconv-progress.jsonl")
+    assert not hqconv.verify(tmp_path).passed

@@ -46,8 +46,7 @@ def packed_shapes(
     (n, k), param = shape, code_of(param_dtype)
     group = schema.weight_scale_group_size or k
     rows = n // (schema.weight_scale_group_size_n or 1)
-    is_wide = schema.weight_scale_type in ("block", "tensor")
-    dtype = "F32" if is_wide else code_of(schema.bs_dtype or param_dtype)
+    dtype = code_of(schema.scale_dtype(param_dtype))
     scale: tuple[int, ...] = (1,) if schema.weight_scale_type == "tensor" else (rows, k // group)
     shapes = {"weight": ("I32", (n, k * schema.num_bits // 32)), "weight_scale": (dtype, scale)}
     if schema.has_zero_point:

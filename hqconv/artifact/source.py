@@ -26,7 +26,7 @@ from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import InputError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.experts.map import ExpertMap
-from hqconv.formats.format import LAID_OUT, SourceFormat, scale_dtype_of, target_group
+from hqconv.formats.format import LAID_OUT, SourceFormat
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import code_of, torch_dtype
 from hqconv.schemas.tensors import TensorRef
@@ -114,13 +114,13 @@ class ArtifactSource(SafetensorsSource):
     def format(self) -> SourceFormat:
         """The artifact's schema as a source's format."""
         schema, param = self.artifact.schema, self.artifact.param_dtype
-        group_n, group_k = target_group(schema)
+        group_n, group_k = schema.scale_group()
         options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
         return SourceFormat(
             name=f"hqconv kernel layout, {schema.name}",
             decoder=LAID_OUT,
             b_dtype=schema.b_dtype,
-            scale_dtype=scale_dtype_of(schema, param),
+            scale_dtype=schema.scale_dtype(param),
             group_n=group_n,
             group_k=group_k,
             has_zero_point=schema.has_zero_point,

@@ -36,12 +36,11 @@ LAYOUT_FLAGS = (
 class KernelForm:
     """One GEMM in kernel form, for a target: all that is known of it before there is a weight.
 
-    shape: (N, K) before the kernel's padding. tensors: per expert, by `weight`, `weight_scale` …. config: Humming's
+    tensors: per expert, by `weight`, `weight_scale` …. config: Humming's
     LayerConfig of one expert as words, `layer_config` the same as Humming's own object. flags: what a loader must find
     again.
     """
 
-    shape: tuple[int, int]
     tensors: dict[str, TensorSpec]
     config: dict[str, Any]
     flags: dict[str, bool]
@@ -99,7 +98,7 @@ def kernel_form(
         tensors = lib.transform.transform_humming_tensors(config, metas)
         flags = {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
     specs = {name: _spec(name, tensor, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
-    return KernelForm((shape_n, shape_k), specs, json.loads(config.to_str()), flags, config)
+    return KernelForm(specs, json.loads(config.to_str()), flags, config)
 
 
 def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

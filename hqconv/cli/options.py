@@ -74,7 +74,6 @@ OPTIONS: dict[str, Option] = {
 }
 # What one command means differently.
 _ARTIFACT = Option(Path, "Artifact.", metavar="OUT")
-_TEXT_DEFAULTS = {"tokens": "1,17,256"}  # of parameters that are no text in the API
 
 
 def takes(
@@ -100,7 +99,8 @@ def takes(
 
 def _parameter(name: str, default: Any, is_artifact: bool) -> inspect.Parameter:
     option = _ARTIFACT if is_artifact and name == "out" else OPTIONS[name]
-    default = _TEXT_DEFAULTS.get(name, default)
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Parameter(name, kind, default=default, annotation=option.annotation())
 

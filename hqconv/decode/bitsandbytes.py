@@ -91,7 +91,12 @@ def _check_state(fmt: SourceFormat, state: dict[str, Any], parts: Parts, shape: 
     count = -(-shape[0] * shape[1] // state["blocksize"])
     if parts["absmax"].numel() != count:
         at = names.get("absmax", "")
-        refuse("There is not one scale a block.", at, f"{count} values", parts["absmax"].numel())
+        refuse(
+            "There must be one scale for every block of weights.",
+            at,
+            f"{count} values",
+            parts["absmax"].numel(),
+        )
     if "nested_absmax" not in parts:
         return
     at, size = names.get("nested_absmax", ""), state["nested_blocksize"]

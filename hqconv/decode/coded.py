@@ -25,7 +25,7 @@ class Coded:
     """One matrix [N, K] in Humming's packing and conventions.
 
     b_dtype: uintN (offset binary) or a small float such as float4e2m1, float2e0m1 (sign and magnitude).
-    packed: int32 [N, K * bits / 32], little-endian along K; codes may straddle codec.
+    packed: int32 [N, K * bits / 32], little-endian along K; codes may straddle words.
     scale: [ceil(N / group_n), ceil(K / group_k)], [1, 1] per tensor; float32, bfloat16, float16, float8_e4m3fn,
     float8_e5m2, float8_e8m0fnu, or uint8 for float8e5m3. A group size of 0 means all rows or columns.
     zero_point: uint8 codes [N, G], or floats [N, G]; None where the code type is symmetric about its midpoint.

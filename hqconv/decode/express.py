@@ -12,13 +12,12 @@ import torch
 from hqconv.backends import codec
 from hqconv.decode.coded import Coded, scale_values
 from hqconv.errors import RequestError
-from hqconv.formats.format import scale_dtype_of, target_group
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
 
 
 def express(coded: Coded, schema: TargetSchema, param_dtype: str) -> dict[str, torch.Tensor]:
-    """Humming's packed tensors of one matrix, where `schemas.sources.why_not_direct` says "".
+    """Humming's packed tensors of one matrix, where `hqconv.formats.format.why_not_direct` says "".
 
     `weight` int32 [N, K * bits / 32]; `weight_scale` [N, G], [N, 1], [N / bn, K / bk] or [1]; `zero_point` int32
     [N * bits / 32, G], or floats [N, G] of `param_dtype`; `weight_scale_2` float32 [1] or [N] of `param_dtype`: as
@@ -27,7 +26,7 @@ def express(coded: Coded, schema: TargetSchema, param_dtype: str) -> dict[str, t
     """
     assert coded.column_groups is None, "columns grouped by an index have no direct form"
     num_rows, num_columns = coded.shape
-    group = target_group(schema)
+    group = schema.scale_group()
     rows, columns = (size or whole for size, whole in zip(group, coded.shape, strict=True))
     if num_rows % rows or num_columns % columns:
         raise RequestError(
@@ -37,7 +36,7 @@ def express(coded: Coded, schema: TargetSchema, param_dtype: str) -> dict[str, t
             remedy="Requantize to a schema with smaller groups.",
         )
     scale = _spread(coded.scale, coded, rows, columns)
-    scale = _cast(scale, scale_dtype_of(schema, param_dtype))
+    scale = _cast(scale, schema.scale_dtype(param_dtype))
     tensors = {"weight": coded.packed.contiguous()}
     tensors["weight_scale"] = scale.reshape(1) if schema.weight_scale_type == "tensor" else scale
     if coded.zero_point is not None:

@@ -229,7 +229,7 @@ def _matrix_sizes(
     shape = logical_shape(declared, _raw_parts(raw, count, "w2"))
     if shape is None:
         first = next(iter(raw.values()))
-        what = "An expert is not a matrix whose size can be told."
+        what = "The size of an expert's matrix cannot be told from its tensor."
         raise contradiction(what, first.template.format(expert=0), "2 dimensions", list(first.shape))
     hidden = sizes.hidden[1] if sizes.hidden else shape[0]
     return hidden, sizes.intermediate[1] if sizes.intermediate else shape[1]

@@ -1,7 +1,7 @@
 """Completes a declared source format from tensor headers, and checks one projection's tensors against it.
 
 Legend: N output rows, K input columns, b bits of a code. Names, dtypes and shapes only: no tensor bytes, no torch.
-What each format stores is in `source_parts_needs` and `source_parts_schemas`.
+What each format stores is in `hqconv.formats.needs`, `hqconv.formats.quark` and `hqconv.formats.humming`.
 """
 
 from __future__ import annotations

@@ -34,10 +34,11 @@ _HOLDS = {
 class SourceFormat:
     """One block's format. What the config does not say (""; ANY) is filled in from the tensors' headers.
 
-    decoder: the function in `hqconv.decode.DECODERS`. b_dtype, scale_dtype: Humming's names of the code type (uintN
-    for integers, offset binary once decoded) and of the stored scale. A scale serves group_n rows × group_k columns
-    (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel". is_permuted: columns are grouped
-    by an index (GPTQ's g_idx), so no target can keep the codes as they are. options: facts only the decoder reads.
+    decoder: the key of its function in `hqconv.decode.matrix.DECODERS`. b_dtype, scale_dtype: Humming's names of the
+    code type (uintN for integers, offset binary once decoded) and of the stored scale. A scale serves group_n rows ×
+    group_k columns (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel". is_permuted:
+    columns are grouped by an index (GPTQ's g_idx), so no target can keep the codes as they are. options: facts only the
+    decoder reads.
     """
 
     name: str
@@ -97,38 +98,19 @@ def why_not_direct(source: SourceFormat, schema: TargetSchema, param_dtype: str)
         return "its columns are grouped by g_idx"
     if source.b_dtype != schema.b_dtype:
         return f"its codes are {source.b_dtype or source.name}, not {schema.b_dtype}"
-    if schema.hadamard_block_size > 1:
-        return "the schema rotates weights"
     kinds = (source.has_zero_point, source.option("is_fp_zero_point", False))
     if kinds != (schema.has_zero_point, schema.is_fp_zero_point):
         return "zero points differ"
     if source.scale_2 != schema.weight_scale_2_type:
         return "second scales differ"
-    rows, columns = target_group(schema)
+    rows, columns = schema.scale_group()
     for what, have, want in (("rows", source.group_n, rows), ("columns", source.group_k, columns)):
         if have != 0 and (want == 0 or have % want):
             return f"a scale of the schema would span several of the source's along {what}"
-    stored = scale_dtype_of(schema, param_dtype)
+    stored = schema.scale_dtype(param_dtype)
     if source.scale_dtype not in _HOLDS[stored]:
         return f"{stored} scales cannot hold its {source.scale_dtype} scales"
     return ""
-
-
-def target_group(schema: TargetSchema) -> tuple[int, int]:
-    """Rows and columns that one scale of a target serves; 0 means all of them."""
-    return {
-        "group": (1, schema.weight_scale_group_size),
-        "channel": (1, 0),
-        "block": (schema.weight_scale_group_size_n, schema.weight_scale_group_size),
-        "tensor": (0, 0),
-    }[schema.weight_scale_type]
-
-
-def scale_dtype_of(schema: TargetSchema, param_dtype: str) -> str:
-    """The dtype that a target stores its scales in."""
-    if schema.weight_scale_type in ("block", "tensor"):
-        return "float32"
-    return schema.bs_dtype or param_dtype
 
 
 def conversion_of(source: SourceFormat, schema: TargetSchema, param_dtype: str) -> str:

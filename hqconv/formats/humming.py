@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.format import SourceFormat, scale_dtype_of, target_group
+from hqconv.formats.format import SourceFormat
 from hqconv.formats.needs import ONE, SCALE_CODES, Need, bias_need, grid_shapes, require_multiples
 from hqconv.formats.words import Rule, Text, Words, always, beginning_with, containing, regex, when
 from hqconv.schemas.dtypes import FLOATS, code_bits
@@ -61,13 +61,13 @@ def _format(words: Words) -> SourceFormat:
     if words.integer("hadamard_block_size", -1, default=0) not in (0, 1):
         raise words.unsupported("hadamard_block_size", "0: weights that are not rotated")
     schema = _schema(words)
-    rows, columns = target_group(schema)
+    rows, columns = schema.scale_group()
     is_shared = schema.weight_scale_type in ("block", "tensor")
     return SourceFormat(
         f"humming {schema.b_dtype}",
         "humming",
         schema.b_dtype,
-        scale_dtype_of(schema, "") if is_shared else schema.bs_dtype or "",
+        schema.scale_dtype("") if is_shared else schema.bs_dtype or "",
         rows,
         columns,
         schema.has_zero_point,

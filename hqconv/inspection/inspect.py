@@ -18,11 +18,11 @@ from hqconv.inspection.words import quant_method
 def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
     """What a model folder, a Hub repo or an artifact holds, in words; reads headers only. See `hqconv.inspect`."""
     root = Path(path)
-    if is_artifact(root):
+    if revision is None and is_artifact(root):
         return describe_artifact(root)
-    if is_unfinished(root):
+    if revision is None and is_unfinished(root):
         return describe_unfinished(root)
-    if str(path) and holds_gguf(root):
+    if revision is None and str(path) and holds_gguf(root):
         with open_source(root) as source:
             return describe_source(source, source.map_experts)
     with Checkpoint.open(str(path), revision, headers_only=True) as checkpoint:

@@ -40,7 +40,7 @@ def settle(new: Path, old: Path, parked: Path) -> None:
 
 
 def _exchange_at_once(left: Path, right: Path) -> bool:
-    """renameat2 with RENAME_EXCHANGE; False where it is not to be had."""
+    """renameat2 with RENAME_EXCHANGE; False where the system has no such call."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

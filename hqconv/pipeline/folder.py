@@ -218,7 +218,7 @@ class OutputFolder:
             for name in COMPANIONS:
                 if name not in listed and (side / name).exists() and not (self.out / name).exists():
                     (side / name).rename(self.out / name)
-            # The manifest last: what a kill leaves of them can be told until the end.
+            # The manifest last: until then it says which of the files left by a kill were the old artifact's.
             remove_listed(side, sorted(listed - {MANIFEST}))
             (side / MANIFEST).unlink(missing_ok=True)
             with suppress(OSError):  # not empty: somebody put files there meanwhile

@@ -28,9 +28,9 @@ def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
 
 def parse_target(text: str) -> int:
     """The SM version in `sm75` … `sm120`. Raises RequestError for anything else."""
-    match = re.fullmatch(r"sm(\d{2,3})", text)
+    match = re.fullmatch(r"sm(\d{2,3})", str(text))
     if match is None or not 75 <= int(match[1]) <= 120:
-        remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", text) else "An H100 or H200 is sm90."
+        remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", str(text)) else "An H100 or H200 is sm90."
         what = "The target is not a GPU architecture."
         raise RequestError(what, where="--target", expected="sm75 … sm120", found=text, remedy=remedy)
     return int(match[1])
@@ -40,6 +40,7 @@ def choose_device(text: str) -> torch.device:
     """The device of `--device`: auto, cpu, cuda or cuda:N. Raises RequestError for one that is not here."""
     import torch
 
+    text = str(text)  # a torch.device too
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", text)
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if match is None:

@@ -85,7 +85,7 @@ def convert(
     """
     started = time.monotonic()
     num_workers = count_workers(plan.blocks, resources)
-    meter = Meter(plan.num_bytes_in, len(plan.groups), progress)
+    meter = Meter(plan.num_bytes_read, len(plan.groups), progress)
     warnings = list(plan.warnings)
     with OutputFolder(out, _identity(source, plan), plan.paths) as folder:
         is_new = folder.start(_num_bytes(source, plan), resume=resume, overwrite=overwrite)
@@ -133,7 +133,7 @@ def _run_groups(workers: Workers, plan: Plan, folder: OutputFolder, meter: Meter
         finishing: Future[None] | None = None
         for group in plan.groups:
             if group.name in folder.done:
-                meter.resume(group.name, group.num_bytes_in)
+                meter.resume(group.name, group.num_bytes_read)
                 continue
             writer = GroupWriter(folder.root, group.files)
             try:

@@ -43,7 +43,7 @@ class PlannedBlock:
         return self.block.name
 
     @property
-    def num_bytes_in(self) -> int:
+    def num_bytes_read(self) -> int:
         """Source bytes of all experts."""
         return self.block.num_bytes
 
@@ -83,7 +83,7 @@ class PlannedCopy:
     refs: tuple[TensorRef, ...]
 
     @property
-    def num_bytes_in(self) -> int:
+    def num_bytes_read(self) -> int:
         """Source bytes of all tensors."""
         return sum(ref.num_bytes for ref in self.refs)
 

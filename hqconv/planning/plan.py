@@ -46,9 +46,9 @@ class Plan:
         return tuple(group for group in self.groups if isinstance(group, PlannedBlock))
 
     @cached_property
-    def num_bytes_in(self) -> int:
+    def num_bytes_read(self) -> int:
         """Source bytes that are read: of all experts and all copied tensors."""
-        return sum(group.num_bytes_in for group in self.groups)
+        return sum(group.num_bytes_read for group in self.groups)
 
     @cached_property
     def num_bytes_out(self) -> int:

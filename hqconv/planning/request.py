@@ -36,7 +36,7 @@ class Request:
             ("--layout", self.layout, (artifact.KERNEL, artifact.CHECKPOINT)),
         ):
             if value not in known:
-                what, expected = "The value is none of this option's.", ", ".join(known)
+                what, expected = "The option does not know this value.", ", ".join(known)
                 raise RequestError(what, where=option, expected=expected, found=value)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.dtypes import code_bits
+from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 
 PARAM_DTYPES = ("bfloat16", "float16")
 _SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
@@ -65,23 +65,38 @@ class TargetSchema:
             "group": f"group {self.weight_scale_group_size}",
             "block": f"block {self.weight_scale_group_size_n}x{self.weight_scale_group_size}",
         }.get(self.weight_scale_type, self.weight_scale_type)
-        parts = [self.b_dtype, f"{self.bs_dtype or 'parameter-dtype'} scale per {size}"]
+        parts = [self.b_dtype, f"{self.scale_dtype('parameter-dtype')} scale per {size}"]
         if self.weight_scale_2_type != "none":
             parts.append(f"second scale per {self.weight_scale_2_type}")
         if self.has_zero_point:
             parts.append("float zero point" if self.is_fp_zero_point else "integer zero point")
         return ", ".join(parts)
 
-    def bits_per_weight(self, param_bits: int = 16) -> float:
+    def bits_per_weight(self) -> float:
         """Stored bits per weight, padding and tensor-level scales left out (channel scales count as none)."""
         if self.weight_scale_type not in ("group", "block"):
             return float(self.num_bits)
-        scale_bits = {"float8": 8, "float3": 32}.get((self.bs_dtype or "")[:6], param_bits)
+        scale_bits = num_bits(code_of(self.scale_dtype("float16")))
         zero_bits = 0
         if self.has_zero_point:
-            zero_bits = param_bits if self.is_fp_zero_point else self.num_bits
-        size = self.weight_scale_group_size * max(self.weight_scale_group_size_n, 1)
-        return self.num_bits + (scale_bits + zero_bits) / size
+            zero_bits = 16 if self.is_fp_zero_point else self.num_bits
+        rows, columns = self.scale_group()
+        return self.num_bits + (scale_bits + zero_bits) / (rows * columns)
+
+    def scale_group(self) -> tuple[int, int]:
+        """Rows and columns that one scale serves; 0 means all of them."""
+        return {
+            "group": (1, self.weight_scale_group_size),
+            "channel": (1, 0),
+            "block": (self.weight_scale_group_size_n, self.weight_scale_group_size),
+            "tensor": (0, 0),
+        }[self.weight_scale_type]
+
+    def scale_dtype(self, param_dtype: str) -> str:
+        """The dtype that scales are stored in, in Humming's words."""
+        if self.weight_scale_type in ("block", "tensor"):
+            return "float32"
+        return self.bs_dtype or param_dtype
 
 
 Need = Callable[[bool, str, str], None]  # condition, field, what is expected of it

@@ -69,7 +69,7 @@ def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
         words: Any = None
         with suppress(KeyError, ValueError, RecursionError):  # reported where the file is compared
             words = json.loads(header[1][gemm])
-        forms[gemm] = KernelForm((0, 0), tensors, words if isinstance(words, dict) else {}, {}, None)
+        forms[gemm] = KernelForm(tensors, words if isinstance(words, dict) else {}, {}, None)
     return forms
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from hqconv.artifact.opened import Artifact
-from hqconv.errors import HqconvError, RequestError
+from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
 from hqconv.verification.files import check_files
-from hqconv.verification.kernel import DEFAULT_TOKENS, check_kernel
+from hqconv.verification.kernel import check_kernel
 from hqconv.verification.result import FAIL, CheckResult
 from hqconv.verification.weights import check_weights
 
@@ -27,13 +27,13 @@ _MAX_TOKENS = 999_999
 class Options:
     """What to verify, and with what. `checks`: None for all that can run here; `layers`: None for the defaults."""
 
-    checks: tuple[str, ...] | None = None
-    layers: frozenset[int] | None = None
-    tokens: tuple[int, ...] = DEFAULT_TOKENS
-    device: torch.device | None = None  # None: a CUDA device, if there is one
-    num_threads: int = 2
-    max_memory_bytes: int = 4 << 30
-    source: str | None = None  # what the source is called, for the report
+    checks: tuple[str, ...] | None
+    layers: frozenset[int] | None
+    tokens: tuple[int, ...]
+    device: torch.device | None  # None: a CUDA device, if there is one
+    num_threads: int
+    max_memory_bytes: int
+    source: str | None  # what the source is called, for the report
 
 
 @dataclass
@@ -74,18 +74,22 @@ class VerificationReport:
         }
 
 
-def verify(root: Path, source: Source | None = None, options: Options | None = None) -> VerificationReport:
+def verify(root: Path, source: Source | None, options: Options) -> VerificationReport:
     """Run the checks on the artifact at `root`, against `source` where it is given.
 
     Raises RequestError for a check that was asked for by name and cannot run here, for unknown layers, and where
     `root` is no artifact; whatever is wrong with the artifact is in the report instead.
     """
-    options = options or Options()
     _check_options(options)
     asked = CHECKS if options.checks is None else options.checks
-    with Artifact(root) as artifact:
+    report = VerificationReport(root, options.source)
+    try:
+        opened = Artifact(root)
+    except VerificationError as error:  # no manifest that any check could rely on
+        report.results = [_finding(CHECKS[0], error)]
+        return report
+    with opened as artifact:
         layers = _chosen_blocks(artifact, options.layers)
-        report = VerificationReport(root, options.source)
         runs: dict[str, Callable[[], CheckResult]] = {
             "files": lambda: check_files(artifact, source, options.num_threads),
             "weights": lambda: check_weights(
@@ -128,13 +132,17 @@ def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
     except RequestError:
         raise
     except HqconvError as error:
-        result = CheckResult(name)
-        result.add(error.where, error.what, error.expected, error.found)
-        return result
+        return _finding(name, error)
     except OSError as error:
         result = CheckResult(name)
         result.add(str(error.filename or ""), "A file cannot be read.", "", error.strerror or str(error))
         return result
+
+
+def _finding(name: str, error: HqconvError) -> CheckResult:
+    result = CheckResult(name)
+    result.add(error.where, error.what, error.expected, error.found)
+    return result
 
 
 def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[str]:

@@ -329,7 +329,10 @@ def test_bitsandbytes_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
         (b'{"quant_type":"nf4","blocksize":-64,"dtype":"float32","shape":[8,64]}', "blocksize"),
         (b'{"quant_type":"fp4","blocksize":64,"dtype":"float32","shape":[8,64]}', "quant_type"),
         (b'{"quant_type":"nf4","blocksize":64,"dtype":"float32","shape":[64,8]}', "shape"),
-        (b'{"quant_type":"nf4","blocksize":128,"dtype":"float32","shape":[8,64]}', "one scale a block"),
+        (
+            b'{"quant_type":"nf4","blocksize":128,"dtype":"float32","shape":[8,64]}',
+            "one scale for every block",
+        ),
     ],
 )
 def test_a_bad_quantization_state(state: bytes, message: str) -> None:

@@ -15,7 +15,7 @@ from hqconv.backends.codec import pack_along_rows
 from hqconv.backends.runtime import humming, resident
 from hqconv.decode.coded import Coded, scale_values
 from hqconv.decode.express import _spread, express
-from hqconv.formats.format import target_group, why_not_direct
+from hqconv.formats.format import why_not_direct
 from hqconv.schemas.target import TargetSchema
 from tests.make.coded import Case, cases
 from tests.make.tensors import same_bits
@@ -70,7 +70,7 @@ def target_of(schema: Any) -> TargetSchema:
 
 def rounded(coded: Coded, target: TargetSchema, theirs: torch.Tensor) -> torch.Tensor:
     """Our scales spread over the target's groups and cast as Humming casts them."""
-    rows, columns = (size or whole for size, whole in zip(target_group(target), coded.shape, strict=True))
+    rows, columns = (size or whole for size, whole in zip(target.scale_group(), coded.shape, strict=True))
     scale = scale_values(coded.scale)
     if coded.scale_2 is not None and target.weight_scale_2_type == "none":
         scale = scale * coded.scale_2.float()

@@ -1,7 +1,7 @@
 """Small Mixture-of-Experts checkpoints in every source format, with the configs that publishers write.
 
 `FORMATS` lists them; `write` makes one. The codes are drawn, and what they mean is returned, by code that shares
-nothing with hqconv (`source_packing`, `source_packing_tools`, `source_layouts`).
+nothing with hqconv (`packing`, `packing_tools`, `layouts`).
 """
 
 from __future__ import annotations

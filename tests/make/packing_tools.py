@@ -1,4 +1,4 @@
-"""One matrix as Quark, Humming and bitsandbytes store it; the last by the package itself. As `source_packing`."""
+"""One matrix as Quark, Humming and bitsandbytes store it; the last by the package itself. As `packing`."""
 
 from __future__ import annotations
 

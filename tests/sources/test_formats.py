@@ -1,4 +1,4 @@
-"""Every source format, converted and verified, against what the writers of `source_checkpoints` meant.
+"""Every source format, converted and verified, against what the writers of `tests.make.formats` meant.
 
 A direct conversion must decode to exactly these numbers. A requantized one must equal, byte for byte, that of a
 float32 checkpoint that holds them. And verify must notice every part of a source that was changed.
