@@ -12,8 +12,19 @@ What is none of these is a bug of hqconv and ends with EXIT_BUG.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+NUM_SHOWN = 5  # names that a message lists
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first few of some names, and how many there are in all."""
+    more = f", … {len(names)} in all" if len(names) > NUM_SHOWN else ""
+    return ", ".join(names[:NUM_SHOWN]) + more
 
 
 class HqconvError(Exception):

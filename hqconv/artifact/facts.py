@@ -105,8 +105,7 @@ class Facts:
         except RequestError as error:
             raise _impossible(error.where, f"{error.what} {error.found}") from error
         try:
-            format_words = dict(words["source_format"])
-            source = SourceFormat(**{**format_words, "options": tuple(format_words["options"].items())})
+            source = SourceFormat.from_words(words["source_format"])
             parts = {
                 role: {part: PartSource.from_words(one) for part, one in of_role.items()}
                 for role, of_role in words["source_parts"].items()

@@ -10,27 +10,26 @@ from collections.abc import Mapping
 
 import torch
 
-from hqconv.schemas.grid import tp_range, tp_share
+from hqconv.schemas.grid import TpSlice
 from hqconv.schemas.target import TargetSchema
 
 Tensors = dict[str, torch.Tensor]
 
 
 def gemm_tensors(
-    projections: Mapping[str, Tensors], schema: TargetSchema, tp: int, tp_rank: int
+    projections: Mapping[str, Tensors], schema: TargetSchema, part: TpSlice
 ) -> dict[str, Tensors]:
     """Packed tensors of w13 and w2 on one TP rank, each with an expert dimension of 1 in front.
 
     `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `Quantized.tensors`, plus `bias`
-    where the family has one. The w2 bias is on TP rank 0 and zero elsewhere, since ranks are summed.
+    where the family has one; `part` is the rank's part of I. The w2 bias is on TP rank 0 and zero elsewhere, since
+    ranks are summed.
     """
-    inner = projections["w3"]["weight"].size(0)
-    begin, end = tp_range(inner, tp, tp_rank, schema)
-    share = tp_share(inner, tp, schema)
+    tp_rank, begin, end, share = part
     rows = [_cut_rows(projections[p], begin, end) for p in ("w1", "w3") if p in projections]
     down = _cut_columns(projections["w2"], schema, begin, end)
     if end - begin < share:
-        rows = [_pad(part, schema, 0, end - begin, share) for part in rows]
+        rows = [_pad(one, schema, 0, end - begin, share) for one in rows]
         down = _pad(down, schema, 1, end - begin, share)
     if "bias" in down and tp_rank > 0:
         down["bias"] = torch.zeros_like(down["bias"])

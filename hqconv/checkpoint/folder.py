@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hqconv.checkpoint import hub, index
 from hqconv.checkpoint.descriptors import Descriptors
 from hqconv.checkpoint.safetensors import parse_header, read_header
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError, RequestError, first_few
 from hqconv.schemas.artifact import CONFIG, INDEX, MANIFEST, PARTIAL, SINGLE
 from hqconv.schemas.tensors import TensorRef
 
@@ -129,7 +129,7 @@ class Checkpoint:
         tensor_of = {name: tensor for tensor, name in reversed(weight_map.items())}
         missing = sorted(name for name in tensor_of if not self._has(name))
         if missing:
-            shown = index.some(missing)
+            shown = first_few(missing)
             what = f"{len(missing)} of the {len(tensor_of)} shards the index names are missing: {shown}."
             where = f"{self.root}, tensor {tensor_of[missing[0]]!r} and others"
             raise InputError(what, where=where, remedy="Copy or download the missing files.")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.checkpoint.safetensors import RepeatedKey, keep_repeats
-from hqconv.errors import InputError
+from hqconv.errors import InputError, first_few
 from hqconv.schemas.artifact import CONFIG, INDEX, SINGLE
 from hqconv.schemas.family import text_config
 from hqconv.schemas.tensors import TensorRef
@@ -63,12 +63,7 @@ def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | No
 
 def listing(root: Path) -> str:
     """The names in a folder, for messages."""
-    return some(sorted(path.name for path in root.iterdir()), 20) or "an empty folder"
-
-
-def some(names: list[str], count: int = 5) -> str:
-    """The first few of some names, and how many there are in all."""
-    return ", ".join(names[:count]) + (f", … {len(names)} in all" if len(names) > count else "")
+    return first_few(sorted(path.name for path in root.iterdir())) or "an empty folder"
 
 
 def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None, str | None]:
@@ -117,4 +112,4 @@ def check_weight_map(
     if len(tensors) > len(weight_map):
         lost = [f"{name} ({files[ref.file]})" for name, ref in tensors.items() if name not in weight_map]
         what = f"{len(lost)} tensors are in the files but not in the index."
-        raise InputError(what, where=INDEX, found=some(lost), remedy=COPY_AGAIN)
+        raise InputError(what, where=INDEX, found=first_few(lost), remedy=COPY_AGAIN)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hqconv.cli.progress import human_bytes
+from hqconv.errors import NUM_SHOWN
 from hqconv.inspection.words import Words
-
-_NUM_NAMES_SHOWN = 5
 
 
 def ranks(rank_bytes: Mapping[str, int]) -> str:
@@ -55,7 +54,7 @@ def tensors(words: Mapping[str, Any]) -> str:
 def dropped(words: Mapping[str, Any]) -> str:
     """Why tensors are dropped, a line each for the first few."""
     reasons = list(words["dropped"]["reasons"].items())
-    lines = [f"{name}: {reason}" for name, reason in reasons[:_NUM_NAMES_SHOWN]]
+    lines = [f"{name}: {reason}" for name, reason in reasons[:NUM_SHOWN]]
     more = len(reasons) - len(lines)
     return "\n".join([*lines, f"… {more} more (--json lists all)"] if more else lines)
 

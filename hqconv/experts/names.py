@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-from hqconv.errors import HqconvError, RequestError
+from hqconv.errors import HqconvError, RequestError, first_few
 from hqconv.formats.complete import PART_NAMES
 from hqconv.schemas.families import BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family
-
-NUM_NAMES_SHOWN = 5
 
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
 _CORRECTION = ".e_score_correction_bias"
@@ -77,7 +75,7 @@ def _refuse_unknown_stacks(row: Family, candidates: list[str], because: str) -> 
     if fused:
         raise RequestError(
             "The experts of an unknown model are fused: gate and up cannot be told apart.",
-            where=_some(fused),
+            where=first_few(fused),
             expected=f"one tensor per expert and projection, such as {row.example()}",
             found=because,
             remedy="Check model_type in config.json; a new family needs a row in hqconv/schemas/families.py.",
@@ -118,13 +116,8 @@ def unmatched_error(
     """The error for tensors that look like experts and match no template of the row."""
     return kind(
         "Tensors look like experts, but their names are not understood.",
-        where=_some(unmatched),
+        where=first_few(unmatched),
         expected=f"names such as {family.example()} ({because})",
         found="extra, renamed or fused tensors, which must not be copied as if they were dense",
         remedy="Check model_type in config.json; a new naming needs a row in hqconv/schemas/families.py.",
     )
-
-
-def _some(names: list[str]) -> str:
-    more = f" … ({NUM_NAMES_SHOWN} of {len(names)})" if len(names) > NUM_NAMES_SHOWN else ""
-    return ", ".join(names[:NUM_NAMES_SHOWN]) + more

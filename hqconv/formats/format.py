@@ -6,6 +6,7 @@ otherwise is brought to it by its decoder.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,6 +65,14 @@ class SourceFormat:
     def words(self) -> dict[str, Any]:
         """The format as JSON words."""
         return {**asdict(self), "options": dict(self.options)}
+
+    @classmethod
+    def from_words(cls, words: Mapping[str, Any]) -> SourceFormat:
+        """What a manifest's `source_format` says.
+
+        Raises KeyError, TypeError, AttributeError or ValueError for other words.
+        """
+        return cls(**{**words, "options": tuple(words["options"].items())})
 
     def describe(self) -> str:
         """One line for people."""

@@ -53,10 +53,18 @@ def describe_unfinished(root: Path) -> Words:
     return {
         "kind": "unfinished",
         "folder": str(root),
-        "num_groups_done": sum(line.startswith(b'{"group": ') for line in lines),
+        "num_groups_done": sum(_is_group(line) for line in lines),
         "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
         "or --overwrite to start anew.",
     }
+
+
+def _is_group(line: bytes) -> bool:
+    """Whether a line of a journal is a finished group's; half a line of a killed run is none."""
+    try:
+        return "group" in json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def _config_of(root: Path) -> Words:
@@ -78,7 +86,7 @@ def _rank_bytes(manifest: Words) -> dict[str, int]:
 def _manifest_block_words(words: Mapping[str, Any]) -> Words:
     """A manifest's block with its source's format in one line."""
     try:
-        source = SourceFormat(**words["source_format"]).describe()
-    except TypeError:
+        source = SourceFormat.from_words(words["source_format"]).describe()
+    except (AttributeError, KeyError, TypeError, ValueError):
         source = "unknown"
     return {**words, "source_format": source}

@@ -8,11 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from hqconv.artifact.manifest import is_artifact, read_manifest
-from hqconv.errors import HqconvError, OutputError
+from hqconv.errors import HqconvError, OutputError, first_few
 from hqconv.pipeline.durable import output_errors, partial
 from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST, PARTIAL
-
-_NUM_NAMES_SHOWN = 5
 
 
 def listed_files(root: Path) -> set[str]:
@@ -55,13 +53,11 @@ def check_strays(root: Path, listed: Collection[str], planned: Collection[str] =
     kept = {name for name in COMPANIONS if name not in planned}
     strays = sorted(files_in(root) - ours - kept)
     if strays:
-        more = f", … {len(strays)} in all" if len(strays) > _NUM_NAMES_SHOWN else ""
-        shown = ", ".join(strays[:_NUM_NAMES_SHOWN]) + more
         raise OutputError(
             "The output folder holds files that hqconv did not make.",
             where=str(root),
             expected="nothing but the files that its manifest lists",
-            found=shown,
+            found=first_few(strays),
             remedy="Move the files elsewhere, or choose another folder with -o.",
         )
 

@@ -18,10 +18,10 @@ def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict
     errors: dict[str, Any] = {}
     for role in costs[0]:
         of_role = [cost[role] for cost in costs]
-        each = [_relative(cost.error, cost.power) for cost in of_role]
+        each = [relative_error(cost.error, cost.power) for cost in of_role]
         worst = max(range(len(each)), key=each.__getitem__)
         errors[role] = {
-            "relative_error": _relative(
+            "relative_error": relative_error(
                 math.fsum(cost.error for cost in of_role), math.fsum(cost.power for cost in of_role)
             ),
             "worst_expert": worst,
@@ -41,5 +41,6 @@ def requantized_counts(costs: Sequence[Cost]) -> dict[str, int]:
     }
 
 
-def _relative(error: float, power: float) -> float:
+def relative_error(error: float, power: float) -> float:
+    """The relative error of sums of squares."""
     return math.sqrt(error / power) if power else 0.0

@@ -69,7 +69,7 @@ def _quantized(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict
         encoding.schema,
         encoding.param_dtype,
         powers,
-        count_exact=encoding.counts_exact,
+        count_exact=encoding.is_coded,
     )
     return dict(zip(matrices, done, strict=True))
 

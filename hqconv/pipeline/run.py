@@ -101,7 +101,7 @@ def convert(
         out=out,
         plan=plan,
         num_blocks=len(plan.blocks),
-        num_ranks=len(plan.request.grid.ranks) if plan.request.layout == artifact.KERNEL else 1,
+        num_ranks=plan.num_ranks,
         num_bytes_in=source.total_bytes,
         num_bytes_out=plan.num_bytes_out,
         num_groups_resumed=resumed,

@@ -72,7 +72,7 @@ class Workers:
             return costs
 
         costs = self._all(self._pool.submit(one, e) for e in range(block.num_experts))
-        return block_errors(costs, is_coded=not block.format.is_float)
+        return block_errors(costs, is_coded=planned.encoding.is_coded)
 
     def _copy(self, planned: PlannedCopy, writer: GroupWriter) -> dict[str, Any]:
         """Copy a shard's tensors, byte for byte."""
@@ -159,9 +159,9 @@ def _write_kernel(
     planned: PlannedBlock, expert: int, encoded: dict[str, Quantized], writer: GroupWriter
 ) -> None:
     projections = {role: result.tensors for role, result in encoded.items()}
-    for tp_rank in range(planned.grid.tp):
-        packed = gemm_tensors(projections, planned.encoding.schema, planned.grid.tp, tp_rank)
-        places = planned.kernel_places(tp_rank, expert)
+    for part in planned.slices:
+        packed = gemm_tensors(projections, planned.encoding.schema, part)
+        places = planned.kernel_places(part.rank, expert)
         for gemm, form in planned.forms.items():
             for name, value in to_kernel(form, packed[gemm]).items():
                 data = _bytes(value)

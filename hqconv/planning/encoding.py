@@ -14,7 +14,7 @@ class Encoding:
 
     conversion: direct, requantized or quantized. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
-    counts_exact: scale groups that are quantized anew without any error are counted.
+    is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
     """
 
     schema: TargetSchema
@@ -22,7 +22,7 @@ class Encoding:
     conversion: str
     must_be_direct: bool = False
     takes_powers_of_two: bool = False
-    counts_exact: bool = False
+    is_coded: bool = False
 
     @property
     def is_direct(self) -> bool:

@@ -15,7 +15,7 @@ from hqconv.planning.encoding import Encoding, encoding_of
 from hqconv.planning.files import OutFile, build_file
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
-from hqconv.schemas.grid import Grid, tp_share
+from hqconv.schemas.grid import Grid, TpSlice, tp_share, tp_slices
 from hqconv.schemas.target import TargetSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 
@@ -26,8 +26,9 @@ MAX_SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
 class PlannedBlock:
     """All output files of one MoE block, and how they are filled.
 
-    Kernel layout: one file a rank; `forms` are the kernel forms of its GEMMs, and every expert is at `homes`.
-    Checkpoint layout: ordinary shards; `forms` is empty, and `expert_files` is each expert's file.
+    Kernel layout: one file a rank; `forms` are the kernel forms of its GEMMs, `slices` each TP rank's part of the
+    intermediate size, and every expert is at `homes`.
+    Checkpoint layout: ordinary shards; `forms` and `slices` are empty, and `expert_files` is each expert's file.
     """
 
     block: ExpertBlock
@@ -35,6 +36,7 @@ class PlannedBlock:
     files: tuple[OutFile, ...]
     forms: dict[str, KernelForm]
     grid: Grid = field(default_factory=Grid)
+    slices: tuple[TpSlice, ...] = ()
     expert_files: tuple[int, ...] = ()
 
     @property
@@ -113,7 +115,8 @@ def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
         ]
         metadata = {"format": "pt", **{gemm: form.config_json(num_local) for gemm, form in forms.items()}}
         files.append(build_file(artifact.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number))
-    return PlannedBlock(block, _encoding(block, request), tuple(files), forms, request.grid)
+    slices = tp_slices(block.intermediate_size, request.grid.tp, request.schema)
+    return PlannedBlock(block, _encoding(block, request), tuple(files), forms, request.grid, slices)
 
 
 def _encoding(block: ExpertBlock, request: Request) -> Encoding:

@@ -55,6 +55,11 @@ class Plan:
         """Bytes of all safetensors files."""
         return sum(file.size_bytes for group in self.groups for file in group.files)
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks with files of their own; 1 in the checkpoint layout."""
+        return len(self.request.grid.ranks) if self.request.layout == artifact.KERNEL else 1
+
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """The model index of the ordinary shards: tensor name to file."""

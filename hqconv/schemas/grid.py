@@ -11,6 +11,7 @@ import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from hqconv.errors import RequestError
 from hqconv.schemas.target import TargetSchema
@@ -91,10 +92,21 @@ def tp_share(size: int, tp: int, schema: TargetSchema) -> int:
     )
 
 
-def tp_range(size: int, tp: int, rank: int, schema: TargetSchema) -> tuple[int, int]:
-    """Begin and end of one TP rank's part of a dimension; the last rank's may be shorter than its share."""
+class TpSlice(NamedTuple):
+    """One TP rank's part of a dimension: [begin, end), padded to `share`."""
+
+    rank: int
+    begin: int
+    end: int
+    share: int
+
+
+def tp_slices(size: int, tp: int, schema: TargetSchema) -> tuple[TpSlice, ...]:
+    """Every TP rank's part of a dimension; the last rank's may be shorter than its share."""
     share = tp_share(size, tp, schema)
-    return min(rank * share, size), min((rank + 1) * share, size)
+    return tuple(
+        TpSlice(rank, min(rank * share, size), min((rank + 1) * share, size), share) for rank in range(tp)
+    )
 
 
 def slice_unit(schema: TargetSchema) -> int:

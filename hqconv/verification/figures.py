@@ -12,6 +12,7 @@ import torch
 
 from hqconv.artifact.matrix import Array, Matrix, decoded_rows
 from hqconv.backends.quantize import Cost
+from hqconv.pipeline.costs import relative_error
 from hqconv.schemas.target import TargetSchema
 
 
@@ -109,11 +110,6 @@ def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[
         "worst_group": {"expert": group_expert, "row": row, "group": group, "relative_error": relative},
         **words,
     }
-
-
-def relative_error(error: float, power: float) -> float:
-    """The relative error of sums of squares."""
-    return math.sqrt(error / power) if power else 0.0
 
 
 def _number(value: float) -> float | None:

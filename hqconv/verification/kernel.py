@@ -17,7 +17,7 @@ from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import BlockReader
 from hqconv.backends.moe import Gemm, compile_kernels, fused_moe, load_gemm
 from hqconv.experts.block import ExpertBlock
-from hqconv.schemas.grid import tp_range
+from hqconv.schemas.grid import tp_slices
 from hqconv.sources.source import Source
 from hqconv.verification.batches import Batch, local_ids, make_batch, together
 from hqconv.verification.reference import ACTIVATIONS, Expert, is_known, moe_forward
@@ -193,7 +193,7 @@ def _compare_kernel(
             out += part.double()
             mine = (ids >= 0).reshape(-1)
             if mine.any():
-                begin, end = tp_range(size, tp, tp_rank, artifact.schema)
+                _, begin, end, _ = tp_slices(size, tp, artifact.schema)[tp_rank]
                 tally.add(inner[mine, : end - begin].double(), hidden[mine, begin:end])
         del gemms
     for reference, out in zip(references, outputs, strict=True):

@@ -12,6 +12,7 @@ from hqconv.backends.layout import humming_schema, kernel_form, to_kernel
 from hqconv.backends.moe import Gemm, activation_words, fused_moe
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import humming, resident
+from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.target import resolve_schema
 from hqconv.verification.reference import ACTIVATIONS, Routing, activate, moe_forward
 
@@ -59,8 +60,8 @@ def test_biases_and_ungated_experts_over_tp_ranks(activation: str) -> None:
     ids = torch.stack([torch.randperm(NUM_EXPERTS)[:2] for _ in range(65)]).to(device)
     routing = Routing(ids, torch.rand(65, 2, device=device))
     total = torch.zeros(65, HIDDEN, device=device)
-    for rank in range(TP):
-        parts = [gemm_tensors(expert, schema, TP, rank) for expert in experts]
+    for part in tp_slices(INNER, TP, schema):
+        parts = [gemm_tensors(expert, schema, part) for expert in experts]
         gemms = {}
         for gemm, (n, k) in {
             "w13": ((2 if gated else 1) * INNER // TP, HIDDEN),

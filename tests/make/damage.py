@@ -19,6 +19,7 @@ from hqconv.backends.assemble import gemm_tensors
 from hqconv.backends.layout import kernel_form, to_kernel
 from hqconv.backends.quantize import quantize
 from hqconv.planning.groups import gemm_shapes
+from hqconv.schemas.grid import tp_slices
 from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
@@ -128,7 +129,9 @@ class Damaged:
         for roles in (coupled, ["w2"]):
             done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
             packed |= {role: one.tensors for role, one in zip(roles, done, strict=True)}
-        cut = gemm_tensors(packed, schema, 2, tp_rank)[gemm]
+        cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(0), 2, schema)[tp_rank])[
+            gemm
+        ]
         form = kernel_form(*gemm_shapes(block, 2, schema)[gemm], schema, request.param_dtype, 90)
         path = self.rank_file(BLOCK, tp_rank, 1)
         for name, tensor in to_kernel(form, cut).items():

@@ -27,7 +27,7 @@ from hqconv.backends.runtime import humming, resident, target_facts
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.pipeline.progress import Progress
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid, tp_slices
 from hqconv.schemas.target import TargetSchema
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.matrices import SCHEMAS, hard_matrix
@@ -648,7 +648,7 @@ def test_biases_are_cut_with_their_rows_and_added_once() -> None:
     for seed, (role, shape) in enumerate(matrices.items()):
         [result] = quantize([hard_matrix(*shape, torch.bfloat16, seed)], schema, "bfloat16")
         packed[role] = {**result.tensors, "bias": torch.arange(shape[0]) + 1000.0 * seed}
-    ranks = [gemm_tensors(packed, schema, 2, rank) for rank in range(2)]
+    ranks = [gemm_tensors(packed, schema, part) for part in tp_slices(192, 2, schema)]
     for rank, tensors in enumerate(ranks):
         rows = [packed[role]["bias"][96 * rank : 96 * (rank + 1)] for role in ("w1", "w3")]
         assert torch.equal(tensors["w13"]["bias"], torch.cat(rows)[None])

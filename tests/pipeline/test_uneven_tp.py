@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -111,11 +110,11 @@ def test_a_rank_without_any_rows_is_refused(source: Path, tmp_path: Path) -> Non
 
 def test_gpt_oss_of_2880_columns_on_4_and_8_ranks() -> None:
     """90 groups: 23 + 23 + 23 + 21, and 7 x 12 + 6, as vLLM deals them."""
-    from hqconv.schemas.grid import tp_range, working_tp_sizes
+    from hqconv.schemas.grid import tp_slices, working_tp_sizes
 
     schema = conversions.schema_of("mxfp4")
     sizes = working_tp_sizes(2880, schema, pads_last_rank=True)
     assert {1, 2, 3, 4, 5, 6, 8} <= set(sizes)
-    ranges = [np.diff(tp_range(2880, tp, t, schema))[0] for tp in (4, 8) for t in range(tp)]
+    ranges = [part.end - part.begin for tp in (4, 8) for part in tp_slices(2880, tp, schema)]
     assert ranges == [736, 736, 736, 672, *[384] * 7, 192]
     assert 4 not in working_tp_sizes(2880, schema)

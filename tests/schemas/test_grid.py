@@ -13,8 +13,8 @@ from hqconv.schemas.grid import (
     Grid,
     check_grid,
     slice_unit,
-    tp_range,
     tp_share,
+    tp_slices,
     working_tp_sizes,
 )
 from hqconv.schemas.target import resolve_schema
@@ -85,7 +85,7 @@ def test_tp_ranges_tile_the_dimension(name: str, tp: int, runs: int) -> None:
     """Every rank's part is a whole number of runs and at most its share; the shares of the first ranks are full."""
     schema = resolve_schema(name)
     size = runs * slice_unit(schema)
-    ranges = [tp_range(size, tp, rank, schema) for rank in range(tp)]
+    ranges = [part[1:3] for part in tp_slices(size, tp, schema)]
     assert [i for begin, end in ranges for i in range(begin, end)] == list(range(size))
     share = tp_share(size, tp, schema)
     lengths = [end - begin for begin, end in ranges]
@@ -102,7 +102,7 @@ def test_padded_tp_sizes_leave_no_rank_empty(runs: int) -> None:
     size = runs * 32
     sizes = working_tp_sizes(size, schema, pads_last_rank=True)
     for tp in range(1, runs + 2):
-        begin, end = tp_range(size, tp, tp - 1, schema)
+        _, begin, end, _ = tp_slices(size, tp, schema)[-1]
         assert (tp in sizes) == (begin < end)
 
 
