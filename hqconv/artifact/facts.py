@@ -18,11 +18,9 @@ from hqconv.planning.groups import gemm_shapes
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family
-from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 from hqconv.schemas.tensors import TensorSpec
-
-_MAX_COUNT = 1 << 16  # ranks, experts or copies: more is damage, and would be listed one by one
 
 
 class Facts:
@@ -53,9 +51,9 @@ class Facts:
             "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
             "input_schema": words["input_schema"] == "a16",
             "target": words["target"] in [f"sm{sm}" for sm in SUPPORTED_TARGETS],
-            "tp": 0 < words["tp"] <= _MAX_COUNT,
-            "ep": 0 < words["ep"] <= _MAX_COUNT,
-            "redundant_experts": 0 <= words["redundant_experts"] <= _MAX_COUNT,
+            "tp": 0 < words["tp"] <= MAX_COUNT,
+            "ep": 0 < words["ep"] <= MAX_COUNT,
+            "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
         }
         for key, holds in facts.items():
             if not holds:
@@ -96,7 +94,7 @@ class Facts:
         num_experts, hidden, inner = (
             words[key] for key in ("num_experts", "hidden_size", "intermediate_size")
         )
-        if not (0 < num_experts <= _MAX_COUNT and 0 < hidden < 1 << 24 and 0 < inner < 1 << 24):
+        if not (0 < num_experts <= MAX_COUNT and 0 < hidden < 1 << 24 and 0 < inner < 1 << 24):
             raise _impossible(name, f"{num_experts} experts, hidden {hidden}, intermediate {inner}")
         try:
             sizes = (num_experts, hidden, inner)

@@ -47,12 +47,12 @@ def load_block(
     with Artifact(Path(path)) as artifact:
         _check_kernel_layout(artifact)
         _check_block(artifact, block)
-        if not (0 <= tp_rank < artifact.grid.tp and 0 <= ep_rank < artifact.grid.ep):
+        if not (tp_rank in range(artifact.grid.tp) and ep_rank in range(artifact.grid.ep)):
             raise RequestError(
                 "The artifact has no such rank.",
                 where=str(path),
                 expected=f"tp rank < {artifact.grid.tp}, ep rank < {artifact.grid.ep}",
-                found=f"tp {tp_rank}, ep {ep_rank}",
+                found=f"tp {tp_rank!r}, ep {ep_rank!r}",
             )
         return load_rank(artifact, block, tp_rank, ep_rank, device)
 

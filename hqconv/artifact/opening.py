@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.checkpoint.gguf import holds_gguf
-from hqconv.errors import RequestError
+from hqconv.errors import InputError, RequestError
 from hqconv.schemas.artifact import KERNEL
 
 if TYPE_CHECKING:
@@ -36,6 +36,14 @@ def open_source(src: str | Path, revision: str | None = None, *, headers_only: b
     A context manager that closes it. With `headers_only` no weights of a repo are downloaded, and none can be read.
     Raises RequestError, InputError, VerificationError (of a damaged artifact) or NetworkError.
     """
+    try:
+        return _open(src, revision, headers_only=headers_only)
+    except OSError as error:  # from a look at a folder; reading a file has messages of its own
+        what, where = "The source cannot be read.", str(error.filename or src)
+        raise InputError(what, where=where, found=error.strerror or error) from error
+
+
+def _open(src: str | Path, revision: str | None, *, headers_only: bool) -> Source:
     from hqconv.sources.safetensors import SafetensorsSource
 
     path = Path(src)

@@ -247,6 +247,7 @@ def _loose_files(root: Path) -> Iterator[str]:
             path = (relative / name).as_posix()
             if not _is_loose(path):
                 continue
+            index.check_text(path, str(root))
             if not (root / path).is_file():
                 what, where = "This is not a file, or a link to nothing.", str(root / path)
                 raise InputError(what, where=where, remedy=index.COPY_AGAIN)

@@ -24,6 +24,7 @@ def read_json(path: Path, hook: Any = None) -> tuple[dict[str, Any], bytes]:
     try:
         raw = path.read_bytes()
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
+        text = json.dumps(value, ensure_ascii=False, default=str)
     except OSError as error:
         what, found = "A file of the checkpoint cannot be read.", error.strerror
         raise InputError(what, where=str(path), found=found, remedy=COPY_AGAIN) from error
@@ -34,7 +35,17 @@ def read_json(path: Path, hook: Any = None) -> tuple[dict[str, Any], bytes]:
         found = value if isinstance(value, RepeatedKey) else type(value).__name__
         what, expected = "A file of the checkpoint is not a JSON object.", "an object with unique keys"
         raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
+    check_text(text, str(path))
     return value, raw
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse text that UTF-8 cannot hold, such as a file name in another encoding: no manifest could name it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what, found = "A name or a word is no valid Unicode.", repr(text[max(0, error.start - 20) :][:60])
+        raise InputError(what, where=where, found=found, remedy="Rename or mend it.") from error
 
 
 def read_config(root: Path) -> dict[str, Any]:

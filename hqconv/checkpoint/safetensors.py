@@ -13,6 +13,7 @@ import json
 import os
 import reprlib
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from hqconv.errors import InputError
@@ -71,12 +72,20 @@ def parse_header(
     """`read_header` of a file whose bytes before the tensors, `head`, are in hand already; `where` names it."""
     raw = head[LENGTH_BYTES:]
     header = _parse(where, raw)
+    _check_names(where, header)
     metadata = _check_metadata(where, header.pop("__metadata__", None))
     data = range(len(head), file_bytes)
     refs = [_check_entry(where, name, value, data, file) for name, value in header.items()]
     refs.sort(key=lambda ref: (ref.offset_bytes, ref.num_bytes))
     _check_coverage(where, refs, data)
     return {ref.name: ref for ref in refs}, metadata, hashlib.sha256(head).hexdigest()
+
+
+def _check_names(where: str, names: Iterable[str]) -> None:
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        raise _fault(where, None, "The name of a tensor is no valid Unicode.") from None
 
 
 def header_length(where: str, prefix: bytes, file_bytes: int) -> int:

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,7 +65,8 @@ def _one_message() -> Iterator[None]:
 def _fail(text: str, exit_code: int) -> typer.Exit:
     if os.environ.get("HQCONV_DEBUG") == "1":
         traceback.print_exc()
-    print(printable(text), file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk under stderr
+        print(printable(text), file=sys.stderr, flush=True)
     return typer.Exit(exit_code)
 
 
@@ -136,12 +137,15 @@ def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
 
 def _interrupted(places: list[Path]) -> str:
     """What an interrupted conversion left, and how to go on."""
+    nothing = "Interrupted. Nothing was written."
+    if not places:  # maybe half way through an import, which must not be begun again
+        return nothing
     from hqconv.artifact.manifest import is_artifact
     from hqconv.pipeline.folder import place_of_work
 
-    out = places[0] if places else None
-    if out is None or not (is_artifact(out) or place_of_work(out)):
-        return "Interrupted. Nothing was written."
+    out = places[0]
+    if not (is_artifact(out) or place_of_work(out)):
+        return nothing
     if place_of_work(out) is None:
         return f"Interrupted. {out} holds a finished artifact."
     state = "still holds the old artifact; the new one" if is_artifact(out) else "is no artifact yet; it"
@@ -197,6 +201,9 @@ def main() -> None:
     from hqconv.checkpoint.descriptors import raise_limit
 
     raise_limit()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - for the life of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # terminals that know fewer letters

@@ -33,15 +33,21 @@ class Option:
     def annotation(self) -> Any:
         """The type of the command's parameter, for Typer."""
         if self.metavar:
-            return Annotated[self.kind, typer.Argument(metavar=self.metavar, help=self.help)]
+            return Annotated[self.kind, typer.Argument(metavar=self.metavar, help=self.help, **self.settings)]
         return Annotated[self.kind, typer.Option(*self.flags, help=self.help, **self.settings)]
 
 
 _AT_LEAST_ONE = {"min": 1}
+_ANY_PATH = {"readable": False}  # whether it can be read is said in our own words
 OPTIONS: dict[str, Option] = {
     "src": Option(str, "Model folder, or Hub repo id (org/name).", metavar="SRC"),
     "path": Option(str, "Model folder, Hub repo id, or artifact.", metavar="SRC|OUT"),
-    "out": Option(Path | None, "Output folder.  [default: ./<model>-<schema>[-tpT][-epP]]", ("--out", "-o")),
+    "out": Option(
+        Path | None,
+        "Output folder.  [default: ./<model>-<schema>[-tpT][-epP]]",
+        ("--out", "-o"),
+        settings=_ANY_PATH,
+    ),
     "schema": Option(
         str, "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
     ),
@@ -73,7 +79,7 @@ OPTIONS: dict[str, Option] = {
     "quiet": Option(bool, "Show errors only (and what --json or --dry-run print).", ("--quiet", "-q")),
 }
 # What one command means differently.
-_ARTIFACT = Option(Path, "Artifact.", metavar="OUT")
+_ARTIFACT = Option(Path, "Artifact.", metavar="OUT", settings=_ANY_PATH)
 
 
 def takes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,7 +32,9 @@ def listed_files(root: Path) -> set[str]:
 
 
 def files_in(root: Path) -> set[str]:
-    """The files and links in a folder; what lies below one of the folders that may be there is not looked at."""
+    """The files, links and empty folders in a folder; what lies below the folders of others that may be there is not
+    looked at.
+    """
     found = set()
     for folder, folders, names in os.walk(root):
         relative = Path(folder).relative_to(root)
@@ -41,6 +43,8 @@ def files_in(root: Path) -> set[str]:
             found |= {name for name in folders if name in COMPANIONS}
             folders[:] = [name for name in folders if name not in COMPANIONS]
         found |= {(relative / name).as_posix() for name in (*names, *links)}
+        if not names and not folders and relative != Path():
+            found.add(relative.as_posix())
     return found
 
 
@@ -49,7 +53,7 @@ def check_strays(root: Path, listed: Collection[str], planned: Collection[str] =
 
     Raises OutputError that names them; `planned` are files that the new artifact will have.
     """
-    ours = {JOURNAL, *listed, *(path + PARTIAL for path in listed)}
+    ours = {JOURNAL, MANIFEST, *listed, *(path + PARTIAL for path in listed), *_folders_of(listed)}
     kept = {name for name in COMPANIONS if name not in planned}
     strays = sorted(files_in(root) - ours - kept)
     if strays:
@@ -70,11 +74,21 @@ def remove_listed(root: Path, listed: Sequence[str]) -> None:
     with output_errors(root):
         for path in listed:
             full = root / path
-            if not full.resolve().is_relative_to(root.resolve()):  # a manifest may say anything
+            if not _lies_in(root, path) or (full.is_dir() and not full.is_symlink()):
                 continue
             full.unlink(missing_ok=True)
             partial(full).unlink(missing_ok=True)
-        folders = {folder for path in listed for folder in Path(path).parents if folder != Path()}
-        for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
-            with suppress(OSError):
-                (root / folder).rmdir()
+        for folder in sorted(_folders_of(listed), key=lambda folder: -folder.count("/")):
+            if _lies_in(root, folder):
+                with suppress(OSError):
+                    (root / folder).rmdir()
+
+
+def _lies_in(root: Path, path: str) -> bool:
+    """Whether a listed path is one of the folder's own; a manifest may say anything."""
+    return "\0" not in path and (root / path).parent.resolve().is_relative_to(root.resolve())
+
+
+def _folders_of(paths: Iterable[str]) -> set[str]:
+    """The folders that paths lie in."""
+    return {folder.as_posix() for path in paths for folder in Path(path).parents if folder != Path()}

@@ -100,8 +100,8 @@ def check_space(root: Path, num_bytes: int) -> None:
         raise OutputError(
             "The disk cannot hold the artifact.",
             where=str(folder),
-            expected=f"{num_bytes / 1e9:.2f} GB free",
-            found=f"{free / 1e9:.2f} GB free",
+            expected=f"{num_bytes / 1e6:.1f} MB free",
+            found=f"{free / 1e6:.1f} MB free",
             remedy="Free some space, or choose another place with -o.",
         )
     if not writable:

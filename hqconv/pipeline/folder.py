@@ -8,7 +8,6 @@ the old manifest lists is removed. Only files that a manifest or a journal lists
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from hqconv.errors import OutputError
 from hqconv.pipeline.clearing import check_strays, files_in, listed_files, remove_listed
 from hqconv.pipeline.durable import check_space, output_errors, partial, sync_folder, write_whole
 from hqconv.pipeline.exchange import exchange, settle
-from hqconv.pipeline.journal import Journal, JournalEntry
+from hqconv.pipeline.journal import Journal, JournalEntry, compare_identities
 from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST
 
 
@@ -49,6 +48,7 @@ class OutputFolder:
         self._paths = paths
         self._journal: Journal | None = None
         self._replaces = False
+        self.warnings: list[str] = []
 
     def __enter__(self) -> OutputFolder:
         return self
@@ -79,13 +79,14 @@ class OutputFolder:
             if of_side is not None:
                 self._take_up(side, of_side, resume=resume, overwrite=overwrite)
             elif is_artifact(self.out) and resume:
-                self._discard_old(side)
+                self._try_to_discard(side)
                 if of_out is not None:
                     of_out.remove()
                 return False
             elif is_artifact(self.out):
                 if not overwrite:
                     raise taken(self.out, "a finished artifact")
+                check_replaceable(self.out)
                 check_strays(self.out, listed_files(self.out), self._paths)
                 check_space(side, num_bytes)
                 self._replace(side, of_out)
@@ -133,7 +134,7 @@ class OutputFolder:
         if overwrite:
             self._start_anew(root, journal)
         elif resume and begun is not None:
-            _compare(self.out, begun, self._identity)
+            compare_identities(self.out, begun, self._identity)
             self._keep_finished(root, journal)
         elif begun is not None or files_in(root) > {JOURNAL} or (replaces and not resume):
             nothing = "a journal that says nothing: nothing to resume"
@@ -154,6 +155,7 @@ class OutputFolder:
 
     def _keep_finished(self, root: Path, journal: Journal) -> None:
         """Groups whose files are all there and whole are done; half-written files are removed."""
+        check_strays(root, {*self._paths, *listed_files(root)}, self._paths)
         with output_errors(root):
             for entry in journal.entries:
                 if all(_is_there(root, record) for record in entry.files):
@@ -173,6 +175,10 @@ class OutputFolder:
             if journal.identity is not None:
                 raise taken(self.out, "an unfinished conversion")
             self._discard_old(side)
+            if files_in(side) > {JOURNAL}:
+                raise taken(
+                    side, "a folder beside the output that is not empty, where the new one would be built"
+                )
         except BaseException:
             journal.drop()
             with suppress(OSError):
@@ -194,6 +200,8 @@ class OutputFolder:
     def seal(self, manifest: bytes) -> None:
         """Write the manifest, the artifact's last file, let it take the place of an older one, forget the journal."""
         assert self._journal is not None
+        check_strays(self.root, self._paths, self._paths)  # what came meanwhile
+        self._check_still_there()
         write_whole(self.root, MANIFEST, manifest)
         if self._replaces:
             side = self.root
@@ -206,8 +214,29 @@ class OutputFolder:
                 sync_folder(self.out.parent)
             self.root = self.out
             self._journal.moved_to(self.out)
-            self._discard_old(side)
+            self._try_to_discard(side)
         self._journal.remove()
+
+    def _check_still_there(self) -> None:
+        """Refuse to seal where somebody removed or cut a finished file meanwhile."""
+        for record in (record for entry in self.done.values() for record in entry.files):
+            path = self.root / record.path
+            if not path.is_file() or path.stat().st_size != record.size_bytes:
+                what, remedy = (
+                    "A finished file was removed or cut meanwhile.",
+                    "Run the same command with --resume.",
+                )
+                raise OutputError(what, where=str(path), remedy=remedy)
+
+    def _try_to_discard(self, side: Path) -> None:
+        """The new artifact is in its place: what cannot be removed of the old one is said, and no failure."""
+        try:
+            self._discard_old(side)
+        except OutputError as error:
+            self.warnings.append(f"The old artifact could not be removed from {side}: {error.found}.")
+        else:
+            if side.exists():
+                self.warnings.append(f"Something that hqconv did not make is left in {side}.")
 
     def _discard_old(self, side: Path) -> None:
         """Remove what is left of an artifact that was replaced; files of others beside it move to the new one."""
@@ -223,6 +252,16 @@ class OutputFolder:
             (side / MANIFEST).unlink(missing_ok=True)
             with suppress(OSError):  # not empty: somebody put files there meanwhile
                 side.rmdir()
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises OutputError for an artifact that no other folder can take the place of."""
+    if out.is_mount():
+        what, remedy = (
+            "A mount point cannot be replaced.",
+            "Convert to a folder inside it, or empty it yourself.",
+        )
+        raise OutputError(what, where=str(out), remedy=remedy)
 
 
 def place_of_work(out: Path) -> Path | None:
@@ -259,21 +298,3 @@ def taken(root: Path, found: str) -> OutputError:
         found=found,
         remedy="Choose another with -o, go on with --resume, or replace an artifact with --overwrite.",
     )
-
-
-def _compare(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume another conversion, naming the first difference."""
-    for key in {**now, **before}:  # in their own order: what was asked for before what follows from it
-        if before.get(key) != now.get(key):
-            raise OutputError(
-                f"The unfinished conversion differs from this one in: {key}.",
-                where=str(root),
-                expected=_short(before.get(key)),
-                found=_short(now.get(key)),
-                remedy="Repeat the first command with --resume, or start anew with --overwrite.",
-            )
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + " …"

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,21 @@ def _busy(path: Path, found: str) -> OutputError:
         found=found,
         remedy="Wait until it is done, or choose another folder with -o.",
     )
+
+
+def compare_identities(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume another conversion, naming the first difference."""
+    for key in {**now, **before}:  # in their own order: what was asked for before what follows from it
+        if before.get(key) != now.get(key):
+            raise OutputError(
+                f"The unfinished conversion differs from this one in: {key}.",
+                where=str(root),
+                expected=_short(before.get(key)),
+                found=_short(now.get(key)),
+                remedy="Repeat the first command with --resume, or start anew with --overwrite.",
+            )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + " …"

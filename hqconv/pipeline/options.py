@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +13,13 @@ from hqconv.schemas import artifact
 if TYPE_CHECKING:
     import torch
 
+_MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
 _CHECKPOINT_LAYOUT_TARGET = 90  # only to ask Humming whether a schema runs at all
 
 
 def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
     """`512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
         what, expected = "The memory limit is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
         raise RequestError(what, where=option, expected=expected, found=size)
@@ -92,7 +94,14 @@ def check_modes(*, resume: bool, overwrite: bool) -> None:
 
 def check_places(source_folder: Path, out: Path) -> Path:
     """`out`, if neither lies in the other: a later run would mistake one for the other. Raises OutputError."""
-    source, target = source_folder.resolve(), out.resolve()
+    try:
+        source, target = source_folder.resolve(), out.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
+        what, remedy = "The output's path cannot be used.", "Choose another with -o."
+        raise OutputError(what, where=repr(str(out)), found=error, remedy=remedy) from error
+    if len(os.fsencode(target.name)) > _MAX_NAME:
+        what, expected = "The output's name is too long.", f"at most {_MAX_NAME} bytes"
+        raise OutputError(what, where=str(out), expected=expected, found=len(os.fsencode(target.name)))
     if target.is_relative_to(source) or source.is_relative_to(target):
         what, remedy = "The output would lie in the source, or the source in it.", "Choose another with -o."
         expected = f"a folder outside of {source_folder}"

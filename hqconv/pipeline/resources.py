@@ -31,8 +31,8 @@ class Resources:
     max_gpu_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_threads < 1:
-            what, found = "There must be a thread to work.", self.num_threads
+        if type(self.num_threads) is not int or self.num_threads < 1:
+            what, found = "There must be a thread to work.", repr(self.num_threads)
             raise RequestError(what, where="--threads", expected=">= 1", found=found)
 
     @property

@@ -97,6 +97,7 @@ def convert(
             resumed = len(folder.done)
             _convert(source, plan, folder, resources, num_workers, meter)
             errors = {block.name: folder.done[block.name].measured for block in plan.blocks}
+        warnings += folder.warnings
     return ConversionReport(
         out=out,
         plan=plan,

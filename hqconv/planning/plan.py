@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hqconv.checkpoint.described import Described
 from hqconv.experts.map import ExpertMap
-from hqconv.planning.checks import check_copied, check_request, request_warnings
+from hqconv.planning.checks import check_copied, check_loose, check_request, request_warnings
 from hqconv.planning.groups import (
     Group,
     PlannedBlock,
@@ -116,11 +116,13 @@ def make_plan(checkpoint: Described, experts: ExpertMap, request: Request) -> Pl
             shards += expert_shards(block, request)
     shards += copy_shards(checkpoint.tensors[name] for name in experts.copied)
     packed, copies = shard_groups(shards, request)
+    groups: tuple[Group, ...] = (*packed, *blocks, *copies)
+    check_loose(checkpoint.other_files, {file.path for group in groups for file in group.files})
     return Plan(
         source=source_facts(checkpoint, experts),
         request=request,
         experts=experts,
-        groups=(*packed, *blocks, *copies),
+        groups=groups,
         other_files=checkpoint.other_files,
         warnings=(*request_warnings(experts, request), *_left_out(checkpoint)),
     )

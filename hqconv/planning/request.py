@@ -65,6 +65,6 @@ def make_request(
     fields of `Request`. Raises RequestError as `source_schema` does.
     """
     own_dtype = source_param_dtype(experts) if schema is None else None
-    dtype = param_dtype or own_dtype or default_param_dtype(config, experts)
+    dtype = param_dtype if param_dtype is not None else own_dtype or default_param_dtype(config, experts)
     chosen = schema or source_schema(experts, dtype, grid.tp)
     return Request(chosen, dtype, grid=grid, must_be_direct=schema is None, **words)

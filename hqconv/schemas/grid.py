@@ -20,6 +20,9 @@ LINEAR, ROUND_ROBIN = "linear", "round_robin"
 PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
 
 
+MAX_COUNT = 1 << 16  # of ranks, experts or copies: more is a slip, or damage
+
+
 @dataclass(frozen=True)
 class Grid:
     """A grid of tp × ep ranks. `redundant` appends copies of experts i mod E before placement."""
@@ -35,8 +38,8 @@ class Grid:
             ("--ep", self.ep, 1),
             ("--redundant-experts", self.redundant, 0),
         ):
-            if type(value) is not int or value < least:  # True would be written as true
-                what, expected = "A grid size is out of range.", f"a whole number >= {least}"
+            if type(value) is not int or not least <= value <= MAX_COUNT:  # True would be written as true
+                what, expected = "A grid size is out of range.", f"a whole number from {least} to {MAX_COUNT}"
                 raise RequestError(what, where=option, expected=expected, found=repr(value))
         if self.placement not in (LINEAR, ROUND_ROBIN):
             raise RequestError(

@@ -99,6 +99,14 @@ class TargetSchema:
         return self.bs_dtype or param_dtype
 
 
+_KINDS: dict[str, type] = {
+    "weight_scale_group_size": int,
+    "weight_scale_group_size_n": int,
+    "has_zero_point": bool,
+    "is_fp_zero_point": bool,
+    "hadamard_block_size": int,
+}  # the others are text
+
 Need = Callable[[bool, str, str], None]  # condition, field, what is expected of it
 
 
@@ -115,6 +123,9 @@ def _check(schema: TargetSchema) -> None:
                 remedy="See `hqconv schemas` for presets and the integer shorthand.",
             )
 
+    for field in fields(schema):
+        value, kind = getattr(schema, field.name), _KINDS.get(field.name, str)
+        need(type(value) is kind or (field.name == "bs_dtype" and value is None), field.name, kind.__name__)
     num_exponent_bits = _check_b_dtype(schema, need)
     need(schema.bs_dtype in (None, *_SCALE_DTYPES), "bs_dtype", "one of " + ", ".join(_SCALE_DTYPES))
     _check_scale_type(schema, need)

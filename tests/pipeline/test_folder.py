@@ -171,8 +171,13 @@ def test_partial_files_are_cleared_on_resume_and_only_ours(tmp_path: Path) -> No
     unfinished(tmp_path, "a.safetensors")
     (tmp_path / "b.safetensors.partial").write_bytes(b"half")
     (tmp_path / "mine.partial").write_bytes(b"the user's")
+    with pytest.raises(OutputError, match=r"did not make") as caught, opened(tmp_path, resume=True):
+        pass
+    assert caught.value.found == "mine.partial"
+    assert files_of(tmp_path) == [JOURNAL, "a.safetensors", "b.safetensors.partial", "mine.partial"]
+    (tmp_path / "mine.partial").unlink()
     with opened(tmp_path, resume=True):
-        assert files_of(tmp_path) == [JOURNAL, "a.safetensors", "mine.partial"]
+        assert files_of(tmp_path) == [JOURNAL, "a.safetensors"]
 
 
 # --- what may be started in --------------------------------------------------------------------------------
