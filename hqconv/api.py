@@ -91,14 +91,15 @@ def convert(
 
     src: a model folder, a Hub repo id (at `revision`), a folder with GGUF files, or an artifact. out: None is
     `./<model>-<schema>[-tpT][-epP]`. schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or
-    "source". target: the serving GPU, sm75 …; None: the CUDA device here. dtype: bfloat16 or float16; None: the
-    checkpoint's. tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel,
-    checkpoint. input_schema: a16. device: auto, cpu, cuda, cuda:N; the bytes are the same. max_memory, max_gpu_memory:
-    bytes or "4GiB". threads: None is all. resume: go on, also with what is finished. overwrite: replace an artifact,
-    when the new one is complete. on_plan: given plan and place. progress: told how far it is, from any thread, in turn.
-
+    "source". target: the serving GPU, sm75 …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
+    tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
+    input_schema: a16. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
+    threads: None is all. resume: go on. overwrite: replace, when complete. on_plan: given plan and place. progress:
+    told how far it is, from any thread, in turn.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
+    from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
+
     check_modes(resume=resume, overwrite=overwrite)
     resources = _resources(device, max_memory, max_gpu_memory, threads)
     sm_version = choose_target(target, layout, resources.device)
@@ -108,7 +109,7 @@ def convert(
         place = check_places(source.root, _place(planned, out))
         if on_plan is not None:
             on_plan(planned, place)
-        return _run(source, planned, place, resources, resume=resume, overwrite=overwrite, progress=progress)
+        return run(source, planned, place, resources, resume=resume, overwrite=overwrite, progress=progress)
 
 
 @without_gc()
@@ -253,12 +254,6 @@ def _plan(
     words = {"sm_version": sm_version, "layout": layout, "input_schema": input_schema}
     request = make_request(experts, source.config, chosen, dtype, grid, **words)
     return make_plan(source, experts, request)
-
-
-def _run(source: Source, planned: Plan, place: Path, resources: Resources, **words: Any) -> ConversionReport:
-    from hqconv.pipeline.run import convert as run
-
-    return run(source, planned, place, resources, **words)
 
 
 def _place(planned: Plan, out: str | Path | None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect as inspection
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_NOTHING = "Interrupted. Nothing was written."
 Version = Annotated[bool, typer.Option("--version", help="Show the version.")]
 
 
@@ -46,7 +48,7 @@ def _one_message() -> Iterator[None]:
     except HqconvError as error:
         raise _fail(f"error: {error.message()}", error.exit_code) from None
     except KeyboardInterrupt as interrupt:
-        raise _fail(str(interrupt) or "Interrupted. Nothing was written.", EXIT_INTERRUPTED) from None
+        raise _fail(str(interrupt) or _NOTHING, EXIT_INTERRUPTED) from None
     except BrokenPipeError:  # the reader of stdout went away: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OutputError.exit_code) from None
@@ -111,6 +113,7 @@ def convert(*, dry_run: bool, json: bool, quiet: bool, **options: Any) -> None:
                 say(f"warning: {warning}")
 
     def on_plan(planned: Plan, place: Path) -> None:
+        _end_at_once(False)
         places.append(place)
         warn(planned.warnings)
 
@@ -135,17 +138,32 @@ def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
     return api.describe_plan(api.plan(**of_plan), **of_words)
 
 
+def _end_at_once(is_wanted: bool) -> None:
+    """Whether Ctrl-C ends the process on the spot: until something is written, and while libraries are loaded.
+
+    Some of them catch the interrupt while they are imported, and go on half loaded.
+    """
+    handlers = (_die, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) in handlers:  # not where the shell ignores it: a background job
+        signal.signal(signal.SIGINT, handlers[not is_wanted])
+
+
+def _die(*_: object) -> None:
+    with suppress(OSError):
+        print(_NOTHING, file=sys.stderr, flush=True)
+    os._exit(EXIT_INTERRUPTED)
+
+
 def _interrupted(places: list[Path]) -> str:
     """What an interrupted conversion left, and how to go on."""
-    nothing = "Interrupted. Nothing was written."
-    if not places:  # maybe half way through an import, which must not be begun again
-        return nothing
+    if not places:
+        return _NOTHING
     from hqconv.artifact.manifest import is_artifact
     from hqconv.pipeline.folder import place_of_work
 
     out = places[0]
     if not (is_artifact(out) or place_of_work(out)):
-        return nothing
+        return _NOTHING
     if place_of_work(out) is None:
         return f"Interrupted. {out} holds a finished artifact."
     state = "still holds the old artifact; the new one" if is_artifact(out) else "is no artifact yet; it"
@@ -200,6 +218,7 @@ def main() -> None:
     """Entry point of the `hqconv` command."""
     from hqconv.checkpoint.descriptors import raise_limit
 
+    _end_at_once(True)
     raise_limit()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-

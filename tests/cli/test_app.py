@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -581,3 +582,42 @@ def test_verify_of_what_is_no_artifact(model: Path) -> None:
     result = call("verify", model)
     assert result.exit_code == 2
     assert "not an hqconv artifact" in result.stderr
+
+
+# --- streams and signals that are not as usual -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.15])
+def test_ctrl_c_while_libraries_are_loaded(seconds: float, model: Path, tmp_path: Path) -> None:
+    """Some of them swallow the interrupt, and are half loaded then."""
+    process = subprocess.Popen(
+        command("convert", model, "-o", tmp_path / "out", "--schema", "mxfp4", "--target", "sm90"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes():
+        assert process.poll() is None
+        time.sleep(0.002)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr == "Interrupted. Nothing was written.\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams(closed: str, model: Path, tmp_path: Path) -> None:
+    words = command("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90")
+    shell = " ".join(map(shlex.quote, words)) + f" {closed}"
+    done = subprocess.run(shell, shell=True, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/hqconv.json").exists()
+
+
+def test_a_full_disk_under_stderr_changes_no_exit_code(tmp_path: Path) -> None:
+    shell = " ".join(map(shlex.quote, command("verify", tmp_path / "none"))) + " 2>/dev/full"
+    assert subprocess.run(shell, shell=True, env=environment(), check=False).returncode == 2
