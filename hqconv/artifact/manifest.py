@@ -110,6 +110,25 @@ def schema_of(root: Path, manifest: Mapping[str, Any]) -> TargetSchema:
         raise _damaged(where, "the fields of a weight schema", found) from error
 
 
+def check_details(root: Path, words: Mapping[str, Any]) -> None:
+    """What a description relies on besides `read_manifest`; the checks of `verify` look at it one by one.
+
+    Raises VerificationError.
+    """
+    path = root / artifact.MANIFEST
+    for kind, names in words["tensors"].items():
+        if not isinstance(names, list | dict):
+            raise _damaged(f"{path}: tensors: {kind}", "names", type(names).__name__)
+    for name, block in words["blocks"].items():
+        _check_keys(
+            path, f"blocks: {name}: source_format: ", block["source_format"], {"name": str, "decoder": str}
+        )
+        for role, error in block["quantization_error"].items():
+            if not isinstance(error, dict) or not all(type(n) in (int, float) for n in error.values()):
+                where = f"{path}: blocks: {name}: quantization_error: {role}"
+                raise _damaged(where, "numbers by name", repr(error)[:80])
+
+
 def _check(path: Path, words: Any) -> None:
     if not isinstance(words, dict):
         raise _damaged(path, "a JSON object", type(words).__name__)

@@ -23,7 +23,7 @@ from hqconv.checkpoint.folder import SourceFile
 from hqconv.checkpoint.safetensors import read_header
 from hqconv.decode.coded import Coded
 from hqconv.decode.matrix import SourceMatrix
-from hqconv.errors import InputError
+from hqconv.errors import InputError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.experts.map import ExpertMap
 from hqconv.formats.format import LAID_OUT, SourceFormat
@@ -93,6 +93,9 @@ class ArtifactSource(SafetensorsSource):
         parts = {}
         for index, rank in enumerate(self.artifact.grid.ranks):
             path = names.rank_file(block, *rank)
+            if path not in self.artifact.manifest["files"]:
+                what, remedy = "The manifest lists no file for a rank.", "Convert the original model again."
+                raise VerificationError(what, where=path, remedy=remedy)
             prefix = f"{path}:{block}.{gemm}_"
             for full in self.artifact.header(path)[0]:
                 ref = self.tensors[f"{path}:{full}"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import read_manifest, requantized, schema_of
+from hqconv.artifact.manifest import check_details, read_manifest, requantized, schema_of
 from hqconv.formats.format import SourceFormat
 from hqconv.inspection.words import Words, block_runs, quant_method, schema_words, summarize_errors
 from hqconv.schemas import artifact
@@ -20,6 +20,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
     Raises what `read_manifest` raises, VerificationError where the manifest's schema is none.
     """
     manifest = read_manifest(root)
+    check_details(root, manifest)
     errors = {name: block["quantization_error"] for name, block in manifest["blocks"].items()}
     missing = [
         name

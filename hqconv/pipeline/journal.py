@@ -161,7 +161,12 @@ def _parse_entry(line: bytes) -> JournalEntry | None:
     try:
         words = json.loads(line)
         files = [FileRecord(**record) for record in words["files"]]
-        return JournalEntry(words["group"], files, words["measured"])
+        are_records = all(
+            (type(f.path), type(f.size_bytes), type(f.sha256)) == (str, int, str) for f in files
+        )
+        measured = words["measured"]
+        is_whole = are_records and isinstance(words["group"], str) and isinstance(measured, dict)
+        return JournalEntry(words["group"], files, measured) if is_whole else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -109,6 +109,29 @@ def test_what_is_not_as_it_must_be_is_named(name: str, good: Path, tmp_path: Pat
     assert caught.value.remedy
 
 
+DETAILS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "tensors that are none": (lambda w: w["tensors"].update(converted=None), "converted"),
+    "errors that are none": (lambda w: w["blocks"][BLOCK]["quantization_error"].update(w1=None), "w1"),
+    "format without a name": (lambda w: w["blocks"][BLOCK]["source_format"].update(name=[]), "name"),
+}
+
+
+@pytest.mark.parametrize("name", DETAILS)
+def test_details_that_are_none(name: str, good: Path, tmp_path: Path) -> None:
+    edit, where = DETAILS[name]
+    out = edited(good, tmp_path / "out", edit)
+    with pytest.raises(VerificationError, match="damaged") as caught:
+        hqconv.inspect(out)
+    assert where in caught.value.where
+    assert "errors" in name or not hqconv.verify(out).passed  # which needs the source
+
+
+def test_a_source_whose_manifest_lists_no_files(good: Path, tmp_path: Path) -> None:
+    out = edited(good, tmp_path / "in", lambda words: words.update(files={}))
+    with pytest.raises(HqconvError, match="no file for a rank"):
+        run(out, tmp_path / "out", "source")
+
+
 @pytest.mark.parametrize("fields", [{"b_dtype": "uint77"}, {}])
 def test_a_schema_that_is_none(fields: dict[str, Any], good: Path, tmp_path: Path) -> None:
     out = edited(good, tmp_path / "out", lambda words: words.update(weight_schema=fields))

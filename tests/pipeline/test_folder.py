@@ -142,7 +142,15 @@ def test_a_journal_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes
 
 @pytest.mark.parametrize(
     "line",
-    [b"nonsense", b"{}", b"[]", b'{"group": "x", "files": [{"path": 1}], "measured": {}}', b"\xff\xfe"],
+    [
+        b"nonsense",
+        b"{}",
+        b"[]",
+        b'{"group": "x", "files": [{"path": 1}], "measured": {}}',
+        b'{"group": "x", "files": [{"path": 5, "size_bytes": 1, "sha256": ""}], "measured": {}}',
+        b'{"group": "x", "files": [], "measured": null}',
+        b"\xff\xfe",
+    ],
 )
 def test_a_line_that_makes_no_sense_is_skipped(tmp_path: Path, line: bytes) -> None:
     with opened(tmp_path) as folder:
