@@ -24,7 +24,6 @@ def read_json(path: Path, hook: Any = None) -> tuple[dict[str, Any], bytes]:
     try:
         raw = path.read_bytes()
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
-        text = json.dumps(value, ensure_ascii=False, default=str)
     except OSError as error:
         what, found = "A file of the checkpoint cannot be read.", error.strerror
         raise InputError(what, where=str(path), found=found, remedy=COPY_AGAIN) from error
@@ -35,7 +34,6 @@ def read_json(path: Path, hook: Any = None) -> tuple[dict[str, Any], bytes]:
         found = value if isinstance(value, RepeatedKey) else type(value).__name__
         what, expected = "A file of the checkpoint is not a JSON object.", "an object with unique keys"
         raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
-    check_text(text, str(path))
     return value, raw
 
 
@@ -53,7 +51,7 @@ def read_config(root: Path) -> dict[str, Any]:
     if not (root / CONFIG).is_file():
         what, remedy = f"The checkpoint has no {CONFIG}.", "Give the folder of a transformers model."
         raise InputError(what, where=str(root), found=listing(root), remedy=remedy)
-    return read_json(root / CONFIG)[0]
+    return _read_words(root / CONFIG)
 
 
 def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -69,7 +67,14 @@ def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | No
                 what, where=where, expected="an object or null", found=repr(found), remedy=remedy
             )
     path = root / HF_QUANT_CONFIG
-    return read_json(path)[0] if path.is_file() else None
+    return _read_words(path) if path.is_file() else None
+
+
+def _read_words(path: Path) -> dict[str, Any]:
+    """A JSON object that a manifest can repeat."""
+    words, _ = read_json(path)
+    check_text(json.dumps(words, ensure_ascii=False), str(path))
+    return words
 
 
 def listing(root: Path) -> str:
