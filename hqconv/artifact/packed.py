@@ -13,9 +13,9 @@ from hqconv.artifact.matrix import Array, Matrix, Note
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import note_error
 from hqconv.artifact.unlayout.form import to_float32
+from hqconv.artifact.unlayout.packed import packed_shapes, unpack_codes
 from hqconv.errors import HqconvError
 from hqconv.experts.block import ExpertBlock
-from hqconv.schemas.dtypes import code_of
 from hqconv.schemas.target import TargetSchema
 
 
@@ -39,27 +39,6 @@ def read_packed_expert(
     return unpack(bits, artifact.schema, dtypes["weight_scale"])
 
 
-def packed_shapes(
-    shape: tuple[int, int], schema: TargetSchema, param_dtype: str
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of one matrix's packed tensors, worked out from the schema alone."""
-    (n, k), param = shape, code_of(param_dtype)
-    group = schema.weight_scale_group_size or k
-    rows = n // (schema.weight_scale_group_size_n or 1)
-    dtype = code_of(schema.scale_dtype(param_dtype))
-    scale: tuple[int, ...] = (1,) if schema.weight_scale_type == "tensor" else (rows, k // group)
-    shapes = {"weight": ("I32", (n, k * schema.num_bits // 32)), "weight_scale": (dtype, scale)}
-    if schema.has_zero_point:
-        is_float = schema.is_fp_zero_point
-        packed_rows = n if is_float else n * schema.num_bits // 32
-        shapes["zero_point"] = (param if is_float else "I32", (packed_rows, k // group))
-    if schema.weight_scale_2_type == "tensor":
-        shapes["weight_scale_2"] = ("F32", (1,))
-    elif schema.weight_scale_2_type == "channel":
-        shapes["weight_scale_2"] = (param, (n,))
-    return shapes
-
-
 def unpack(bits: Mapping[str, Array], schema: TargetSchema, scale_dtype: str) -> Matrix:
     """A matrix from Humming's packed tensors as raw bits; shares no code with the packer."""
     zero, scale = bits.get("zero_point"), np.atleast_2d(bits["weight_scale"])
@@ -74,24 +53,3 @@ def unpack(bits: Mapping[str, Array], schema: TargetSchema, scale_dtype: str) ->
         scale_2=bits.get("weight_scale_2"),
         bias=bits.get("bias"),
     )
-
-
-def unpack_codes(words: Array, num_bits: int) -> Array:
-    """Little-endian bit fields of each row of uint32 words [N, W] as uint8 [N, 32 W / num_bits]."""
-    data = np.ascontiguousarray(words).view(np.uint8)
-    num_rows = data.shape[0]
-    if num_bits in (1, 2, 4, 8):
-        codes = np.empty((num_rows, data.shape[1], 8 // num_bits), np.uint8)
-        for i in range(8 // num_bits):
-            codes[:, :, i] = (data >> np.uint8(i * num_bits)) & np.uint8((1 << num_bits) - 1)
-        return codes.reshape(num_rows, -1)
-    # Eight codes fill num_bits whole bytes.
-    runs = data.reshape(num_rows, -1, num_bits)
-    codes = np.empty((num_rows, runs.shape[1], 8), np.uint8)
-    for row in range(num_rows):  # by rows: the 64-bit words stay in the cache
-        word = np.zeros(runs.shape[1], np.uint64)
-        for i in range(num_bits):
-            word |= runs[row, :, i].astype(np.uint64) << np.uint64(8 * i)
-        for i in range(8):
-            codes[row, :, i] = (word >> np.uint64(i * num_bits)) & np.uint64((1 << num_bits) - 1)
-    return codes.reshape(num_rows, -1)

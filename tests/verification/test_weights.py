@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from hqconv.api import open_source
 from hqconv.artifact.matrix import Home, Matrix, decoded_rows, join
 from hqconv.artifact.opened import Artifact
-from hqconv.artifact.packed import packed_shapes, unpack, unpack_codes
+from hqconv.artifact.packed import unpack
+from hqconv.artifact.unlayout.packed import packed_shapes, unpack_codes
 from hqconv.backends.layout import humming_schema
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import resident
