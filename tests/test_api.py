@@ -13,7 +13,7 @@ import torch
 import hqconv
 from hqconv import api
 from hqconv.cli.options import OPTIONS
-from hqconv.errors import RequestError
+from hqconv.errors import InputError, RequestError
 from hqconv.pipeline.progress import Progress
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from tests.make.places import REPO
@@ -52,6 +52,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("threads", -3, "--threads"),
     ("max_memory", "much", "--max-memory"),
     ("max_memory", -5, "--max-memory"),
+    ("max_memory", "9" * 320 + "GiB", "--max-memory"),
+    ("dtype", "", "--dtype"),
     ("max_gpu_memory", "much", "--max-gpu-memory"),
     ("device", "tpu", "--device"),
     ("device", torch.device("meta"), "--device"),
@@ -105,6 +107,29 @@ def test_a_schema_of_ones_own(model: Path, made: Path, tmp_path: Path) -> None:
     schema: TargetSchema = resolve_schema("int4")
     hqconv.convert(str(model), str(tmp_path / "out"), **{**OPTIONS_OF, "schema": schema})
     assert snapshot(tmp_path / "out") == snapshot(made)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("name", 5), ("has_zero_point", "no"), ("weight_scale_group_size", 32.0), ("bs_dtype", 1)],
+)
+def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> None:
+    """They would be written into the manifest as they are."""
+    words = {"name": "mine", "b_dtype": "uint4", "weight_scale_group_size": 128}
+    with pytest.raises(RequestError) as caught:
+        TargetSchema(**{**words, field: value})
+    assert caught.value.where == field
+
+
+def test_a_source_that_may_not_be_looked_at(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(InputError, match="cannot be read"):
+        hqconv.convert(model, tmp_path / "out", **OPTIONS_OF)
 
 
 def test_progress_comes_to_its_end(model: Path, tmp_path: Path) -> None:

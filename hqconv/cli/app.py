@@ -143,9 +143,11 @@ def _end_at_once(is_wanted: bool) -> None:
 
     Some of them catch the interrupt while they are imported, and go on half loaded.
     """
-    handlers = (_die, signal.default_int_handler)
-    if signal.getsignal(signal.SIGINT) in handlers:  # not where the shell ignores it: a background job
-        signal.signal(signal.SIGINT, handlers[not is_wanted])
+    if signal.getsignal(signal.SIGINT) in (
+        _die,
+        signal.default_int_handler,
+    ):  # else it is ignored: a background job
+        signal.signal(signal.SIGINT, _die if is_wanted else signal.default_int_handler)
 
 
 def _die(*_: object) -> None:

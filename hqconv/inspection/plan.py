@@ -9,8 +9,9 @@ from hqconv.artifact.manifest import is_artifact
 from hqconv.errors import OutputError
 from hqconv.inspection.source import block_words, source_words, tensor_words
 from hqconv.inspection.words import Words, block_runs, schema_words
+from hqconv.pipeline.clearing import check_strays, listed_files
 from hqconv.pipeline.durable import check_space
-from hqconv.pipeline.folder import place_of_work
+from hqconv.pipeline.folder import check_replaceable, place_of_work
 from hqconv.pipeline.resources import Resources, count_workers, working_bytes
 from hqconv.planning.plan import Plan
 
@@ -55,6 +56,12 @@ def output_notes(out: Path, num_bytes: int, *, resume: bool, overwrite: bool) ->
     found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
     if remedy:
         notes.append(f"{out} {found}: {remedy}.")
+    if overwrite and is_artifact(out) and place_of_work(out) is None:
+        try:
+            check_replaceable(out)
+            check_strays(out, listed_files(out))
+        except OutputError as error:
+            notes.append(error.message())
     if not resume:
         try:
             check_space(out, num_bytes)

@@ -23,11 +23,12 @@ pytestmark = [
 NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+# swigluoai is gpt_oss's, whose experts are gated.
+@pytest.mark.parametrize(
+    ("name", "gated"),
+    [(name, gated) for name in ACTIVATIONS for gated in (True, False) if gated or name != "swigluoai"],
+)
 def test_activation_expressions(name: str, gated: bool) -> None:
-    if name == "swigluoai" and not gated:
-        pytest.skip("gpt_oss experts are gated")
     x = torch.randn(33, 2 * 192 if gated else 192, device="cuda").mul(4).bfloat16()
     found, _, _ = humming().ops.process_input(x, **activation_words(name, gated))
     gate, up = x.double().chunk(2, -1) if gated else (None, x.double())

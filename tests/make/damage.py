@@ -154,3 +154,14 @@ def raw_and_resealed(copy: Damaged, paths: list[str]) -> CheckResult:
     files, weights = copy.check()
     assert files.findings == []
     return weights
+
+
+def swapped_experts_are_found(copy: Damaged, gemms: tuple[str, ...]) -> None:
+    """Swap the two experts of EP rank 1 in some GEMMs, on both TP ranks; both are named."""
+    paths = [copy.rank_file(BLOCK, t, 1) for t in range(2)]
+    for path in paths:
+        copy.swap_experts(path, gemms)
+    weights = raw_and_resealed(copy, paths)
+    for role in [r for g in gemms for r in (("w1", "w3") if g == "w13" else ("w2",))]:
+        found(weights, f"block {BLOCK}, {role} of expert 2", "experts are swapped", "expert 3's")
+        found(weights, f"block {BLOCK}, {role} of expert 3", "experts are swapped", "expert 2's")

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.make.artifacts import SOURCES, Record, conversions_of, make_source, record
 from tests.make.places import GOLDEN
@@ -31,6 +32,6 @@ def test_artifacts_are_those_on_record(name: str, tmp_path: Path) -> None:
     for conversion, options in conversions_of(name):
         recorded = Record(*RECORDED["cases"][f"{name}/{conversion}"])
         found = record(src, tmp_path / "out", options)
-        if found.source != recorded.source:
+        if found.source != recorded.source and torch.__version__ != RECORDED["torch"]:
             pytest.skip(f"the source is made of other numbers than by torch {RECORDED['torch']}")
         assert found == recorded, conversion

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import hqconv
+from hqconv.api import describe_plan
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError
 from hqconv.pipeline.progress import Progress
 from tests.make.qwen import write_qwen3_moe
@@ -123,6 +124,10 @@ def test_empty_folders_of_the_user_are_strays_too(model: Path, made: Path, tmp_p
     with pytest.raises(OutputError, match="did not make") as caught:
         hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
     assert caught.value.found == "experts/mine"
+    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)[
+        "notes"
+    ]
+    assert any("experts/mine" in note for note in notes)
 
 
 def test_a_listed_link_is_removed_and_not_what_it_leads_to(model: Path, made: Path, tmp_path: Path) -> None:
@@ -162,6 +167,10 @@ def test_a_mount_point_is_refused_before_the_work(
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
     with pytest.raises(OutputError, match="mount point"):
         hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
+    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)[
+        "notes"
+    ]
+    assert any("mount point" in note for note in notes)
     assert snapshot(tmp_path / "out") == snapshot(made)
 
 
@@ -179,9 +188,21 @@ def _surrogate(folder: Path) -> None:
     (folder / "config.json").write_text('{"x": "\\ud800", ' + text[1:])
 
 
+def _tensor_name(folder: Path) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    data = shard.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = next(name for name in header if "norm" in name)
+    header[name + "\ud800"] = header.pop(name)
+    words = json.dumps(header).encode()
+    shard.write_bytes(len(words).to_bytes(8, "little") + words + data[8 + size :])
+
+
 CANNOT_BE_HELD: dict[str, Callable[[Path], object]] = {
     "no UTF-8": _name(b"a\xff.txt"),
     "half a surrogate": _surrogate,
+    "a tensor's name": _tensor_name,
     "a folder's name": _name(b"experts"),
     "below a file": _name(b"experts/tp0-ep0/model.layers.0.mlp.experts.safetensors/x"),
     "too long a name": _name(b"x" * 250),

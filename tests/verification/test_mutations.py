@@ -24,7 +24,7 @@ from hqconv.artifact.opened import Artifact
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from tests.make.conversions import run
-from tests.make.damage import BLOCK, Damaged, found, raw_and_resealed
+from tests.make.damage import BLOCK, Damaged, found, raw_and_resealed, swapped_experts_are_found
 from tests.make.matrices import SCHEMAS as ALL_SCHEMAS
 from tests.make.matrices import hard_matrix
 from tests.make.qwen import write_qwen3_moe
@@ -113,13 +113,7 @@ def test_a_shared_scale_wrong_on_all_ranks(make: Callable[..., Damaged]) -> None
 
 @pytest.mark.parametrize("gemms", [("w13",), ("w2",), ("w13", "w2")])
 def test_two_experts_swapped(copy: Damaged, gemms: tuple[str, ...]) -> None:
-    paths = [copy.rank_file(BLOCK, t, 1) for t in range(2)]
-    for path in paths:
-        copy.swap_experts(path, gemms)
-    weights = raw_and_resealed(copy, paths)
-    for role in [r for g in gemms for r in (("w1", "w3") if g == "w13" else ("w2",))]:
-        found(weights, f"block {BLOCK}, {role} of expert 2", "experts are swapped", "expert 3's")
-        found(weights, f"block {BLOCK}, {role} of expert 3", "experts are swapped", "expert 2's")
+    swapped_experts_are_found(copy, gemms)
 
 
 def test_gate_and_up_swapped(copy: Damaged) -> None:

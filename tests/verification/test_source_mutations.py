@@ -18,7 +18,7 @@ from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
 from tests.make.conversions import run
-from tests.make.damage import Damaged, found, raw_and_resealed
+from tests.make.damage import Damaged, found, raw_and_resealed, swapped_experts_are_found
 from tests.make.small import BLOCK, GOOD, INNER, E, Source, save
 
 BASES = {
@@ -99,13 +99,7 @@ def test_one_flipped_bit(copy: Damaged, gemm: str, tensor: str) -> None:
 
 @pytest.mark.parametrize("gemms", [("w13",), ("w2",), ("w13", "w2")])
 def test_two_experts_swapped(copy: Damaged, gemms: tuple[str, ...]) -> None:
-    paths = [copy.rank_file(BLOCK, t, 1) for t in range(2)]
-    for path in paths:
-        copy.swap_experts(path, gemms)
-    weights = raw_and_resealed(copy, paths)
-    for role in [r for g in gemms for r in (("w1", "w3") if g == "w13" else ("w2",))]:
-        found(weights, f"block {BLOCK}, {role} of expert 2", "experts are swapped", "expert 3's")
-        found(weights, f"block {BLOCK}, {role} of expert 3", "experts are swapped", "expert 2's")
+    swapped_experts_are_found(copy, gemms)
 
 
 @pytest.mark.parametrize("base", FUSED)
