@@ -14,6 +14,7 @@ import torch
 
 from hqconv.backends import loops, twins
 from hqconv.backends.encoded import Cost, Quantized, num_groups
+from hqconv.backends.encoders import encoder
 from hqconv.backends.runtime import humming
 from hqconv.backends.scales import GivenScales, two_level
 from hqconv.backends.twins import Array
@@ -71,7 +72,7 @@ def _measure(matrix: torch.Tensor, schema: TargetSchema) -> _Ranges:
 class _Groups:
     """What the loop reads of each group, [N, G] or one row for a block of rows, and the tensors that are stored of it.
 
-    The names are those of `loops.encode_matrix`; `scale_2` is [1, 1], [N, 1], or None where there is none.
+    The names are those of `encoders.encoder`; `scale_2` is [1, 1], [N, 1], or None where there is none.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -128,18 +129,17 @@ def _encode(ranges: _Ranges, groups: _Groups, schema: TargetSchema, count_exact:
     packed = np.empty((num_rows, num_columns * schema.num_bits // 8), np.uint8)
     sums, exact = np.empty((2, num_rows)), np.zeros(num_rows if count_exact else 0, np.int64)
     second = np.ones((1, 1), np.float32) if groups.scale_2 is None else groups.scale_2
-    loops.encode_matrix(
+    encoder(_code(schema))(
         ranges.source,
-        _code(schema),
         np.float32(groups.limit),
-        per_row(groups.inverse),
-        per_row(groups.lowest),
-        per_row(groups.scale),
-        per_row(groups.zero),
-        np.ascontiguousarray(np.broadcast_to(second, (num_rows, 1))).reshape(-1),
-        packed,
-        *sums,
-        exact,
+        (
+            per_row(groups.inverse),
+            per_row(groups.lowest),
+            per_row(groups.scale),
+            per_row(groups.zero),
+            np.ascontiguousarray(np.broadcast_to(second, (num_rows, 1))).reshape(-1),
+        ),
+        (packed, *sums, exact),
     )
     tensors = {**groups.tensors, "weight": torch.from_numpy(packed.view(np.int32))}
     counted = num_groups(ranges.source.shape, schema) if count_exact else 0

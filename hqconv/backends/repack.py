@@ -207,57 +207,6 @@ def repack(
                 _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out)
 
 
-@compiled
-def repack_4bit_a16(weight_NB, out):
-    """`repack` for packed 4-bit codes and 16-bit activations: each output word takes four whole bytes.
-
-    `weight_NB`: uint8 [N, K / 2]; `out`: uint32 [K / 16, N / 64, 32 lanes, 4].
-    """
-    for n_block in range(weight_NB.shape[0] // 64):
-        for k_block in range(weight_NB.shape[1] // 8):
-            for quarter in range(4):
-                for lane in range(32):
-                    upper = n_block * 64 + quarter * 16 + lane // 4
-                    column = k_block * 8 + lane % 4
-                    b0 = np.uint32(weight_NB[upper, column])
-                    b1 = np.uint32(weight_NB[upper, column + 4])
-                    b2 = np.uint32(weight_NB[upper + 8, column])
-                    b3 = np.uint32(weight_NB[upper + 8, column + 4])
-                    quad = b0 | (b1 << np.uint32(8)) | (b2 << np.uint32(16)) | (b3 << np.uint32(24))
-                    low = quad & np.uint32(0x0F0F0F0F)
-                    high = (quad >> np.uint32(4)) & np.uint32(0x0F0F0F0F)
-                    low = (low | (low >> np.uint32(4))) & np.uint32(0x00FF00FF)
-                    low = (low | (low >> np.uint32(8))) & np.uint32(0x0000FFFF)
-                    high = (high | (high >> np.uint32(4))) & np.uint32(0x00FF00FF)
-                    high = (high | (high >> np.uint32(8))) & np.uint32(0x0000FFFF)
-                    out[k_block, n_block, lane, quarter] = low | (high << np.uint32(16))
-
-
-@compiled
-def repack_8bit_a16(weight_NH, centre, out):
-    """`repack` for packed 8-bit codes and 16-bit activations; `centre` as there, around the midpoint.
-
-    `weight_NH`: uint16 [N, K / 2], two codes each; `out`: uint32 [K / 16, N / 64, 32 lanes, 8].
-    """
-    ones = np.uint32(0x01010101)
-    for n_block in range(weight_NH.shape[0] // 64):
-        for k_block in range(weight_NH.shape[1] // 8):
-            for eighth in range(8):
-                for lane in range(32):
-                    row = n_block * 64 + eighth * 8 + lane // 4
-                    column = k_block * 8 + lane % 4
-                    left = np.uint32(weight_NH[row, column])
-                    right = np.uint32(weight_NH[row, column + 4])
-                    word = (left & np.uint32(0xFF)) | ((right & np.uint32(0xFF)) << np.uint32(8))
-                    word |= ((left >> np.uint32(8)) << np.uint32(16)) | (
-                        (right >> np.uint32(8)) << np.uint32(24)
-                    )
-                    if centre:  # code - 128 from the midpoint up, 255 - code below it
-                        below = ~(word >> np.uint32(7)) & ones
-                        word ^= np.uint32(0x80808080) ^ (below * np.uint32(0x7F))
-                    out[k_block, n_block, lane, eighth] = word
-
-
 def shift_table() -> np.ndarray:
     """The e2m1 code of `code / 2**shift`, ties away from zero: uint32 [256 shifts, 16 codes].
 

@@ -15,6 +15,8 @@ import torch
 
 from hqconv.backends import codec_loops, loops
 from hqconv.backends import repack as repack_loops
+from hqconv.backends.encoders import encoder
+from hqconv.backends.repack_a16 import repack_4bit_a16, repack_8bit_a16
 
 Array = np.ndarray[Any, np.dtype[Any]]
 NO_LIMIT = np.float32(0)
@@ -141,8 +143,8 @@ def quant_weight(
             fused=source_dtype_str == "float32" and group_size <= FUSED_GROUP_SIZE,
         )
     packed, sums = np.empty((num_groups, group_size * bits // 8), np.uint8), np.empty((2, num_groups))
-    numbers = (NO_LIMIT, np.float32(1) / scale, lowest, scale, zero, ones[:, 0])
-    loops.encode_matrix(source, code, *numbers, packed, *sums, np.zeros(0, np.int64))
+    groups = (np.float32(1) / scale, lowest, scale, zero, ones[:, 0])
+    encoder(code)(source, NO_LIMIT, groups, (packed, *sums, np.zeros(0, np.int64)))
     codes = torch.from_numpy(_unpack(packed, bits).view(np.int32)).reshape(inputs.shape)
     if not has_scale:
         return codes, torch.empty(0), torch.empty(0)
@@ -245,9 +247,9 @@ def repack_weight(
     order = (transposed, use_packed_k_layout, use_native_dequant, interleave_mode)
     for one, zero, result in zip(words, zeros, out, strict=True):
         if plain and weight_bits == 4 and not centre:
-            repack_loops.repack_4bit_a16(one.view(np.uint8), result.reshape(tiles))
+            repack_4bit_a16(one.view(np.uint64), result.reshape(tiles))
         elif plain and weight_bits == 8 and not should_preprocess_with_zp:
-            repack_loops.repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
+            repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
         else:
             repack_loops.repack(one, zero, *bits, centre, group, *order, result)
     return torch.from_numpy(out.view(np.int32)).reshape(shape)
