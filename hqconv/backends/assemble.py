@@ -1,6 +1,6 @@
-"""One expert's quantized projections, cut for a tensor-parallel rank and stacked for the two GEMMs.
+"""Experts' quantized projections, cut for a tensor-parallel rank and joined for the two GEMMs.
 
-Legend: N output rows, K input columns, I intermediate size. w1 and w3 are cut along N, w2 along K; `w13` is
+Legend: E experts, N output rows, K input columns, I intermediate size. w1 and w3 are cut along N, w2 along K; `w13` is
 `[w1; w3]`, gate first, never interleaved (w3 alone where the family has no gate).
 """
 
@@ -19,9 +19,9 @@ Tensors = dict[str, torch.Tensor]
 def gemm_tensors(
     projections: Mapping[str, Tensors], schema: TargetSchema, part: TpSlice
 ) -> dict[str, Tensors]:
-    """Packed tensors of w13 and w2 on one TP rank, each with an expert dimension of 1 in front.
+    """Packed tensors [E, …] of w13 and w2 on one TP rank.
 
-    `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `Quantized.tensors`, plus `bias`
+    `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `QuantizedStack.tensors`, plus `bias`
     where the family has one; `part` is the rank's part of I. The w2 bias is on TP rank 0 and zero elsewhere, since
     ranks are summed.
     """
@@ -29,39 +29,35 @@ def gemm_tensors(
     rows = [_cut_rows(projections[p], begin, end) for p in ("w1", "w3") if p in projections]
     down = _cut_columns(projections["w2"], schema, begin, end)
     if end - begin < share:
-        rows = [_pad(one, schema, 0, end - begin, share) for one in rows]
-        down = _pad(down, schema, 1, end - begin, share)
+        rows = [_pad(one, schema, 1, end - begin, share) for one in rows]
+        down = _pad(down, schema, 2, end - begin, share)
     if "bias" in down and tp_rank > 0:
         down["bias"] = torch.zeros_like(down["bias"])
-    return {"w13": _with_expert_dim(_stack_rows(rows)), "w2": _with_expert_dim(down)}
-
-
-def _is_tensor_level(name: str, tensor: torch.Tensor) -> bool:
-    return name.startswith("weight_scale") and tensor.shape == (1,)
+    return {"w13": _join_rows(rows), "w2": {name: tensor.contiguous() for name, tensor in down.items()}}
 
 
 def _cut_rows(tensors: Tensors, begin: int, end: int) -> Tensors:
-    num_rows = tensors["weight"].size(0)
+    num_rows = tensors["weight"].size(1)
 
-    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if _is_tensor_level(name, tensor):
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 1:  # a tensor-level scale
             return tensor
         # Rows of packed zero points and of scale blocks stand for several rows of the matrix each.
-        length = tensor.size(0)
-        return tensor[begin * length // num_rows : end * length // num_rows]
+        length = tensor.size(1)
+        return tensor[:, begin * length // num_rows : end * length // num_rows]
 
-    return {name: cut(name, tensor) for name, tensor in tensors.items()}
+    return {name: cut(tensor) for name, tensor in tensors.items()}
 
 
 def _cut_columns(tensors: Tensors, schema: TargetSchema, begin: int, end: int) -> Tensors:
-    num_columns = tensors["weight"].size(1) * 32 // schema.num_bits
+    num_columns = tensors["weight"].size(2) * 32 // schema.num_bits
 
     def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
         per_row = name != "weight" and schema.weight_scale_group_size == 0
-        if tensor.ndim == 1 or per_row:  # a bias, a tensor-level or a channel-level scale or zero point
+        if tensor.ndim < 3 or per_row:  # a bias, a tensor-level or a channel-level scale or zero point
             return tensor
-        length = tensor.size(1)
-        return tensor[:, begin * length // num_columns : end * length // num_columns]
+        length = tensor.size(2)
+        return tensor[:, :, begin * length // num_columns : end * length // num_columns]
 
     return {name: cut(name, tensor) for name, tensor in tensors.items()}
 
@@ -74,11 +70,11 @@ def _pad(tensors: Tensors, schema: TargetSchema, axis: int, size: int, share: in
     """
 
     def pad(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        is_per_row = axis == 1 and name != "weight" and schema.weight_scale_group_size == 0
-        if is_per_row or _is_tensor_level(name, tensor) or tensor.ndim <= axis:
+        is_per_row = axis == 2 and name != "weight" and schema.weight_scale_group_size == 0
+        if is_per_row or tensor.ndim <= axis:
             return tensor
         length = tensor.size(axis) * share // size
-        shape = (length, *tensor.shape[1:]) if axis == 0 else (tensor.size(0), length, *tensor.shape[2:])
+        shape = (*tensor.shape[:axis], length, *tensor.shape[axis + 1 :])
         bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
         padded = bits.new_zeros(shape)
         kept = padded.narrow(axis, 0, tensor.size(axis))
@@ -91,25 +87,19 @@ def _pad(tensors: Tensors, schema: TargetSchema, axis: int, size: int, share: in
     return {name: pad(name, tensor) for name, tensor in tensors.items()}
 
 
-def _stack_rows(parts: list[Tensors]) -> Tensors:
+def _join_rows(parts: list[Tensors]) -> Tensors:
+    """Gate's rows and then up's. Tensor-level scales are gate's: the quantizer gave both the same."""
     if len(parts) == 1:
-        return dict(parts[0])
+        return {name: tensor.contiguous() for name, tensor in parts[0].items()}
     first, second = parts
-    stacked = {}
+    joined = {}
     for name, tensor in first.items():
-        if _is_tensor_level(name, tensor):
-            assert torch.equal(tensor, second[name]), "gate and up must share their tensor-level scale"
-            stacked[name] = tensor
+        if tensor.ndim == 1:
+            assert tensor.is_cuda or torch.equal(tensor, second[name]), "gate and up must share their scale"
+            joined[name] = tensor
         elif tensor.dtype.itemsize == 1:  # torch.cat on the CPU lacks some 8-bit floats
-            bits = torch.cat([tensor.view(torch.uint8), second[name].view(torch.uint8)])
-            stacked[name] = bits.view(tensor.dtype)
+            bits = torch.cat([tensor.view(torch.uint8), second[name].view(torch.uint8)], dim=1)
+            joined[name] = bits.view(tensor.dtype)
         else:
-            stacked[name] = torch.cat([tensor, second[name]])
-    return stacked
-
-
-def _with_expert_dim(tensors: Tensors) -> Tensors:
-    return {
-        name: tensor if _is_tensor_level(name, tensor) else tensor.unsqueeze(0).contiguous()
-        for name, tensor in tensors.items()
-    }
+            joined[name] = torch.cat([tensor, second[name]], dim=1)
+    return joined

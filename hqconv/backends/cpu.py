@@ -1,6 +1,6 @@
-"""Quantization on the CPU: compiled loops over one matrix at a time.
+"""Quantization on the CPU: compiled loops over the rows of a stack.
 
-Legend: N output rows, K input columns, G groups along K.
+Legend: E experts, N output rows, K input columns, G groups along K.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hqconv.backends import loops, twins
-from hqconv.backends.encoded import Cost, Quantized, num_groups
+from hqconv.backends.encoded import QuantizedStack, num_groups
 from hqconv.backends.encoders import encoder
 from hqconv.backends.runtime import humming
 from hqconv.backends.scales import GivenScales, two_level
@@ -24,27 +24,28 @@ from hqconv.schemas.target import TargetSchema
 
 @dataclass
 class _Ranges:
-    """Highest and lowest value per group, float32 [N, G] (one row of blocks per block of rows)."""
+    """Highest and lowest value per group, float32 [R, G]: a row for each row, block of rows, or matrix of the stack."""
 
     source: Array
+    shape: tuple[int, int, int]
     highest: Array
     lowest: Array
-    is_finite: bool
     fused: bool  # see `twins.FUSED_GROUP_SIZE`
 
 
-def quantize(
-    matrices: Sequence[torch.Tensor],
+def quantize_stacks(
+    stacks: Sequence[torch.Tensor],
     schema: TargetSchema,
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
-) -> list[Quantized]:
-    """`hqconv.backends.quantize.quantize` of matrices on the CPU."""
-    ranges = [_measure(matrix, schema) for matrix in matrices]
+) -> list[QuantizedStack]:
+    """`hqconv.backends.quantize.quantize_stacks` on the CPU."""
+    ranges = [_measure(stack, schema) for stack in stacks]
     shared = None
     if schema.is_coupled:
-        shared = np.max([np.maximum(r.highest, -r.lowest).max() for r in ranges]).astype(np.float32)
+        widest = [np.maximum(r.highest, -r.lowest).reshape(len(stacks[0]), -1).max(axis=1) for r in ranges]
+        shared = np.max(widest, axis=0).astype(np.float32)
     each: Sequence[GivenScales | None] = given or [None] * len(ranges)
     return [
         _encode(r, _groups(r, schema, param_dtype, shared, g), schema, count_exact)
@@ -52,27 +53,26 @@ def quantize(
     ]
 
 
-def _measure(matrix: torch.Tensor, schema: TargetSchema) -> _Ranges:
-    source = twins.as_bits(matrix)
-    num_rows, num_columns = source.shape
+def _measure(stack: torch.Tensor, schema: TargetSchema) -> _Ranges:
+    num_experts, num_rows, num_columns = stack.shape
+    source = twins.as_bits(stack).reshape(-1, num_columns)
     group = schema.weight_scale_group_size or num_columns
-    bounds = np.empty((2, num_rows, num_columns // group), np.uint32)
-    is_finite = loops.group_ranges(source, group, bounds[0], bounds[1])
+    bounds = np.empty((2, len(source), num_columns // group), np.uint32)
+    loops.group_ranges(source, group, bounds[0], bounds[1])
     highest, lowest = bounds.view(np.float32)
-    if schema.weight_scale_type == "block":
-        blocks = (num_rows // schema.weight_scale_group_size_n, schema.weight_scale_group_size_n, -1)
+    if schema.weight_scale_type in ("block", "tensor"):
+        rows = schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
+        blocks = (len(source) // rows, rows, -1)
         highest, lowest = highest.reshape(blocks).max(axis=1), lowest.reshape(blocks).min(axis=1)
-    elif schema.weight_scale_type == "tensor":
-        highest, lowest = highest.max(keepdims=True), lowest.min(keepdims=True)
-    fused = matrix.dtype == torch.float32 and group <= twins.FUSED_GROUP_SIZE
-    return _Ranges(source, highest, lowest, bool(is_finite), fused)
+    fused = stack.dtype == torch.float32 and group <= twins.FUSED_GROUP_SIZE
+    return _Ranges(source, (num_experts, num_rows, num_columns), highest, lowest, fused)
 
 
 @dataclass
 class _Groups:
-    """What the loop reads of each group, [N, G] or one row for a block of rows, and the tensors that are stored of it.
+    """What the loop reads of each group, [R, G] as in `_Ranges`, and the tensors that are stored of it.
 
-    The names are those of `encoders.encoder`; `scale_2` is [1, 1], [N, 1], or None where there is none.
+    The names are those of `encoders.encoder`; `scale_2` has a row for each row or matrix, or is None.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -94,10 +94,10 @@ def _code(schema: TargetSchema) -> tuple[int, int, int, int]:
 def _groups(
     ranges: _Ranges, schema: TargetSchema, param_dtype: str, shared: Any, given: GivenScales | None
 ) -> _Groups:
-    """Scales and zero points of a matrix as they are stored, and what encoding with them needs."""
-    highest, lowest = ranges.highest, ranges.lowest
+    """Scales and zero points of a stack as they are stored, and what encoding with them needs."""
+    highest, lowest, num_experts = ranges.highest, ranges.lowest, ranges.shape[0]
     if schema.weight_scale_type == "tensor":
-        highest, lowest = np.full_like(highest, shared), np.full_like(lowest, -shared)
+        highest, lowest = shared[:, None], -shared[:, None]
     scale, lowest, zero = twins.group_scales(
         _code(schema),
         highest,
@@ -107,74 +107,79 @@ def _groups(
         fp_zero=schema.is_fp_zero_point,
         fused=ranges.fused,
     )
-    stored = torch.from_numpy(scale)
-    tensors, decode_scale, scale_2, limit = _store_scales(stored, schema, param_dtype, shared, given)
+    stack = torch.from_numpy(scale).view(num_experts, -1, scale.shape[-1])
+    tensors, decode_scale, scale_2, limit = _store_scales(stack, schema, param_dtype, shared, given)
     inverse = np.float32(1) / scale
     if scale_2 is not None:
-        effective = decode_scale * scale_2
+        effective = decode_scale * _per_row(scale_2, len(decode_scale))
         inverse = np.where(effective > 0, np.float32(1) / effective, np.float32(0))
     if schema.has_zero_point:
-        tensors["zero_point"], zero = _store_zero_point(zero, schema, param_dtype)
+        stored, zero = _store_zero_point(zero, schema, param_dtype)
+        tensors["zero_point"] = stored.reshape(num_experts, -1, stored.size(-1))
     return _Groups(tensors, inverse, lowest, decode_scale, zero, scale_2, limit)
 
 
-def _encode(ranges: _Ranges, groups: _Groups, schema: TargetSchema, count_exact: bool) -> Quantized:
-    """Codes of a matrix, packed, and its cost."""
+def _per_row(values: Array, num_rows: int) -> Array:
+    """Values [R, …] with a row for each of `num_rows` rows."""
+    block_rows = num_rows // len(values)
+    return np.ascontiguousarray(np.repeat(values, block_rows, axis=0) if block_rows > 1 else values)
+
+
+def _encode(ranges: _Ranges, groups: _Groups, schema: TargetSchema, count_exact: bool) -> QuantizedStack:
+    """Codes of a stack, packed, and what each matrix cost."""
     num_rows, num_columns = ranges.source.shape
-
-    def per_row(values: Array) -> Array:
-        block_rows = num_rows // values.shape[0]
-        return np.ascontiguousarray(np.repeat(values, block_rows, axis=0) if block_rows > 1 else values)
-
+    num_experts = ranges.shape[0]
     packed = np.empty((num_rows, num_columns * schema.num_bits // 8), np.uint8)
     sums, exact = np.empty((2, num_rows)), np.zeros(num_rows if count_exact else 0, np.int64)
-    second = np.ones((1, 1), np.float32) if groups.scale_2 is None else groups.scale_2
+    scale_2 = np.ones((1, 1), np.float32) if groups.scale_2 is None else groups.scale_2
+    values = (groups.inverse, groups.lowest, groups.scale, groups.zero)
     encoder(_code(schema))(
         ranges.source,
         np.float32(groups.limit),
-        (
-            per_row(groups.inverse),
-            per_row(groups.lowest),
-            per_row(groups.scale),
-            per_row(groups.zero),
-            np.ascontiguousarray(np.broadcast_to(second, (num_rows, 1))).reshape(-1),
-        ),
+        (*(_per_row(one, num_rows) for one in values), _per_row(scale_2, num_rows).reshape(-1)),
         (packed, *sums, exact),
     )
-    tensors = {**groups.tensors, "weight": torch.from_numpy(packed.view(np.int32))}
-    counted = num_groups(ranges.source.shape, schema) if count_exact else 0
-    error, power = (float(loops.fold_sum(one)) for one in sums)
-    return Quantized(tensors, Cost(error, power, int(exact.sum()), counted), ranges.is_finite)
+    weight = torch.from_numpy(packed.view(np.int32)).view(num_experts, ranges.shape[1], -1)
+    error, power = loops.fold_rows(sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
+    return QuantizedStack(
+        {**groups.tensors, "weight": weight},
+        torch.from_numpy(error),
+        torch.from_numpy(power),
+        torch.from_numpy(exact.reshape(num_experts, -1).sum(axis=1)),
+        num_groups(ranges.shape[1:], schema) if count_exact else 0,
+    )
 
 
 def _store_scales(
     scale: torch.Tensor, schema: TargetSchema, param_dtype: str, shared: Any, given: GivenScales | None
 ) -> tuple[dict[str, torch.Tensor], Array, Array | None, float]:
-    """Stored scale tensors, the float32 scales they decode to, scale_2 as [1, 1] or [N, 1], and the clamp."""
+    """Of scales [E, rows, G]: what is stored, the float32 scales [R, G] it decodes to, scale_2 [R, 1], the clamp."""
+
+    def rows(values: torch.Tensor) -> Array:
+        flat: Array = values.reshape(-1, values.size(-1)).numpy()
+        return flat
+
     if schema.weight_scale_type == "tensor":
-        return {"weight_scale": scale.reshape(1)}, scale.numpy(), None, 0.0
+        return {"weight_scale": scale.flatten()}, rows(scale), None, 0.0
     if schema.weight_scale_2_type != "none":
-        amax = torch.full((1, 1), float(shared)) if schema.weight_scale_2_type == "tensor" else None
+        amax = torch.from_numpy(shared).view(-1, 1, 1) if schema.weight_scale_2_type == "tensor" else None
         stored, scale_2_tensor, scale_2, limit = two_level(scale, schema, param_dtype, amax, given)
         tensors = {"weight_scale": stored, "weight_scale_2": scale_2_tensor}
-        return tensors, stored.float().numpy(), scale_2.numpy(), limit
+        return tensors, rows(stored.float()), rows(scale_2), limit
     if schema.bs_dtype == "float8e8m0":
         stored = (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
-        return {"weight_scale": stored}, scale.numpy(), None, 0.0
+        return {"weight_scale": stored}, rows(scale), None, 0.0
     if schema.bs_dtype == "float8e5m3":
         codec = humming().weight
         stored = codec.encode_e5m3_scale(scale)
-        return {"weight_scale": stored}, codec.decode_e5m3_scale(stored).numpy(), None, 0.0
-    stored = (
-        scale
-        if schema.weight_scale_type == "block"
-        else scale.to(torch_dtype_of(schema.bs_dtype or param_dtype))
-    )
-    return {"weight_scale": stored}, stored.float().numpy(), None, 0.0
+        return {"weight_scale": stored}, rows(codec.decode_e5m3_scale(stored)), None, 0.0
+    is_block = schema.weight_scale_type == "block"
+    stored = scale if is_block else scale.to(torch_dtype_of(schema.bs_dtype or param_dtype))
+    return {"weight_scale": stored}, rows(stored.float()), None, 0.0
 
 
 def _store_zero_point(zero: Array, schema: TargetSchema, param_dtype: str) -> tuple[torch.Tensor, Array]:
-    """The stored zero point (integers packed along N) and the float32 value it decodes to, [N, G]."""
+    """The stored zero point (integers packed along N) and the float32 value it decodes to, both of rows [R, G]."""
     if schema.is_fp_zero_point:
         stored = torch.from_numpy(zero).to(torch_dtype_of(param_dtype))
         return stored, stored.float().numpy()

@@ -1,6 +1,6 @@
 """Quantization on CUDA: Humming's own ops, and the contract's recipe where matrices share a scale.
 
-Legend: N output rows, K input columns, G groups along K.
+Legend: E experts, N output rows, K input columns, G groups along K.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hqconv.backends import twins
-from hqconv.backends.encoded import Cost, Quantized, num_groups
+from hqconv.backends.encoded import QuantizedStack, num_groups
 from hqconv.backends.layout import humming_schema
 from hqconv.backends.runtime import humming
 from hqconv.backends.scales import GivenScales, two_level
@@ -20,47 +19,48 @@ from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
 
 
-def quantize(
-    matrices: Sequence[torch.Tensor],
+def quantize_stacks(
+    stacks: Sequence[torch.Tensor],
     schema: TargetSchema,
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
-) -> list[Quantized]:
-    """`hqconv.backends.quantize.quantize` of matrices on a CUDA device."""
+) -> list[QuantizedStack]:
+    """`hqconv.backends.quantize.quantize_stacks` on a CUDA device."""
     target = humming_schema(schema)
     if schema.is_coupled or schema.weight_scale_2_type != "none":
-        shared = torch.stack([m.abs().amax() for m in matrices]).amax().float().clamp_min(1e-30)
-        each: Sequence[GivenScales | None] = given or [None] * len(matrices)
+        shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
+        each: Sequence[GivenScales | None] = given or [None] * len(stacks)
         packed = [
-            _encode_shared(m, schema, param_dtype, shared, g) for m, g in zip(matrices, each, strict=True)
+            _encode_shared(s, schema, param_dtype, shared, g) for s, g in zip(stacks, each, strict=True)
         ]
     else:
-        packed = [target.quant_tensor(m, target, torch_dtype_of(param_dtype)) for m in matrices]
-    num_rows, num_columns = matrices[0].shape
+        packed = [target.quant_tensor(s, target, torch_dtype_of(param_dtype)) for s in stacks]
+    _, num_rows, num_columns = stacks[0].shape
     counted = num_groups((num_rows, num_columns), schema) if count_exact else 0
-    return [_with_error(m, p, target, counted) for m, p in zip(matrices, packed, strict=True)]
+    return [_with_error(s, p, target, counted) for s, p in zip(stacks, packed, strict=True)]
 
 
 def _encode_shared(
-    matrix: torch.Tensor,
+    stack: torch.Tensor,
     schema: TargetSchema,
     param_dtype: str,
     shared: torch.Tensor,
     given: GivenScales | None,
 ) -> dict[str, torch.Tensor]:
+    """Codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
     kind, bits, exponent, mantissa = twins.parse_dtype(schema.b_dtype)
     largest = shared.new_tensor(twins.largest_value(kind, bits, exponent, mantissa))
-    values = matrix.float()
+    values, amax = stack.float(), shared.view(-1, 1, 1)
     if schema.weight_scale_type == "tensor":
-        scale = (shared / largest).reshape(1)
-        tensors = {"weight_scale": scale}
+        scale = amax / largest
+        tensors = {"weight_scale": scale.flatten()}
         scaled = values * scale.reciprocal()
     else:
-        grouped = values.view(values.size(0), -1, schema.weight_scale_group_size)
+        grouped = values.view(*values.shape[:2], -1, schema.weight_scale_group_size)
         group_scale = grouped.abs().amax(-1).clamp_min(1e-30) / largest
-        amax = shared.view(1, 1) if schema.weight_scale_2_type == "tensor" else None
-        stored, stored_2, scale_2, limit = two_level(group_scale, schema, param_dtype, amax, given)
+        second = amax if schema.weight_scale_2_type == "tensor" else None
+        stored, stored_2, scale_2, limit = two_level(group_scale, schema, param_dtype, second, given)
         tensors = {"weight_scale": stored, "weight_scale_2": stored_2}
         effective = stored.float() * scale_2
         inverse = torch.where(effective > 0, effective.reciprocal(), torch.zeros_like(effective))
@@ -80,13 +80,17 @@ def _encode_shared(
 
 
 def _with_error(
-    matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any, counted: int
-) -> Quantized:
-    values = matrix.double()
+    stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any, counted: int
+) -> QuantizedStack:
+    values = stack.double()
     difference = values - schema.dequant_tensors(dict(tensors)).double()
-    exact = (difference.view(counted, -1) == 0).all(-1).sum() if counted else 0
-    sums = torch.stack([fold_sum(fold_sum(x * x)) for x in (difference, values)]).tolist()
-    return Quantized(tensors, Cost(sums[0], sums[1], int(exact), counted), bool(np.isfinite(sums[1])))
+    num_experts = len(stack)
+    if counted:
+        exact = (difference.view(num_experts, counted, -1) == 0).all(-1).sum(-1)
+    else:
+        exact = torch.zeros(num_experts, dtype=torch.int64, device=stack.device)
+    error, power = (fold_sum(fold_sum(x * x)) for x in (difference, values))
+    return QuantizedStack(tensors, error, power, exact, counted)
 
 
 def fold_sum(terms: torch.Tensor) -> torch.Tensor:

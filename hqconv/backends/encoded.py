@@ -1,7 +1,9 @@
-"""What quantizing one matrix gives: packed tensors, and what they cost."""
+"""What quantizing gives: packed tensors, and what they cost."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,11 @@ class Cost:
     num_groups: int = 0
     is_direct: bool = False
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the source's weights are numbers."""
+        return math.isfinite(self.power)
+
 
 @dataclass(frozen=True)
 class Quantized:
@@ -35,7 +42,74 @@ class Quantized:
 
     tensors: dict[str, torch.Tensor]
     cost: Cost
-    is_finite: bool = True
+
+
+@dataclass(frozen=True)
+class QuantizedStack:
+    """E matrices of one projection in Humming's packed form, and what each cost, on one device.
+
+    `tensors` as in `Quantized`, with the experts in front: tensor-level scales are [E], all others [E, …].
+    `error`, `power`: float64 [E]; `num_exact`: int64 [E]; as in `Cost`.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    error: torch.Tensor
+    power: torch.Tensor
+    num_exact: torch.Tensor
+    num_groups: int = 0
+    is_direct: bool = False
+
+    def costs(self) -> list[Cost]:
+        """What each matrix lost; waits for the device."""
+        sums = torch.stack([self.error, self.power, self.num_exact.double()]).tolist()
+        return [
+            Cost(error, power, int(exact), self.num_groups, self.is_direct)
+            for error, power, exact in zip(*sums, strict=True)
+        ]
+
+    def split(self) -> list[Quantized]:
+        """Each matrix alone."""
+        return [
+            Quantized(
+                {
+                    name: tensor[e] if tensor.ndim > 1 else tensor[e : e + 1]
+                    for name, tensor in self.tensors.items()
+                },
+                cost,
+            )
+            for e, cost in enumerate(self.costs())
+        ]
+
+
+def stacked(parts: Sequence[Quantized]) -> QuantizedStack:
+    """The inverse of `QuantizedStack.split`, for matrices with one and the same history."""
+    first = parts[0].cost
+    tensors = {}
+    for name, tensor in parts[0].tensors.items():
+        each = [part.tensors[name] for part in parts]
+        join = torch.cat if is_tensor_level(name, tensor) else torch.stack
+        if tensor.dtype.itemsize == 1:  # neither takes all 8-bit floats on the CPU
+            tensors[name] = join([one.view(torch.uint8) for one in each]).view(tensor.dtype)
+        else:
+            tensors[name] = join(each)
+    device = parts[0].tensors["weight"].device
+
+    def numbers(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return QuantizedStack(
+        tensors,
+        numbers([part.cost.error for part in parts], torch.float64),
+        numbers([part.cost.power for part in parts], torch.float64),
+        numbers([part.cost.num_exact for part in parts], torch.int64),
+        first.num_groups,
+        first.is_direct,
+    )
+
+
+def is_tensor_level(name: str, tensor: torch.Tensor) -> bool:
+    """Whether one matrix's tensor is a scale for all of it."""
+    return name.startswith("weight_scale") and tensor.shape == (1,)
 
 
 def num_groups(shape: tuple[int, int], schema: TargetSchema) -> int:

@@ -19,7 +19,6 @@ FLOAT, SYM_INT, ASYM_INT, SIGN_MAGNITUDE = range(4)
 
 SIGN = np.uint32(0x80000000)
 MAGNITUDE = np.uint32(0x7FFFFFFF)
-_NON_FINITE = np.uint32(0x7F800000)
 # Humming starts each group's range at ±1e-30, so that an all-zero group has a scale.
 _TINY_BITS = np.uint32(np.float32(1e-30).view(np.uint32))
 
@@ -63,13 +62,12 @@ def _source_bits_overload(stored):
 
 @compiled
 def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
-    """Write each group's largest and smallest value; return False if any value is NaN or infinite.
+    """Write each group's largest and smallest value.
 
     `source_NK` holds bfloat16 bits (uint16) or float32 bits (uint32); outputs are float32 bits (uint32).
     Integer comparison of the bits is exact and order-free, and it vectorises where float max does not.
     """
     num_groups = source_NK.shape[1] // group_size
-    finite = True
     for n in range(source_NK.shape[0]):
         row = source_NK[n]
         for g in range(num_groups):
@@ -78,9 +76,6 @@ def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
             lowest = max(_TINY_BITS | SIGN, smallest)
             highest_NG[n, g] = u32(highest)
             lowest_NG[n, g] = lowest
-            if u32(highest) >= _NON_FINITE or (lowest & MAGNITUDE) >= _NON_FINITE:
-                finite = False
-    return finite
 
 
 def _bit_range(row, start, length):
@@ -114,6 +109,15 @@ def fold_sum(terms):
             terms[k] += terms[half + k]
         length = half
     return terms[0]
+
+
+@compiled
+def fold_rows(terms_RK):
+    """`fold_sum` of every row."""
+    sums = np.empty(terms_RK.shape[0])
+    for r in range(terms_RK.shape[0]):
+        sums[r] = fold_sum(terms_RK[r])
+    return sums
 
 
 @compiled

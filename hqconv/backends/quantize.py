@@ -1,9 +1,9 @@
 """Round-to-nearest quantization of expert matrices, with one result on every device.
 
-Legend: N output rows, K input columns, G groups along K.
+Legend: E experts, N output rows, K input columns, G groups along K.
 
-Schemas without a tensor- or second-level scale are Humming's `HummingWeightSchema.quant_tensor`, one matrix at
-a time. With a shared scale (`fp8-tensor`, `nvfp4`) the recipe is the contract's: order-free maxima, the group
+Schemas without a tensor- or second-level scale are Humming's `HummingWeightSchema.quant_tensor`, every matrix for
+itself. With a shared scale (`fp8-tensor`, `nvfp4`) the recipe is the contract's: order-free maxima, the group
 scale rounded first, and codes chosen against what is stored. The error of every matrix is measured against
 its *stored* codes and scales.
 """
@@ -15,12 +15,34 @@ from collections.abc import Sequence
 import torch
 
 from hqconv.backends import cpu, cuda
-from hqconv.backends.encoded import Cost, Quantized
+from hqconv.backends.encoded import Cost, Quantized, QuantizedStack
 from hqconv.backends.runtime import resident
 from hqconv.backends.scales import split_powers
 from hqconv.schemas.target import TargetSchema
 
-__all__ = ["Cost", "Quantized", "quantize"]
+__all__ = ["Cost", "Quantized", "QuantizedStack", "quantize", "quantize_stacks"]
+
+
+def quantize_stacks(
+    stacks: Sequence[torch.Tensor],
+    schema: TargetSchema,
+    param_dtype: str,
+    powers: Sequence[torch.Tensor] | None = None,
+    *,
+    count_exact: bool = False,
+) -> list[QuantizedStack]:
+    """Quantize stacks [E, N, K]; the matrices of one expert share their tensor-level scale, if the schema has one.
+
+    Inputs are bfloat16, float16 or float32 on one device; each matrix is quantized alone and at full size.
+    A matrix with NaN or Inf comes back with a power that is no number and meaningless codes. `powers`, float32
+    [E, N, G] powers of two, are the group scales to take instead of the recipe's, where a tensor-level second scale
+    lets them. On CUDA nothing waits for the device.
+    """
+    given = None if powers is None else split_powers(stacks, powers, schema)
+    if stacks[0].is_cuda:
+        with resident(stacks[0].device):
+            return cuda.quantize_stacks(stacks, schema, param_dtype, given, count_exact)
+    return cpu.quantize_stacks(stacks, schema, param_dtype, given, count_exact)
 
 
 def quantize(
@@ -31,14 +53,8 @@ def quantize(
     *,
     count_exact: bool = False,
 ) -> list[Quantized]:
-    """Quantize matrices [N, K] of one expert that share their tensor-level scale, if the schema has one.
-
-    Inputs are bfloat16, float16 or float32 on one device; each is quantized alone and at full size.
-    A matrix with NaN or Inf comes back with `is_finite` False and meaningless codes. `powers`, float32 [N, G] powers
-    of two, are the group scales to take instead of the recipe's, where a tensor-level second scale lets them.
-    """
-    stored = None if powers is None else split_powers(matrices, powers, schema)
-    if matrices[0].is_cuda:
-        with resident(matrices[0].device):
-            return cuda.quantize(matrices, schema, param_dtype, stored, count_exact)
-    return cpu.quantize(matrices, schema, param_dtype, stored, count_exact)
+    """`quantize_stacks` of the matrices [N, K] of one expert."""
+    stacks = [matrix.unsqueeze(0) for matrix in matrices]
+    given = None if powers is None else [one.unsqueeze(0) for one in powers]
+    done = quantize_stacks(stacks, schema, param_dtype, given, count_exact=count_exact)
+    return [stack.split()[0] for stack in done]

@@ -97,7 +97,7 @@ def _with_bias(result: Quantized, matrix: SourceMatrix, encoding: Encoding) -> Q
 def _check_numbers(names: Sequence[str], results: Sequence[Quantized], encoding: Encoding) -> None:
     """Refuse what is no number, first of all: under a shared scale a NaN spoils its partner's codes too."""
     for name, result in zip(names, results, strict=True):
-        if not result.is_finite:
+        if not result.cost.is_finite:
             raise InputError(
                 "A weight is NaN or infinite.",
                 where=f"tensor {name}",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hqconv.backends.assemble import gemm_tensors
+from hqconv.backends.encoded import stacked
 from hqconv.backends.layout import to_kernel
 from hqconv.backends.quantize import Cost, Quantized
 from hqconv.pipeline.costs import block_errors
@@ -158,7 +159,7 @@ def convert_expert(
 def _write_kernel(
     planned: PlannedBlock, expert: int, encoded: dict[str, Quantized], writer: GroupWriter
 ) -> None:
-    projections = {role: result.tensors for role, result in encoded.items()}
+    projections = {role: stacked([result]).tensors for role, result in encoded.items()}
     for part in planned.slices:
         packed = gemm_tensors(projections, planned.encoding.schema, part)
         places = planned.kernel_places(part.rank, expert)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hqconv.backends.assemble import gemm_tensors
+from hqconv.backends.encoded import stacked
 from hqconv.backends.layout import humming_schema, kernel_form, to_kernel
 from hqconv.backends.moe import Gemm, activation_words, fused_moe
 from hqconv.backends.quantize import quantize
@@ -51,9 +52,10 @@ def test_biases_and_ungated_experts_over_tp_ranks(activation: str) -> None:
         for projection, shape in roles.items():
             weight = torch.randn(shape, device=device).mul(0.1).bfloat16()
             bias = torch.randn(shape[0], device=device).bfloat16()
-            packed[projection] = {**quantize([weight], schema, "bfloat16")[0].tensors, "bias": bias}
+            [quantized] = quantize([weight], schema, "bfloat16")
+            packed[projection] = {**stacked([quantized]).tensors, "bias": bias[None]}
             with resident(device):
-                plain[projection] = humming_schema(schema).dequant_tensors(dict(packed[projection]))
+                plain[projection] = humming_schema(schema).dequant_tensors(dict(quantized.tensors))
             plain["b" + projection[1:]] = bias
         experts.append(packed)
         decoded.append(plain)
@@ -68,10 +70,10 @@ def test_biases_and_ungated_experts_over_tp_ranks(activation: str) -> None:
             "w13": ((2 if gated else 1) * INNER // TP, HIDDEN),
             "w2": (HIDDEN, INNER // TP),
         }.items():
-            stacked = {name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]}
+            joined = {name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]}
             form = kernel_form(n, k, schema, "bfloat16", 90, has_bias=True)
             config = dataclasses.replace(form.layer_config, num_experts=NUM_EXPERTS)
-            gemms[gemm] = Gemm(config, to_kernel(form, stacked))
+            gemms[gemm] = Gemm(config, to_kernel(form, joined))
         total += fused_moe(gemms, x, ids, routing.weights, activation, gated, 130)[0]
     wanted, _ = moe_forward(x.double(), routing, lambda e: decoded[e], activation)
     assert (total.double() - wanted).norm() < 0.0105 * wanted.norm()

@@ -138,7 +138,7 @@ def test_quantize_is_hummings_quant_tensor(
     [matrix] = given_matrices
     [result] = quantize([matrix], schema, param_dtype)
     theirs = humming_quant_tensor(matrix, schema, param_dtype)
-    assert result.is_finite
+    assert result.cost.is_finite
     assert result.tensors.keys() == theirs.keys()
     for key, value in theirs.items():
         assert_same(result.tensors[key], value, key)
@@ -316,7 +316,7 @@ def test_a_number_that_is_none_is_noticed(name: str, source: torch.dtype, value:
     good, bad = (torch.full((128, 128), 0.5, dtype=source) for _ in range(2))
     bad[127, 127] = value
     results = quantize([good, bad], resolve_schema(name), "bfloat16")
-    assert [r.is_finite for r in results] == [True, False]
+    assert [r.cost.is_finite for r in results] == [True, False]
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
@@ -324,7 +324,7 @@ def test_a_number_that_is_none_is_noticed(name: str, source: torch.dtype, value:
 def test_zeros_stay_zeros(name: str, zero: float) -> None:
     schema = resolve_schema(name)
     for result in quantize([torch.full((128, 128), zero, dtype=torch.bfloat16)] * 2, schema, "bfloat16"):
-        assert result.is_finite
+        assert result.cost.is_finite
         assert result.cost.power == 0
         assert np.abs(decode(result.tensors, schema)).max() <= 1e-30
         assert result.cost.error <= 128 * 128 * 1e-60

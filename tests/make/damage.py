@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from hqconv.api import open_source
 from hqconv.artifact.opened import Artifact
 from hqconv.backends.assemble import gemm_tensors
+from hqconv.backends.encoded import stacked
 from hqconv.backends.layout import kernel_form, to_kernel
 from hqconv.backends.quantize import quantize
 from hqconv.planning.groups import gemm_shapes
@@ -128,8 +129,8 @@ class Damaged:
         packed = {}
         for roles in (coupled, ["w2"]):
             done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
-            packed |= {role: one.tensors for role, one in zip(roles, done, strict=True)}
-        cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(0), 2, schema)[tp_rank])[
+            packed |= {role: stacked([one]).tensors for role, one in zip(roles, done, strict=True)}
+        cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), 2, schema)[tp_rank])[
             gemm
         ]
         form = kernel_form(*gemm_shapes(block, 2, schema)[gemm], schema, request.param_dtype, 90)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from hqconv.backends import twins
 from hqconv.backends.assemble import gemm_tensors
+from hqconv.backends.encoded import stacked
 from hqconv.backends.layout import humming_schema
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import humming, resident, target_facts
@@ -647,10 +648,10 @@ def test_biases_are_cut_with_their_rows_and_added_once() -> None:
     packed = {}
     for seed, (role, shape) in enumerate(matrices.items()):
         [result] = quantize([hard_matrix(*shape, torch.bfloat16, seed)], schema, "bfloat16")
-        packed[role] = {**result.tensors, "bias": torch.arange(shape[0]) + 1000.0 * seed}
+        packed[role] = {**stacked([result]).tensors, "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None]}
     ranks = [gemm_tensors(packed, schema, part) for part in tp_slices(192, 2, schema)]
     for rank, tensors in enumerate(ranks):
-        rows = [packed[role]["bias"][96 * rank : 96 * (rank + 1)] for role in ("w1", "w3")]
-        assert torch.equal(tensors["w13"]["bias"], torch.cat(rows)[None])
-    assert torch.equal(ranks[0]["w2"]["bias"], packed["w2"]["bias"][None])
+        rows = [packed[role]["bias"][:, 96 * rank : 96 * (rank + 1)] for role in ("w1", "w3")]
+        assert torch.equal(tensors["w13"]["bias"], torch.cat(rows, dim=1))
+    assert torch.equal(ranks[0]["w2"]["bias"], packed["w2"]["bias"])
     assert not ranks[1]["w2"]["bias"].any()

@@ -43,7 +43,7 @@ def test_recipe_can_be_converted(name: str) -> None:
     schema = load_schema(CONFIGS / f"{name}.toml")
     matrix = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     (result,) = quantize([matrix], schema, "bfloat16")
-    assert result.is_finite
+    assert result.cost.is_finite
     limit = {3: 0.25, 4: 0.12, 8: 0.03}[schema.num_bits]
     assert 0 < (result.cost.error / result.cost.power) ** 0.5 < limit
     assert "weight" in kernel_form(256, 512, schema, "bfloat16", 90).tensors
