@@ -30,6 +30,7 @@ from hqconv.formats.format import LAID_OUT, SourceFormat
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import code_of, torch_dtype
 from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.raw import RawExperts
 from hqconv.sources.safetensors import SafetensorsSource
 
 
@@ -131,8 +132,15 @@ class ArtifactSource(SafetensorsSource):
             options=options,
         )
 
+    reads_ahead = False
+
     def read_expert(
-        self, block: ExpertBlock, expert: int, roles: Sequence[str], device: torch.device
+        self,
+        block: ExpertBlock,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
         """Projections of one expert, put together from all TP ranks. Raises InputError for what cannot be decoded."""
         if block.name not in self._readers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +57,12 @@ class QuantizedStack:
     power: torch.Tensor
     num_exact: torch.Tensor
     num_groups: int = 0
-    is_direct: bool = False
 
     def costs(self) -> list[Cost]:
         """What each matrix lost; waits for the device."""
         sums = torch.stack([self.error, self.power, self.num_exact.double()]).tolist()
         return [
-            Cost(error, power, int(exact), self.num_groups, self.is_direct)
-            for error, power, exact in zip(*sums, strict=True)
+            Cost(error, power, int(exact), self.num_groups) for error, power, exact in zip(*sums, strict=True)
         ]
 
     def split(self) -> list[Quantized]:
@@ -81,35 +79,18 @@ class QuantizedStack:
         ]
 
 
-def stacked(parts: Sequence[Quantized]) -> QuantizedStack:
-    """The inverse of `QuantizedStack.split`, for matrices with one and the same history."""
-    first = parts[0].cost
-    tensors = {}
-    for name, tensor in parts[0].tensors.items():
-        each = [part.tensors[name] for part in parts]
-        join = torch.cat if is_tensor_level(name, tensor) else torch.stack
+def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Packed tensors of one projection of E experts, joined as in `QuantizedStack`."""
+    joined = {}
+    for name, tensor in matrices[0].items():
+        each = [one[name] for one in matrices]
+        is_tensor_level = name.startswith("weight_scale") and tensor.shape == (1,)
+        join = torch.cat if is_tensor_level else torch.stack
         if tensor.dtype.itemsize == 1:  # neither takes all 8-bit floats on the CPU
-            tensors[name] = join([one.view(torch.uint8) for one in each]).view(tensor.dtype)
+            joined[name] = join([one.view(torch.uint8) for one in each]).view(tensor.dtype)
         else:
-            tensors[name] = join(each)
-    device = parts[0].tensors["weight"].device
-
-    def numbers(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    return QuantizedStack(
-        tensors,
-        numbers([part.cost.error for part in parts], torch.float64),
-        numbers([part.cost.power for part in parts], torch.float64),
-        numbers([part.cost.num_exact for part in parts], torch.int64),
-        first.num_groups,
-        first.is_direct,
-    )
-
-
-def is_tensor_level(name: str, tensor: torch.Tensor) -> bool:
-    """Whether one matrix's tensor is a scale for all of it."""
-    return name.startswith("weight_scale") and tensor.shape == (1,)
+            joined[name] = join(each)
+    return joined
 
 
 def num_groups(shape: tuple[int, int], schema: TargetSchema) -> int:

@@ -21,6 +21,7 @@ from hqconv.backends.loops import (
     count_exact,
     float_of,
     fold_squares,
+    prefetch,
     source_bits,
     u32,
     u64,
@@ -70,6 +71,7 @@ def _float_encoder(num_bits, exponent_bits, mantissa_bits):
             row, scale_2 = source_NK[n], scale_2_N[n]
             for g in range(inverse_NG.shape[1]):
                 inverse, scale, start = inverse_NG[n, g], scale_NG[n, g], u64(g) * group_size
+                prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
                 for k in range(group_size):
                     weight = float_of(source_bits(row[start + k]))
                     weights[start + k] = weight
@@ -105,6 +107,7 @@ def _symmetric_encoder(num_bits, is_offset):
             row, scale_2 = source_NK[n], scale_2_N[n]
             for g in range(inverse_NG.shape[1]):
                 inverse, scale, start = inverse_NG[n, g], scale_NG[n, g], u64(g) * group_size
+                prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
                 for k in range(group_size):
                     weight = float_of(source_bits(row[start + k]))
                     weights[start + k] = weight
@@ -135,6 +138,7 @@ def _asymmetric_encoder(num_bits):
             row, scale_2 = source_NK[n], scale_2_N[n]
             for g in range(inverse_NG.shape[1]):
                 inverse, scale, start = inverse_NG[n, g], scale_NG[n, g], u64(g) * group_size
+                prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
                 lowest, zero = lowest_NG[n, g], zero_NG[n, g]
                 for k in range(group_size):
                     weight = float_of(source_bits(row[start + k]))

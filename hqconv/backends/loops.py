@@ -10,7 +10,9 @@ Every loop releases the GIL: callers run one matrix per thread.
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from hqconv.compiled import compiled
@@ -48,6 +50,34 @@ def float_of(typing_context, bits):
     return types.float32(types.uint32), bitcast
 
 
+@intrinsic
+def _prefetch(typing_context, array_NK, n, k):
+    """Have the cache line of an element fetched; the element need not exist."""
+
+    def fetch(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        row = builder.mul(arguments[1], builder.extract_value(array.strides, 0))
+        column = builder.mul(arguments[2], builder.extract_value(array.strides, 1))
+        address = builder.add(builder.ptrtoint(array.data, row.type), builder.add(row, column))
+        pointer, i32 = context.get_value_type(types.voidptr), context.get_value_type(types.int32)
+        function = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        call = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+        builder.call(
+            call, [builder.inttoptr(address, pointer), i32(0), i32(3), i32(1)]
+        )  # to read, all caches, data
+        return context.get_dummy_value()
+
+    return types.void(array_NK, types.int64, types.int64), fetch
+
+
+@compiled
+def prefetch(array_NK, n, start, length):
+    """Have a run of row `n` fetched while something else is computed: the processor does not look beyond a page."""
+    per_line = 64 // array_NK.itemsize
+    for k in range(start, start + length, per_line):
+        _prefetch(array_NK, n, k)
+
+
 def source_bits(stored):
     """The float32 bit pattern of a stored number: bfloat16 bits (uint16) or float32 bits (uint32)."""
     raise AssertionError("compiled through its overload")
@@ -70,6 +100,7 @@ def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
     num_groups = source_NK.shape[1] // group_size
     for n in range(source_NK.shape[0]):
         row = source_NK[n]
+        prefetch(source_NK, n + 2, 0, row.size)
         for g in range(num_groups):
             largest, smallest = _bit_range(row, u64(g) * u64(group_size), u64(group_size))
             highest = max(np.int32(_TINY_BITS), largest)

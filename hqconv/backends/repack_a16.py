@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hqconv.backends.loops import prefetch
 from hqconv.compiled import compiled
 
 _LOW_HALF = np.uint64(0xFFFFFFFF)
@@ -25,13 +26,14 @@ def _spread_bytes(word):
 
 
 @compiled
-def _gather_panel(weight_ND, n0, panel):
-    """Turn 64 rows of double words into columns; a lane's upper rows first, quarters innermost, then its lower ones."""
-    for d0 in range(0, panel.shape[0], 8):
-        for r in range(64):
-            place = (r >> 3 & 1) * 32 + (r & 7) * 4 + (r >> 4)
-            for d in range(d0, min(d0 + 8, panel.shape[0])):
-                panel[d, place] = weight_ND[n0 + r, d]
+def _gather_panel(weight_ND, n0, d0, panel):
+    """Turn 8 columns of 64 rows of double words; a lane's upper rows first, quarters innermost, then its lower ones."""
+    for r in range(64):
+        place = (r >> 3 & 1) * 32 + (r & 7) * 4 + (r >> 4)
+        prefetch(weight_ND, n0 + 64 + r, d0, 1)
+        row = weight_ND[n0 + r]
+        for d in range(panel.shape[0]):
+            panel[d, place] = row[d0 + d]
 
 
 @compiled
@@ -42,32 +44,41 @@ def repack_4bit_a16(weight_ND, out):
     of two rows 8 apart, a byte of the left half and one of the right half: first the four low nibbles, then the high
     ones. So the words of four lanes are the nibbles of two double words, dealt like cards.
     """
-    panel = np.empty((weight_ND.shape[1], 64), np.uint64)
+    panel = np.empty((4, 64), np.uint64)
     dealt = np.empty((2, 32), np.uint64)
-    words = dealt.view(np.uint32).reshape(2, 8, 4, 2)
-    for n_block in range(weight_ND.shape[0] // 64):
-        _gather_panel(weight_ND, n_block * 64, panel)
-        for k_block in range(panel.shape[0]):
-            column = panel[k_block]
-            for i in range(32):
-                upper, lower = column[i], column[32 + i]
-                left = _spread_nibbles(upper & _LOW_HALF)
-                left |= _spread_nibbles(upper >> np.uint64(32)) << np.uint64(4)
-                right = _spread_nibbles(lower & _LOW_HALF)
-                right |= _spread_nibbles(lower >> np.uint64(32)) << np.uint64(4)
-                dealt[0, i] = _spread_bytes(left & _LOW_HALF) | (
-                    _spread_bytes(right & _LOW_HALF) << np.uint64(8)
-                )
-                dealt[1, i] = _spread_bytes(left >> np.uint64(32)) | (
-                    _spread_bytes(right >> np.uint64(32)) << np.uint64(8)
-                )
-            tile = out[k_block, n_block]
-            for row in range(8):
-                for quarter in range(4):
-                    tile[4 * row, quarter] = words[0, row, quarter, 0]
-                    tile[4 * row + 1, quarter] = words[0, row, quarter, 1]
-                    tile[4 * row + 2, quarter] = words[1, row, quarter, 0]
-                    tile[4 * row + 3, quarter] = words[1, row, quarter, 1]
+    for d0 in range(0, weight_ND.shape[1], 4):
+        for n_block in range(weight_ND.shape[0] // 64):
+            _gather_panel(weight_ND, n_block * 64, d0, panel)
+            for d in range(4):
+                _deal(panel[d], dealt)
+                _store_tile(dealt.view(np.uint32), out[d0 + d, n_block])
+
+
+@compiled
+def _deal(column, dealt):
+    """The nibbles of 32 upper and 32 lower double words, in the order of the tile's words."""
+    for i in range(32):
+        upper, lower = column[i], column[32 + i]
+        left = _spread_nibbles(upper & _LOW_HALF)
+        left |= _spread_nibbles(upper >> np.uint64(32)) << np.uint64(4)
+        right = _spread_nibbles(lower & _LOW_HALF)
+        right |= _spread_nibbles(lower >> np.uint64(32)) << np.uint64(4)
+        dealt[0, i] = _spread_bytes(left & _LOW_HALF) | (_spread_bytes(right & _LOW_HALF) << np.uint64(8))
+        dealt[1, i] = _spread_bytes(left >> np.uint64(32)) | (
+            _spread_bytes(right >> np.uint64(32)) << np.uint64(8)
+        )
+
+
+@compiled
+def _store_tile(words, tile):
+    """Four lanes' words of each row, quarters innermost."""
+    for row in range(8):
+        for quarter in range(4):
+            at = 8 * row + 2 * quarter
+            tile[4 * row, quarter] = words[0, at]
+            tile[4 * row + 1, quarter] = words[0, at + 1]
+            tile[4 * row + 2, quarter] = words[1, at]
+            tile[4 * row + 3, quarter] = words[1, at + 1]
 
 
 @compiled

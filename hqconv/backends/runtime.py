@@ -5,7 +5,8 @@ This is the only module that changes Humming, and these are the changes:
   `meta` tensors get empty outputs;
 * inside `target_facts(...)`, what Humming asks of "the current device" while it plans a layout is answered for the
   target of the request, whatever GPU is here, or none; outside, by the device as ever;
-* inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls).
+* inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls), and padding by
+  nothing copies nothing.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ class _StayOnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda and not args[0].is_cuda:
             return args[0]
+        if func is torch.nn.functional.pad and not any(args[1]):
+            return args[0]  # torch would copy
         return func(*args, **(kwargs or {}))
 
 

@@ -1,9 +1,9 @@
-"""What a conversion may use, and how much of it one expert needs: how many experts may be worked on at once."""
+"""What a conversion may use, and how much of it experts need: how many may be worked on at once."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,8 +12,13 @@ import torch
 from hqconv.errors import RequestError
 from hqconv.formats.format import QUANTIZED
 from hqconv.planning.groups import PlannedBlock
+from hqconv.sources.raw import RawLayout
 
-_MAX_CUDA_WORKERS = 4
+_CUDA_LANES = 3  # one copies in, one computes, one copies out
+_SLOTS_PER_LANE = 2
+_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = 32 << 20, 256 << 20  # of the source: enough that Python costs little
+_PIECE_BYTES = 8 << 20
+_GROUP_BYTES = 80  # ranges, scales and zero points of one scale group, while they are worked out
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may come
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides what is
@@ -53,8 +58,55 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def working_bytes(planned: PlannedBlock) -> int:
-    """Upper bound of the host memory that one worker needs for one expert of this block."""
+@dataclass(frozen=True)
+class Staging:
+    """How a conversion is cut and held: so many batches of so many experts encoded at once, each lane with its slots.
+
+    slot_bytes: of the buffer that one batch is read into; a piece of a copied tensor takes no more.
+    """
+
+    num_lanes: int
+    num_experts: int
+    slot_bytes: int
+
+    @property
+    def num_slots(self) -> int:
+        """Batches in flight: while one is encoded, each lane has another one that is read or written."""
+        return self.num_lanes * _SLOTS_PER_LANE
+
+
+def plan_staging(
+    blocks: Sequence[PlannedBlock], resources: Resources, *, reads_ahead: bool = True
+) -> Staging:
+    """As many lanes as there is work and memory for, and then as many experts a batch.
+
+    Raises RequestError if not even one expert fits.
+    """
+    needs = {"--max-memory": (resources.max_memory_bytes, working_bytes, "memory")}
+    wanted = resources.num_threads
+    if resources.is_cuda:
+        needs["--max-gpu-memory"] = (resources.gpu_bytes(), gpu_working_bytes, "GPU memory")
+        wanted = _CUDA_LANES
+
+    def num_fitting(num_experts: int) -> int:
+        return min(limit // max(need(b, num_experts) for b in blocks) for limit, need, _ in needs.values())
+
+    for option, (limit, need, what) in needs.items():
+        _check_fits(option, max(need(block, 1) for block in blocks), limit, what)
+    target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES
+    largest = max(_expert_bytes(block) for block in blocks)
+    num_experts = max(1, min(target // largest, max(b.block.num_experts for b in blocks)))
+    while num_experts > 1 and num_fitting(num_experts) < wanted:
+        num_experts //= 2
+    slot_bytes = max(
+        RawLayout(b.block, range(min(num_experts, b.block.num_experts))).num_bytes for b in blocks
+    )
+    num_lanes = max(1, min(num_fitting(num_experts), wanted))
+    return Staging(num_lanes, num_experts, slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES))
+
+
+def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+    """Upper bound of the host memory that one lane needs for batches of this block: its slots, and what it works on."""
     block, encoding = planned.block, planned.encoding
     numbers = block.intermediate_size * block.hidden_size
     stored = _stored_bytes(planned)
@@ -65,17 +117,25 @@ def working_bytes(planned: PlannedBlock) -> int:
         widened = stored + numbers  # codes in Humming's packing, maybe unpacked before
     else:  # and floats, since they are quantized anew, or may be where gate and up must share a scale
         widened = stored + numbers * 5
-    packed = numbers * encoding.schema.bits_per_weight() / 8
-    # Two matrices in flight; three packed; a TP slice cut, stacked, padded and permuted; scale temporaries.
-    live = 2 * (stored * (2 if is_viewed else 1) + widened) + 3 * packed + 8 * packed / planned.grid.tp
-    return int(_HEAP_FACTOR * (live + 0.5 * numbers)) + (6 << 20)
+    groups = _GROUP_BYTES / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
+    num_decoded = (
+        1 if encoding.is_coded else num_experts
+    )  # at a time: only plain numbers are taken as a stack
+    packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
+    # Two matrices in flight; three packed; a TP slice cut, joined, padded and permuted; what is waiting to be written.
+    live = (
+        num_decoded * (2 * (stored * is_viewed + widened) + groups)
+        + 6 * packed
+        + 8 * packed / planned.grid.tp
+    )
+    return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (6 << 20)
 
 
-def gpu_working_bytes(planned: PlannedBlock) -> int:
-    """Upper bound of the GPU memory that one worker needs for one expert of this block."""
+def gpu_working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+    """Upper bound of the GPU memory that one lane needs for a batch of this block."""
     block = planned.block
-    numbers = block.intermediate_size * block.hidden_size
-    live = 3 * _stored_bytes(planned) + _GPU_BYTES_PER_WEIGHT * numbers
+    numbers = block.intermediate_size * block.hidden_size * num_experts
+    live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)
 
 
@@ -84,20 +144,12 @@ def _stored_bytes(planned: PlannedBlock) -> int:
     return max(sum(ref.num_bytes for ref in parts.values()) for parts in planned.block.sources[0].values())
 
 
-def count_workers(blocks: Iterable[PlannedBlock], resources: Resources) -> int:
-    """How many experts may be worked on at once. Raises RequestError if not even one fits."""
-    blocks = list(blocks)
-    need = max(map(working_bytes, blocks))
-    fit = _fitting("--max-memory", need, resources.max_memory_bytes, "memory")
-    limit = resources.num_threads
-    if resources.is_cuda:
-        gpu_need = max(map(gpu_working_bytes, blocks))
-        gpu_fit = _fitting("--max-gpu-memory", gpu_need, resources.gpu_bytes(), "GPU memory")
-        limit = min(gpu_fit, _MAX_CUDA_WORKERS)
-    return max(1, min(fit, limit))
+def _expert_bytes(planned: PlannedBlock) -> int:
+    """What the source stores for an expert."""
+    return RawLayout(planned.block, range(1)).num_bytes
 
 
-def _fitting(option: str, need: int, limit: int, what: str) -> int:
+def _check_fits(option: str, need: int, limit: int, what: str) -> None:
     if need > limit:
         raise RequestError(
             f"One expert does not fit into the {what} limit.",
@@ -108,7 +160,6 @@ def _fitting(option: str, need: int, limit: int, what: str) -> int:
             if "GPU" in what
             else f"Allow more with {option}.",
         )
-    return limit // need
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -16,12 +15,11 @@ from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, j
 from hqconv.artifact.manifest import read_manifest, requantized
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
+from hqconv.pipeline.executor import Executor
 from hqconv.pipeline.folder import OutputFolder
-from hqconv.pipeline.journal import JournalEntry
+from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter, Progress
-from hqconv.pipeline.resources import Resources, bounded_gpu, count_workers
-from hqconv.pipeline.workers import Workers
-from hqconv.pipeline.writer import GroupWriter
+from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.planning.plan import Plan
 from hqconv.schemas import artifact
 from hqconv.sources.source import Source
@@ -33,6 +31,7 @@ class ConversionReport:
 
     errors: block → projection → quantization error. num_groups_resumed: groups of files that were complete before, all
     of them where `was_finished`: the artifact was there already. seconds: of this run.
+    profile: what each stage of it did, as `Profile.words`.
     """
 
     out: Path
@@ -47,11 +46,16 @@ class ConversionReport:
     num_workers: int
     was_finished: bool = False
     warnings: tuple[str, ...] = field(default=())
+    profile: dict[str, Any] = field(default_factory=dict)
 
     def words(self) -> dict[str, Any]:
         """The report as JSON words."""
         request = self.plan.request
-        kept = {key: value for key, value in vars(self).items() if key not in ("plan", "out", "warnings")}
+        kept = {
+            key: value
+            for key, value in vars(self).items()
+            if key not in ("plan", "out", "warnings", "profile")
+        }
         return {
             "kind": "summary",
             **kept,
@@ -84,7 +88,7 @@ def convert(
     one expert.
     """
     started = time.monotonic()
-    num_workers = count_workers(plan.blocks, resources)
+    staging, profile = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead), Profile()
     meter = Meter(plan.num_bytes_read, len(plan.groups), progress)
     warnings = list(plan.warnings)
     with OutputFolder(out, _identity(source, plan), plan.paths) as folder:
@@ -95,7 +99,7 @@ def convert(
             if not folder.has_lock:
                 warnings.append("This file system has no locks: nothing keeps another process away.")
             resumed = len(folder.done)
-            _convert(source, plan, folder, resources, num_workers, meter)
+            _convert(source, plan, folder, resources, staging, meter, profile)
             errors = {block.name: folder.done[block.name].measured for block in plan.blocks}
         warnings += folder.warnings
     return ConversionReport(
@@ -108,57 +112,34 @@ def convert(
         num_groups_resumed=resumed,
         errors=errors,
         seconds=time.monotonic() - started,
-        num_workers=num_workers,
+        num_workers=staging.num_lanes,
+        profile=profile.words(),
         was_finished=not is_new,
         warnings=tuple(warnings),
     )
 
 
 def _convert(
-    source: Source, plan: Plan, folder: OutputFolder, resources: Resources, num_workers: int, meter: Meter
+    source: Source,
+    plan: Plan,
+    folder: OutputFolder,
+    resources: Resources,
+    staging: Staging,
+    meter: Meter,
+    profile: Profile,
 ) -> None:
     """Run the groups that are not done, copy the loose files, seal."""
     missing = [group for group in plan.groups if group.name not in folder.done]
     check_space(folder.root, sum(file.size_bytes for group in missing for file in group.files))
-    with bounded_gpu(resources), Workers(source, resources, num_workers, meter) as workers:
-        _run_groups(workers, plan, folder, meter)
+    for group in plan.groups:
+        if group.name in folder.done:
+            meter.resume(group.name, group.num_bytes_read)
+    with bounded_gpu(resources):
+        Executor(source, folder, resources, staging, meter, profile).run(missing)
     loose = _write_loose_files(source, plan, folder.root)
     measured = {name: entry.measured for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
     folder.seal(json_bytes(build_manifest(source, plan, measured, [*records, *loose])))
-
-
-def _run_groups(workers: Workers, plan: Plan, folder: OutputFolder, meter: Meter) -> None:
-    """Run the groups in order; one group is flushed and hashed while the next is converted."""
-    with ThreadPoolExecutor(1, "hqconv-finish") as finisher:
-        finishing: Future[None] | None = None
-        for group in plan.groups:
-            if group.name in folder.done:
-                meter.resume(group.name, group.num_bytes_read)
-                continue
-            writer = GroupWriter(folder.root, group.files)
-            try:
-                measured = workers.run(group, writer)
-                if finishing is not None:
-                    finishing.result()
-            except BaseException:
-                writer.abandon()
-                raise
-            finishing = finisher.submit(_finish, group.name, writer, measured, folder, meter)
-        if finishing is not None:
-            finishing.result()
-
-
-def _finish(
-    name: str, writer: GroupWriter, measured: dict[str, Any], folder: OutputFolder, meter: Meter
-) -> None:
-    try:
-        records = writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    folder.record(JournalEntry(name, records, measured))
-    meter.finish(name)
 
 
 def _num_bytes(source: Source, plan: Plan) -> int:

@@ -11,7 +11,6 @@ from hqconv.checkpoint.descriptors import Descriptors
 from hqconv.checkpoint.digest import sha256_of
 from hqconv.pipeline.durable import output_errors, partial, sync_folder
 from hqconv.planning.files import OutFile
-from hqconv.schemas.tensors import TensorRef
 
 
 class GroupWriter:
@@ -40,27 +39,21 @@ class GroupWriter:
             finally:
                 os.close(descriptor)
 
-    def write(self, place: TensorRef, data: Any) -> None:
-        """Write one place whole. `data` is a C-contiguous buffer of exactly its size."""
-        num_bytes, path = memoryview(data).nbytes, self._files[place.file].path
-        assert num_bytes == place.num_bytes, (path, place, num_bytes)
-        self.write_at(place.file, place.offset_bytes, data)
-
     def write_at(self, file: int, offset_bytes: int, data: Any) -> None:
         """Write a C-contiguous buffer from a byte of a file on."""
         path = self._files[file].path
         with output_errors(self._root / path), self._descriptors.using(path) as descriptor:
             _write_at(descriptor, data, offset_bytes)
 
-    def finish(self) -> list[FileRecord]:
-        """Flush the files to the disk, give them their final names, and return their sizes and digests."""
-        records = []
-        for file in self._files:
-            path = self._root / file.path
-            with output_errors(path):
-                with self._descriptors.using(file.path) as descriptor:
-                    os.fsync(descriptor)
-                records.append(FileRecord(file.path, file.size_bytes, sha256_of(self._paths[file.path])))
+    def finish_file(self, file: OutFile) -> FileRecord:
+        """Flush a file that is whole to the disk; its size and digest. Any thread may, for several files at once."""
+        with output_errors(self._root / file.path):
+            with self._descriptors.using(file.path) as descriptor:
+                os.fsync(descriptor)
+            return FileRecord(file.path, file.size_bytes, sha256_of(self._paths[file.path]))
+
+    def publish(self) -> None:
+        """Give the files their final names, once all are flushed."""
         self._descriptors.close()
         for file in self._files:
             path = self._root / file.path
@@ -69,7 +62,6 @@ class GroupWriter:
         with output_errors(self._root):
             for folder in sorted({(self._root / file.path).parent for file in self._files}):
                 sync_folder(folder)
-        return records
 
     def abandon(self) -> None:
         """Remove what was written."""

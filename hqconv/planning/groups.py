@@ -5,7 +5,7 @@ Legend: E experts, N output rows, K input columns, T tensor-parallel ranks, P ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -62,18 +62,36 @@ class PlannedBlock:
         """For each expert, its (EP rank, local index)."""
         return self.grid.homes(self.block.num_experts)
 
-    def kernel_places(self, tp_rank: int, expert: int) -> dict[str, list[TensorRef]]:
-        """Where one expert's kernel tensors of one TP rank go: `w13_weight`, … to a place in each of its homes."""
-        places: dict[str, list[TensorRef]] = {}
-        for ep_rank, local in self.homes[expert]:
-            for name, ref in self._tensors[tp_rank * self.grid.ep + ep_rank].items():
-                places.setdefault(name, []).append(ref.entry(local))
-        return places
+    def rank_tensors(self, tp_rank: int, ep_rank: int) -> dict[str, TensorRef]:
+        """The tensors of one rank's file: `w13_weight`, …, with its experts along the first dimension."""
+        return self._tensors[tp_rank * self.grid.ep + ep_rank]
+
+    def neighbours(self, experts: Sequence[int]) -> dict[int, list[tuple[list[int], int]]]:
+        """For each EP rank that holds some of `experts`, the runs of those that lie side by side in its tensors.
+
+        A run is the experts' indices in `experts`, and the first one's local index. A copied expert is in several.
+        """
+        homes: dict[int, list[tuple[int, int]]] = {}
+        for index, expert in enumerate(experts):
+            for ep_rank, local in self.homes[expert]:
+                homes.setdefault(ep_rank, []).append((local, index))
+        return {ep_rank: _runs(sorted(of_rank)) for ep_rank, of_rank in homes.items()}
 
     def packed_place(self, expert: int, role: str, tensor: str) -> TensorRef:
         """Where one packed tensor of one expert's projection goes in the checkpoint layout."""
         file = self.files[self.expert_files[expert]]
         return file.tensors[f"{self.block.module(expert, role)}.{tensor}"]
+
+
+def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
+    """Sorted (local index, index) as runs of consecutive local indices."""
+    runs: list[tuple[list[int], int]] = []
+    for local, index in places:
+        if runs and local == runs[-1][1] + len(runs[-1][0]):
+            runs[-1][0].append(index)
+        else:
+            runs.append(([index], local))
+    return runs
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from hqconv.experts.map import ExpertMap
 from hqconv.experts.names import looks_like_expert
 from hqconv.schemas.artifact import INDEX, SINGLE
 from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.raw import RawExperts
 from hqconv.sources.safetensors import SafetensorsSource
 
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
@@ -82,8 +83,15 @@ class GgufSource(SafetensorsSource):
             _check_decoder(self.tensors[name])
         return experts
 
+    reads_ahead = False
+
     def read_expert(
-        self, block: ExpertBlock, expert: int, roles: Sequence[str], device: torch.device
+        self,
+        block: ExpertBlock,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
         """Projections of one expert in float32; only their own bytes are read. Raises InputError as `read_into`."""
         found = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -12,6 +13,7 @@ from hqconv.experts.block import ExpertBlock, View
 from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.raw import RawExperts, stored_shape
 
 
 class SafetensorsSource(Checkpoint):
@@ -21,10 +23,23 @@ class SafetensorsSource(Checkpoint):
         """The experts, from the tensors' names, shapes and the config."""
         return map_experts(self.tensors, self.config, self.quantization)
 
+    reads_ahead: ClassVar[bool] = True
+
+    def read_raw(self, raw: RawExperts) -> None:
+        """Fill the buffer. Raises InputError as `read_into`."""
+        buffer = raw.buffer.numpy().data
+        for ref, start in raw.layout.places():
+            self.read_into(ref, buffer[start : start + ref.num_bytes])
+
     def read_expert(
-        self, block: ExpertBlock, expert: int, roles: Sequence[str], device: torch.device
+        self,
+        block: ExpertBlock,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
-        """Projections of one expert; a tensor that several of them share is read once."""
+        """Projections of one expert; a tensor that several of them share is read once. On the CPU, views of `raw`."""
         read: dict[tuple[int, int], torch.Tensor] = {}
         found = {}
         for role in roles:
@@ -33,7 +48,9 @@ class SafetensorsSource(Checkpoint):
                 source = block.parts[role][part]
                 place = (ref.file, ref.offset_bytes)
                 if place not in read:
-                    read[place] = self._read(ref, device)
+                    read[place] = (
+                        raw.tensor(ref).to(device, non_blocking=True) if raw else self._read(ref, device)
+                    )
                 whole = read[place]
                 parts[part] = whole if not source.is_stacked or source.is_run else _look(whole, source.view)
                 names[part] = f"{ref.name}, expert {expert}" if source.is_stacked else ref.name
@@ -42,8 +59,7 @@ class SafetensorsSource(Checkpoint):
 
     def _read(self, ref: TensorRef, device: torch.device) -> torch.Tensor:
         """A tensor in its own dtype, on `device` (through pinned memory for CUDA)."""
-        shape = (*ref.shape[:-1], ref.shape[-1] // 2) if ref.dtype == "F4" else ref.shape
-        host = torch.empty(shape, dtype=torch_dtype(ref.dtype), pin_memory=device.type == "cuda")
+        host = torch.empty(stored_shape(ref), dtype=torch_dtype(ref.dtype), pin_memory=device.type == "cuda")
         self.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
         return host if device.type == "cpu" else host.to(device, non_blocking=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import torch
 
@@ -12,6 +12,7 @@ from hqconv.decode.matrix import SourceMatrix
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
 from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.raw import RawExperts
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -28,10 +29,26 @@ class Source(Described, Protocol):
         """Its experts, and what becomes of every tensor. Raises RequestError or InputError for what is unclear."""
         ...
 
+    reads_ahead: ClassVar[
+        bool
+    ]  # whether an expert is a number of byte ranges, which `read_raw` can fetch before
+
+    def read_raw(self, raw: RawExperts) -> None:
+        """Fill the buffer with its experts' bytes; any thread may. Raises InputError. Only where `reads_ahead`."""
+        ...
+
     def read_expert(
-        self, block: ExpertBlock, expert: int, roles: Sequence[str], device: torch.device
+        self,
+        block: ExpertBlock,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
-        """Projections of one expert, decoded, on `device`; any thread may. Raises InputError for unusable values."""
+        """Projections of one expert, decoded, on `device`; any thread may. Raises InputError for unusable values.
+
+        With `raw` nothing is read; what comes back may be views of it.
+        """
         ...
 
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:

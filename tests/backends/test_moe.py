@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hqconv.backends.assemble import gemm_tensors
-from hqconv.backends.encoded import stacked
+from hqconv.backends.encoded import stack_tensors
 from hqconv.backends.layout import humming_schema, kernel_form, to_kernel
 from hqconv.backends.moe import Gemm, activation_words, fused_moe
 from hqconv.backends.quantize import quantize
@@ -53,7 +53,7 @@ def test_biases_and_ungated_experts_over_tp_ranks(activation: str) -> None:
             weight = torch.randn(shape, device=device).mul(0.1).bfloat16()
             bias = torch.randn(shape[0], device=device).bfloat16()
             [quantized] = quantize([weight], schema, "bfloat16")
-            packed[projection] = {**stacked([quantized]).tensors, "bias": bias[None]}
+            packed[projection] = {**stack_tensors([quantized.tensors]), "bias": bias[None]}
             with resident(device):
                 plain[projection] = humming_schema(schema).dequant_tensors(dict(quantized.tensors))
             plain["b" + projection[1:]] = bias

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import hqconv
 from hqconv.api import open_source
+from hqconv.artifact.build import FileRecord
 from hqconv.pipeline.run import ConversionReport
+from hqconv.pipeline.writer import GroupWriter
+from hqconv.planning.files import OutFile
 from hqconv.planning.plan import Plan, make_plan
 from hqconv.planning.request import make_request
 from hqconv.schemas.grid import Grid
@@ -75,3 +79,10 @@ def assert_verified(out: Path, source: Path | None = None) -> None:
     for against in (source, None) if source is not None else (None,):
         report = check(out, against, "files", "weights")
         assert report.passed, [f for result in report.results for f in result.findings]
+
+
+def finished(writer: GroupWriter, files: Sequence[OutFile]) -> list[FileRecord]:
+    """Flush and publish a group's files, one after the other."""
+    records = [writer.finish_file(file) for file in files]
+    writer.publish()
+    return records

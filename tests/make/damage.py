@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from hqconv.api import open_source
 from hqconv.artifact.opened import Artifact
 from hqconv.backends.assemble import gemm_tensors
-from hqconv.backends.encoded import stacked
+from hqconv.backends.encoded import stack_tensors
 from hqconv.backends.layout import kernel_form, to_kernel
 from hqconv.backends.quantize import quantize
 from hqconv.planning.groups import gemm_shapes
@@ -129,7 +129,7 @@ class Damaged:
         packed = {}
         for roles in (coupled, ["w2"]):
             done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
-            packed |= {role: stacked([one]).tensors for role, one in zip(roles, done, strict=True)}
+            packed |= {role: stack_tensors([one.tensors]) for role, one in zip(roles, done, strict=True)}
         cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), 2, schema)[tp_rank])[
             gemm
         ]

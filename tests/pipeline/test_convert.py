@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from hqconv.backends import twins
 from hqconv.backends.assemble import gemm_tensors
-from hqconv.backends.encoded import stacked
+from hqconv.backends.encoded import stack_tensors
 from hqconv.backends.layout import humming_schema
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import humming, resident, target_facts
@@ -561,7 +561,7 @@ def test_every_group_is_reported_and_every_byte_counted(model: ModelOf, tmp_path
     assert [one.done_bytes for one in told] == sorted(one.done_bytes for one in told)
     assert (told[-1].done_bytes, told[-1].num_groups_done) == (total, 3)
     finished = [one.group for before, one in pairwise(told) if one.num_groups_done > before.num_groups_done]
-    assert finished == [*(f"model.layers.{i}.mlp.experts" for i in range(2)), "model.safetensors"]
+    assert sorted(finished) == [*(f"model.layers.{i}.mlp.experts" for i in range(2)), "model.safetensors"]
 
 
 # --- refusals while converting -----------------------------------------------------------------------------
@@ -648,7 +648,10 @@ def test_biases_are_cut_with_their_rows_and_added_once() -> None:
     packed = {}
     for seed, (role, shape) in enumerate(matrices.items()):
         [result] = quantize([hard_matrix(*shape, torch.bfloat16, seed)], schema, "bfloat16")
-        packed[role] = {**stacked([result]).tensors, "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None]}
+        packed[role] = {
+            **stack_tensors([result.tensors]),
+            "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None],
+        }
     ranks = [gemm_tensors(packed, schema, part) for part in tp_slices(192, 2, schema)]
     for rank, tensors in enumerate(ranks):
         rows = [packed[role]["bias"][:, 96 * rank : 96 * (rank + 1)] for role in ("w1", "w3")]

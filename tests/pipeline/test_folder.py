@@ -27,6 +27,7 @@ from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import build_file
 from hqconv.schemas.artifact import COMPANIONS, FORMAT_VERSION
 from hqconv.schemas.tensors import TensorSpec
+from tests.make.conversions import finished as finished_files
 from tests.make.places import REPO
 
 JOURNAL = ".hqconv-progress.jsonl"
@@ -48,8 +49,8 @@ def opened(root: Path, identity: dict[str, Any] = IDENTITY, **modes: bool) -> It
 def record_group(folder: OutputFolder, path: str, content: bytes = b"") -> None:
     file = build_file(path, [TensorSpec("t", "U8", (64,))], {})
     writer = GroupWriter(folder.root, (file,))
-    writer.write(file.tensors["t"], (content or path.encode()).ljust(64))
-    folder.record(JournalEntry(path, writer.finish(), {"w1": {"relative_error": 0.1}}))
+    writer.write_at(0, file.tensors["t"].offset_bytes, (content or path.encode()).ljust(64))
+    folder.record(JournalEntry(path, finished_files(writer, (file,)), {"w1": {"relative_error": 0.1}}))
 
 
 def unfinished(root: Path, *paths: str) -> Path:

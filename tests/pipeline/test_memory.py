@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqconv.pipeline.resources import working_bytes
+from hqconv.pipeline.resources import Resources, plan_staging, working_bytes
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import open_plan
 from tests.make.models import save_big
@@ -119,11 +119,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {n: save_big(folder / str(n), n, 8, 2048, 1024, torch.bfloat16) for n in (2, 8)}
 
 
-def planned_bytes(src: Path, schema: str, tp: int, layout: str) -> int:
-    """What `working_bytes` says one worker needs."""
+def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) -> int:
+    """What `working_bytes` says one lane needs: for one expert at a time, or for as many as `limit` allows."""
     source, plan = open_plan(src, schema, Grid(tp), layout)
     source.close()
-    return working_bytes(plan.blocks[0])
+    resources = Resources(torch.device("cpu"), limit, 1)
+    num_experts = plan_staging(plan.blocks, resources).num_experts if limit else 1
+    return working_bytes(plan.blocks[0], num_experts)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_memory_stays_under_the_tightest_limit_for_two_workers(
     found = meter.measure(src, tmp_path / "out", schema, limit, layout=layout, tp=tp, ep=ep, threads=4)
     print(schema, layout, f"measured {found['bytes'] / MIB:.1f} MiB, limit {limit / MIB:.1f} MiB")
     assert found["workers"] == 2
-    assert sum(p.stat().st_size for p in src.glob("*.safetensors")) > 8 * limit
+    assert sum(p.stat().st_size for p in src.glob("*.safetensors")) > 5 * limit
     assert found["bytes"] < limit, f"{found['bytes'] / MIB:.1f} MiB"
     # The source's shards, the files of the group in work and of the one being flushed, what Python has open.
     assert found["files"] <= 8 + 2 * tp * ep + 16
@@ -179,7 +181,7 @@ def test_one_worker_needs_no_more_than_planned(
     src = save_big(tmp_path / "src", 1, 4, 2048, 2048, source)
     # The warm-up has the same dtype: else numba may compile while memory is measured.
     tiny = save_big(tmp_path / "tiny", 1, 2, 256, 256, source)
-    bound = planned_bytes(src, schema, tp, layout)
+    bound = planned_bytes(src, schema, tp, layout, 1 << 30)
     words = {"layout": layout, "tp": tp, "tiny": str(tiny)}
     found = meter.measure(src, tmp_path / "out", schema, 1 << 30, threads=1, **words)
     figures = f"measured {found['bytes'] / MIB:.1f} MiB, planned {bound / MIB:.1f} MiB"
@@ -272,7 +274,7 @@ def test_a_coded_or_fused_expert_needs_no_more_than_planned(
     save = save_fused if kind == "fused" else functools.partial(save_quantized, kind=kind)
     src = save(tmp_path / "src", experts=4, hidden=2048, inner=2048)
     tiny = save(tmp_path / "tiny", experts=2, hidden=256, inner=256)
-    bound = planned_bytes(src, schema, 1, "kernel")
+    bound = planned_bytes(src, schema, 1, "kernel", 1 << 30)
     found = meter.measure(src, tmp_path / "out", schema, 1 << 30, threads=1, tiny=str(tiny))
     figures = f"measured {found['bytes'] / MIB:.1f} MiB, planned {bound / MIB:.1f} MiB"
     print(kind, schema, figures)

@@ -15,10 +15,11 @@ from hqconv.pipeline.durable import copy_whole
 from hqconv.pipeline.resources import (
     Resources,
     bounded_gpu,
-    count_workers,
     gpu_working_bytes,
+    plan_staging,
     working_bytes,
 )
+from hqconv.sources.raw import RawLayout
 from tests.make.conversions import open_plan, run
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -51,17 +52,29 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> None:
     source, plan = open_plan(model, "mxfp4")
     source.close()
-    host, device = working_bytes(plan.blocks[0]), gpu_working_bytes(plan.blocks[0])
-    assert count_workers(plan.blocks, Resources(CPU, 3 * host, 8)) == 3
-    assert count_workers(plan.blocks, Resources(CUDA, GIB, 8, 2 * device)) == 2
-    assert count_workers(plan.blocks, Resources(CUDA, host, 8, GIB)) == 1
-    assert count_workers(plan.blocks, Resources(CUDA, GIB, 8)) == 4  # of a GPU that is free enough
+    blocks, total = plan.blocks, plan.blocks[0].block.num_experts
+    host, device = working_bytes(blocks[0]), gpu_working_bytes(blocks[0])
+
+    def staged(*bounds: Any) -> tuple[int, int]:
+        staging = plan_staging(blocks, Resources(*bounds))
+        assert staging.slot_bytes == RawLayout(blocks[0].block, range(staging.num_experts)).num_bytes
+        return staging.num_lanes, staging.num_experts
+
+    assert staged(CPU, 3 * host, 8) == (3, 1)
+    assert staged(CPU, GIB, 8) == (8, total)
+    assert staged(CPU, 2 * working_bytes(blocks[0], 2), 2) == (
+        2,
+        2,
+    )  # as many lanes as asked for, then experts
+    assert staged(CUDA, GIB, 8, 2 * device) == (2, 1)
+    assert staged(CUDA, host, 8, GIB) == (1, 1)
+    assert staged(CUDA, GIB, 8) == (3, total)  # of a GPU that is free enough
     for resources, option in (
         (Resources(CPU, host - 1, 8), "--max-memory"),
         (Resources(CUDA, GIB, 8, device - 1), "--max-gpu-memory"),
     ):
         with pytest.raises(RequestError, match="does not fit") as caught:
-            count_workers(plan.blocks, resources)
+            plan_staging(plan.blocks, resources)
         assert caught.value.where == option
         assert caught.value.exit_code == 2
 
@@ -95,18 +108,19 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
     model: Path, tmp_path: Path, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the worker's thread to the caller, and the unfinished folder can be resumed on the CPU."""
-    real, calls = hqconv.pipeline.workers.encode, []  # type: ignore[attr-defined]
+    real, calls = hqconv.pipeline.produce.encode_batch, []  # type: ignore[attr-defined]
 
     def fail(*arguments: Any) -> Any:
         calls.append(arguments)
-        if len(calls) == 3:
+        if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(*arguments)
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("hqconv.pipeline.workers.encode", fail)
+        patch.setattr("hqconv.pipeline.produce.encode_batch", fail)
         patch.setattr("hqconv.pipeline.resources.Resources.is_cuda", True)
+        patch.setattr("hqconv.pipeline.resources._CUDA_BATCH_BYTES", 1)  # one expert at a time
         with pytest.raises(RequestError, match="GPU's memory is not enough"):
             run(model, out, "mxfp4")
     assert not (out / "hqconv.json").exists()

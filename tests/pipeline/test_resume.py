@@ -290,14 +290,14 @@ def test_an_interrupt_waits_for_the_workers_and_can_be_resumed(
     from hqconv.pipeline.writer import GroupWriter
 
     out, late, abandoned = tmp_path / "out", [], []
-    real_write, real_abandon = GroupWriter.write, GroupWriter.abandon
+    real_write, real_abandon = GroupWriter.write_at, GroupWriter.abandon
 
-    def write(self: GroupWriter, place: Any, data: Any) -> None:
+    def write(self: GroupWriter, file: int, offset_bytes: int, data: Any) -> None:
         _thread.interrupt_main()
         torch.empty(400_000).normal_()  # still at it when the main thread wakes
         if self in abandoned:
-            late.append(place)
-        real_write(self, place, data)
+            late.append(offset_bytes)
+        real_write(self, file, offset_bytes, data)
 
     def abandon(self: GroupWriter) -> None:
         abandoned.append(self)
@@ -306,7 +306,7 @@ def test_an_interrupt_waits_for_the_workers_and_can_be_resumed(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(GroupWriter, "write", write)
+            patch.setattr(GroupWriter, "write_at", write)
             patch.setattr(GroupWriter, "abandon", abandon)
             with pytest.raises(KeyboardInterrupt):
                 run(src, out, "mxfp4", GRID)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors
 
@@ -25,7 +24,8 @@ from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.journal import JournalEntry
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile, build_file
-from hqconv.schemas.tensors import TensorRef, TensorSpec
+from hqconv.schemas.tensors import TensorSpec
+from tests.make.conversions import finished
 
 IDENTITY = {"schema": "a", "grid": [1, 2], "source files": [{"name": "x", "size_bytes": 1}]}
 
@@ -37,10 +37,6 @@ def two_files() -> tuple[OutFile, OutFile]:
         build_file("experts/tp0-ep0/b.safetensors", first, {}),
         build_file("experts/tp0-ep1/b.safetensors", second, {"format": "pt"}, 1),
     )
-
-
-def place(num_bytes: int) -> TensorRef:
-    return TensorRef("a", "U8", (num_bytes,), 0, 500, num_bytes)
 
 
 def write_all(writer: GroupWriter, files: tuple[OutFile, ...], shuffle: int = 0) -> dict[str, bytes]:
@@ -74,7 +70,7 @@ def test_files_appear_whole_and_only_at_the_end(tmp_path: Path) -> None:
     assert [(tmp_path / p).stat().st_size for p in partials] == [file.size_bytes for file in files]
     contents = write_all(writer, files)
     assert names(tmp_path) == partials
-    records = writer.finish()
+    records = finished(writer, files)
     assert names(tmp_path) == [file.path for file in files]
     for file, record in zip(files, records, strict=True):
         data = (tmp_path / file.path).read_bytes()
@@ -109,7 +105,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
         folder.start(1000)
         writer = GroupWriter(tmp_path, files)
         write_all(writer, files)
-        folder.record(JournalEntry("b", writer.finish(), {}))
+        folder.record(JournalEntry("b", finished(writer, files), {}))
         folder.seal(b"{}\n")
     first, second = (file.path for file in files)
     journal, manifest = ".hqconv-progress.jsonl", "hqconv.json"
@@ -138,7 +134,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     files = two_files()
     writer = GroupWriter(tmp_path, files)
     contents = write_all(writer, files, 1)
-    writer.finish()
+    finished(writer, files)
     parsed = dict(safetensors.deserialize((tmp_path / files[0].path).read_bytes()))
     assert {n: bytes(t["data"]) for n, t in parsed.items()} == {n: contents[n] for n in ("a", "b")}
 
@@ -157,18 +153,9 @@ def test_many_threads_write_at_once(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    writer.finish()
+    finished(writer, (file,))
     for name, tensor in safetensors.deserialize((tmp_path / file.path).read_bytes()):
         assert set(tensor["data"]) == {int(name[1:])}
-
-
-def test_a_buffer_of_another_size_is_our_own_mistake(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path, two_files())
-    with pytest.raises(AssertionError):
-        writer.write(place(10), bytes(11))
-    writer.write(place(12), np.zeros((3, 2), np.int16))
-    writer.abandon()
-    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "open"])
@@ -210,7 +197,7 @@ def test_an_error_of_the_disk_is_an_output_error(
     writer = GroupWriter(tmp_path, two_files())
     fail_at(monkeypatch, os, "pwrite", 1, code)
     with pytest.raises(OutputError, match=said) as caught:
-        writer.write(place(3), b"abc")
+        writer.write_at(0, 500, b"abc")
     assert caught.value.exit_code == 4
     assert "b.safetensors" in str(caught.value)
     assert "--resume" in str(caught.value)

@@ -160,10 +160,12 @@ def all_places(group: PlannedBlock, plan: Plan) -> Iterable[tuple[str, TensorRef
     """Every write of a block that the pipeline will make: (tensor name, place)."""
     block, grid = group.block, plan.request.grid
     if plan.request.layout == artifact.KERNEL:
-        for tp_rank in range(grid.tp):
-            for expert in range(block.num_experts):
-                for name, places in group.kernel_places(tp_rank, expert).items():
-                    yield from ((f"{block.name}.{name}", place) for place in places)
+        for tp_rank, ep_rank in grid.ranks:
+            for indices, local in group.neighbours(range(block.num_experts)).get(ep_rank, []):
+                for name, tensor in group.rank_tensors(tp_rank, ep_rank).items():
+                    yield from (
+                        (f"{block.name}.{name}", tensor.entry(local + i)) for i in range(len(indices))
+                    )
         return
     for expert, projections in enumerate(block.sources):
         for projection, roles in projections.items():
