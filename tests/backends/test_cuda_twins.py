@@ -10,7 +10,7 @@ import torch
 
 from hqconv.backends import twins
 from hqconv.backends.layout import kernel_form, to_kernel
-from hqconv.backends.quantize import quantize
+from hqconv.backends.quantize import quantize, quantize_stacks
 from hqconv.backends.runtime import humming
 from hqconv.schemas.target import resolve_schema
 from tests.make.matrices import SCHEMAS, hard_matrix
@@ -59,6 +59,23 @@ def test_quantize_and_layout_are_the_same_bits(name: str, source: torch.dtype, p
 def _stacked(one: torch.Tensor, name: str) -> tuple[int, ...]:
     is_tensor_scale = one.shape == (1,) and name in ("weight_scale", "weight_scale_2")
     return (2,) if is_tensor_scale else (2, *one.shape)
+
+
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_stacks_are_the_same_bits(name: str, param_dtype: str) -> None:
+    """Codes, scales, layout and error sums of several experts at once, from either device."""
+    schema = resolve_schema(name)
+    stacks = [
+        torch.stack([hard_matrix(256, 640, torch.bfloat16, 10 * i + e) for e in range(5)]) for i in range(2)
+    ]
+    on_cpu = quantize_stacks(stacks, schema, param_dtype, count_exact=True)
+    on_gpu = quantize_stacks([s.cuda() for s in stacks], schema, param_dtype, count_exact=True)
+    form = kernel_form(256, 640, schema, param_dtype, 90)
+    for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
+        assert not differences(cpu.tensors, gpu.tensors)
+        assert repr(cpu.costs()) == repr(gpu.costs())  # NaN among them
+        assert not differences(to_kernel(form, cpu.tensors), to_kernel(form, gpu.tensors))
 
 
 # For a second scale the contract has a recipe of its own.
