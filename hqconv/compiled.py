@@ -18,6 +18,11 @@ def compiled(function: Function) -> Function:
     return _compile(function)
 
 
+def compiled_sums(function: Function) -> Function:
+    """`compiled`, where sums of floats may be taken in any order: in vectors, and with other last bits elsewhere."""
+    return _compile(function, fastmath={"reassoc"})
+
+
 def inlined(function: Function) -> Function:
     """`compiled`, and expanded where another compiled function calls it."""
     return _compile(function, inline="always")

@@ -20,7 +20,7 @@ from hqconv.schemas.target import TargetSchema
 
 Array = NDArray[Any]
 Note = Callable[[str, str, object, object], None]  # where, what, expected, found
-_CHUNK_NUMBERS = 1 << 16  # decoded at once: what a caller makes of them stays in the cache
+_CHUNK_NUMBERS = 1 << 18  # decoded at once: what a caller makes of them stays in the cache
 
 
 @dataclass(frozen=True, eq=False)

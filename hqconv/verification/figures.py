@@ -14,6 +14,7 @@ from hqconv.artifact.matrix import Array, Matrix, decoded_rows
 from hqconv.backends.quantize import Cost
 from hqconv.pipeline.costs import relative_error
 from hqconv.schemas.target import TargetSchema
+from hqconv.verification.sums import sum_groups
 
 
 @dataclass
@@ -54,16 +55,13 @@ def measure(matrix: Matrix, source: torch.Tensor | None, schema: TargetSchema, p
     num_groups = matrix.codes.shape[1] // (schema.weight_scale_group_size or matrix.codes.shape[1])
     sums = []
     for begin, decoded in decoded_rows(matrix, schema, param_dtype):
-        values = decoded.astype(np.float64).reshape(decoded.shape[0], num_groups, -1)
-        decoded_power = float(np.einsum("ngk,ngk->", values, values))
+        error_NG, power_NG = np.zeros((2, len(decoded), num_groups))
         if source is None:
+            _, decoded_power = sum_groups(decoded, decoded, error_NG, power_NG)
             sums.append((0.0, 0.0, 0.0, decoded_power))
             continue
-        weights = source[begin : begin + len(decoded)].double().numpy().reshape(values.shape)
-        dot = float(np.einsum("ngk,ngk->", weights, values))
-        values -= weights
-        error_NG = np.einsum("ngk,ngk->ng", values, values)
-        power_NG = np.einsum("ngk,ngk->ng", weights, weights)
+        weights = source[begin : begin + len(decoded)].float().numpy()
+        dot, decoded_power = sum_groups(weights, decoded, error_NG, power_NG)
         sums.append((float(error_NG.sum()), float(power_NG.sum()), dot, decoded_power))
         _keep_worst(figures, error_NG, power_NG, begin)
     totals = [math.fsum(column) for column in zip(*sums, strict=True)]

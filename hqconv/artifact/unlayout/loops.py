@@ -48,20 +48,23 @@ def unpack_pairs(words_ETW, num_bits, pieces, pairs_ENP):  # type: ignore[no-unt
     """
     num_experts, num_tiles, num_words = words_ETW.shape
     num_blocks = num_words // (32 * num_bits)
+    width = np.uint64(num_bits)
     for e in range(num_experts):
         for block in range(num_blocks):
             for tile in range(num_tiles):
                 words = words_ETW[e, tile, block * 32 * num_bits : (block + 1) * 32 * num_bits]
-                for lane in range(32):
-                    fragment = words[lane * num_bits : (lane + 1) * num_bits]
-                    row, column = block * 64 + lane // 4, tile * 8 + lane % 4
-                    for pair in range(16):
-                        piece = pieces[pair]
-                        value = (fragment[piece[0]] >> piece[1]) & piece[2]
-                        value = (value << piece[3]) | ((fragment[piece[4]] >> piece[5]) & piece[6])
-                        # Pairs run over (16-row block, row half, column half): WGMMA::transform_b.
-                        n, k = row + pair // 2 * 8, column + pair % 2 * 4
-                        pairs_ENP[e, n, k] = (value | (value >> _EIGHT)) & _PAIR
+                pairs = pairs_ENP[e, block * 64 : block * 64 + 64]
+                for pair in range(16):
+                    first, shift, mask, left, second, shift_2, mask_2 = pieces[pair]
+                    # Pairs run over (16-row block, row half, column half): WGMMA::transform_b.
+                    row, column = np.uint64(pair // 2 * 8), np.uint64(tile * 8 + pair % 2 * 4)
+                    for r in range(np.uint64(8)):  # lane 4 r + c
+                        for c in range(np.uint64(4)):
+                            at = (np.uint64(4) * r + c) * width
+                            value = np.uint32(words[at + first] >> shift) & mask
+                            low = np.uint32(words[at + second] >> shift_2) & mask_2
+                            value = np.uint32(np.uint32(value << left) | low)
+                            pairs[row + r, column + c] = (value | (value >> _EIGHT)) & _PAIR
 
 
 @compiled
@@ -88,13 +91,30 @@ def decode_codes(codes_ENK, values, zero_ENG, scale_ENG, scale_2_EN, out_ENK):  
 
     The groups are the scale's; `zero_ENG` has as many or one.
     """
-    group_size, last_zero = codes_ENK.shape[2] // scale_ENG.shape[2], zero_ENG.shape[2] - 1
+    last_zero = zero_ENG.shape[2] - 1
+    group_size = np.uint64(codes_ENK.shape[2] // scale_ENG.shape[2])
     for e in range(codes_ENK.shape[0]):
         for n in range(codes_ENK.shape[1]):
-            scale_2 = scale_2_EN[e, n]
+            codes, out, scale_2 = codes_ENK[e, n], out_ENK[e, n], scale_2_EN[e, n]
             for g in range(scale_ENG.shape[2]):
                 zero, scale = zero_ENG[e, n, min(g, last_zero)], scale_ENG[e, n, g]
-                codes = codes_ENK[e, n, g * group_size : (g + 1) * group_size]
-                out = out_ENK[e, n, g * group_size : (g + 1) * group_size]
-                for k in range(codes.size):
-                    out[k] = ((values[codes[k]] - zero) * scale) * scale_2
+                start = np.uint64(g) * group_size
+                for k in range(group_size):
+                    out[start + k] = ((values[codes[start + k]] - zero) * scale) * scale_2
+
+
+@compiled
+def split_bytes(data_NB, num_bits, codes_NK):  # type: ignore[no-untyped-def]
+    """Bytes as their codes of 1, 2, 4 or 8 bits, the lowest first; all uint8."""
+    per_byte, mask = np.uint64(8 // num_bits), np.uint8((1 << num_bits) - 1)
+    for n in range(data_NB.shape[0]):
+        data, codes = data_NB[n], codes_NK[n]
+        if num_bits == 4:  # both at once: twice as fast
+            for b in range(np.uint64(data.size)):
+                codes[np.uint64(2) * b] = data[b] & np.uint8(15)
+                codes[np.uint64(2) * b + np.uint64(1)] = data[b] >> np.uint8(4)
+            continue
+        for i in range(per_byte):
+            shift = np.uint8(i * np.uint64(num_bits))
+            for b in range(np.uint64(data.size)):
+                codes[b * per_byte + i] = np.uint8(data[b] >> shift) & mask

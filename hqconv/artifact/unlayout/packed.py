@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hqconv.artifact.unlayout import loops
 from hqconv.artifact.unlayout.form import Array
 from hqconv.schemas.dtypes import code_of
 from hqconv.schemas.target import TargetSchema
@@ -35,10 +36,9 @@ def unpack_codes(words: Array, num_bits: int) -> Array:
     data = np.ascontiguousarray(words).view(np.uint8)
     num_rows = data.shape[0]
     if num_bits in (1, 2, 4, 8):
-        codes = np.empty((num_rows, data.shape[1], 8 // num_bits), np.uint8)
-        for i in range(8 // num_bits):
-            codes[:, :, i] = (data >> np.uint8(i * num_bits)) & np.uint8((1 << num_bits) - 1)
-        return codes.reshape(num_rows, -1)
+        codes = np.empty((num_rows, data.shape[1] * 8 // num_bits), np.uint8)
+        loops.split_bytes(data, num_bits, codes)
+        return codes
     # Eight codes fill num_bits whole bytes.
     runs = data.reshape(num_rows, -1, num_bits)
     codes = np.empty((num_rows, runs.shape[1], 8), np.uint8)
