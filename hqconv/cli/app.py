@@ -19,8 +19,15 @@ import typer
 import hqconv
 from hqconv import api
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes
+from hqconv.cli.profile import profile_writer
 from hqconv.cli.text import printable
-from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, VerificationError
+from hqconv.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    HqconvError,
+    OutputError,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from hqconv.planning.plan import Plan
@@ -95,12 +102,13 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 @app.command()
 @_guarded
-@takes(api.convert, "dry_run", "json", "quiet")
-def convert(*, dry_run: bool, json: bool, quiet: bool, **options: Any) -> None:
+@takes(api.convert, "dry_run", "profile", "json", "quiet")
+def convert(*, dry_run: bool, profile: Path | None, json: bool, quiet: bool, **options: Any) -> None:
     """Convert the experts of SRC and write an artifact."""
     if dry_run:
         _show(_dry_run(options), json=json)
         return
+    write_profile = profile_writer(profile)
     from hqconv.cli.progress import ConversionProgress, say
 
     places: list[Path] = []
@@ -125,6 +133,7 @@ def convert(*, dry_run: bool, json: bool, quiet: bool, **options: Any) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(places)) from None
     warn(report.warnings)
+    write_profile(report.profile)
     if json or not quiet:
         _show(report.words(), json=json)
 

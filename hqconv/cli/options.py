@@ -76,6 +76,9 @@ OPTIONS: dict[str, Option] = {
     # Of the command line alone:
     "dry_run": Option(bool, "Show the plan; write nothing.", ("--dry-run",)),
     "json": Option(bool, "Print one JSON document on stdout.", ("--json",)),
+    "profile": Option(
+        Path | None, "Write where the time went, stage by stage, as JSON.", ("--profile",), settings=_ANY_PATH
+    ),
     "quiet": Option(bool, "Show errors only (and what --json or --dry-run print).", ("--quiet", "-q")),
 }
 # What one command means differently.
@@ -93,7 +96,7 @@ def takes(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         found = [p for p in inspect.signature(function).parameters.values() if p.name in OPTIONS]
         parameters = [_parameter(p.name, p.default, is_artifact) for p in found]
-        parameters += [_parameter(name, False, is_artifact) for name in own]
+        parameters += [_parameter(n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in own]
         # Required ones first, as Python has it.
         parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
@@ -53,6 +54,7 @@ OPTIONS = {
         "--json",
         "--revision",
         "--quiet -q",
+        "--profile",
     },
     "inspect": {"path", "--revision", "--json"},
     "verify": {
@@ -207,6 +209,28 @@ def test_quiet_says_nothing(model: Path, tmp_path: Path) -> None:
     result = convert(model, tmp_path / "a", "-q")
     assert result.exit_code == 4
     assert result.stderr
+
+
+def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> None:
+    assert convert(model, tmp_path / "out", "--profile", tmp_path / "profile.json").exit_code == 0
+    words = json.loads((tmp_path / "profile.json").read_text())
+    stages = words["stages"]
+    assert list(stages) == ["open", "read", "encode", "write", "finish", "publish"]
+    assert all(0 < stage["busy_seconds"] <= words["seconds"] * stage["threads"] for stage in stages.values())
+    source = sum(t.nbytes for path in model.glob("*.safetensors") for t in load_file(path).values())
+    assert stages["read"]["gigabytes"] == pytest.approx(source / 1e9, abs=1e-3)
+    written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.safetensors"))
+    assert stages["finish"]["gigabytes"] == pytest.approx(written / 1e9, abs=1e-3)
+
+
+@pytest.mark.parametrize("place", ["missing/profile.json", "."])
+def test_a_profile_that_could_not_be_written_is_refused_before_the_work(
+    place: str, model: Path, tmp_path: Path
+) -> None:
+    result = convert(model, tmp_path / "out", "--profile", tmp_path / place)
+    assert result.exit_code == 2
+    assert "--profile" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_checkpoint_layout_needs_no_target(model: Path, tmp_path: Path) -> None:
