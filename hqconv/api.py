@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.opening import open_source, without_gc
 from hqconv.errors import OutputError, RequestError
+from hqconv.pipeline.environment import local_place
 from hqconv.pipeline.options import (
     check_modes,
     check_places,
@@ -86,6 +87,7 @@ def convert(
     overwrite: bool = False,
     on_plan: Callable[[Plan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    in_team: bool = False,
 ) -> ConversionReport:
     """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
@@ -95,20 +97,32 @@ def convert(
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
     input_schema: a16. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
     threads: None is all. resume: go on. overwrite: replace, when complete. on_plan, progress: called meanwhile.
+    in_team: share the work with the processes that torchrun started beside this one, all of which make the same call.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
     check_modes(resume=resume, overwrite=overwrite)
-    resources = _resources(device, max_memory, max_gpu_memory, threads)
+    resources = _resources(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     sm_version = choose_target(target, layout, resources.device)
-    grid = Grid(tp, ep, expert_placement, redundant_experts)
+    grid, modes = (
+        Grid(tp, ep, expert_placement, redundant_experts),
+        {"resume": resume, "overwrite": overwrite},
+    )
     with open_source(src, revision) as source:
         planned = _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
-        place = check_places(source.root, _place(planned, out))
-        if on_plan is not None:
-            on_plan(planned, place)
-        return run(source, planned, place, resources, resume=resume, overwrite=overwrite, progress=progress)
+        place = _announced(source, planned, out, on_plan)
+        return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
+
+
+def _announced(
+    source: Source, planned: Plan, out: str | Path | None, on_plan: Callable[[Plan, Path], None] | None
+) -> Path:
+    """Where the artifact goes, once the caller knows."""
+    place = check_places(source.root, _place(planned, out))
+    if on_plan is not None:
+        on_plan(planned, place)
+    return place
 
 
 @without_gc()
@@ -264,10 +278,17 @@ def _place(planned: Plan, out: str | Path | None) -> Path:
 
 
 def _resources(
-    device: str, max_memory: str | int, max_gpu_memory: str | int | None, threads: int | None
+    device: str,
+    max_memory: str | int,
+    max_gpu_memory: str | int | None,
+    threads: int | None,
+    *,
+    in_team: bool = False,
 ) -> Resources:
+    """What may be used; a process of a team has a GPU of its own, and its part of the processors."""
     from hqconv.pipeline.resources import Resources, default_threads
 
+    number, num_here = local_place() if in_team else (0, 1)
     gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
-    num_threads = default_threads() if threads is None else threads
-    return Resources(choose_device(device), parse_bytes(max_memory), num_threads, gpu_bytes)
+    num_threads = max(1, default_threads() // num_here) if threads is None else threads
+    return Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)

@@ -28,6 +28,7 @@ from hqconv.errors import (
     OutputError,
     VerificationError,
 )
+from hqconv.pipeline.environment import in_team, is_first
 
 if TYPE_CHECKING:
     from hqconv.planning.plan import Plan
@@ -108,6 +109,8 @@ def convert(*, dry_run: bool, profile: Path | None, json: bool, quiet: bool, **o
     if dry_run:
         _show(_dry_run(options), json=json)
         return
+    if not is_first():  # of several processes the first speaks
+        profile, json, quiet = None, False, True
     write_profile = profile_writer(profile)
     from hqconv.cli.progress import ConversionProgress, say
 
@@ -129,7 +132,7 @@ def convert(*, dry_run: bool, profile: Path | None, json: bool, quiet: bool, **o
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with ConversionProgress(quiet=quiet) as progress:
-            report = api.convert(**options, on_plan=on_plan, progress=progress.update)
+            report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=in_team())
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(places)) from None
     warn(report.warnings)

@@ -10,7 +10,7 @@ from pathlib import Path
 from hqconv.artifact.manifest import is_artifact, read_manifest
 from hqconv.errors import HqconvError, OutputError, first_few
 from hqconv.pipeline.durable import output_errors, partial
-from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST, PARTIAL
+from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST, PARTIAL, is_member_journal
 
 
 def listed_files(root: Path) -> set[str]:
@@ -42,6 +42,7 @@ def files_in(root: Path) -> set[str]:
         if relative == Path():
             found |= {name for name in folders if name in COMPANIONS}
             folders[:] = [name for name in folders if name not in COMPANIONS]
+            names = [name for name in names if not is_member_journal(name)]  # they go with the journal
         found |= {(relative / name).as_posix() for name in (*names, *links)}
         if not names and not folders and relative != Path():
             found.add(relative.as_posix())

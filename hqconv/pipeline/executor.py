@@ -7,9 +7,10 @@ memory (see `resources`). No stage waits for a block's end; groups are finished,
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +18,6 @@ from hqconv.backends.quantize import Cost
 from hqconv.pipeline.batches import Batch, Piece, Run, cut
 from hqconv.pipeline.costs import block_errors
 from hqconv.pipeline.devices import Lane, entered, host_buffer, make_lane
-from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.journal import JournalEntry
 from hqconv.pipeline.produce import produce
 from hqconv.pipeline.profile import Profile
@@ -34,7 +34,7 @@ _MAX_OPEN_GROUPS = 4  # one that is made ahead, one in work, two that are being 
 _MAX_THREADS = 8  # of a stage that reads, writes or hashes
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """A group on its way. Changed under the executor's lock only."""
 
@@ -46,13 +46,23 @@ class _Job:
     is_done: bool = False
 
 
+class Destination(Protocol):
+    """Where groups are written and put down."""
+
+    root: Path
+
+    def record(self, entry: JournalEntry) -> None:
+        """Note a finished group."""
+        ...
+
+
 class Executor:
     """The stages of one conversion."""
 
     def __init__(
         self,
         source: Source,
-        folder: OutputFolder,
+        folder: Destination,
         resources: Resources,
         staging: Staging,
         meter: Meter,
@@ -78,17 +88,20 @@ class Executor:
         self._num_slots = 0
         self._jobs: list[_Job] = []
 
-    def run(self, groups: Sequence[Group]) -> None:
+    def run(self, groups: Iterable[Group]) -> None:
         """Fill and finish the groups. Raises the first error of any stage; nothing half done keeps its final name."""
         try:
-            jobs = [_Job(group) for group in groups]
-            for index, job in enumerate(jobs):
-                if len(self._jobs) == index:
+            jobs = (_Job(group) for group in groups)
+            job = next(jobs, None)
+            while job is not None:
+                if job not in self._jobs:
                     self._stages.wait(self._may_open)
                     self._open(job)
-                if index + 1 < len(jobs) and self._may_open():
-                    self._open(jobs[index + 1])
+                ahead = next(jobs, None) if self._may_open() else None
+                if ahead is not None:
+                    self._open(ahead)
                 self._feed(job)
+                job = ahead or next(jobs, None)
             self._stages.wait(lambda: all(job.is_done for job in self._jobs))
         finally:
             self._stages.stop()

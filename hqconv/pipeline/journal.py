@@ -19,7 +19,7 @@ from typing import Any
 from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import output_errors, sync_folder
-from hqconv.schemas.artifact import JOURNAL
+from hqconv.schemas.artifact import JOURNAL, is_member_journal
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -36,17 +36,45 @@ class JournalEntry:
 class Journal:
     """The journal of the folder `root`, opened and locked; `close` gives the lock back.
 
+    Where several processes share a conversion, each has one. The first process's is the folder's: what the others
+    finished is taken over from theirs when it is opened, and these are removed once it says so itself.
+
     identity: what the lines say was begun, None where nothing was. entries: the groups that were finished. has_lock:
     False on a file system without locks, where nobody is kept out.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, name: str = JOURNAL) -> None:
         """Open the journal, or create it. Raises OutputError where another process is at work."""
-        self.path = root / JOURNAL
+        self.path = root / name
         self.is_new, self.has_lock = False, True
+        self._of_members: list[JournalEntry] = []
         with output_errors(self.path):
             self._descriptor = self._open()
-            self.identity, self.entries = self._read()
+            try:
+                self.identity, self.entries = self._read()
+                if name == JOURNAL:
+                    self._of_members = [entry for path in self._members() for entry in self._take_over(path)]
+            except BaseException:
+                self.close()
+                raise
+        self.entries += self._of_members
+
+    def _members(self) -> list[Path]:
+        try:
+            return sorted(path for path in self.path.parent.iterdir() if is_member_journal(path.name))
+        except FileNotFoundError:  # another process just put the folder elsewhere
+            return []
+
+    def _take_over(self, path: Path) -> list[JournalEntry]:
+        """What another process of the same conversion finished. Raises OutputError where it is still at work."""
+        member = Journal(path.parent, path.name)
+        member.close()
+        return member.entries if member.identity == self.identity else []
+
+    def _remove_members(self) -> None:
+        with output_errors(self.path.parent):
+            for path in self._members():
+                path.unlink(missing_ok=True)
 
     @classmethod
     def if_there(cls, root: Path) -> Journal | None:
@@ -108,6 +136,11 @@ class Journal:
             with output_errors(self.path.parent):
                 sync_folder(self.path.parent)
         self._append({"process": os.getpid(), "host": socket.gethostname()})
+        for entry in self._of_members:
+            self.record(entry)
+        self._of_members = []
+        if self.path.name == JOURNAL:
+            self._remove_members()
 
     def record(self, entry: JournalEntry) -> None:
         """Note a finished group; it survives a kill from here on."""
@@ -125,7 +158,8 @@ class Journal:
         """Forget all lines, and keep the lock."""
         with output_errors(self.path):
             os.ftruncate(self._descriptor, 0)
-        self.identity, self.entries = None, []
+        self._remove_members()
+        self.identity, self.entries, self._of_members = None, [], []
 
     def moved_to(self, root: Path) -> None:
         """The folder has another name now."""
@@ -133,6 +167,7 @@ class Journal:
 
     def remove(self) -> None:
         """Forget the conversion: it is finished, or never was begun."""
+        self._remove_members()
         with output_errors(self.path):
             self.path.unlink(missing_ok=True)
             sync_folder(self.path.parent)

@@ -38,8 +38,11 @@ def parse_target(text: str) -> int:
     return int(match[1])
 
 
-def choose_device(text: str) -> torch.device:
-    """The device of `--device`: auto, cpu, cuda or cuda:N. Raises RequestError for one that is not here."""
+def choose_device(text: str, number: int = 0) -> torch.device:
+    """The device of `--device`: auto, cpu, cuda or cuda:N. Raises RequestError for one that is not here.
+
+    number: of this process among those that share the machine's GPUs, for auto and cuda.
+    """
     import torch
 
     text = str(text)  # a torch.device too
@@ -50,7 +53,7 @@ def choose_device(text: str) -> torch.device:
         raise RequestError("There is no such device.", where="--device", expected=expected, found=text)
     if text == "cpu" or (text == "auto" and not num_devices):
         return torch.device("cpu")
-    index = int(match[1] or 0)
+    index = int(match[1]) if match[1] else number % max(1, num_devices)
     if index >= num_devices:
         expected, remedy = f"one of {num_devices} CUDA device(s)", "Use --device cpu: the bytes are the same."
         what = "There is no such CUDA device."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,36 +24,44 @@ class Progress:
 
 
 class Meter:
-    """Counts what is done, from any thread, and tells `listener` after each step, one call at a time."""
+    """Counts what is done, from any thread, and tells `listener` after each step, one call at a time.
+
+    count: adds to a number by its name and returns it; where several processes share a conversion, of all of them.
+    """
 
     def __init__(
-        self, total_bytes: int, num_groups: int, listener: Callable[[Progress], None] | None
+        self,
+        total_bytes: int,
+        num_groups: int,
+        listener: Callable[[Progress], None] | None,
+        count: Callable[[str, int], int] | None = None,
     ) -> None:
         self._total_bytes, self._num_groups, self._listener = total_bytes, num_groups, listener
-        self._done_bytes = self._resumed_bytes = self._num_groups_done = 0
+        self._numbers: Counter[str] = Counter()
+        self._count = count or self._count_here
+        self._resumed_bytes = 0
         self._lock = threading.Lock()
+
+    def _count_here(self, name: str, more: int) -> int:
+        self._numbers[name] += more
+        return self._numbers[name]
 
     def advance(self, group: str, num_bytes: int) -> None:
         """Source bytes of a group were dealt with."""
-        with self._lock:
-            self._done_bytes += num_bytes
-            self._tell(group)
+        self._tell(group, num_bytes, 0)
 
     def finish(self, group: str) -> None:
         """A group's files are complete."""
-        with self._lock:
-            self._num_groups_done += 1
-            self._tell(group)
+        self._tell(group, 0, 1)
 
     def resume(self, group: str, num_bytes: int) -> None:
         """A group was complete before this run."""
-        with self._lock:
-            self._done_bytes += num_bytes
-            self._resumed_bytes += num_bytes
-            self._num_groups_done += 1
-            self._tell(group)
+        self._resumed_bytes += num_bytes
+        self._tell(group, num_bytes, 1)
 
-    def _tell(self, group: str) -> None:
-        if self._listener is not None:
-            counts = (self._done_bytes, self._total_bytes, self._resumed_bytes)
-            self._listener(Progress(group, *counts, self._num_groups_done, self._num_groups))
+    def _tell(self, group: str, num_bytes: int, num_groups: int) -> None:
+        with self._lock:
+            done_bytes, num_done = self._count("bytes", num_bytes), self._count("groups", num_groups)
+            if self._listener is not None:
+                counts = (done_bytes, self._total_bytes, self._resumed_bytes)
+                self._listener(Progress(group, *counts, num_done, self._num_groups))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -15,11 +16,12 @@ from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, j
 from hqconv.artifact.manifest import read_manifest, requantized
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
-from hqconv.pipeline.executor import Executor
+from hqconv.pipeline.executor import Destination, Executor
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter, Progress
 from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_staging
+from hqconv.pipeline.team import Share, Team
 from hqconv.planning.plan import Plan
 from hqconv.schemas import artifact
 from hqconv.sources.source import Source
@@ -81,27 +83,29 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    in_team: bool = False,
 ) -> ConversionReport:
-    """Write the planned artifact to `out`; see `hqconv.convert`.
+    """Write the planned artifact to `out`, or with `in_team` this process's share of it; see `hqconv.convert`.
 
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
     one expert.
     """
     started = time.monotonic()
-    staging, profile = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead), Profile()
-    meter = Meter(plan.num_bytes_read, len(plan.groups), progress)
-    warnings = list(plan.warnings)
-    with OutputFolder(out, _identity(source, plan), plan.paths) as folder:
-        is_new = folder.start(_num_bytes(source, plan), resume=resume, overwrite=overwrite)
-        if not is_new:
-            errors, resumed = _finished_errors(source, plan, out), len(plan.groups)
+    team = Team.of_environment() if in_team else None
+    staging = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead)
+    meter = Meter(plan.num_bytes_read, len(plan.groups), progress, None if team is None else team.count)
+    work = _Work(source, plan, out, resources, staging, meter, Profile(), team)
+    try:
+        if team is not None and team.rank > 0:
+            outcome = _help(work, team)
         else:
-            if not folder.has_lock:
-                warnings.append("This file system has no locks: nothing keeps another process away.")
-            resumed = len(folder.done)
-            _convert(source, plan, folder, resources, staging, meter, profile)
-            errors = {block.name: folder.done[block.name].measured for block in plan.blocks}
-        warnings += folder.warnings
+            outcome = _lead(work, resume=resume, overwrite=overwrite)
+    except BaseException as error:
+        if team is not None:
+            team.fail(error)
+        raise
+    if team is not None:
+        team.part()
     return ConversionReport(
         out=out,
         plan=plan,
@@ -109,37 +113,109 @@ def convert(
         num_ranks=plan.num_ranks,
         num_bytes_in=source.total_bytes,
         num_bytes_out=plan.num_bytes_out,
-        num_groups_resumed=resumed,
-        errors=errors,
+        num_groups_resumed=outcome.num_resumed,
+        errors=outcome.errors,
         seconds=time.monotonic() - started,
         num_workers=staging.num_lanes,
-        profile=profile.words(),
-        was_finished=not is_new,
-        warnings=tuple(warnings),
+        profile=work.profile.words(),
+        was_finished=not outcome.is_new,
+        warnings=(*plan.warnings, *outcome.warnings),
     )
 
 
-def _convert(
-    source: Source,
-    plan: Plan,
-    folder: OutputFolder,
-    resources: Resources,
-    staging: Staging,
-    meter: Meter,
-    profile: Profile,
-) -> None:
+@dataclass(frozen=True)
+class _Work:
+    """What one process does, with what, and who does it beside it."""
+
+    source: Source
+    plan: Plan
+    out: Path
+    resources: Resources
+    staging: Staging
+    meter: Meter
+    profile: Profile
+    team: Team | None
+
+    def run(self, folder: Destination, done: Collection[str]) -> None:
+        """Convert the groups that are not done, or this process's share of them."""
+        missing = [group for group in self.plan.groups if group.name not in done]
+        groups = missing if self.team is None else self.team.deal(missing)
+        with bounded_gpu(self.resources):
+            Executor(self.source, folder, self.resources, self.staging, self.meter, self.profile).run(groups)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    is_new: bool
+    num_resumed: int
+    errors: dict[str, dict[str, Any]]
+    warnings: list[str] = field(default_factory=list)
+
+
+def _lead(work: _Work, *, resume: bool, overwrite: bool) -> _Outcome:
+    """Take the folder, convert, and seal: what a process alone does, and the first of several."""
+    source, plan, team = work.source, work.plan, work.team
+    identity = _identity(source, plan)
+    with OutputFolder(work.out, identity, plan.paths) as folder:
+        is_new = folder.start(_num_bytes(source, plan), resume=resume, overwrite=overwrite)
+        done = list(folder.done)
+        if team is not None:
+            words = {"is_new": is_new, "root": str(folder.root), "done": done, "identity": _digest(identity)}
+            team.say("begun", words)
+        if not is_new:
+            errors, resumed = _finished_errors(source, plan, work.out), len(plan.groups)
+        else:
+            if not folder.has_lock:
+                folder.warnings.append("This file system has no locks: nothing keeps another process away.")
+            resumed = len(done)
+            _convert(work, folder)
+            errors = {block.name: folder.done[block.name].measured for block in plan.blocks}
+        if team is not None:
+            team.say("sealed", True)
+        return _Outcome(is_new, resumed, errors, folder.warnings)
+
+
+def _convert(work: _Work, folder: OutputFolder) -> None:
     """Run the groups that are not done, copy the loose files, seal."""
-    missing = [group for group in plan.groups if group.name not in folder.done]
-    check_space(folder.root, sum(file.size_bytes for group in missing for file in group.files))
+    source, plan = work.source, work.plan
     for group in plan.groups:
         if group.name in folder.done:
-            meter.resume(group.name, group.num_bytes_read)
-    with bounded_gpu(resources):
-        Executor(source, folder, resources, staging, meter, profile).run(missing)
+            work.meter.resume(group.name, group.num_bytes_read)
+    missing = [group for group in plan.groups if group.name not in folder.done]
+    check_space(folder.root, sum(file.size_bytes for group in missing for file in group.files))
+    work.run(folder, list(folder.done))
+    for entry in () if work.team is None else work.team.collect():
+        folder.record(entry)
     loose = _write_loose_files(source, plan, folder.root)
     measured = {name: entry.measured for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
     folder.seal(json_bytes(build_manifest(source, plan, measured, [*records, *loose])))
+
+
+def _help(work: _Work, team: Team) -> _Outcome:
+    """Do this process's share, in the folder that the first process took; wait until that one sealed it."""
+    begun = team.hear("begun")
+    identity = _identity(work.source, work.plan)
+    if begun["identity"] != _digest(identity):
+        raise OutputError(
+            "The processes of this conversion do not see the same source, request and versions.",
+            where=f"rank {team.rank}",
+            expected="what rank 0 sees",
+            remedy="Give all of them the same command, on a file system that they share.",
+        )
+    if begun["is_new"]:
+        root = Path(begun["root"])
+        with Share(root, team.rank, identity) as share:
+            work.run(share, begun["done"])
+        team.hand_in(share.entries)
+    team.hear("sealed")
+    return _Outcome(begun["is_new"], len(begun["done"]), _finished_errors(work.source, work.plan, work.out))
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    """Of what every process must see alike: the source's files too, whenever they were put there."""
+    files = [{key: value for key, value in f.items() if key != "mtime_ns"} for f in identity["source files"]]
+    return hashlib.sha256(json_bytes({**identity, "source files": files})).hexdigest()
 
 
 def _num_bytes(source: Source, plan: Plan) -> int:

@@ -15,6 +15,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERTS_FOLDER = "experts"
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
+_MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written
 # What may lie beside an artifact's own files: of a Hub repo, and what people add when they publish.
 COMPANIONS = (".gitattributes", ".git", ".cache", "README.md", "SHA256SUMS")
@@ -26,6 +27,16 @@ _MAX_NAME = 200  # with what a file's name adds, under the 255 bytes of most fil
 def rank_folder(tp_rank: int, ep_rank: int) -> str:
     """Folder of one rank's expert files, relative to the artifact."""
     return f"{EXPERTS_FOLDER}/tp{tp_rank}-ep{ep_rank}"
+
+
+def member_journal(rank: int) -> str:
+    """The journal of one process of several that share a conversion; the first one's is JOURNAL."""
+    return f".hqconv-progress.rank{rank}.jsonl"
+
+
+def is_member_journal(name: str) -> bool:
+    """Whether a file of the output folder is one."""
+    return _MEMBER_JOURNAL.fullmatch(name) is not None
 
 
 def rank_file(block: str, tp_rank: int, ep_rank: int) -> str:

@@ -113,7 +113,7 @@ def _check_stray(artifact: Artifact, result: CheckResult) -> None:
         )
     listed |= {names.JOURNAL}
     for path in sorted(_walk(artifact.root)):
-        if path.split("/")[0] in beside:
+        if path.split("/")[0] in beside or names.is_member_journal(path):
             continue
         inside = (
             any(file.startswith(f"{path}/") for file in listed) if (artifact.root / path).is_dir() else False

@@ -216,7 +216,8 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     words = json.loads((tmp_path / "profile.json").read_text())
     stages = words["stages"]
     assert list(stages) == ["open", "read", "encode", "write", "finish", "publish"]
-    assert all(0 < stage["busy_seconds"] <= words["seconds"] * stage["threads"] for stage in stages.values())
+    assert all(stage["tasks"] > 0 for stage in stages.values())
+    assert all(0 <= stage["busy_seconds"] <= words["seconds"] * stage["threads"] for stage in stages.values())
     source = sum(t.nbytes for path in model.glob("*.safetensors") for t in load_file(path).values())
     assert stages["read"]["gigabytes"] == pytest.approx(source / 1e9, abs=1e-3)
     written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.safetensors"))
