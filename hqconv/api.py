@@ -96,8 +96,7 @@ def convert(
     "source". target: the serving GPU, sm75 …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
     input_schema: a16. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
-    threads: None is all. resume: go on. overwrite: replace, when complete. on_plan, progress: called meanwhile.
-    in_team: share the work with the processes that torchrun started beside this one, all of which make the same call.
+    threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share it under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
@@ -105,14 +104,12 @@ def convert(
     check_modes(resume=resume, overwrite=overwrite)
     resources = _resources(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     sm_version = choose_target(target, layout, resources.device)
-    grid, modes = (
-        Grid(tp, ep, expert_placement, redundant_experts),
-        {"resume": resume, "overwrite": overwrite},
-    )
+    modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
     with open_source(src, revision) as source:
+        grid = Grid(tp, ep, expert_placement, redundant_experts)
         planned = _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
         place = _announced(source, planned, out, on_plan)
-        return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
+        return run(source, planned, place, resources, **modes, progress=progress)
 
 
 def _announced(

@@ -106,21 +106,7 @@ def convert(
         raise
     if team is not None:
         team.part()
-    return ConversionReport(
-        out=out,
-        plan=plan,
-        num_blocks=len(plan.blocks),
-        num_ranks=plan.num_ranks,
-        num_bytes_in=source.total_bytes,
-        num_bytes_out=plan.num_bytes_out,
-        num_groups_resumed=outcome.num_resumed,
-        errors=outcome.errors,
-        seconds=time.monotonic() - started,
-        num_workers=staging.num_lanes,
-        profile=work.profile.words(),
-        was_finished=not outcome.is_new,
-        warnings=(*plan.warnings, *outcome.warnings),
-    )
+    return work.report(outcome, time.monotonic() - started)
 
 
 @dataclass(frozen=True)
@@ -142,6 +128,24 @@ class _Work:
         groups = missing if self.team is None else self.team.deal(missing)
         with bounded_gpu(self.resources):
             Executor(self.source, folder, self.resources, self.staging, self.meter, self.profile).run(groups)
+
+    def report(self, outcome: _Outcome, seconds: float) -> ConversionReport:
+        """What was done."""
+        return ConversionReport(
+            out=self.out,
+            plan=self.plan,
+            num_blocks=len(self.plan.blocks),
+            num_ranks=self.plan.num_ranks,
+            num_bytes_in=self.source.total_bytes,
+            num_bytes_out=self.plan.num_bytes_out,
+            num_groups_resumed=outcome.num_resumed,
+            errors=outcome.errors,
+            seconds=seconds,
+            num_workers=self.staging.num_lanes,
+            profile=self.profile.words(),
+            was_finished=not outcome.is_new,
+            warnings=(*self.plan.warnings, *outcome.warnings),
+        )
 
 
 @dataclass(frozen=True)
