@@ -1,12 +1,18 @@
-"""Time whole `hqconv convert` processes on a page-cached checkpoint.
+"""Measure conversions against the limits of this machine and against other ways to the same result.
 
-    python scripts/bench.py [--schemas mxfp4,int4] [--runs 5] [--device cpu] [--size 4.8] [--work FOLDER]
-                            [--quantized fp8-block]
+    python scripts/bench.py [--size 4.8 | --sizes 2,8,29] [--schemas mxfp4,int4] [--device cpu] [--threads N] [--runs 3]
+                            [--sink files|null] [--cold] [--peers] [--quantized fp8-block] [--work FOLDER] [--log NAME]
 
-Makes a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about `--size` GB, reads it once into the page cache,
-converts it once uncounted (compiles the loops), then `--runs` times, and prints the median wall time, GB/s of
-source bytes and the peak resident memory of the process. With `--quantized` the source is that checkpoint in the
-checkpoint layout of this schema, so that `--schemas source` keeps its codes and any other schema requantizes them.
+Makes Qwen3-MoE-shaped checkpoints (experts [768, 2048]) of about `--size` GB each, reads them into the page cache,
+alternates hqconv with its peers, `--runs` times after one uncounted round, and then measures what this machine can do
+(reading the source in parallel, writing as many bytes as come out to the same folder, SHA-256, copies to and from the
+GPU). Every figure is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning.
+With `--sink null` files are made up and forgotten. `--cold` drops the source from the page cache before each run.
+`--peers` adds vLLM's load path, rebuilt from Humming's calls, and llm-compressor's `model_free_ptq` where installed.
+`--log NAME` writes NAME.json, and a plot to NAME.svg.
+
+First it proves that nothing was bought with other bytes: small conversions on every device must be those on record
+(tests/golden/artifacts.json). Exit code 1 where they are not.
 """
 
 from __future__ import annotations
@@ -14,98 +20,238 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench_limits import measure_limits, read_all
+from scripts.bench_plot import plot
 from scripts.shared import make_source
 
 EXPERT_BYTES = 3 * 768 * 2048 * 2
 EXPERTS_PER_LAYER = 32
+HQCONV, VLLM, LLM_COMPRESSOR = "hqconv", "vllm-load-path", "llm-compressor"
 
 
-def cached_source(folder: Path, size_gb: float) -> None:
-    """Write the checkpoint if it is not there, and read it through the page cache."""
+# --- one run, in a process of its own ----------------------------------------------------------------------
+
+
+def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str, Any]:
+    """One conversion; what its stages did."""
+    import hqconv
+
+    if sink == "null":
+        from hqconv.artifact.build import FileRecord
+        from hqconv.pipeline import executor, folder
+
+        class Nothing:
+            """Takes what is written, and forgets it."""
+
+            def __init__(self, *_: object) -> None: ...
+            def write_at(self, *_: object) -> None: ...
+            def finish_file(self, file: Any) -> FileRecord:
+                return FileRecord(file.path, file.size_bytes, "0" * 64)
+
+            def publish(self) -> None: ...
+            def abandon(self) -> None: ...
+
+        def forget(self: Any, _: bytes) -> None:
+            self._journal.remove()
+
+        for owner, name, value in ((executor, "GroupWriter", Nothing), (folder.OutputFolder, "seal", forget)):
+            setattr(owner, name, value)
+    report = hqconv.convert(source, out, **words, overwrite=Path(out).exists())
+    return {"bytes_in": report.num_bytes_in, "bytes_out": report.num_bytes_out, "profile": report.profile}
+
+
+def vllm_load_path(source: str, _: str, words: dict[str, Any], __: str) -> dict[str, Any]:
+    """What vLLM does at every start: each matrix quantized alone, put into parameters, and these transformed."""
+    from scripts.bench_peers import load_like_vllm
+
+    return load_like_vllm(source, words["schema"], words.get("device", "cpu"))
+
+
+def llm_compressor(source: str, out: str, words: dict[str, Any], _: str) -> dict[str, Any]:
+    """llm-compressor's conversion without a model."""
+    from scripts.bench_peers import compress_model_free
+
+    return compress_model_free(source, out, words["schema"], words.get("device", "cpu"))
+
+
+RUNS: dict[str, Callable[[str, str, dict[str, Any], str], dict[str, Any]]] = {
+    HQCONV: convert,
+    VLLM: vllm_load_path,
+    LLM_COMPRESSOR: llm_compressor,
+}
+
+
+def child(job: dict[str, Any]) -> None:
+    """The process of one run: prints what it found as JSON."""
+    found = RUNS[job["who"]](job["source"], job["out"], job["words"], job["sink"])
+    found["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        found["peak_gpu_bytes"] = sys.modules["torch"].cuda.max_memory_reserved()
+    print(json.dumps(found))
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """One run from outside: the wall time of the whole process, and what it printed."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(job)]
+    started = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    seconds = time.monotonic() - started
+    if done.returncode:
+        raise SystemExit(f"failed: {job}")
+    return {"wall_seconds": seconds, **json.loads(done.stdout.splitlines()[-1])}
+
+
+# --- rounds ------------------------------------------------------------------------------------------------
+
+
+def cached_source(folder: Path, size_gb: float) -> Path:
+    """A checkpoint of about this size, in the page cache."""
     layers = max(1, round(size_gb * 1e9 / (EXPERT_BYTES * EXPERTS_PER_LAYER)))
     if not folder.exists():
         sizes = {"hidden": 2048, "intermediate": 768, "layers": layers, "experts": EXPERTS_PER_LAYER}
         make_source(folder, **sizes, vocab=1024)
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            while file.read(1 << 24):
-                pass
+    read_all(folder, default_threads())
+    return folder
 
 
-def quantize_source(source: Path, schema: str) -> Path:
-    """The checkpoint in the checkpoint layout of a schema; read through the page cache by having been written."""
-    out = source.with_name(f"source-{schema}")
+def quantized_source(source: Path, schema: str) -> Path:
+    """The checkpoint in the checkpoint layout of a schema; in the page cache by having been written."""
+    out = source.with_name(f"{source.name}-{schema}")
     if not out.exists():
         command = [sys.executable, "-m", "hqconv", "convert", str(source), "-o", str(out), "-q"]
         subprocess.run([*command, "--schema", schema, "--layout", "checkpoint"], check=True)
     return out
 
 
-def run(command: list[str]) -> tuple[float, int]:
-    """Wall seconds and peak resident bytes of one process."""
-    started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"failed: {' '.join(command)}")
-    return time.monotonic() - started, usage.ru_maxrss * 1024
+def forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rounds(source: Path, schema: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All that is said of one schema and one size."""
+    words = {
+        "schema": schema,
+        "target": "sm90",
+        "device": args.device,
+        "tp": args.tp,
+        "threads": args.threads,
+    }
+    words["max_memory"] = args.max_memory
+    out = args.work / f"out-{schema}"
+    found: dict[str, list[dict[str, Any]]] = {who: [] for who in peers(args)}
+    for number in range(args.runs + 1):
+        for who, results in found.items():
+            if args.cold:
+                forget(source)
+            job = {"who": who, "source": str(source), "out": str(out), "words": words, "sink": args.sink}
+            result = measure(job)
+            if number:
+                results.append(result)
+    ours = found[HQCONV]
+    limits = measure_limits(
+        source, args.work, ours[0]["bytes_out"], args.threads, args.device, cold=args.cold
+    )
+    shutil.rmtree(out, ignore_errors=True)
+    gigabytes = ours[0]["bytes_in"] / 1e9
+    middle = sorted(ours, key=lambda r: float(r["profile"]["seconds"]))[len(ours) // 2]
+    steady = gigabytes / statistics.median(r["profile"]["seconds"] for r in ours)
+    whole = {who: gigabytes / statistics.median(r["wall_seconds"] for r in rs) for who, rs in found.items()}
+    bounds = [limits["read"], limits["copy_in"], *([] if args.sink == "null" else [limits["write"]])]
+    return {
+        "schema": schema,
+        "source": args.quantized or "bfloat16",
+        "device": args.device,
+        "threads": args.threads,
+        "sink": args.sink,
+        "cache": "cold" if args.cold else "warm",
+        "source_gb": round(gigabytes, 2),
+        "steady_gb_per_s": round(steady, 2),
+        "whole_gb_per_s": {who: round(speed, 3) for who, speed in whole.items()},
+        "ratio_to_peers": {who: round(whole[HQCONV] / s, 2) for who, s in whole.items() if who != HQCONV},
+        "limits_gb_per_s": {name: round(limit, 2) for name, limit in limits.items() if limit < float("inf")},
+        "share_of_limit": round(steady / min(bounds), 2),
+        "peak_host_mb": round(max(r["peak_host_bytes"] for r in ours) / 1e6),
+        "peak_gpu_mb": round(max(r.get("peak_gpu_bytes", 0) for r in ours) / 1e6),
+        "stages": middle["profile"]["stages"],
+    }
+
+
+def peers(args: argparse.Namespace) -> list[str]:
+    """Who runs: hqconv, and with --peers what is there to compare it with."""
+    if not args.peers:
+        return [HQCONV]
+    from importlib.util import find_spec
+
+    return [HQCONV, VLLM, *([LLM_COMPRESSOR] if find_spec("llmcompressor") else [])]
+
+
+def check_bytes(device: str) -> None:
+    """Hold small conversions to the artifacts on record. Raises SystemExit where one differs."""
+    from scripts.bench_peers import differences
+
+    wrong = differences(sorted({"cpu", device}))
+    if wrong:
+        raise SystemExit("other bytes than those on record:\n" + "\n".join(wrong))
+    print(f"bytes: as on record on {' and '.join(sorted({'cpu', device}))}", flush=True)
+
+
+def default_threads() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def main() -> None:
-    """Time every schema and print one JSON line each."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, and print one JSON line for each schema and size."""
+    if sys.argv[1:2] == ["--child"]:
+        child(json.loads(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schemas", default="mxfp4,int4")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--sizes", "--size", default="4.8")
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tp", default="1")
-    parser.add_argument("--size", type=float, default=4.8)
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--sink", choices=["files", "null"], default="files")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--max-memory", default="4GiB")
-    parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--quantized", default="")
+    parser.add_argument("--work", type=Path, default=None)
+    parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
-    work = args.work or Path(tempfile.mkdtemp())
-    source = work / "source"
-    cached_source(source, args.size)
-    if args.quantized:
-        source = quantize_source(source, args.quantized)
-    num_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    for schema in args.schemas.split(","):
-        out = work / f"out-{schema}"
-        command = [sys.executable, "-m", "hqconv", "convert", str(source), "-o", str(out), "--schema", schema]
-        command += ["--target", "sm90", "--tp", args.tp, "--device", args.device, "-q", "--overwrite"]
-        command += ["--max-memory", args.max_memory]
-        run(command)
-        results = [run(command) for _ in range(args.runs)]
-        seconds = [r[0] for r in results]
-        median = statistics.median(seconds)
-        print(
-            json.dumps(
-                {
-                    "schema": schema,
-                    "source": args.quantized or "bfloat16",
-                    "device": args.device,
-                    "tp": args.tp,
-                    "source_gb": round(num_bytes / 1e9, 3),
-                    "median_s": round(median, 2),
-                    "min_s": round(min(seconds), 2),
-                    "max_s": round(max(seconds), 2),
-                    "gb_per_s": round(num_bytes / 1e9 / median, 3),
-                    "peak_rss_mb": round(max(r[1] for r in results) / 1e6),
-                }
-            ),
-            flush=True,
-        )
-        shutil.rmtree(out)
+    args.work = args.work or Path(tempfile.mkdtemp(prefix="hqconv-bench-"))
+    check_bytes(args.device)
+    results = []
+    for size in map(float, args.sizes.split(",")):
+        source = cached_source(args.work / f"source-{size:g}", size)
+        if args.quantized:
+            source = quantized_source(source, args.quantized)
+        for schema in args.schemas.split(","):
+            results.append(rounds(source, schema, args))
+            print(json.dumps(results[-1]), flush=True)
+    if args.log:
+        args.log.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+        args.log.with_suffix(".svg").write_text(plot(results))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,12 @@ def entered(lane: Lane) -> Iterator[None]:
 
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory to read into, uint8: pinned for a GPU."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    if device.type == "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    with torch.cuda.device(
+        device
+    ):  # else torch takes memory of the first GPU, which may be another process's
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
