@@ -69,7 +69,7 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
 
         for owner, name, value in ((executor, "GroupWriter", Nothing), (folder.OutputFolder, "seal", forget)):
             setattr(owner, name, value)
-    report = hqconv.convert(source, out, **words, overwrite=Path(out).exists())
+    report = hqconv.convert(source, out, **words)
     return {"bytes_in": report.num_bytes_in, "bytes_out": report.num_bytes_out, "profile": report.profile}
 
 
@@ -158,6 +158,7 @@ def rounds(source: Path, schema: str, args: argparse.Namespace) -> dict[str, Any
     found: dict[str, list[dict[str, Any]]] = {who: [] for who in peers(args)}
     for number in range(args.runs + 1):
         for who, results in found.items():
+            shutil.rmtree(out, ignore_errors=True)
             if args.cold:
                 forget(source)
             job = {"who": who, "source": str(source), "out": str(out), "words": words, "sink": args.sink}

@@ -14,7 +14,7 @@ import torch
 
 from hqconv.backends import loops, twins
 from hqconv.backends.encoded import QuantizedStack, num_groups
-from hqconv.backends.encoders import encoder
+from hqconv.backends.encoders import BFLOAT16, E8M0, GIVEN, encoder
 from hqconv.backends.runtime import humming
 from hqconv.backends.scales import GivenScales, two_level
 from hqconv.backends.twins import Array
@@ -41,6 +41,8 @@ def quantize_stacks(
     count_exact: bool,
 ) -> list[QuantizedStack]:
     """`hqconv.backends.quantize.quantize_stacks` on the CPU."""
+    if (scales := _own_scales(schema, param_dtype)) != GIVEN:
+        return [_encode_at_once(stack, schema, scales, count_exact) for stack in stacks]
     ranges = [_measure(stack, schema) for stack in stacks]
     shared = None
     if schema.is_coupled:
@@ -57,9 +59,8 @@ def _measure(stack: torch.Tensor, schema: TargetSchema) -> _Ranges:
     num_experts, num_rows, num_columns = stack.shape
     source = twins.as_bits(stack).reshape(-1, num_columns)
     group = schema.weight_scale_group_size or num_columns
-    bounds = np.empty((2, len(source), num_columns // group), np.uint32)
-    loops.group_ranges(source, group, bounds[0], bounds[1])
-    highest, lowest = bounds.view(np.float32)
+    highest, lowest = np.empty((2, len(source), num_columns // group), np.float32)
+    loops.group_ranges(source, group, highest, lowest)
     if schema.weight_scale_type in ("block", "tensor"):
         rows = schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
         blocks = (len(source) // rows, rows, -1)
@@ -127,27 +128,81 @@ def _per_row(values: Array, num_rows: int) -> Array:
 
 def _encode(ranges: _Ranges, groups: _Groups, schema: TargetSchema, count_exact: bool) -> QuantizedStack:
     """Codes of a stack, packed, and what each matrix cost."""
-    num_rows, num_columns = ranges.source.shape
-    num_experts = ranges.shape[0]
-    packed = np.empty((num_rows, num_columns * schema.num_bits // 8), np.uint8)
-    sums, exact = np.empty((2, num_rows)), np.zeros(num_rows if count_exact else 0, np.int64)
+    num_rows = len(ranges.source)
     scale_2 = np.ones((1, 1), np.float32) if groups.scale_2 is None else groups.scale_2
     values = (groups.inverse, groups.lowest, groups.scale, groups.zero)
-    encoder(_code(schema))(
-        ranges.source,
-        np.float32(groups.limit),
-        (*(_per_row(one, num_rows) for one in values), _per_row(scale_2, num_rows).reshape(-1)),
-        (packed, *sums, exact),
+    given = (*(_per_row(one, num_rows) for one in values), _per_row(scale_2, num_rows).reshape(-1))
+    out = _Out(ranges.source, schema, count_exact)
+    encoder(_code(schema))(ranges.source, np.float32(groups.limit), given, out.arrays)
+    return out.stack(groups.tensors, ranges.shape)
+
+
+def _own_scales(schema: TargetSchema, param_dtype: str) -> int:
+    """How each row's groups have scales of their own that the encoder can take on its way; GIVEN where they do not."""
+    if (
+        schema.is_coupled
+        or schema.weight_scale_2_type != "none"
+        or schema.has_zero_point
+        or schema.num_bits == 1
+    ):
+        return GIVEN
+    if schema.weight_scale_type not in ("group", "channel"):
+        return GIVEN
+    return {"float8e8m0": E8M0, "bfloat16": BFLOAT16}.get(schema.bs_dtype or param_dtype, GIVEN)
+
+
+def _encode_at_once(
+    stack: torch.Tensor, schema: TargetSchema, scales: int, count_exact: bool
+) -> QuantizedStack:
+    """Scales, codes and costs of a stack in one pass over it."""
+    num_experts, num_rows, num_columns = stack.shape
+    source = twins.as_bits(stack).reshape(-1, num_columns)
+    inverse, scale = np.empty(
+        (2, len(source), num_columns // (schema.weight_scale_group_size or num_columns)), np.float32
     )
-    weight = torch.from_numpy(packed.view(np.int32)).view(num_experts, ranges.shape[1], -1)
-    error, power = loops.fold_rows(sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
-    return QuantizedStack(
-        {**groups.tensors, "weight": weight},
-        torch.from_numpy(error),
-        torch.from_numpy(power),
-        torch.from_numpy(exact.reshape(num_experts, -1).sum(axis=1)),
-        num_groups(ranges.shape[1:], schema) if count_exact else 0,
+    groups = (
+        inverse,
+        np.zeros((1, 1)),
+        scale,
+        np.zeros((1, 1), np.float32),
+        np.ones(len(source), np.float32),
     )
+    out = _Out(source, schema, count_exact)
+    encoder(_code(schema), scales)(source, twins.NO_LIMIT, groups, out.arrays)
+    kept = torch.from_numpy(scale).view(num_experts, num_rows, -1)
+    if scales == E8M0:
+        stored = (kept.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        stored = kept.to(torch.bfloat16)  # exact: rounded already
+    return out.stack({"weight_scale": stored}, (num_experts, num_rows, num_columns))
+
+
+class _Out:
+    """What an encoder writes: packed codes, each row's error and power, and how many groups are exact."""
+
+    def __init__(self, source: Array, schema: TargetSchema, count_exact: bool) -> None:
+        num_rows, num_columns = source.shape
+        self._packed = np.empty((num_rows, num_columns * schema.num_bits // 8), np.uint8)
+        self._sums, self._exact = np.empty((2, num_rows)), np.zeros(num_rows if count_exact else 0, np.int64)
+        self._schema, self._count_exact = schema, count_exact
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """In the encoder's order."""
+        return self._packed, self._sums[0], self._sums[1], self._exact
+
+    def stack(self, tensors: dict[str, torch.Tensor], shape: tuple[int, int, int]) -> QuantizedStack:
+        """With the scales and zero points of a stack [E, N, K]."""
+        num_experts, num_rows, num_columns = shape
+        weight = torch.from_numpy(self._packed.view(np.int32)).view(num_experts, num_rows, -1)
+        error, power = loops.fold_rows(self._sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
+        return QuantizedStack(
+            {**tensors, "weight": weight},
+            torch.from_numpy(error),
+            torch.from_numpy(power),
+            torch.from_numpy(self._exact.reshape(num_experts, -1).sum(axis=1)),
+            num_groups((num_rows, num_columns), self._schema) if self._count_exact else 0,
+        )
 
 
 def _store_scales(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hqconv.backends import twins
+from hqconv.backends import loops, twins
 from hqconv.backends.encoded import QuantizedStack, num_groups
 from hqconv.backends.layout import humming_schema
 from hqconv.backends.runtime import humming
@@ -50,7 +50,7 @@ def _encode_shared(
 ) -> dict[str, torch.Tensor]:
     """Codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
     kind, bits, exponent, mantissa = twins.parse_dtype(schema.b_dtype)
-    largest = shared.new_tensor(twins.largest_value(kind, bits, exponent, mantissa))
+    largest = shared.new_tensor(loops.largest_value(kind, bits, exponent, mantissa))
     values, amax = stack.float(), shared.view(-1, 1, 1)
     if schema.weight_scale_type == "tensor":
         scale = amax / largest

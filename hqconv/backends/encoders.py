@@ -21,6 +21,8 @@ from hqconv.backends.loops import (
     count_exact,
     float_of,
     fold_squares,
+    group_range,
+    largest_value,
     prefetch,
     source_bits,
     u32,
@@ -28,10 +30,15 @@ from hqconv.backends.loops import (
 )
 from hqconv.compiled import compiled
 
+GIVEN, BFLOAT16, E8M0 = range(3)  # group scales: read, or taken from each row's own ranges and rounded so
+
 
 @functools.cache
-def encoder(code):
+def encoder(code, scales=GIVEN):
     """The compiled loop that encodes a matrix in `code`: (kind, bits, exponent bits, mantissa bits).
+
+    Where the `scales` are not GIVEN, inverse_NG and scale_NG are written: Humming's scales of symmetric codes, rounded
+    as they are stored, and the inverses of the unrounded ones. That is one pass over the source instead of two.
 
     encode(source_NK, limit, groups, out), with groups (inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N) and out
     (packed_NB, error_N, power_N, exact_N):
@@ -41,14 +48,15 @@ def encoder(code):
     groups without any error.
     """
     kind, num_bits, exponent_bits, mantissa_bits = code
+    largest = np.float32(largest_value(*code))
     if kind == FLOAT:
-        return _float_encoder(num_bits, exponent_bits, mantissa_bits)
-    return (
-        _asymmetric_encoder(num_bits) if kind == ASYM_INT else _symmetric_encoder(num_bits, kind == SYM_INT)
-    )
+        return _float_encoder(num_bits, exponent_bits, mantissa_bits, scales, largest)
+    if kind == ASYM_INT:
+        return _asymmetric_encoder(num_bits)
+    return _symmetric_encoder(num_bits, kind == SYM_INT, scales, largest)
 
 
-def _float_encoder(num_bits, exponent_bits, mantissa_bits):
+def _float_encoder(num_bits, exponent_bits, mantissa_bits, scales, largest):
     """Small floats: nearest, ties to the truncated value; saturation is the caller's, by `limit`.
 
     Humming divides by 2**exponent_shift, which makes the target's subnormals float32 subnormals, and rounds
@@ -69,6 +77,8 @@ def _float_encoder(num_bits, exponent_bits, mantissa_bits):
         limit_bits = bits_of(limit) if limit > 0 else MAGNITUDE
         for n in range(source_NK.shape[0]):
             row, scale_2 = source_NK[n], scale_2_N[n]
+            if scales != GIVEN:
+                _take_scales(row, False, scales, largest, inverse_NG[n], scale_NG[n])
             for g in range(inverse_NG.shape[1]):
                 inverse, scale, start = inverse_NG[n, g], scale_NG[n, g], u64(g) * group_size
                 prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
@@ -92,7 +102,7 @@ def _float_encoder(num_bits, exponent_bits, mantissa_bits):
     return encode
 
 
-def _symmetric_encoder(num_bits, is_offset):
+def _symmetric_encoder(num_bits, is_offset, scales, largest):
     """Integers, half to even and clamped: offset binary, or sign and magnitude."""
     midpoint = np.int32(1 << (num_bits - 1))
     highest = np.int32(midpoint - 1)
@@ -105,6 +115,8 @@ def _symmetric_encoder(num_bits, is_offset):
         group_size = u64(source_NK.shape[1] // inverse_NG.shape[1])
         for n in range(source_NK.shape[0]):
             row, scale_2 = source_NK[n], scale_2_N[n]
+            if scales != GIVEN:
+                _take_scales(row, is_offset, scales, largest, inverse_NG[n], scale_NG[n])
             for g in range(inverse_NG.shape[1]):
                 inverse, scale, start = inverse_NG[n, g], scale_NG[n, g], u64(g) * group_size
                 prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
@@ -152,6 +164,29 @@ def _asymmetric_encoder(num_bits):
             _measure_row(n, weights, decoded, sums, inverse_NG.shape[1], out)
 
     return encode
+
+
+@compiled
+def _take_scales(row, is_offset, scales, largest, inverse_G, scale_G):
+    """The scales of one row's groups from their ranges, as `twins.group_scales` has them, and rounded to be stored."""
+    group_size = u64(row.size // inverse_G.size)
+    for g in range(inverse_G.size):
+        highest, lowest = group_range(row, u64(g) * group_size, group_size)
+        below = np.float32(abs(lowest))
+        scale = np.float32(max(highest, below) / largest)
+        if is_offset:  # the codes reach one further down than up
+            wide = np.float32(max(highest, below) / np.float32(largest + np.float32(1)))
+            scale = max(wide, np.float32(min(highest, below) / largest))
+            if highest > below:
+                scale = np.float32(-scale)
+        bits = bits_of(scale)
+        if scales == E8M0:
+            bits = u32(u32(bits + u32(0x007FFFFF)) & u32(0x7F800000))
+            scale = float_of(bits)
+        else:  # to the nearest bfloat16, ties to even
+            bits = u32(u32(bits + u32(0x7FFF) + u32(u32(bits >> u32(16)) & u32(1))) & u32(0xFFFF0000))
+        inverse_G[g] = np.float32(1) / scale if scale != 0 else np.float32(np.inf)  # 0 comes of a NaN only
+        scale_G[g] = float_of(bits)
 
 
 @compiled

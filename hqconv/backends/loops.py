@@ -25,6 +25,22 @@ MAGNITUDE = np.uint32(0x7FFFFFFF)
 _TINY_BITS = np.uint32(np.float32(1e-30).view(np.uint32))
 
 
+def largest_value(kind: int, bits: int, exponent: int, mantissa: int) -> float:
+    """The largest finite value of a code type, as Humming's `get_data_type_max_num`."""
+    if kind in (SYM_INT, ASYM_INT):
+        return float(2 ** (bits - 1) - 1)
+    if kind == SIGN_MAGNITUDE:
+        return float(2**mantissa - 1)
+    top = 2 ** (bits - 1) - 1
+    if (bits, exponent) in ((8, 4), (8, 3)):
+        top -= 1  # the all-ones code is NaN ("fn" formats)
+    elif (bits, exponent) == (8, 5):
+        top -= 4  # IEEE infinity and NaNs
+    fraction, exponent_code = top & (2**mantissa - 1), top >> mantissa
+    bias = 2 ** (exponent - 1) - 1
+    return float((1 + fraction / 2**mantissa) * 2.0 ** (exponent_code - bias))
+
+
 # numba's arithmetic on 32-bit integers gives 64 bits, and an index that may be negative is wrapped: both keep LLVM from
 # using vectors. Hence `u32` around every operation, and unsigned indices.
 u32, u64 = np.uint32, np.uint64
@@ -92,21 +108,23 @@ def _source_bits_overload(stored):
 
 @compiled
 def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
-    """Write each group's largest and smallest value.
-
-    `source_NK` holds bfloat16 bits (uint16) or float32 bits (uint32); outputs are float32 bits (uint32).
-    Integer comparison of the bits is exact and order-free, and it vectorises where float max does not.
-    """
+    """Write each group's largest and smallest value, float32, of bfloat16 bits (uint16) or float32 bits (uint32)."""
     num_groups = source_NK.shape[1] // group_size
     for n in range(source_NK.shape[0]):
         row = source_NK[n]
         prefetch(source_NK, n + 2, 0, row.size)
         for g in range(num_groups):
-            largest, smallest = _bit_range(row, u64(g) * u64(group_size), u64(group_size))
-            highest = max(np.int32(_TINY_BITS), largest)
-            lowest = max(_TINY_BITS | SIGN, smallest)
-            highest_NG[n, g] = u32(highest)
-            lowest_NG[n, g] = lowest
+            highest_NG[n, g], lowest_NG[n, g] = group_range(row, u64(g) * u64(group_size), u64(group_size))
+
+
+@compiled
+def group_range(row, start, length):
+    """The largest and the smallest value of a run of a row, float32; Humming starts from ±1e-30.
+
+    Integer comparison of the bits is exact and order-free, and it vectorises where float max does not.
+    """
+    largest, smallest = _bit_range(row, start, length)
+    return float_of(u32(max(np.int32(_TINY_BITS), largest))), float_of(max(_TINY_BITS | SIGN, smallest))
 
 
 def _bit_range(row, start, length):

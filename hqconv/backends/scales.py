@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hqconv.backends import twins
+from hqconv.backends import loops, twins
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
 
@@ -63,7 +63,7 @@ def two_level(
     CUDA divides by a Python number with a reciprocal.
     """
     kind, bits, exponent, mantissa = twins.parse_dtype(schema.b_dtype)
-    limit = twins.largest_value(kind, bits, exponent, mantissa)
+    limit = loops.largest_value(kind, bits, exponent, mantissa)
     if given is not None:
         return given.group, given.second.flatten(), given.second, limit
     scale_max = _FP8_MAX[schema.bs_dtype or ""]

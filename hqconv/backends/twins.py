@@ -39,22 +39,6 @@ def parse_dtype(name: str) -> tuple[int, int, int, int]:
     return (loops.FLOAT if exponent else loops.SIGN_MAGNITUDE), bits, exponent, mantissa
 
 
-def largest_value(kind: int, bits: int, exponent: int, mantissa: int) -> float:
-    """The largest finite value of a code type, as Humming's `get_data_type_max_num`."""
-    if kind in (loops.SYM_INT, loops.ASYM_INT):
-        return float(2 ** (bits - 1) - 1)
-    if kind == loops.SIGN_MAGNITUDE:
-        return float(2**mantissa - 1)
-    top = 2 ** (bits - 1) - 1
-    if (bits, exponent) in ((8, 4), (8, 3)):
-        top -= 1  # the all-ones code is NaN ("fn" formats)
-    elif (bits, exponent) == (8, 5):
-        top -= 4  # IEEE infinity and NaNs
-    fraction, exponent_code = top & (2**mantissa - 1), top >> mantissa
-    bias = 2 ** (exponent - 1) - 1
-    return float((1 + fraction / 2**mantissa) * 2.0 ** (exponent_code - bias))
-
-
 # Up to this group size Humming's kernel makes one pass over a float32 group, and nvcc then fuses the product
 # `zero * -scale` into the subtraction that follows (seen on an H200 with CUDA 13.0; 16-bit sources never fuse).
 FUSED_GROUP_SIZE = 128
@@ -79,7 +63,7 @@ def group_scales(
     for 1-bit integers, whose constants are not float32.
     """
     kind, bits, _, _ = code
-    largest = largest_value(*code)
+    largest = loops.largest_value(*code)
     widest = np.maximum(highest, np.abs(lowest))
     if kind == loops.ASYM_INT:
         scale = (highest - lowest) / np.float32(largest * 2 + 1)
@@ -132,11 +116,11 @@ def quant_weight(
     ones, zeros = np.ones((num_groups, 1), np.float32), np.zeros((num_groups, 1), np.float32)
     scale, lowest, zero = ones, zeros.astype(np.float64), zeros
     if has_scale:
-        bounds = np.empty((2, num_groups, 1), np.uint32)
+        bounds = np.empty((2, num_groups, 1), np.float32)
         loops.group_ranges(source, group_size, bounds[0], bounds[1])
         scale, lowest, zero = group_scales(
             code,
-            *bounds.view(np.float32),
+            *bounds,
             e8m0=use_e8m0_scale,
             negative=allow_negative_scale,
             fp_zero=is_fp_zero_point,
