@@ -174,11 +174,16 @@ class Executor:
         lane: Lane = self._lanes.lane
         return lane
 
-    def _write(self, job: _Job, item: Batch | Piece, slot: torch.Tensor, runs: list[Run]) -> None:
+    def _writer(self, job: _Job) -> GroupWriter:
+        """A group's files, as soon as they are made."""
         self._stages.wait(lambda: job.writer is not None)
         assert job.writer is not None
+        return job.writer
+
+    def _write(self, job: _Job, item: Batch | Piece, slot: torch.Tensor, runs: list[Run]) -> None:
+        writer = self._writer(job)
         for run in runs:
-            job.writer.write_at(run.file, run.offset_bytes, run.data.numpy())
+            writer.write_at(run.file, run.offset_bytes, run.data.numpy())
         runs.clear()
         with self._lock:
             self._free.append(slot)
@@ -196,8 +201,7 @@ class Executor:
                 self._stages.start("finish", file.size_bytes, self._finish_file, job, file)
 
     def _finish_file(self, job: _Job, file: OutFile) -> None:
-        assert job.writer is not None
-        record = job.writer.finish_file(file)
+        record = self._writer(job).finish_file(file)
         with self._lock:
             job.files[file.path] = record
             is_last = len(job.files) == len(job.group.files)
@@ -206,8 +210,7 @@ class Executor:
 
     def _publish(self, job: _Job) -> None:
         """Give a group's files their names and put them down in the journal, one group after the other."""
-        assert job.writer is not None
-        job.writer.publish()
+        self._writer(job).publish()
         records = [job.files[file.path] for file in job.group.files]
         self._folder.record(JournalEntry(job.group.name, records, _measured(job)))
         job.is_done = True

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, manifest, run
+from tests.make.qwen import write_qwen3_moe
 
 GATED = {"model_type": "qwen3_moe", "hidden_act": "silu"}
 UNGATED = {"model_type": "nemotron_h", "mlp_hidden_act": "relu2"}
@@ -55,3 +56,18 @@ def test_they_convert_and_verify(
         assert_verified(out, source)
         (block,) = manifest(out)["blocks"].values()
         assert block["w13_order"] == (["gate", "up"] if gated else ["up"])
+
+
+def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path) -> None:
+    """Its files are finished although nothing is ever written to them."""
+    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
+    tensors = {
+        name: tensor for name, tensor in load_file(src / "model.safetensors").items() if ".experts." in name
+    }
+    save_file({**tensors, "nothing": torch.empty(0), "no.rows": torch.empty(0, 7)}, src / "model.safetensors")
+    run(src, tmp_path / "out", "mxfp4")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "nothing": (0,),
+        "no.rows": (0, 7),
+    }
