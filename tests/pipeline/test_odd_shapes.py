@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hqconv.pipeline.writer import GroupWriter
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.qwen import write_qwen3_moe
@@ -58,8 +61,15 @@ def test_they_convert_and_verify(
         assert block["w13_order"] == (["gate", "up"] if gated else ["up"])
 
 
-def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path) -> None:
-    """Its files are finished although nothing is ever written to them."""
+def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are finished although nothing is ever written to them, and not before they are made."""
+
+    class Slow(GroupWriter):
+        def __init__(self, *arguments: Any) -> None:
+            time.sleep(0.2)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("hqconv.pipeline.executor.GroupWriter", Slow)
     src = write_qwen3_moe(tmp_path / "src", num_layers=1)
     tensors = {
         name: tensor for name, tensor in load_file(src / "model.safetensors").items() if ".experts." in name
