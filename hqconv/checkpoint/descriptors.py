@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _OTHERS = 40  # descriptors left to the rest of the process: libraries, the journal, a terminal
-_SHARE = (
-    4  # owners that may have files open at the same time: a source, an artifact, two groups of output files
-)
+# Owners that may have files open at the same time: a source, an artifact, and four groups of output files.
+_SHARE = 6
 _LEAST, _MOST = 4, 512
 
 

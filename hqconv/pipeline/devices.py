@@ -67,9 +67,8 @@ def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory to read into, uint8: pinned for a GPU."""
     if device.type == "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8)
-    with torch.cuda.device(
-        device
-    ):  # else torch takes memory of the first GPU, which may be another process's
+    # Pinning touches a GPU: its own, not the first one, which may be another process's.
+    with torch.cuda.device(device):
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 

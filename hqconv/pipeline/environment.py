@@ -6,8 +6,8 @@ import os
 
 
 def in_team() -> bool:
-    """Whether torchrun, or whatever sets the same variables, started this process beside others."""
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    """Whether torchrun started this process beside others; schedulers set some of these variables in any shell."""
+    needed = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(os.environ.get(name) for name in needed) and os.environ["WORLD_SIZE"] != "1"
 
 

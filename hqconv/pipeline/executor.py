@@ -36,7 +36,7 @@ _MAX_THREADS = 8  # of a stage that reads, writes or hashes
 
 @dataclass(eq=False)
 class _Job:
-    """A group on its way. Changed under the executor's lock only."""
+    """A group on its way. What several threads count (`num_left`, `files`, `costs`) is under the executor's lock."""
 
     group: Group
     writer: GroupWriter | None = None

@@ -118,15 +118,7 @@ class Journal:
             os.truncate(self.path, sum(len(line) + 1 for line in lines))
         if not lines:
             return None, []
-        try:
-            identity = dict(json.loads(lines[0]))
-        except (ValueError, TypeError, RecursionError):
-            raise OutputError(
-                "The journal of an unfinished conversion cannot be read.",
-                where=str(self.path),
-                remedy="Start anew in another folder with -o, or remove this one.",
-            ) from None
-        return identity, [entry for line in lines[1:] if (entry := _parse_entry(line))]
+        return _identity(self.path, lines[0]), [entry for line in lines[1:] if (entry := _parse_entry(line))]
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Note what is converted, and that this process does it; a journal that says so already keeps its lines."""
@@ -183,6 +175,25 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
+
+
+def identity_of(root: Path) -> dict[str, Any]:
+    """What the journal of a folder says was begun there. Raises OutputError where it says nothing that can be read."""
+    path = root / JOURNAL
+    with output_errors(path):
+        lines, _ = _lines(path.read_bytes())
+    return _identity(path, lines[0] if lines else b"")
+
+
+def _identity(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        raise OutputError(
+            "The journal of an unfinished conversion cannot be read.",
+            where=str(path),
+            remedy="Start anew in another folder with -o, or remove this one.",
+        ) from None
 
 
 def _lines(data: bytes) -> tuple[list[bytes], bytes]:

@@ -22,20 +22,14 @@ def produce(
 ) -> tuple[list[Run], dict[str, list[Cost]]]:
     """Encode a batch and lay it out. Returns the runs, and what each matrix lost by role.
 
-    The runs may be views of `raw`, and of memory of the lane's that it fills again with its next batch but one.
+    The runs may be views of `raw`, so that its buffer is free only when they are written.
     """
     planned, block = batch.planned, batch.planned.block
     done = encode_batch(source, block, batch.experts, raw, planned.encoding, lane.device)
     runs = list(_kernel_runs(batch, done) if planned.forms else _packed_runs(batch, done))
     data = lane.to_host([run.data for run in runs])
     for run, one in zip(runs, data, strict=True):
-        assert one.numel() == run.num_bytes, (
-            planned.name,
-            run.file,
-            run.offset_bytes,
-            run.num_bytes,
-            one.numel(),
-        )
+        assert one.numel() == run.num_bytes, (planned.name, run.file, run.offset_bytes, run.num_bytes)
     return [replace(run, data=one) for run, one in zip(runs, data, strict=True)], done.costs()
 
 

@@ -1,4 +1,4 @@
-"""Where a conversion's time goes: how long each stage worked, and how long it waited for another."""
+"""Where a conversion's time goes: how long the threads of each stage were at work, waits inside a task included."""
 
 from __future__ import annotations
 

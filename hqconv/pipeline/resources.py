@@ -118,9 +118,7 @@ def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
     else:  # and floats, since they are quantized anew, or may be where gate and up must share a scale
         widened = stored + numbers * 5
     groups = _GROUP_BYTES / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
-    num_decoded = (
-        1 if encoding.is_coded else num_experts
-    )  # at a time: only plain numbers are taken as a stack
+    num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
     packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
     # Two matrices in flight; three packed; a TP slice cut, joined, padded and permuted; what is waiting to be written.
     live = (

@@ -1,4 +1,4 @@
-"""Converts a source by its plan into an artifact: groups in order, the manifest last."""
+"""Converts a source by its plan into an artifact, alone or beside other processes: all groups, the manifest last."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _help(work: _Work, team: Team) -> _Outcome:
         )
     if begun["is_new"]:
         root = Path(begun["root"])
-        with Share(root, team.rank, identity) as share:
+        with Share(root, team.rank) as share:
             work.run(share, begun["done"])
         team.hand_in(share.entries)
     team.hear("sealed")

@@ -15,7 +15,10 @@ class CancelledError(Exception):
 
 
 class Stages:
-    """Named pools of threads. A task may start tasks of other stages; `wait` is for the thread that owns them."""
+    """Named pools of threads. A task may start tasks of other stages, and wait for what tasks of others change.
+
+    `stop` is for the thread that owns them.
+    """
 
     def __init__(self, num_threads: dict[str, int], profile: Profile) -> None:
         self._pools = {name: ThreadPoolExecutor(n, f"hqconv-{name}") for name, n in num_threads.items()}
@@ -50,7 +53,7 @@ class Stages:
                 self._changed.notify_all()
 
     def wait(self, is_reached: Callable[[], bool]) -> None:
-        """Until something that tasks change is reached. Raises the first error, or CancelledError in a task."""
+        """Until something that tasks change is reached. Raises the first error once there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_cancelled or is_reached())
             if self._is_cancelled:

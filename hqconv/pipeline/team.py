@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
 from hqconv.pipeline.environment import in_team
-from hqconv.pipeline.journal import Journal, JournalEntry
+from hqconv.pipeline.journal import Journal, JournalEntry, identity_of
 from hqconv.schemas.artifact import member_journal
 
 _T = TypeVar("_T")
@@ -24,14 +25,29 @@ _POLL_SECONDS = 0.05
 _GOODBYE_SECONDS = 60.0
 
 
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """Turns what the store says of a lost connection into an OutputError."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed.DistError
+        raise OutputError(
+            "The processes of this conversion lost each other.",
+            where="torchrun's store",
+            found=str(error).partition("\n")[0][:200],
+            remedy="See whether one of them, or its machine, is gone; then run the same command with --resume.",
+        ) from error
+
+
 class Share:
     """One process's share of a folder that the first process took: where it writes, and its own journal."""
 
-    def __init__(self, root: Path, rank: int, identity: dict[str, Any]) -> None:
+    def __init__(self, root: Path, rank: int) -> None:
+        """Begin a journal in a folder whose own journal was begun. Raises OutputError where it cannot be read."""
         self.root = root
         self.entries: list[JournalEntry] = []
         self._journal = Journal(root, member_journal(rank))
-        self._journal.begin(identity)
+        self._journal.begin(identity_of(root))
 
     def __enter__(self) -> Share:
         return self
@@ -72,24 +88,34 @@ class Team:
 
     def count(self, name: str, more: int) -> int:
         """Add to a number that all processes share; what it is then."""
-        return int(self._store.add(f"hqconv/count/{name}", more))
+        with _reachable():
+            return int(self._store.add(f"hqconv/count/{name}", more))
 
     # --- what the others say
 
     def say(self, key: str, words: Any) -> None:
         """Tell the others, once."""
-        self._store.set(f"hqconv/{key}", json.dumps(words))
+        with _reachable():
+            self._store.set(f"hqconv/{key}", json.dumps(words))
 
     def hear(self, key: str) -> Any:
         """What another process says; waits for it. Raises OutputError where one failed meanwhile."""
-        while not self._store.check([f"hqconv/{key}"]):
+        while not self._is_said(key):
             self._check()
             time.sleep(_POLL_SECONDS)
-        return json.loads(self._store.get(f"hqconv/{key}"))
+        return self._words(key)
+
+    def _is_said(self, key: str) -> bool:
+        with _reachable():
+            return bool(self._store.check([f"hqconv/{key}"]))
+
+    def _words(self, key: str) -> Any:
+        with _reachable():
+            return json.loads(self._store.get(f"hqconv/{key}"))
 
     def _check(self) -> None:
-        if self._store.check(["hqconv/failed"]):
-            words = json.loads(self._store.get("hqconv/failed"))
+        if self._is_said("failed"):
+            words = self._words("failed")
             raise OutputError(
                 "Another process of this conversion failed.",
                 where=f"rank {words['rank']}",
@@ -99,10 +125,10 @@ class Team:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this process goes away, so that they do not wait for it."""
-        if not self._store.check(["hqconv/failed"]):
-            self.say(
-                "failed", {"rank": self.rank, "error": str(error).partition("\n")[0] or type(error).__name__}
-            )
+        told = str(error).partition("\n")[0] or type(error).__name__
+        with suppress(OutputError):  # they cannot be reached, or know already
+            self._check()
+            self.say("failed", {"rank": self.rank, "error": told})
 
     # --- the end
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
+from hqconv.pipeline.environment import in_team, is_first, local_place
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.journal import Journal, JournalEntry
 from hqconv.pipeline.team import Share, Team
@@ -120,9 +121,10 @@ def test_one_process_goes_on_where_several_were(src: Path, alone: dict[str, str]
 
     out = tmp_path / "out"
     assert scripted(tmp_path, src, out, "int4-g64", "recorded", "").returncode != 0
-    assert (out / member_journal(1)).exists()
+    of_dead, of_first = ((out / name).read_text().count('"group"') for name in (member_journal(1), JOURNAL))
     report = run(src, out, "int4-g64", Grid(2), resume=True)
-    assert report.num_groups_resumed >= 1  # the dead one's among them
+    assert report.num_groups_resumed == of_first + of_dead
+    assert of_dead == 1
     assert snapshot(out) == alone
 
 
@@ -167,6 +169,33 @@ def test_who_waits_hears_that_another_failed() -> None:
         assert "--resume" in caught.value.remedy
 
 
+def test_a_store_that_is_gone_is_one_message_and_hides_no_other() -> None:
+    class Gone(HashStore):
+        def check(self, *_: object) -> bool:
+            raise DistNetworkError("Connection reset by peer\nlong story")
+
+        add = set = get = check  # type: ignore[assignment]
+
+    team = Team(Gone(), 1, 2)
+    for call in (lambda: team.hear("x"), lambda: next(team.deal([1])), lambda: team.say("x", 1)):
+        with pytest.raises(OutputError, match="lost each other") as caught:
+            call()
+        assert caught.value.found == "Connection reset by peer"
+    team.fail(ValueError("what really happened"))  # and is raised after this
+
+
+def test_only_torchrun_makes_a_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers leave a rank and a world size in shells, too: nobody may wait there for others."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert (in_team(), is_first(), local_place()) == (False, True, (0, 1))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (in_team(), is_first(), local_place()) == (True, False, (1, 4))
+
+
 def test_what_was_finished_arrives_whole() -> None:
     store = HashStore()
     entry = JournalEntry("block", [FileRecord("a", 3, "ab")], {"w1": {"relative_error": 0.1}})
@@ -185,7 +214,7 @@ def unfinished(root: Path) -> JournalEntry:
     """A folder that rank 0 began, and in which rank 1 finished a group."""
     with OutputFolder(root, IDENTITY, ["a.safetensors"]) as folder:
         folder.start(100)
-        with Share(root, 1, {**IDENTITY, "files": ["a.safetensors"]}) as share:
+        with Share(root, 1) as share:
             (root / "a.safetensors").write_bytes(b"abc")
             digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
             entry = JournalEntry("a", [FileRecord("a.safetensors", 3, digest)], {})
