@@ -5,18 +5,22 @@ Legend: E experts, N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hqconv.backends import loops, twins
-from hqconv.backends.encoded import QuantizedStack, num_groups
+from hqconv.backends.encoded import QuantizedStack, fold_sum, num_groups
 from hqconv.backends.layout import humming_schema
 from hqconv.backends.runtime import humming
 from hqconv.backends.scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
+
+_BUILDING = threading.Lock()  # one lane builds a kernel, the others find it
+_CANNOT_BUILD = threading.Event()
 
 
 def quantize_stacks(
@@ -82,22 +86,31 @@ def _encode_shared(
 def _with_error(
     stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any, counted: int
 ) -> QuantizedStack:
-    values = stack.double()
-    difference = values - schema.dequant_tensors(dict(tensors)).double()
     num_experts = len(stack)
-    if counted:
-        exact = (difference.view(num_experts, counted, -1) == 0).all(-1).sum(-1)
-    else:
-        exact = torch.zeros(num_experts, dtype=torch.int64, device=stack.device)
-    error, power = (fold_sum(fold_sum(x * x)) for x in (difference, values))
-    return QuantizedStack(tensors, error, power, exact, counted)
+    exact = torch.zeros(num_experts, dtype=torch.int64, device=stack.device)
+    sums = None if counted else _sums_at_once(stack, tensors, schema)
+    if sums is None:
+        values = stack.double()
+        difference = values - schema.dequant_tensors(dict(tensors)).double()
+        if counted:
+            exact = (difference.view(num_experts, counted, -1) == 0).all(-1).sum(-1)
+        sums = fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
+    return QuantizedStack(tensors, *sums, exact, counted)
 
 
-def fold_sum(terms: torch.Tensor) -> torch.Tensor:
-    """`loops.fold_sum` over the last dimension; overwrites `terms`."""
-    length = terms.size(-1)
-    while length > 1:
-        half = (length + 1) // 2
-        terms[..., : length - half] += terms[..., half:length]
-        length = half
-    return terms[..., 0]
+def _sums_at_once(
+    stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The sums by a kernel of our own, on a GPU; None where none can be built: without a C compiler, say."""
+    if not stack.is_cuda or _CANNOT_BUILD.is_set():
+        return None
+    with _BUILDING:
+        try:
+            from hqconv.backends.cuda_sums import error_sums  # loads Triton
+
+            return error_sums(stack, tensors, schema)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever keeps Triton from building; torch gives the same sums
+            _CANNOT_BUILD.set()
+            return None

@@ -49,7 +49,7 @@ class QuantizedStack:
     """E matrices of one projection in Humming's packed form, and what each cost, on one device.
 
     `tensors` as in `Quantized`, with the experts in front: tensor-level scales are [E], all others [E, …].
-    `error`, `power`: float64 [E]; `num_exact`: int64 [E]; as in `Cost`.
+    `error`, `power`: float64 [E]; `num_exact`: int64 [E]; as in `Cost`, and so is `is_direct`.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -57,12 +57,19 @@ class QuantizedStack:
     power: torch.Tensor
     num_exact: torch.Tensor
     num_groups: int = 0
+    is_direct: bool = False
 
-    def costs(self) -> list[Cost]:
-        """What each matrix lost; waits for the device."""
-        sums = torch.stack([self.error, self.power, self.num_exact.double()]).tolist()
+    def sums(self) -> torch.Tensor:
+        """What `costs` is told from: float64 [3, E] on the device."""
+        return torch.stack([self.error, self.power, self.num_exact.double()])
+
+    def costs(self, sums: torch.Tensor | None = None) -> list[Cost]:
+        """What each matrix lost, from `sums` where they are on the host already; else waits for the device."""
+        if self.is_direct:
+            return [Cost(is_direct=True)] * len(self.error)
+        each = (self.sums() if sums is None else sums).tolist()
         return [
-            Cost(error, power, int(exact), self.num_groups) for error, power, exact in zip(*sums, strict=True)
+            Cost(error, power, int(exact), self.num_groups) for error, power, exact in zip(*each, strict=True)
         ]
 
     def split(self) -> list[Quantized]:
@@ -77,6 +84,13 @@ class QuantizedStack:
             )
             for e, cost in enumerate(self.costs())
         ]
+
+
+def stack_direct(matrices: Sequence[Mapping[str, torch.Tensor]]) -> QuantizedStack:
+    """Packed tensors of one projection of E experts whose codes and scales were kept."""
+    tensors = stack_tensors(matrices)
+    nothing = torch.zeros(len(matrices), dtype=torch.float64, device=tensors["weight"].device)
+    return QuantizedStack(tensors, nothing, nothing, nothing.long(), is_direct=True)
 
 
 def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -96,3 +110,13 @@ def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, t
 def num_groups(shape: tuple[int, int], schema: TargetSchema) -> int:
     """Scale groups of a matrix [N, K], counted per row."""
     return shape[0] * (shape[1] // (schema.weight_scale_group_size or shape[1]))
+
+
+def fold_sum(terms: torch.Tensor) -> torch.Tensor:
+    """`loops.fold_sum` over the last dimension; overwrites `terms`."""
+    length = terms.size(-1)
+    while length > 1:
+        half = (length + 1) // 2
+        terms[..., : length - half] += terms[..., half:length]
+        length = half
+    return terms[..., 0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hqconv.checkpoint import hub, index
 from hqconv.checkpoint.descriptors import Descriptors
+from hqconv.checkpoint.reading import adjoining, fill
 from hqconv.checkpoint.safetensors import parse_header, read_header
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.schemas.artifact import CONFIG, INDEX, MANIFEST, PARTIAL, SINGLE
@@ -175,18 +176,25 @@ class Checkpoint:
             raise ValueError(f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}")
         if not view.nbytes:  # cast() refuses empty views
             return
-        view = view.cast("B")
-        offset = ref.offset_bytes + start
+        self._fill([ref], [view.cast("B")], ref.offset_bytes + start)
+
+    def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
+        """Fills a buffer with all of each tensor's bytes, as `read_into`; what adjoins is read at once."""
+        for run in adjoining(pieces):
+            refs, views = zip(*run, strict=True)
+            self._fill(refs, views, refs[0].offset_bytes)
+
+    def _fill(self, refs: Sequence[TensorRef], views: Sequence[memoryview], offset: int) -> None:
+        end = offset + sum(map(len, views))
         try:
-            with self._descriptors.using(self.files[ref.file].name) as descriptor:
-                while view:  # one call reads 2 GiB at most, and any call may return less than asked
-                    num_read = os.preadv(descriptor, [view], offset)
-                    if not num_read:
-                        found = f"end of file at byte {offset}"
-                        raise self._read_error(ref, "The file shrank since its header was read.", found)
-                    view, offset = view[num_read:], offset + num_read
+            with self._descriptors.using(self.files[refs[0].file].name) as descriptor:
+                reached = fill(descriptor, views, offset)
         except OSError as error:
-            raise self._read_error(ref, "The file cannot be read.", error.strerror) from error
+            raise self._read_error(refs[0], "The file cannot be read.", error.strerror) from error
+        if reached < end:
+            ref = next(ref for ref in refs if ref.offset_bytes + ref.num_bytes > reached)
+            found = f"end of file at byte {reached}"
+            raise self._read_error(ref, "The file shrank since its header was read.", found)
 
     def close(self) -> None:
         """Closes the files; no read may be under way, and none may follow."""

@@ -16,6 +16,7 @@ import torch
 
 from hqconv.backends import codec, loops, twins
 from hqconv.decode import loops as decode_loops
+from hqconv.decode.doubts import is_any
 from hqconv.errors import InputError
 from hqconv.schemas.dtypes import code_bits
 
@@ -152,23 +153,23 @@ def checked(coded: Coded, names: Mapping[str, str]) -> Coded:
     """
     scale = scale_values(coded.scale)
     where = names.get("scale") or names.get("weight", "")
-    if not bool(scale.isfinite().all()):
+    if is_any(~scale.isfinite()):
         refuse("A scale is NaN or infinite.", where, "finite scales", f"{_count(~scale.isfinite())}")
-    if not coded.b_dtype.startswith("uint") and bool((scale < 0).any()):
+    if not coded.b_dtype.startswith("uint") and is_any(scale < 0):
         refuse("A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0))
     # In a narrow dtype a group's scale may have underflowed; its weights are 0 for whoever loads them.
     is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-    if bool((scale == 0).any()) and (not is_narrow or bool((scale == 0).all())):
+    if is_any(scale == 0) and (not is_narrow or bool((scale == 0).all())):
         _check_zero_scales(coded, scale == 0, where)
     largest = float(_table(coded.b_dtype, True).max())
-    if float(scale.abs().max()) * largest > torch.finfo(torch.float32).max:
+    if is_any(scale.abs().max().double() * largest > torch.finfo(torch.float32).max):
         refuse(
             "A scale is too large: weights would be infinite.", where, "finite weights", scale.max().item()
         )
     if coded.scale_2 is not None:
         second = coded.scale_2.float()
         is_bad = ~(second.isfinite() & (second > 0))
-        if bool(is_bad.any()):
+        if is_any(is_bad):
             at = names.get("scale_2", where)
             refuse("A global scale is not usable.", at, "a positive number", second[is_bad][0].item())
     _check_codes(coded, names)
@@ -187,7 +188,7 @@ def _check_codes(coded: Coded, names: Mapping[str, str]) -> None:
         return
     data = codec.as_bytes(coded.packed)
     if data.is_cuda:
-        is_bad = bool(((data & mask) == mask).any())
+        is_bad = is_any((data & mask) == mask)
     else:
         is_bad = decode_loops.has_code(coded.packed.numpy().view(np.uint32).reshape(-1), mask)
     if is_bad:

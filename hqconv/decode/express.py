@@ -11,6 +11,7 @@ import torch
 
 from hqconv.backends import codec
 from hqconv.decode.coded import Coded, scale_values
+from hqconv.decode.doubts import is_any
 from hqconv.errors import RequestError
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
@@ -77,7 +78,7 @@ def _cast(scale: torch.Tensor, dtype: str) -> torch.Tensor:
         return scale
     exact = scale_values(scale)
     kept = exact.to(target)
-    if not torch.equal(kept.float(), exact):
+    if is_any(kept.float() != exact):
         raise RequestError(
             "A scale would be rounded.",
             where="--dtype",
@@ -99,4 +100,4 @@ def share_scale(coded: Sequence[Coded], schema: TargetSchema) -> bool:
             scales.append(one.scale_2.float())
     if len(scales) < len(coded) or any(scale.numel() != 1 for scale in scales):
         return False
-    return all(torch.equal(scale.view(-1), scales[0].view(-1)) for scale in scales)
+    return not any(is_any(scale.view(-1) != scales[0].view(-1)) for scale in scales[1:])

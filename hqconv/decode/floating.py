@@ -11,6 +11,7 @@ import torch
 
 from hqconv.backends import codec
 from hqconv.decode.coded import Coded, checked, refuse
+from hqconv.decode.doubts import is_any
 from hqconv.formats.format import SourceFormat
 
 Parts = Mapping[str, torch.Tensor]
@@ -33,7 +34,7 @@ def _groups(fmt: SourceFormat) -> tuple[int, int]:
 def as_e8m0(scale: torch.Tensor, name: str) -> torch.Tensor:
     """Exponent bytes as float8_e8m0fnu; 255 is NaN and refused."""
     exponents = scale.contiguous().view(torch.uint8)
-    if bool((exponents == 255).any()):
+    if is_any(exponents == 255):
         refuse("A scale is NaN.", name, "e8m0 exponents from 0 to 254", "255")
     return exponents.view(torch.float8_e8m0fnu)
 
@@ -54,7 +55,7 @@ def decode_fp8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> C
         scale = as_e8m0(scale, names.get("scale", ""))
     elif fmt.option("scale_fmt") == "ue8m0":
         mantissa, _ = torch.frexp(scale.float())
-        if bool((mantissa != 0.5).any()):
+        if is_any(mantissa != 0.5):
             found = scale[mantissa.reshape(scale.shape) != 0.5].flatten()[0].item()
             refuse(
                 "A scale is no power of two.", names.get("scale", ""), "ue8m0 scales: powers of two", found
@@ -81,7 +82,7 @@ def decode_nvfp4(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) ->
     scale = parts["scale"].contiguous().view(torch.float8_e4m3fn)
     second = parts["scale_2"].reshape(1).float()
     name = names.get("scale_2", "")
-    if not bool(second.isfinite().all() & (second > 0).all()):
+    if is_any(~(second.isfinite() & (second > 0))):
         refuse("A global scale is not usable.", name, "a positive number", second.item())
     if fmt.option("scale_2") == "divides":
         second = second.reciprocal()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hqconv.backends import codec
 from hqconv.decode.coded import Coded, checked, refuse
+from hqconv.decode.doubts import is_any
 from hqconv.decode.floating import Names, Parts, Shape, as_e8m0, grid
 from hqconv.formats.format import SourceFormat
 
@@ -23,7 +24,7 @@ def decode_humming(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) 
         stored = parts["zero_point"].contiguous()
         is_float = bool(fmt.option("is_fp_zero_point"))
         zero_point = stored if is_float else codec.unpack_along_rows(stored, coded.num_bits, shape[0])
-        if is_float and not bool(stored.isfinite().all()):
+        if is_float and is_any(~stored.isfinite()):
             refuse(
                 "A zero point is NaN or infinite.",
                 names.get("zero_point", ""),

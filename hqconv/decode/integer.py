@@ -12,6 +12,7 @@ import torch
 from hqconv.backends import codec
 from hqconv.decode import loops
 from hqconv.decode.coded import Coded, checked, refuse
+from hqconv.decode.doubts import is_any
 from hqconv.decode.floating import Names, Parts, Shape, grid
 from hqconv.decode.nibbles import AWQ_ORDER, reordered_nibbles, transpose_4bit
 from hqconv.formats.format import SourceFormat
@@ -99,7 +100,7 @@ def _zero_or_midpoint(fmt: SourceFormat, zero: torch.Tensor, bits: int, names: N
         return zero
     midpoint = 2 ** (bits - 1)
     is_other = zero != midpoint
-    if bool(is_other.any()):
+    if is_any(is_other):
         refuse(
             "A symmetric matrix has zero points other than the midpoint.",
             names.get("zero_point", ""),
@@ -164,13 +165,13 @@ def decode_bitnet(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -
     stored = parts["weight"].contiguous()
     num_rows, num_columns = shape
     scale = parts["scale"].float().reshape(1, 1)
-    if not bool(scale.isfinite().all() & (scale > 0).all()):
+    if is_any(~(scale.isfinite() & (scale > 0))):
         refuse("A scale is not usable.", names.get("scale", ""), "a positive number", scale.item())
     if fmt.option("scale_inverted", True):
         scale = scale.reciprocal()
     if stored.is_cuda:
         codes = torch.cat([(stored >> shift) & 3 for shift in (0, 2, 4, 6)])
-        is_ternary = not bool((codes == 3).any())
+        is_ternary = not is_any(codes == 3)
         packed = codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
     else:
         out = np.empty((num_rows, num_columns // 4), np.uint8)

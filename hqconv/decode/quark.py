@@ -9,6 +9,7 @@ import torch
 
 from hqconv.backends import codec
 from hqconv.decode.coded import Coded, checked, refuse
+from hqconv.decode.doubts import is_any
 from hqconv.decode.floating import Names, Parts, Shape, as_e8m0, grid
 from hqconv.decode.nibbles import AWQ_ORDER, PLAIN_ORDER, reordered_nibbles, transpose_4bit
 from hqconv.formats.format import SourceFormat
@@ -95,7 +96,7 @@ def _decode_embedded(fmt: SourceFormat, weight: torch.Tensor, shape: Shape, name
     bits = 6 if "6" in fmt.b_dtype else 4
     blocks = weight.reshape(shape[0], -1, 1 + bits * 4)
     exponent = blocks[..., 0].contiguous().view(torch.int8).to(torch.int16) + 127
-    if bool((exponent < 0).any()):
+    if is_any(exponent < 0):
         refuse(
             "A scale is out of range.",
             names.get("weight", ""),

@@ -12,7 +12,7 @@ from hqconv.inspection.words import Words, block_runs, schema_words
 from hqconv.pipeline.clearing import check_strays, listed_files
 from hqconv.pipeline.durable import check_space
 from hqconv.pipeline.folder import check_replaceable, place_of_work
-from hqconv.pipeline.resources import Resources, plan_staging, working_bytes
+from hqconv.pipeline.resources import Resources, plan_staging
 from hqconv.planning.plan import Plan
 
 
@@ -20,7 +20,6 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
     """All that a conversion will do and need. Raises RequestError where the memory is not enough for one expert."""
     request, experts = plan.request, plan.experts
     staging = plan_staging(plan.blocks, resources)
-    worker_bytes = max(working_bytes(block, staging.num_experts) for block in plan.blocks)
     return {
         "kind": "plan",
         "source": source_words(plan.source),
@@ -44,8 +43,8 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
         "num_bytes_out": plan.num_bytes_out,
         "rank_bytes": plan.rank_bytes(),
         "num_workers": staging.num_lanes,
-        "worker_bytes": worker_bytes,
-        "peak_memory_bytes": staging.num_lanes * worker_bytes,
+        "worker_bytes": staging.lane_bytes,
+        "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
         "warnings": list(plan.warnings),
     }
 

@@ -52,11 +52,12 @@ class Run:
 
 
 def cut(group: Group, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
-    """A group in batches of at most `num_experts`, or in pieces of at most `piece_bytes`."""
+    """A group in batches of at most `num_experts`, all about as large, or in pieces of at most `piece_bytes`."""
     if isinstance(group, PlannedBlock):
         total = group.block.num_experts
-        for start in range(0, total, num_experts):
-            yield Batch(group, range(start, min(start + num_experts, total)))
+        count = -(-total // num_experts)
+        for number in range(count):
+            yield Batch(group, range(number * total // count, (number + 1) * total // count))
     else:
         for ref in group.refs:
             for start in range(0, ref.num_bytes, piece_bytes):

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Host memory that one batch after another uses, uint8.
+
+    raw: what is read. out: what comes back from a GPU, both pinned; of no size where nothing does.
+    """
+
+    raw: torch.Tensor
+    out: torch.Tensor
+
+
 class Lane(Protocol):
-    """One thread's way through a device."""
+    """One way through a device: what is begun on it is done in its order, beside what is begun on others."""
 
     device: torch.device
 
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors' bytes as flat uint8 tensors on the host, complete when this returns."""
+    def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
+        """The tensors' bytes as flat uint8 tensors on the host, maybe views of `slot`; there when `arrive` says so."""
+        ...
+
+    def arrive(self) -> Callable[[], None] | None:
+        """What waits until all that was begun so far is done; None where it is."""
         ...
 
 
@@ -26,8 +42,11 @@ class CpuLane:
         torch.set_num_threads(1)  # of this thread: the lanes are as many as there are processors
         self.device = torch.device("cpu")
 
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
         return [_flat(tensor) for tensor in tensors]
+
+    def arrive(self) -> None:
+        return None
 
 
 class CudaLane:
@@ -38,18 +57,25 @@ class CudaLane:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Through pinned memory, which torch keeps for the next batch once the stream has passed."""
+    def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
+        """One after the other into `slot.out`."""
         flat = [_flat(tensor) for tensor in tensors]
-        host = [torch.empty(one.shape, dtype=torch.uint8, pin_memory=True) for one in flat]
-        for to, one in zip(host, flat, strict=True):
+        host, end = [], 0
+        for one in flat:
+            to = slot.out[end : end + len(one)]
             to.copy_(one, non_blocking=True)
-        self.stream.synchronize()
+            host.append(to)
+            end += len(one)
         return host
+
+    def arrive(self) -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return event.synchronize
 
 
 def make_lane(device: torch.device) -> Lane:
-    """A lane for the calling thread."""
+    """A lane; one for the CPU is the calling thread's."""
     return CudaLane(device) if device.type == "cuda" else CpuLane()
 
 
@@ -63,13 +89,19 @@ def entered(lane: Lane) -> Iterator[None]:
         yield
 
 
-def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory to read into, uint8: pinned for a GPU."""
+def make_slot(raw_bytes: int, out_bytes: int, device: torch.device) -> Slot:
+    """Host memory for one batch: pinned for a GPU."""
     if device.type == "cpu":
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return Slot(torch.empty(raw_bytes, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
     # Pinning touches a GPU: its own, not the first one, which may be another process's.
     with torch.cuda.device(device):
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        raw, out = (torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in (raw_bytes, out_bytes))
+        return Slot(raw, out)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """What torch takes for so many pinned bytes: the next power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hqconv.backends.encoded import stack_tensors
-from hqconv.backends.quantize import Cost, Quantized, QuantizedStack, quantize, quantize_stacks
+from hqconv.backends.encoded import stack_direct, stack_tensors
+from hqconv.backends.quantize import Cost, Quantized, QuantizedStack, quantize_stacks
 from hqconv.decode.coded import Coded
+from hqconv.decode.doubts import assuming_good, is_any
 from hqconv.decode.express import express, share_scale
 from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import InputError
@@ -23,19 +24,28 @@ from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.sources.raw import RawExperts
 from hqconv.sources.source import Source
 
+_ASYNCHRONOUS = ("cuda",)  # devices that should not be waited for
 COUPLED = (("w1", "w3"), ("w2",))  # projections that share their tensor-level scale
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedBatch:
-    """All projections of some experts: role → packed tensors [E, …] of the target's schema, and what they cost."""
+    """All projections of some experts: role → packed tensors [E, …] of the target's schema, and what they cost.
+
+    measured: float64 tensors on the device, which `costs` wants on the host: a caller brings them along with the rest.
+    """
 
     tensors: dict[str, dict[str, torch.Tensor]]
-    _costs: Callable[[], dict[str, list[Cost]]]
+    measured: list[torch.Tensor]
+    _costs: Callable[[Sequence[torch.Tensor]], dict[str, list[Cost]]]
 
-    def costs(self) -> dict[str, list[Cost]]:
-        """What each matrix lost, by role; waits for the device. Raises InputError where a weight is no number."""
-        return self._costs()
+    def costs(self, measured: Sequence[torch.Tensor]) -> dict[str, list[Cost]]:
+        """What each matrix lost, by role. Raises InputError where a weight is no number, Doubtful as `encode_batch`."""
+        return self._costs(measured)
+
+
+class DoubtfulError(Exception):
+    """A check that was put down would have found something: the batch is to be encoded with `is_careful`."""
 
 
 def encode_batch(
@@ -45,25 +55,50 @@ def encode_batch(
     raw: RawExperts | None,
     encoding: Encoding,
     device: torch.device,
+    *,
+    is_careful: bool = False,
 ) -> EncodedBatch:
-    """Encode some experts. `raw` holds their bytes, unless the source reads for itself. Raises as `encode`."""
-    stacks = _float_stacks(block, raw)
-    if stacks is None:
-        return _encode_each(source, block, experts, raw, encoding, device)
-    done: dict[str, QuantizedStack] = {}
-    for roles in _coupled(block):
-        floats = [stacks[role].to(device, non_blocking=True) for role in roles]
-        results = quantize_stacks(floats, encoding.schema, encoding.param_dtype)
-        done |= dict(zip(roles, results, strict=True))
+    """Encode some experts. `raw` holds their bytes, unless the source reads for itself. Raises as `encode`.
 
-    def costs() -> dict[str, list[Cost]]:
-        found = {role: stack.costs() for role, stack in done.items()}
+    On a GPU nothing is waited for, and values are looked at in the end: its costs may raise DoubtfulError, unless
+    `is_careful`.
+    """
+    stacks = _float_stacks(block, raw)
+    if stacks is not None:
+        done: dict[str, QuantizedStack] = {}
+        for roles in _coupled(block):
+            floats = [stacks[role].to(device, non_blocking=True) for role in roles]
+            results = quantize_stacks(floats, encoding.schema, encoding.param_dtype)
+            done |= dict(zip(roles, results, strict=True))
+        return _judged_later(block, experts, done, encoding)
+    if device.type in _ASYNCHRONOUS and not is_careful:
+        with assuming_good() as doubts:
+            done = _encode_together(source, block, experts, raw, encoding, device)
+        return _judged_later(block, experts, done, encoding, doubts.all())
+    return _encode_each(source, block, experts, raw, encoding, device)
+
+
+def _judged_later(
+    block: ExpertBlock,
+    experts: Sequence[int],
+    done: Mapping[str, QuantizedStack],
+    encoding: Encoding,
+    doubts: torch.Tensor | None = None,
+) -> EncodedBatch:
+    """A batch whose numbers, and what was doubted of them, are looked at when its costs are asked for."""
+    sums = [stack.sums() for stack in done.values()]
+
+    def costs(measured: Sequence[torch.Tensor]) -> dict[str, list[Cost]]:
+        if len(measured) > len(sums) and bool(measured[-1].any()):
+            raise DoubtfulError
+        found = {role: stack.costs(one) for (role, stack), one in zip(done.items(), measured, strict=False)}
         for index, expert in enumerate(experts):
             for roles in _coupled(block):
                 _check_numbers({_name(block, expert, role): found[role][index] for role in roles}, encoding)
         return found
 
-    return EncodedBatch({role: stack.tensors for role, stack in done.items()}, costs)
+    measured = sums if doubts is None else [*sums, doubts.double()]
+    return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, costs)
 
 
 def _name(block: ExpertBlock, expert: int, role: str) -> str:
@@ -85,6 +120,31 @@ def _float_stacks(block: ExpertBlock, raw: RawExperts | None) -> dict[str, torch
     return None if None in stacks.values() else {role: s for role, s in stacks.items() if s is not None}
 
 
+def _encode_together(
+    source: Source,
+    block: ExpertBlock,
+    experts: Sequence[int],
+    raw: RawExperts | None,
+    encoding: Encoding,
+    device: torch.device,
+) -> dict[str, QuantizedStack]:
+    """Decoded one by one, quantized as stacks: nothing waits for the device, inside `assuming_good`."""
+    done: dict[str, QuantizedStack] = {}
+    for roles in _coupled(block):
+        each = [source.read_expert(block, expert, roles, device, raw) for expert in experts]
+        kept = [_kept(matrices, encoding) if encoding.is_direct else None for matrices in each]
+        direct = [one for one in kept if one is not None]
+        if len(direct) == len(each):
+            done |= {role: stack_direct([one[role].tensors for one in direct]) for role in roles}
+        else:  # none of them, while checks are put down
+            done |= _quantized_stacks(each, encoding)
+        for role in roles:
+            biases = [_bias(matrices[role], encoding) for matrices in each]
+            if bias := [one for one in biases if one is not None]:
+                done[role] = replace(done[role], tensors={**done[role].tensors, "bias": torch.stack(bias)})
+    return done
+
+
 def _encode_each(
     source: Source,
     block: ExpertBlock,
@@ -102,7 +162,8 @@ def _encode_each(
                 each[role].append(one)
     return EncodedBatch(
         {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()},
-        lambda: {role: [one.cost for one in parts] for role, parts in each.items()},
+        [],
+        lambda _: {role: [one.cost for one in parts] for role, parts in each.items()},
     )
 
 
@@ -144,18 +205,26 @@ def _codes(matrix: SourceMatrix) -> Coded:
 
 
 def _quantized(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, Quantized]:
-    powers = None
+    return {role: stack.split()[0] for role, stack in _quantized_stacks([matrices], encoding).items()}
+
+
+def _quantized_stacks(
+    each: Sequence[Mapping[str, SourceMatrix]], encoding: Encoding
+) -> dict[str, QuantizedStack]:
+    """Of several experts, those projections that share their tensor-level scale."""
+    roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
         size = encoding.schema.weight_scale_group_size
-        powers = [_scales_per(_codes(one), size) for one in matrices.values()]
-    done = quantize(
-        [one.values() for one in matrices.values()],
-        encoding.schema,
-        encoding.param_dtype,
-        powers,
-        count_exact=encoding.is_coded,
+        powers = [_stack([_scales_per(_codes(matrices[role]), size) for matrices in each]) for role in roles]
+    values = [_stack([matrices[role].values() for matrices in each]) for role in roles]
+    done = quantize_stacks(
+        values, encoding.schema, encoding.param_dtype, powers, count_exact=encoding.is_coded
     )
-    return dict(zip(matrices, done, strict=True))
+    return dict(zip(roles, done, strict=True))
+
+
+def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
+    return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
 
 
 def _scales_per(coded: Coded, group_size: int) -> torch.Tensor:
@@ -165,17 +234,23 @@ def _scales_per(coded: Coded, group_size: int) -> torch.Tensor:
 
 def _with_bias(result: Quantized, matrix: SourceMatrix, encoding: Encoding) -> Quantized:
     """Adds the bias, if there is one, in the parameter dtype."""
+    bias = _bias(matrix, encoding)
+    return result if bias is None else replace(result, tensors={**result.tensors, "bias": bias})
+
+
+def _bias(matrix: SourceMatrix, encoding: Encoding) -> torch.Tensor | None:
+    """The bias in the parameter dtype, if there is one. Raises InputError where it is no number there."""
     if matrix.bias is None:
-        return result
+        return None
     kept = matrix.bias.to(torch_dtype_of(encoding.param_dtype))
-    if not bool(torch.isfinite(kept).all()):
+    if is_any(~torch.isfinite(kept)):
         raise InputError(
             "A bias is NaN or infinite, or too large for the parameter dtype.",
             where=f"tensor {matrix.names['bias']}",
             expected=f"numbers that {encoding.param_dtype} can hold",
             remedy="Look at the tensor; for large values try --dtype bfloat16.",
         )
-    return replace(result, tensors={**result.tensors, "bias": kept.contiguous()})
+    return kept.contiguous()
 
 
 def _check_numbers(costs: Mapping[str, Cost], encoding: Encoding) -> None:

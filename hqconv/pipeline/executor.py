@@ -7,19 +7,19 @@ memory (see `resources`). No stage waits for a block's end; groups are finished,
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from hqconv.backends.quantize import Cost
 from hqconv.pipeline.batches import Batch, Piece, Run, cut
 from hqconv.pipeline.costs import block_errors
-from hqconv.pipeline.devices import Lane, entered, host_buffer, make_lane
+from hqconv.pipeline.devices import Lane, Slot, entered, make_lane, make_slot
+from hqconv.pipeline.encode import DoubtfulError
 from hqconv.pipeline.journal import JournalEntry
-from hqconv.pipeline.produce import produce
+from hqconv.pipeline.produce import Produced, produce
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter
 from hqconv.pipeline.resources import Resources, Staging
@@ -27,11 +27,13 @@ from hqconv.pipeline.stages import Stages
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
 from hqconv.planning.groups import Group, PlannedBlock
+from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.raw import RawExperts
 from hqconv.sources.source import Source
 
 _MAX_OPEN_GROUPS = 4  # one that is made ahead, one in work, two that are being finished
-_MAX_THREADS = 8  # of a stage that reads, writes or hashes
+_MAX_THREADS = 16  # of a stage that reads, writes or hashes
+_READ_BYTES = 32 << 20  # of a batch that one thread reads, while others read the rest
 
 
 @dataclass(eq=False)
@@ -44,6 +46,17 @@ class _Job:
     files: dict[str, Any] = field(default_factory=dict)
     costs: dict[int, dict[str, Cost]] = field(default_factory=dict)
     is_done: bool = False
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A batch or a piece on its way, with the slot that it holds."""
+
+    job: _Job
+    item: Batch | Piece
+    slot: Slot
+    raw: RawExperts | None = None
+    num_reads_left: int = 0  # under the executor's lock
 
 
 class Destination(Protocol):
@@ -74,8 +87,11 @@ class Executor:
         self._stages = Stages(
             {
                 "open": 1,
+                "slot": 1,
                 "read": num_threads,
-                "encode": staging.num_lanes,
+                # A GPU's lanes are streams: one thread feeds them all, and is not held up by another's Python.
+                "encode": 1 if resources.is_cuda else staging.num_lanes,
+                "collect": 1,
                 "write": num_threads,
                 "finish": num_threads,
                 "publish": 1,
@@ -84,8 +100,9 @@ class Executor:
         )
         self._lock = threading.Lock()
         self._lanes = threading.local()
-        self._free: list[torch.Tensor] = []
-        self._num_slots = 0
+        self._free: list[Slot] = []
+        self._num_slots = 0  # made or being made
+        self._is_making = False
         self._jobs: list[_Job] = []
 
     def run(self, groups: Iterable[Group]) -> None:
@@ -122,22 +139,39 @@ class Executor:
     def _feed(self, job: _Job) -> None:
         job.num_left = 1
         for item in cut(job.group, self._staging.num_experts, self._staging.slot_bytes):
-            slot = self._take_slot()
+            flight = _Flight(job, item, self._take_slot())
             with self._lock:
                 job.num_left += 1
-            self._stages.start("read", item.num_bytes, self._read, job, item, slot)
+            self._read_ahead(flight)
         self._leave(job)
 
-    def _take_slot(self) -> torch.Tensor:
-        """A buffer that nobody uses; waits for one."""
+    def _take_slot(self) -> Slot:
+        """A slot that nobody uses; waits for one, and has another one made where that is allowed."""
         with self._lock:
-            may_make = not self._free and self._num_slots < self._staging.num_slots
-            self._num_slots += may_make
-        if may_make:
-            return host_buffer(self._staging.slot_bytes, self._device)
-        self._stages.wait(lambda: bool(self._free))
+            must_make = not self._free and not self._is_making and self._num_slots < self._staging.num_slots
+            self._num_slots += must_make
+            self._is_making |= must_make
+        if must_make:
+            self._stages.start("slot", 0, self._make_slot)
+        with self._profile.waiting("a free slot"):
+            self._stages.wait(lambda: bool(self._free))
         with self._lock:
             return self._free.pop()
+
+    def _read_ahead(self, flight: _Flight) -> None:
+        """Have a batch's bytes read by several threads, or a piece by one."""
+        item = flight.item
+        if isinstance(item, Piece):
+            self._stages.start("read", item.num_bytes, self._read_piece, flight, item)
+        elif self._source.reads_ahead:
+            flight.raw = RawExperts(item.layout, flight.slot.raw)
+            pieces = item.layout.pieces(_READ_BYTES)
+            flight.num_reads_left = len(pieces)
+            for places in pieces:
+                num_bytes = sum(ref.num_bytes for ref, _ in places)
+                self._stages.start("read", num_bytes, self._read, flight, item, places)
+        else:
+            self._stages.start("encode", item.num_bytes, self._encode, flight, item)
 
     # --- stages
 
@@ -145,50 +179,79 @@ class Executor:
         job.writer = GroupWriter(self._folder.root, job.group.files)
         self._stages.tell()
 
-    def _read(self, job: _Job, item: Batch | Piece, slot: torch.Tensor) -> None:
-        if isinstance(item, Piece):
-            data = slot[: item.num_bytes]
-            self._source.read_into(item.ref, data.numpy().data, item.start)
-            place = item.planned.files[0].tensors[item.ref.name]
-            runs = [Run(place.file, place.offset_bytes + item.start, item.num_bytes, data)]
-            self._stages.start("write", item.num_bytes, self._write, job, item, slot, runs)
-            return
-        raw = RawExperts(item.layout, slot) if self._source.reads_ahead else None
-        if raw is not None:
-            self._source.read_raw(raw)
-        self._stages.start("encode", item.num_bytes, self._encode, job, item, slot, raw)
+    def _make_slot(self) -> None:
+        slot = make_slot(self._staging.slot_bytes, self._staging.out_bytes, self._device)
+        with self._lock:
+            self._is_making = False
+            self._free.append(slot)
+        self._stages.tell()
 
-    def _encode(self, job: _Job, batch: Batch, slot: torch.Tensor, raw: RawExperts | None) -> None:
+    def _read_piece(self, flight: _Flight, piece: Piece) -> None:
+        data = flight.slot.raw[: piece.num_bytes]
+        self._source.read_into(piece.ref, data.numpy().data, piece.start)
+        place = piece.planned.files[0].tensors[piece.ref.name]
+        runs = [Run(place.file, place.offset_bytes + piece.start, piece.num_bytes, data)]
+        self._stages.start("write", piece.num_bytes, self._write, flight, runs)
+
+    def _read(self, flight: _Flight, batch: Batch, places: list[tuple[TensorRef, int]]) -> None:
+        assert flight.raw is not None
+        self._source.read_raw(flight.raw, places)
+        with self._lock:
+            flight.num_reads_left -= 1
+            is_last = flight.num_reads_left == 0
+        if is_last:
+            self._stages.start("encode", batch.num_bytes, self._encode, flight, batch)
+
+    def _encode(self, flight: _Flight, batch: Batch) -> None:
         lane = self._lane()
         with entered(lane):
-            runs, costs = produce(self._source, batch, raw, lane)
-        with self._lock:
-            for index, expert in enumerate(batch.experts):
-                job.costs[expert] = {role: of_role[index] for role, of_role in costs.items()}
-        num_bytes = sum(run.num_bytes for run in runs)
-        self._stages.start("write", num_bytes, self._write, job, batch, slot, runs)
+            produced = produce(self._source, batch, flight.raw, lane, flight.slot)
+        if produced.wait is None:
+            self._collect(flight, batch, lane, produced)
+        else:
+            self._stages.start("collect", batch.num_bytes, self._collect, flight, batch, lane, produced)
 
     def _lane(self) -> Lane:
-        if not hasattr(self._lanes, "lane"):
-            self._lanes.lane = make_lane(self._device)
-        lane: Lane = self._lanes.lane
-        return lane
+        """The thread's own lane, or the next one of those that its only thread feeds."""
+        if not hasattr(self._lanes, "lanes"):
+            count = self._staging.num_lanes if self._device.type == "cuda" else 1
+            self._lanes.lanes = deque(make_lane(self._device) for _ in range(count))
+        lanes: deque[Lane] = self._lanes.lanes
+        lanes.rotate()
+        return lanes[0]
+
+    def _collect(self, flight: _Flight, batch: Batch, lane: Lane, produced: Produced) -> None:
+        """Take what comes back, once it is there; have it done again where a check that was put off finds something."""
+        try:
+            costs = _awaited(produced)
+        except DoubtfulError:
+            with entered(lane):
+                produced = produce(self._source, batch, flight.raw, lane, flight.slot, is_careful=True)
+                costs = _awaited(produced)
+        with self._lock:
+            for index, expert in enumerate(batch.experts):
+                flight.job.costs[expert] = {role: of_role[index] for role, of_role in costs.items()}
+        num_bytes = sum(run.num_bytes for run in produced.runs)
+        self._stages.start("write", num_bytes, self._write, flight, produced.runs)
 
     def _writer(self, job: _Job) -> GroupWriter:
         """A group's files, as soon as they are made."""
-        self._stages.wait(lambda: job.writer is not None)
+        if job.writer is None:
+            with self._profile.waiting("files to write into"):
+                self._stages.wait(lambda: job.writer is not None)
         assert job.writer is not None
         return job.writer
 
-    def _write(self, job: _Job, item: Batch | Piece, slot: torch.Tensor, runs: list[Run]) -> None:
-        writer = self._writer(job)
+    def _write(self, flight: _Flight, runs: list[Run]) -> None:
+        writer = self._writer(flight.job)
         for run in runs:
             writer.write_at(run.file, run.offset_bytes, run.data.numpy())
         runs.clear()
         with self._lock:
-            self._free.append(slot)
-        self._meter.advance(job.group.name, item.num_bytes)
-        self._leave(job)
+            self._free.append(flight.slot)
+        self._profile.begin()
+        self._meter.advance(flight.job.group.name, flight.item.num_bytes)
+        self._leave(flight.job)
         self._stages.tell()
 
     def _leave(self, job: _Job) -> None:
@@ -216,6 +279,12 @@ class Executor:
         job.is_done = True
         self._meter.finish(job.group.name)
         self._stages.tell()
+
+
+def _awaited(produced: Produced) -> dict[str, list[Cost]]:
+    if produced.wait is not None:
+        produced.wait()
+    return produced.costs()
 
 
 def _measured(job: _Job) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,26 +11,48 @@ from hqconv.backends.assemble import gemm_tensors
 from hqconv.backends.layout import to_kernel
 from hqconv.backends.quantize import Cost
 from hqconv.pipeline.batches import Batch, Run
-from hqconv.pipeline.devices import Lane
+from hqconv.pipeline.devices import Lane, Slot
 from hqconv.pipeline.encode import EncodedBatch, encode_batch
 from hqconv.sources.raw import RawExperts
 from hqconv.sources.source import Source
 
 
-def produce(
-    source: Source, batch: Batch, raw: RawExperts | None, lane: Lane
-) -> tuple[list[Run], dict[str, list[Cost]]]:
-    """Encode a batch and lay it out. Returns the runs, and what each matrix lost by role.
+@dataclass(frozen=True, eq=False)
+class Produced:
+    """What a batch became. `runs` are to be written once `wait` has returned, where there is one."""
 
-    The runs may be views of `raw`, so that its buffer is free only when they are written.
+    runs: list[Run]
+    wait: Callable[[], None] | None
+    _encoded: EncodedBatch
+    _measured: list[torch.Tensor]
+
+    def costs(self) -> dict[str, list[Cost]]:
+        """What each matrix lost by role; see `EncodedBatch`."""
+        return self._encoded.costs(self._measured)
+
+
+def produce(
+    source: Source, batch: Batch, raw: RawExperts | None, lane: Lane, slot: Slot, *, is_careful: bool = False
+) -> Produced:
+    """Encode a batch and lay it out; on a GPU, have that done.
+
+    The runs may be views of `slot`, which is free only when they are written.
     """
     planned, block = batch.planned, batch.planned.block
-    done = encode_batch(source, block, batch.experts, raw, planned.encoding, lane.device)
+    done = encode_batch(
+        source, block, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful
+    )
     runs = list(_kernel_runs(batch, done) if planned.forms else _packed_runs(batch, done))
-    data = lane.to_host([run.data for run in runs])
+    host = lane.to_host([*done.measured, *(run.data for run in runs)], slot)
+    measured, data = host[: len(done.measured)], host[len(done.measured) :]
     for run, one in zip(runs, data, strict=True):
         assert one.numel() == run.num_bytes, (planned.name, run.file, run.offset_bytes, run.num_bytes)
-    return [replace(run, data=one) for run, one in zip(runs, data, strict=True)], done.costs()
+    return Produced(
+        [replace(run, data=one) for run, one in zip(runs, data, strict=True)],
+        lane.arrive(),
+        done,
+        [bits.view(torch.float64).view(one.shape) for bits, one in zip(measured, done.measured, strict=True)],
+    )
 
 
 def _kernel_runs(batch: Batch, done: EncodedBatch) -> Iterator[Run]:

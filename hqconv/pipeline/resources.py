@@ -11,13 +11,18 @@ import torch
 
 from hqconv.errors import RequestError
 from hqconv.formats.format import QUANTIZED
+from hqconv.pipeline.devices import pinned_bytes
 from hqconv.planning.groups import PlannedBlock
 from hqconv.sources.raw import RawLayout
 
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
 _SLOTS_PER_LANE = 2
-_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = 32 << 20, 256 << 20  # of the source: enough that Python costs little
+_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
+    32 << 20,
+    128 << 20,
+)  # of 16-bit weights: enough that Python costs little
 _PIECE_BYTES = 8 << 20
+_MEASURED_BYTES = 1 << 10  # of an expert: its sums, and a flag for each check
 _GROUP_BYTES = 80  # ranges, scales and zero points of one scale group, while they are worked out
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may come
@@ -62,17 +67,20 @@ def default_threads() -> int:
 class Staging:
     """How a conversion is cut and held: so many batches of so many experts encoded at once, each lane with its slots.
 
-    slot_bytes: of the buffer that one batch is read into; a piece of a copied tensor takes no more.
+    slot_bytes: of the buffer that one batch is read into; a piece of a copied tensor takes no more. out_bytes: of the
+    one that a GPU's results come back to. lane_bytes: the most host memory that a lane takes, its slots included.
     """
 
     num_lanes: int
     num_experts: int
     slot_bytes: int
+    out_bytes: int
+    lane_bytes: int
 
     @property
     def num_slots(self) -> int:
-        """Batches in flight: while one is encoded, each lane has another one that is read or written."""
-        return self.num_lanes * _SLOTS_PER_LANE
+        """Batches in flight: one in each lane, and at least two, if not half as many, that are read or written."""
+        return min(self.num_lanes * _SLOTS_PER_LANE, self.num_lanes + max(2, self.num_lanes // 2))
 
 
 def plan_staging(
@@ -82,7 +90,12 @@ def plan_staging(
 
     Raises RequestError if not even one expert fits.
     """
-    needs = {"--max-memory": (resources.max_memory_bytes, working_bytes, "memory")}
+
+    def host(planned: PlannedBlock, num_experts: int) -> int:
+        decoded = 0 if resources.is_cuda and reads_ahead else working_bytes(planned, num_experts)
+        return decoded + (gpu_staging_bytes(planned, num_experts) if resources.is_cuda else 0)
+
+    needs = {"--max-memory": (resources.max_memory_bytes, host, "memory")}
     wanted = resources.num_threads
     if resources.is_cuda:
         needs["--max-gpu-memory"] = (resources.gpu_bytes(), gpu_working_bytes, "GPU memory")
@@ -94,7 +107,7 @@ def plan_staging(
     for option, (limit, need, what) in needs.items():
         _check_fits(option, max(need(block, 1) for block in blocks), limit, what)
     target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES
-    largest = max(_expert_bytes(block) for block in blocks)
+    largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in blocks)
     num_experts = max(1, min(target // largest, max(b.block.num_experts for b in blocks)))
     while num_experts > 1 and num_fitting(num_experts) < wanted:
         num_experts //= 2
@@ -102,7 +115,16 @@ def plan_staging(
         RawLayout(b.block, range(min(num_experts, b.block.num_experts))).num_bytes for b in blocks
     )
     num_lanes = max(1, min(num_fitting(num_experts), wanted))
-    return Staging(num_lanes, num_experts, slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES))
+    out_bytes = max(_bytes_out(b, num_experts) for b in blocks) if resources.is_cuda else 0
+    slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
+    lane_bytes = max(host(b, num_experts) for b in blocks)
+    return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
+
+
+def gpu_staging_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+    """The pinned host memory of the slots that one lane has on a GPU for batches of this block."""
+    raw, out = _expert_bytes(planned) * num_experts, _bytes_out(planned, num_experts)
+    return _SLOTS_PER_LANE * (pinned_bytes(raw) + pinned_bytes(out)) + (1 << 20)
 
 
 def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
@@ -140,6 +162,16 @@ def gpu_working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
 def _stored_bytes(planned: PlannedBlock) -> int:
     """What the source stores for the largest projection of an expert."""
     return max(sum(ref.num_bytes for ref in parts.values()) for parts in planned.block.sources[0].values())
+
+
+def _bytes_out(planned: PlannedBlock, num_experts: int) -> int:
+    """What comes back from a GPU for a batch, with what was measured."""
+    return (planned.expert_bytes_out + _MEASURED_BYTES) * num_experts
+
+
+def _num_weights(planned: PlannedBlock) -> int:
+    """Of an expert."""
+    return len(planned.block.roles) * planned.block.intermediate_size * planned.block.hidden_size
 
 
 def _expert_bytes(planned: PlannedBlock) -> int:

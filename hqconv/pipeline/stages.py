@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,15 +33,17 @@ class Stages:
 
     def start(self, stage: str, num_bytes: int, task: Callable[..., None], *arguments: Any) -> None:
         """Run a task in a stage's threads as soon as one is free, unless they are stopped before."""
-        self._pools[stage].submit(self._run, stage, num_bytes, task, *arguments)
+        self._pools[stage].submit(self._run, stage, num_bytes, time.monotonic(), task, *arguments)
 
-    def _run(self, stage: str, num_bytes: int, task: Callable[..., None], *arguments: Any) -> None:
+    def _run(
+        self, stage: str, num_bytes: int, asked: float, task: Callable[..., None], *arguments: Any
+    ) -> None:
         with self._changed:
             if self._is_cancelled:
                 return
             self._num_at_work += 1
         try:
-            with self._profile.busy(stage, num_bytes):
+            with self._profile.busy(stage, num_bytes, time.monotonic() - asked):
                 task(*arguments)
         except BaseException as error:  # noqa: BLE001 - reported by the owner
             with self._changed:

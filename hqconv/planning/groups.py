@@ -50,6 +50,15 @@ class PlannedBlock:
         return self.block.num_bytes
 
     @cached_property
+    def expert_bytes_out(self) -> int:
+        """The most that is written of one expert, on all its ranks."""
+        if not self.forms:
+            total = sum(ref.num_bytes for file in self.files for ref in file.tensors.values())
+            return -(-total // self.block.num_experts)
+        of_rank = sum(spec.num_bytes for form in self.forms.values() for spec in form.tensors.values())
+        return of_rank * len(self.slices) * max(len(homes) for homes in self.homes)
+
+    @cached_property
     def _tensors(self) -> tuple[dict[str, TensorRef], ...]:
         """Every rank file's tensors as `w13_weight` …."""
         prefix = f"{self.name}."

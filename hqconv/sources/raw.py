@@ -52,6 +52,18 @@ class RawLayout:
                     seen.add(start)
                     yield ref, start
 
+    def pieces(self, num_bytes: int) -> list[list[tuple[TensorRef, int]]]:
+        """The places in parts of about `num_bytes`, in the order of the files, to be read side by side."""
+        parts: list[list[tuple[TensorRef, int]]] = []
+        filled = num_bytes
+        for ref, start in sorted(self.places(), key=lambda place: (place[0].file, place[0].offset_bytes)):
+            if filled >= num_bytes:
+                parts.append([])
+                filled = 0
+            parts[-1].append((ref, start))
+            filled += ref.num_bytes
+        return parts
+
     def start_of_stack(self, role: str, part: str) -> int | None:
         """Where a part of all experts lies as one run; None where it does not, or is stored in another form."""
         if self.block.parts[role][part].is_stacked and not self.block.parts[role][part].is_run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -25,11 +25,10 @@ class SafetensorsSource(Checkpoint):
 
     reads_ahead: ClassVar[bool] = True
 
-    def read_raw(self, raw: RawExperts) -> None:
-        """Fill the buffer. Raises InputError as `read_into`."""
+    def read_raw(self, raw: RawExperts, places: Iterable[tuple[TensorRef, int]]) -> None:
+        """Read ranges into the buffer. Raises InputError as `read_into`."""
         buffer = raw.buffer.numpy().data
-        for ref, start in raw.layout.places():
-            self.read_into(ref, buffer[start : start + ref.num_bytes])
+        self.read_all_into((ref, buffer[start : start + ref.num_bytes]) for ref, start in places)
 
     def read_expert(
         self,

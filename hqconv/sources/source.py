@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import torch
@@ -33,8 +33,11 @@ class Source(Described, Protocol):
         bool
     ]  # whether an expert is a number of byte ranges, which `read_raw` can fetch before
 
-    def read_raw(self, raw: RawExperts) -> None:
-        """Fill the buffer with its experts' bytes; any thread may. Raises InputError. Only where `reads_ahead`."""
+    def read_raw(self, raw: RawExperts, places: Iterable[tuple[TensorRef, int]]) -> None:
+        """Read some of the buffer's ranges, each to its start; any thread may. Raises InputError.
+
+        Only where `reads_ahead`.
+        """
         ...
 
     def read_expert(

@@ -35,3 +35,18 @@ def test_artifacts_are_those_on_record(name: str, tmp_path: Path) -> None:
         if found.source != recorded.source and torch.__version__ != RECORDED["torch"]:
             pytest.skip(f"the source is made of other numbers than by torch {RECORDED['torch']}")
         assert found == recorded, conversion
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "plain"])
+def test_checks_that_are_judged_together_change_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: experts are decoded without a look at their values, and again where one look found something."""
+    src = make_source(name, tmp_path / "source")
+    monkeypatch.setattr("hqconv.pipeline.encode._ASYNCHRONOUS", ("cpu",))
+    for conversion, options in list(conversions_of(name))[:4]:
+        recorded = Record(*RECORDED["cases"][f"{name}/{conversion}"])
+        found = record(src, tmp_path / "out", options)
+        if found.source != recorded.source and torch.__version__ != RECORDED["torch"]:
+            pytest.skip(f"the source is made of other numbers than by torch {RECORDED['torch']}")
+        assert found == recorded, conversion

@@ -15,6 +15,7 @@ from hqconv.pipeline.durable import copy_whole
 from hqconv.pipeline.resources import (
     Resources,
     bounded_gpu,
+    gpu_staging_bytes,
     gpu_working_bytes,
     plan_staging,
     working_bytes,
@@ -54,6 +55,7 @@ def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> Non
     source.close()
     blocks, total = plan.blocks, plan.blocks[0].block.num_experts
     host, device = working_bytes(blocks[0]), gpu_working_bytes(blocks[0])
+    pinned = gpu_staging_bytes(blocks[0])
 
     def staged(*bounds: Any) -> tuple[int, int]:
         staging = plan_staging(blocks, Resources(*bounds))
@@ -67,10 +69,11 @@ def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> Non
         2,
     )  # as many lanes as asked for, then experts
     assert staged(CUDA, GIB, 8, 2 * device) == (2, 1)
-    assert staged(CUDA, host, 8, GIB) == (1, 1)
+    assert staged(CUDA, pinned, 8, GIB) == (1, 1)
     assert staged(CUDA, GIB, 8) == (3, total)  # of a GPU that is free enough
     for resources, option in (
         (Resources(CPU, host - 1, 8), "--max-memory"),
+        (Resources(CUDA, pinned - 1, 8), "--max-memory"),
         (Resources(CUDA, GIB, 8, device - 1), "--max-gpu-memory"),
     ):
         with pytest.raises(RequestError, match="does not fit") as caught:
@@ -110,11 +113,11 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
     """From the worker's thread to the caller, and the unfinished folder can be resumed on the CPU."""
     real, calls = hqconv.pipeline.produce.encode_batch, []  # type: ignore[attr-defined]
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **words: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(*arguments)
+        return real(*arguments, **words)
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
