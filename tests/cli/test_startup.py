@@ -13,7 +13,7 @@ from tests.make.qwen import write_qwen3_moe
 from tests.make.small import fp8_blocks, save
 from tests.make.startup import cold
 
-CPU_SECONDS = 1.5  # 0.2 to 0.5 on two cores; with torch alone 1.4 and more, with Humming 2.2
+CPU_SECONDS = 1.5  # 0.2 to 0.4 on two cores; 2.2 with Humming and what it needs
 
 
 @pytest.fixture(scope="module")
