@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hqconv.artifact.opening import open_source, without_gc
+from hqconv.artifact.opening import open_headers, open_source, without_gc
 from hqconv.errors import OutputError, RequestError
 from hqconv.pipeline.environment import local_place
 from hqconv.pipeline.options import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hqconv.pipeline.resources import Resources
     from hqconv.pipeline.run import ConversionReport
     from hqconv.planning.plan import Plan
-    from hqconv.sources.source import Source
+    from hqconv.sources.source import Headers
     from hqconv.verification.run import VerificationReport
 
 
@@ -59,7 +59,7 @@ def plan(
 
     Raises the errors that `convert` raises before it writes.
     """
-    with open_source(src, revision, headers_only=True) as source:
+    with open_headers(src, revision) as source:
         sm_version = choose_target(target, layout, choose_device(device))
         grid = Grid(tp, ep, expert_placement, redundant_experts)
         return _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
@@ -103,7 +103,7 @@ def convert(
 
     check_modes(resume=resume, overwrite=overwrite)
     resources = _resources(device, max_memory, max_gpu_memory, threads, in_team=in_team)
-    sm_version = choose_target(target, layout, resources.device)
+    sm_version = choose_target(target, layout, resources.device_name)
     modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
     with open_source(src, revision) as source:
         grid = Grid(tp, ep, expert_placement, redundant_experts)
@@ -113,7 +113,7 @@ def convert(
 
 
 def _announced(
-    source: Source, planned: Plan, out: str | Path | None, on_plan: Callable[[Plan, Path], None] | None
+    source: Headers, planned: Plan, out: str | Path | None, on_plan: Callable[[Plan, Path], None] | None
 ) -> Path:
     """Where the artifact goes, once the caller knows."""
     place = check_places(source.root, _place(planned, out))
@@ -149,7 +149,7 @@ def describe_plan(
     except OutputError as error:
         notes = [error.message()]
     words = describe(planned, resources)
-    return {**words, "device": str(resources.device), "out": str(place), "notes": notes}
+    return {**words, "device": resources.device_name, "out": str(place), "notes": notes}
 
 
 def verify(
@@ -224,7 +224,7 @@ def load(
     """
     from hqconv.artifact.load import load_block
 
-    return load_block(path, block, tp_rank, ep_rank, str(choose_device(device)))
+    return load_block(path, block, tp_rank, ep_rank, choose_device(device))
 
 
 def dequantize(path: str | Path, *, block: str) -> dict[str, torch.Tensor]:
@@ -246,7 +246,7 @@ def dequantize(path: str | Path, *, block: str) -> dict[str, torch.Tensor]:
 
 @without_gc()
 def _plan(
-    source: Source,
+    source: Headers,
     schema: str | Path | TargetSchema,
     dtype: str | None,
     grid: Grid,

@@ -58,10 +58,10 @@ LIGHT = (
         "hqconv.formats",
         "hqconv.experts",
     ),
-    *("hqconv.planning.own_schema", "hqconv.planning.request", "hqconv.planning.encoding"),
-    *("hqconv.planning.files", "hqconv.planning.source_facts", "hqconv.artifact.manifest"),
-    *("hqconv.inspection.words", "hqconv.inspection.source", "hqconv.inspection.schemas"),
-    *("hqconv.inspection.artifact", "hqconv.pipeline.options", "hqconv.pipeline.progress"),
+    *("hqconv.planning", "hqconv.inspection", "hqconv.backends.forms"),
+    *("hqconv.sources.headers", "hqconv.sources.source", "hqconv.sources.raw"),
+    *("hqconv.artifact.manifest", "hqconv.artifact.opening", "hqconv.artifact.facts"),
+    *("hqconv.pipeline.options", "hqconv.pipeline.progress", "hqconv.pipeline.resources"),
 )
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")
 MAX_LINES, MAX_FUNCTION_LINES, MAX_ENTRIES = 300, 45, 19

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.manifest import read_manifest, schema_of
-from hqconv.backends.layout import KernelForm, is_compatible, kernel_form, packed_form
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.formats.format import SourceFormat
@@ -21,6 +20,9 @@ from hqconv.schemas.families import FAMILIES, Family
 from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 from hqconv.schemas.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from hqconv.backends.forms import KernelForm
 
 
 class Facts:
@@ -129,6 +131,8 @@ class Facts:
 
     def kernel_forms(self, block: ExpertBlock) -> dict[str, KernelForm]:
         """Per GEMM, what Humming makes of the facts. ModuleNotFoundError without Humming, else VerificationError."""
+        from hqconv.backends.layout import is_compatible, kernel_form  # with torch: only a check needs them
+
         request = self.request
         words = (request.schema, request.param_dtype, request.sm_version)
         with _humming_errors(block.name):
@@ -141,6 +145,8 @@ class Facts:
 
     def packed_forms(self, block: ExpertBlock) -> dict[str, dict[str, TensorSpec]]:
         """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""
+        from hqconv.backends.layout import packed_form
+
         words = (self.request.schema, self.request.param_dtype)
         with _humming_errors(block.name):
             tall = packed_form(block.intermediate_size, block.hidden_size, *words, block.has_bias)

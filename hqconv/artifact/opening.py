@@ -14,7 +14,7 @@ from hqconv.errors import InputError, RequestError
 from hqconv.schemas.artifact import KERNEL
 
 if TYPE_CHECKING:
-    from hqconv.sources.source import Source
+    from hqconv.sources.source import Headers, Source
 
 
 @contextmanager
@@ -29,23 +29,56 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-@without_gc()
-def open_source(src: str | Path, revision: str | None = None, *, headers_only: bool = False) -> Source:
-    """Opens what can be converted: a model folder, a Hub repo (`org/name`), a folder with GGUF files, an artifact.
-
-    A context manager that closes it. With `headers_only` no weights of a repo are downloaded, and none can be read.
-    Raises RequestError, InputError, VerificationError (of a damaged artifact) or NetworkError.
-    """
+@contextmanager
+def _refusing(src: str | Path) -> Iterator[None]:
     try:
-        return _open(src, revision, headers_only=headers_only)
+        yield
     except OSError as error:  # from a look at a folder; reading a file has messages of its own
         what, where = "The source cannot be read.", str(error.filename or src)
         raise InputError(what, where=where, found=error.strerror or error) from error
 
 
-def _open(src: str | Path, revision: str | None, *, headers_only: bool) -> Source:
+@without_gc()
+def open_source(src: str | Path, revision: str | None = None) -> Source:
+    """Opens what can be converted: a model folder, a Hub repo (`org/name`), a folder with GGUF files, an artifact.
+
+    A context manager that closes it. Raises RequestError, InputError, VerificationError (of a damaged artifact) or
+    NetworkError.
+    """
     from hqconv.sources.safetensors import SafetensorsSource
 
+    with _refusing(src):
+        kind, path = _kind(src, revision), Path(src)
+        if kind == "artifact":
+            from hqconv.artifact.source import ArtifactSource
+
+            return ArtifactSource(path, name=path.resolve().name)
+        if kind == "gguf":
+            from hqconv.sources.gguf import open_with_gguf
+
+            return open_with_gguf(path)
+        return SafetensorsSource.open(str(src), revision)
+
+
+@without_gc()
+def open_headers(src: str | Path, revision: str | None = None) -> Headers:
+    """Opens it as `open_source` does, for a look: loads no torch, and of a repo downloads no weights."""
+    from hqconv.sources.headers import SafetensorsHeaders
+
+    with _refusing(src):
+        kind, path = _kind(src, revision), Path(src)
+        if kind == "artifact":
+            from hqconv.artifact.headers import ArtifactHeaders
+
+            return ArtifactHeaders(path, name=path.resolve().name)
+        if kind == "gguf":
+            from hqconv.sources.gguf_headers import GgufHeaders, open_with_gguf_as
+
+            return open_with_gguf_as(path, SafetensorsHeaders, GgufHeaders)
+        return SafetensorsHeaders.open(str(src), revision, headers_only=True)
+
+
+def _kind(src: str | Path, revision: str | None) -> str:
     path = Path(src)
     if is_unfinished(path):
         raise RequestError(
@@ -54,11 +87,5 @@ def _open(src: str | Path, revision: str | None, *, headers_only: bool) -> Sourc
             remedy="Finish it with --resume, or give the model folder it is made from.",
         )
     if revision is None and is_artifact(path) and read_manifest(path)["layout"] == KERNEL:
-        from hqconv.artifact.source import ArtifactSource
-
-        return ArtifactSource(path, name=path.resolve().name)
-    if str(src) and revision is None and holds_gguf(path):
-        from hqconv.sources.gguf import open_with_gguf
-
-        return open_with_gguf(path)
-    return SafetensorsSource.open(str(src), revision, headers_only=headers_only)
+        return "artifact"
+    return "gguf" if str(src) and revision is None and holds_gguf(path) else "safetensors"

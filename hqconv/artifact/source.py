@@ -7,130 +7,33 @@ artifact's ordinary shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from hqconv.artifact.headers import ArtifactHeaders
 from hqconv.artifact.load import refuse
 from hqconv.artifact.matrix import Matrix
-from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import BlockReader
 from hqconv.backends import codec
-from hqconv.checkpoint.folder import SourceFile
-from hqconv.checkpoint.safetensors import read_header
 from hqconv.decode.coded import Coded
 from hqconv.decode.matrix import SourceMatrix
-from hqconv.errors import InputError, VerificationError
-from hqconv.experts.block import ExpertBlock, PartSource
-from hqconv.experts.map import ExpertMap
-from hqconv.formats.format import LAID_OUT, SourceFormat
-from hqconv.schemas import artifact as names
+from hqconv.errors import InputError
+from hqconv.experts.block import ExpertBlock
 from hqconv.schemas.dtypes import code_of, torch_dtype
-from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.raw import RawExperts
 from hqconv.sources.safetensors import SafetensorsSource
 
 
-class ArtifactSource(SafetensorsSource):
-    """An artifact opened as a checkpoint. Rank tensors are named `<rank file>:<tensor>`."""
+class ArtifactSource(ArtifactHeaders, SafetensorsSource):
+    """An artifact opened as a checkpoint whose experts are read back."""
 
     def __init__(self, root: Path, *, name: str) -> None:
-        """Read manifest and headers. Raises RequestError, VerificationError or InputError for what is not whole."""
+        """Read manifest and headers, as `ArtifactHeaders`."""
         super().__init__(root, name=name)
-        self.artifact = Artifact(root)
-        self.quantization = self.artifact.manifest["source"].get("quantization_config")
-        self.config.pop("quantization_config", None)
-        self.other_files = tuple(f for f in self.other_files if f != names.MANIFEST)
-        self._add_rank_files()
         self._readers: dict[str, BlockReader] = {}
-
-    def close(self) -> None:
-        """Close the files of both views."""
-        super().close()
-        self.artifact.close()
-
-    def _add_rank_files(self) -> None:
-        files = list(self.files)
-        for path in sorted(self.artifact.manifest["files"]):
-            if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
-                continue
-            header, _, sha256 = read_header(self.root / path, len(files))
-            status = (self.root / path).stat()
-            for tensor, ref in header.items():
-                full = f"{path}:{tensor}"
-                self.tensors[full] = replace(ref, name=full)
-            files.append(SourceFile(path, status.st_size, sha256, status.st_mtime_ns))
-        self.files = tuple(files)
-        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
-
-    def map_experts(self) -> ExpertMap:
-        """The artifact's blocks and what becomes of its tensors."""
-        blocks = tuple(self._block(name) for name in self.artifact.blocks)
-        converted = {name: block.name for block in blocks for name in block.tensor_names()}
-        copied = tuple(name for name in self.tensors if name not in converted)
-        stray = next((name for name in copied if name.startswith(f"{names.EXPERTS_FOLDER}/")), None)
-        if stray is not None:
-            what, remedy = "A rank file holds a tensor that no kernel reads.", "Verify the artifact."
-            raise InputError(what, where=stray, remedy=remedy)
-        because = f"{self.artifact.manifest.get('family_chosen_because')}; read back from the kernel layout"
-        return ExpertMap(self.artifact.family.name, because, blocks, converted, copied, {})
-
-    def _block(self, name: str) -> ExpertBlock:
-        block = self.artifact.expert_block(name)
-        parts = {role: self._parts(name, "w2" if role == "w2" else "w13") for role in block.roles}
-        homes = self.artifact.grid.homes(block.num_experts)
-        sources = tuple(
-            {role: {key: self._share(p, homes[e][0]) for key, p in of.items()} for role, of in parts.items()}
-            for e in range(block.num_experts)
-        )
-        weight = parts["w2"]["weight"]
-        return replace(block, format=self.format, dtype=weight.dtype, parts=parts, sources=sources)
-
-    def _parts(self, block: str, gemm: str) -> dict[str, PartSource]:
-        """The rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
-        parts = {}
-        for index, rank in enumerate(self.artifact.grid.ranks):
-            path = names.rank_file(block, *rank)
-            if path not in self.artifact.manifest["files"]:
-                what, remedy = "The manifest lists no file for a rank.", "Convert the original model again."
-                raise VerificationError(what, where=path, remedy=remedy)
-            prefix = f"{path}:{block}.{gemm}_"
-            for full in self.artifact.header(path)[0]:
-                ref = self.tensors[f"{path}:{full}"]
-                if ref.name.startswith(prefix):
-                    part = ref.name.removeprefix(prefix)
-                    key = part if index == 0 else f"{part}@tp{rank[0]}-ep{rank[1]}"
-                    parts[key] = PartSource(ref.name, ref.dtype, ref.shape)
-        return parts
-
-    def _share(self, part: PartSource, home: tuple[int, int]) -> TensorRef:
-        """An expert's bytes in a rank tensor, for counting: of the EP rank that holds it, none of the others."""
-        ref = self.tensors[part.template]
-        ep_rank, local = home
-        if f"-ep{ep_rank}/" not in part.template:
-            return replace(ref, num_bytes=0)
-        return ref.entry(local)
-
-    @property
-    def format(self) -> SourceFormat:
-        """The artifact's schema as a source's format."""
-        schema, param = self.artifact.schema, self.artifact.param_dtype
-        group_n, group_k = schema.scale_group()
-        options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
-        return SourceFormat(
-            name=f"hqconv kernel layout, {schema.name}",
-            decoder=LAID_OUT,
-            b_dtype=schema.b_dtype,
-            scale_dtype=schema.scale_dtype(param),
-            group_n=group_n,
-            group_k=group_k,
-            has_zero_point=schema.has_zero_point,
-            scale_2=schema.weight_scale_2_type,
-            options=options,
-        )
 
     reads_ahead = False
 

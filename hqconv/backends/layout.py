@@ -1,4 +1,4 @@
-"""The kernel's own layout: what it looks like for a target, and Humming's transform of a rank's slice into it.
+"""The kernel's own layout, as Humming makes it: its transform of a rank's slice, and what it says of one beforehand.
 
 Everything here is per expert: no layout of `a16` activations mixes experts, so a stack of E experts in kernel
 form is the concatenation of its experts in kernel form.
@@ -9,46 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from hqconv.backends.forms import LAYOUT_FLAGS, PAD_K, PAD_N, KernelForm, splits_e8m0
 from hqconv.backends.runtime import humming, resident, target_facts
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.target import TargetSchema
 from hqconv.schemas.tensors import TensorSpec
-
-PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
-
-LAYOUT_FLAGS = (
-    "use_fused_e8m0_scale",
-    "use_packed_k_layout",
-    "use_native_dequant",
-    "use_raw_weight",
-    "use_flat_weight",
-    "use_ldmatrix_dequant",
-    "use_block_scaled_mma",
-)
-
-
-@dataclass(frozen=True)
-class KernelForm:
-    """One GEMM in kernel form, for a target: all that is known of it before there is a weight.
-
-    tensors: per expert, by `weight`, `weight_scale` …. config: Humming's
-    LayerConfig of one expert as words, `layer_config` the same as Humming's own object. flags: what a loader must find
-    again.
-    """
-
-    tensors: dict[str, TensorSpec]
-    config: dict[str, Any]
-    flags: dict[str, bool]
-    layer_config: Any = field(compare=False, repr=False)
-
-    def config_json(self, num_experts: int) -> str:
-        """Humming's `LayerConfig` as JSON for a rank with `num_experts` experts."""
-        return json.dumps({**self.config, "num_experts": num_experts})
 
 
 def humming_schema(schema: TargetSchema) -> Any:
@@ -76,10 +46,38 @@ def kernel_form(
     sm_version: int,
     has_bias: bool = False,
 ) -> KernelForm:
-    """The kernel form of a GEMM of [shape_n, shape_k] on a target, from shapes alone; the GPU here does not matter."""
+    """The kernel form of a GEMM of [shape_n, shape_k] on a target, by Humming's own transform of `meta` tensors."""
     lib = humming()
-    metas = _meta_tensors(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=1)
+    config = _layer_config(shape_n, shape_k, schema, param_dtype, sm_version, has_bias)
+    attrs = _attributes(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=1)
+    metas = {name: torch.empty(a["shape"], dtype=a["dtype"], device="meta") for name, a in attrs.items()}
     with resident(torch.device("cpu")), target_facts(sm_version):
+        if splits_e8m0(schema, param_dtype):
+            metas["weight_scale_2"] = metas["weight"].new_empty(1, dtype=torch.float32)
+        tensors = lib.transform.transform_humming_tensors(config, metas)
+    return KernelForm(_of_one_expert(tensors), *_words(config))
+
+
+def is_as_planned(
+    form: KernelForm,
+    shape_n: int,
+    shape_k: int,
+    schema: TargetSchema,
+    param_dtype: str,
+    sm_version: int,
+    has_bias: bool = False,
+) -> bool:
+    """Whether Humming makes the LayerConfig of a form for these facts; its tensors are looked at by `to_kernel`."""
+    config = _layer_config(shape_n, shape_k, schema, param_dtype, sm_version, has_bias)
+    return _words(config) == (form.config, form.flags)
+
+
+def _layer_config(
+    shape_n: int, shape_k: int, schema: TargetSchema, param_dtype: str, sm_version: int, has_bias: bool
+) -> Any:
+    """Humming's LayerConfig of a GEMM of one expert; the GPU here does not matter."""
+    lib = humming()
+    with target_facts(sm_version):
         config = lib.transform.prepare_layer_config(
             shape_n=shape_n,
             shape_k=shape_k,
@@ -90,15 +88,16 @@ def kernel_form(
             has_bias=has_bias,
             torch_dtype=torch_dtype_of(param_dtype),
             device=-1,
-            tensors=metas,
         )
-        if _splits_e8m0(schema, param_dtype):
+        if splits_e8m0(schema, param_dtype):
             config = dataclasses.replace(config, weight_scale_2_type=lib.config.WeightScale2Type.TENSOR)
-            metas["weight_scale_2"] = metas["weight"].new_empty(1, dtype=torch.float32)
-        tensors = lib.transform.transform_humming_tensors(config, metas)
-        flags = {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
-    specs = {name: _spec(name, tensor, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
-    return KernelForm(specs, json.loads(config.to_str()), flags, config)
+    return config
+
+
+def _words(config: Any) -> tuple[dict[str, Any], dict[str, bool]]:
+    """A LayerConfig as words, and its flags."""
+    with target_facts(config.sm_version):
+        return json.loads(config.to_str()), {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
 
 
 def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,31 +105,30 @@ def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, t
 
     Raises nothing of its own: shapes and pairs are checked by the plan.
     """
-    lib, config = humming(), form.layer_config
-    num_experts = tensors["weight"].size(0)
-    with resident(tensors["weight"].device), target_facts(config.sm_version):
-        if num_experts != config.num_experts:
-            config = dataclasses.replace(config, num_experts=num_experts)
+    lib, num_experts = humming(), tensors["weight"].size(0)
+    with resident(tensors["weight"].device), target_facts(form.config["sm_version"]):
+        config = layer_config(form.config_json(num_experts))
         if _is_split(config):
             _, tensors = lib.transform.prepare_fp16_e8m0_scale(config, tensors)
             if "weight_scale_2" not in tensors:
                 ones = torch.ones(num_experts, device=tensors["weight"].device)
                 tensors = {**tensors, "weight_scale_2": ones}
         transformed: dict[str, torch.Tensor] = lib.transform.transform_humming_tensors(config, tensors)
-        return transformed
+    found = _of_one_expert(transformed)
+    assert found == form.tensors, f"planned {form.tensors}, Humming gives {found}"
+    return transformed
 
 
-def _splits_e8m0(schema: TargetSchema, param_dtype: str) -> bool:
-    """Whether e8m0 scales get a second scale, as they always do with float16, whatever the values are.
-
-    Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
-    not depend on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0.
-    """
-    return schema.bs_dtype == "float8e8m0" and param_dtype == "float16"
+@functools.cache
+def layer_config(text: str) -> Any:
+    """Humming's own LayerConfig, from `KernelForm.config_json`."""
+    words = json.loads(text)
+    with target_facts(words["sm_version"]):
+        return humming().config.LayerConfig(**words)
 
 
 def _is_split(config: Any) -> bool:
-    """`_splits_e8m0` of a LayerConfig."""
+    """`splits_e8m0` of a LayerConfig."""
     dtypes = humming().dtypes
     return bool(config.bs_dtype == dtypes.float8e8m0 and config.c_dtype == dtypes.float16)
 
@@ -140,27 +138,32 @@ def packed_form(
     shape_n: int, shape_k: int, schema: TargetSchema, param_dtype: str, has_bias: bool = False
 ) -> dict[str, TensorSpec]:
     """The checkpoint layout of one expert's matrix: `HummingWeightSchema.get_tensors_attrs`."""
-    metas = _meta_tensors(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=None)
-    return {name: _spec(name, tensor, tuple(tensor.shape)) for name, tensor in metas.items()}
+    attrs = _attributes(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=None)
+    return {name: TensorSpec(name, code_of_torch(a["dtype"]), a["shape"]) for name, a in attrs.items()}
 
 
-def _meta_tensors(
+def _attributes(
     shape_n: int,
     shape_k: int,
     schema: TargetSchema,
     param_dtype: str,
     has_bias: bool,
     num_experts: int | None,
-) -> dict[str, torch.Tensor]:
-    attrs = humming_schema(schema).get_tensors_attrs(
+) -> dict[str, dict[str, Any]]:
+    """What Humming says of a matrix's packed tensors: `shape`, and torch's `dtype`."""
+    attrs: dict[str, dict[str, Any]] = humming_schema(schema).get_tensors_attrs(
         shape_n=shape_n,
         shape_k=shape_k,
         param_dtype=torch_dtype_of(param_dtype),
         num_experts=num_experts,
         has_bias=has_bias,
     )
-    return {name: torch.empty(a["shape"], dtype=a["dtype"], device="meta") for name, a in attrs.items()}
+    return attrs
 
 
-def _spec(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> TensorSpec:
-    return TensorSpec(name, code_of_torch(tensor.dtype), shape)
+def _of_one_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """Kernel tensors [E, …] without E."""
+    return {
+        name: TensorSpec(name, code_of_torch(one.dtype), tuple(one.shape[1:]))
+        for name, one in tensors.items()
+    }

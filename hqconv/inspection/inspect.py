@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished
-from hqconv.artifact.opening import open_source
+from hqconv.artifact.opening import open_headers
 from hqconv.checkpoint.folder import Checkpoint
 from hqconv.checkpoint.gguf import holds_gguf
 from hqconv.experts.map import map_experts
@@ -23,7 +23,7 @@ def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
     if revision is None and is_unfinished(root):
         return describe_unfinished(root)
     if revision is None and str(path) and holds_gguf(root):
-        with open_source(root) as source:
+        with open_headers(root) as source:
             return describe_source(source, source.map_experts)
     with Checkpoint.open(str(path), revision, headers_only=True) as checkpoint:
         if (

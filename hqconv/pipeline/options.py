@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas import artifact
-
-if TYPE_CHECKING:
-    import torch
 
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
 _CHECKPOINT_LAYOUT_TARGET = 90  # only to ask Humming whether a schema runs at all
@@ -38,30 +35,45 @@ def parse_target(text: str) -> int:
     return int(match[1])
 
 
-def choose_device(text: str, number: int = 0) -> torch.device:
-    """The device of `--device`: auto, cpu, cuda or cuda:N. Raises RequestError for one that is not here.
+def choose_device(text: str, number: int = 0) -> str:
+    """What `--device` means: auto, cpu, cuda or cuda:N → cpu or cuda:N. Raises RequestError for one that is not here.
 
     number: of this process among those that share the machine's GPUs, for auto and cuda.
     """
-    import torch
-
     text = str(text)  # a torch.device too
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", text)
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if match is None:
         expected = "auto, cuda, cuda:N or cpu"
         raise RequestError("There is no such device.", where="--device", expected=expected, found=text)
+    num_devices = 0 if text == "cpu" else _num_gpus()
     if text == "cpu" or (text == "auto" and not num_devices):
-        return torch.device("cpu")
+        return "cpu"
     index = int(match[1]) if match[1] else number % max(1, num_devices)
     if index >= num_devices:
         expected, remedy = f"one of {num_devices} CUDA device(s)", "Use --device cpu: the bytes are the same."
         what = "There is no such CUDA device."
         raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
-    return torch.device("cuda", index)
+    return f"cuda:{index}"
 
 
-def choose_target(text: str | None, layout: str, device: torch.device) -> int:
+def has_driver() -> bool:
+    """Whether there is a CUDA driver, without which there is no GPU, and no need to load torch to ask for one."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _num_gpus() -> int:
+    if not has_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_target(text: str | None, layout: str, device: str) -> int:
     """The SM version of `--target`, or of the CUDA device here. Raises RequestError where there is none.
 
     The checkpoint layout does not depend on it.
@@ -70,10 +82,10 @@ def choose_target(text: str | None, layout: str, device: torch.device) -> int:
         return parse_target(text)
     if layout == artifact.CHECKPOINT:
         return _CHECKPOINT_LAYOUT_TARGET
-    import torch
+    if _num_gpus():
+        import torch
 
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(device.index or 0)
+        major, minor = torch.cuda.get_device_capability(int(device.partition(":")[2] or 0))
         return major * 10 + minor
     raise RequestError(
         "The target GPU must be named.",

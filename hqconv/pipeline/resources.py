@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from hqconv.errors import RequestError
 from hqconv.formats.format import QUANTIZED
 from hqconv.pipeline.devices import pinned_bytes
 from hqconv.planning.groups import PlannedBlock
 from hqconv.sources.raw import RawLayout
+
+if TYPE_CHECKING:
+    import torch
 
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
 _SLOTS_PER_LANE = 2
@@ -33,9 +35,12 @@ _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
 
 @dataclass(frozen=True)
 class Resources:
-    """What the conversion may use. `max_gpu_bytes` counts on a CUDA device only; None: most of what is free there."""
+    """What the conversion may use. `max_gpu_bytes` counts on a CUDA device only; None: most of what is free there.
 
-    device: torch.device
+    device_name: cpu or cuda:N.
+    """
+
+    device_name: str
     max_memory_bytes: int
     num_threads: int
     max_gpu_bytes: int | None = None
@@ -46,14 +51,23 @@ class Resources:
             raise RequestError(what, where="--threads", expected=">= 1", found=found)
 
     @property
+    def device(self) -> torch.device:
+        """Where experts are quantized."""
+        import torch
+
+        return torch.device(self.device_name)
+
+    @property
     def is_cuda(self) -> bool:
         """Whether experts are quantized on a GPU."""
-        return self.device.type == "cuda"
+        return self.device_name != "cpu"
 
     def gpu_bytes(self) -> int:
         """The bound on the GPU's memory."""
         if self.max_gpu_bytes is not None:
             return self.max_gpu_bytes
+        import torch
+
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(free * _GPU_FREE_SHARE)
 
@@ -202,6 +216,8 @@ def bounded_gpu(resources: Resources) -> Iterator[None]:
     if not resources.is_cuda:
         yield
         return
+    import torch
+
     _, total = torch.cuda.mem_get_info(resources.device)
     bound, before = resources.gpu_bytes(), torch.cuda.get_per_process_memory_fraction(resources.device)
     allowed = torch.cuda.memory_reserved(resources.device) + bound

@@ -18,6 +18,7 @@ from hqconv.errors import OutputError
 from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
 from hqconv.pipeline.executor import Destination, Executor
 from hqconv.pipeline.folder import OutputFolder
+from hqconv.pipeline.forms import check_forms
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter, Progress
 from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_staging
@@ -91,6 +92,7 @@ def convert(
     one expert.
     """
     started = time.monotonic()
+    check_forms(plan)
     team = Team.of_environment() if in_team else None
     staging = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead)
     meter = Meter(plan.num_bytes_read, len(plan.groups), progress, None if team is None else team.count)

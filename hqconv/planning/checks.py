@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from hqconv.backends.layout import is_compatible
 from hqconv.checkpoint.described import Described
 from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock
@@ -22,7 +21,11 @@ _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
 def check_request(experts: ExpertMap, request: Request) -> None:
-    """Raises RequestError for what this version, Humming or the experts' sizes do not allow."""
+    """Raises RequestError for what this version, Humming or the experts' sizes do not allow.
+
+    With 16-bit activations the supported targets run every `TargetSchema` whose 16-bit scales are the parameter
+    dtype's; a conversion asks Humming itself (`hqconv.pipeline.forms`).
+    """
     _check_target(request)
     schema = request.schema
     if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != request.param_dtype:
@@ -32,12 +35,6 @@ def check_request(experts: ExpertMap, request: Request) -> None:
             expected=request.param_dtype,
             found=schema.bs_dtype,
             remedy="Leave bs_dtype out of the schema, or change --dtype.",
-        )
-    if not is_compatible(schema, request.param_dtype, request.sm_version):
-        raise RequestError(
-            "Humming has no kernel for this combination.",
-            where=f"schema {schema.name}, input {request.input_schema}, {request.param_dtype}, sm{request.sm_version}",
-            remedy="Choose another schema; `hqconv schemas` lists those that run.",
         )
     if request.layout == artifact.CHECKPOINT and request.grid != Grid():
         raise RequestError(

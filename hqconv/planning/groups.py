@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hqconv.backends.layout import KernelForm, kernel_form, packed_form
+from hqconv.backends.forms import KernelForm, planned_kernel_form, planned_packed_form
 from hqconv.experts.block import ExpertBlock
 from hqconv.planning.encoding import Encoding, encoding_of
 from hqconv.planning.files import OutFile, build_file
@@ -129,7 +129,9 @@ def gemm_shapes(block: ExpertBlock, tp: int, schema: TargetSchema) -> dict[str, 
 def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
     """The rank files of one block."""
     forms = {
-        gemm: kernel_form(n, k, request.schema, request.param_dtype, request.sm_version, block.has_bias)
+        gemm: planned_kernel_form(
+            n, k, request.schema, request.param_dtype, request.sm_version, block.has_bias
+        )
         for gemm, (n, k) in gemm_shapes(block, request.grid.tp, request.schema).items()
     }
     files = []
@@ -169,7 +171,7 @@ def expert_shards(block: ExpertBlock, request: Request) -> list[Shard]:
     """The checkpoint layout's shards of one block, cut between experts."""
 
     def form(n: int, k: int) -> dict[str, TensorSpec]:
-        return packed_form(n, k, request.schema, request.param_dtype, block.has_bias)
+        return planned_packed_form(n, k, request.schema, request.param_dtype, block.has_bias)
 
     forms = {role: form(*block.shape(role)) for role in block.roles}
     expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())

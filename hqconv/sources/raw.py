@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from hqconv.experts.block import ExpertBlock
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
+
+if TYPE_CHECKING:
+    import torch
 
 _ALIGNMENT = 64
 

@@ -7,21 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from hqconv.checkpoint.folder import Checkpoint
 from hqconv.decode.matrix import SourceMatrix, decode_matrix
 from hqconv.experts.block import ExpertBlock, View
-from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.headers import SafetensorsHeaders
 from hqconv.sources.raw import RawExperts, stored_shape
 
 
-class SafetensorsSource(Checkpoint):
+class SafetensorsSource(SafetensorsHeaders):
     """A checkpoint whose experts are tensors of its own. See `hqconv.sources.source.Source`."""
-
-    def map_experts(self) -> ExpertMap:
-        """The experts, from the tensors' names, shapes and the config."""
-        return map_experts(self.tensors, self.config, self.quantization)
 
     reads_ahead: ClassVar[bool] = True
 

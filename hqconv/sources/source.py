@@ -1,24 +1,24 @@
-"""What every source is to a conversion, whatever its experts lie in."""
+"""What every source is to a plan and to a conversion, whatever its experts lie in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
-import torch
-
 from hqconv.checkpoint.described import Described
-from hqconv.decode.matrix import SourceMatrix
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.raw import RawExperts
 
 if TYPE_CHECKING:
+    import torch
     from _typeshed import WriteableBuffer
 
+    from hqconv.decode.matrix import SourceMatrix
 
-class Source(Described, Protocol):
+
+class Headers(Described, Protocol):
     """A checkpoint, a folder with experts in GGUF files, or an artifact. A context manager that closes it."""
 
     def __enter__(self) -> Self: ...
@@ -28,6 +28,14 @@ class Source(Described, Protocol):
     def map_experts(self) -> ExpertMap:
         """Its experts, and what becomes of every tensor. Raises RequestError or InputError for what is unclear."""
         ...
+
+    def close(self) -> None:
+        """Close the files that were read."""
+        ...
+
+
+class Source(Headers, Protocol):
+    """One whose weights can be read."""
 
     reads_ahead: ClassVar[
         bool
@@ -56,8 +64,4 @@ class Source(Described, Protocol):
 
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
         """Fill all of `buffer` with a tensor's bytes from byte `start` on; any thread may. Raises InputError."""
-        ...
-
-    def close(self) -> None:
-        """Close the files that were read."""
         ...

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from hqconv.artifact.opened import Artifact, Header
-from hqconv.backends.layout import KernelForm
+from hqconv.backends.forms import KernelForm
 from hqconv.errors import VerificationError
 from hqconv.experts.block import ExpertBlock
 from hqconv.schemas import artifact as names
@@ -69,7 +69,7 @@ def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
         words: Any = None
         with suppress(KeyError, ValueError, RecursionError):  # reported where the file is compared
             words = json.loads(header[1][gemm])
-        forms[gemm] = KernelForm(tensors, words if isinstance(words, dict) else {}, {}, None)
+        forms[gemm] = KernelForm(tensors, words if isinstance(words, dict) else {}, {})
     return forms
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from hqconv.backends.assemble import gemm_tensors
 from hqconv.backends.encoded import stack_tensors
-from hqconv.backends.layout import humming_schema, kernel_form, to_kernel
+from hqconv.backends.layout import humming_schema, kernel_form, layer_config, to_kernel
 from hqconv.backends.moe import Gemm, activation_words, fused_moe
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import humming, resident
@@ -72,7 +70,7 @@ def test_biases_and_ungated_experts_over_tp_ranks(activation: str) -> None:
         }.items():
             joined = {name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]}
             form = kernel_form(n, k, schema, "bfloat16", 90, has_bias=True)
-            config = dataclasses.replace(form.layer_config, num_experts=NUM_EXPERTS)
+            config = layer_config(form.config_json(NUM_EXPERTS))
             gemms[gemm] = Gemm(config, to_kernel(form, joined))
         total += fused_moe(gemms, x, ids, routing.weights, activation, gated, 130)[0]
     wanted, _ = moe_forward(x.double(), routing, lambda e: decoded[e], activation)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hqconv.backends.layout import is_compatible, kernel_form
+from hqconv.backends.layout import is_compatible, kernel_form, layer_config
 from hqconv.backends.runtime import humming, target_facts
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run, schema_of
@@ -96,7 +96,7 @@ def test_the_target_is_of_the_thread_that_asks() -> None:
 def test_a_form_is_of_its_target() -> None:
     schema = schema_of("int4")
     form = kernel_form(128, 256, schema, "bfloat16", 90)
-    assert (form.config["sm_version"], form.layer_config.sm_version) == (90, 90)
+    assert (form.config["sm_version"], layer_config(form.config_json(1)).sm_version) == (90, 90)
     assert is_compatible(schema, "bfloat16", 90)
 
 

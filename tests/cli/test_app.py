@@ -289,6 +289,7 @@ def test_without_a_gpu_the_target_must_be_named(
 def test_with_a_gpu_the_target_is_its_architecture(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hqconv.pipeline.options.has_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 9 - 3 * index))

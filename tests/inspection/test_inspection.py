@@ -313,16 +313,6 @@ def test_inspect_artifact(made: Path) -> None:
     assert json.loads(succeed("inspect", made, "--json")) == words
 
 
-def test_inspect_of_an_artifact_loads_nothing_heavy(made: Path) -> None:
-    code = (
-        "import sys; from hqconv.cli.app import app\n"
-        f"app(['inspect', {str(made)!r}], standalone_mode=False)\n"
-        "sys.exit(str({'torch', 'numba', 'humming', 'huggingface_hub', 'transformers'} & set(sys.modules) or ''))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == ""
-
-
 @pytest.mark.parametrize("action", ["remove", "cut"])
 def test_inspect_names_files_that_are_not_what_they_were(action: str, made: Path, tmp_path: Path) -> None:
     copy = copy_of(made, tmp_path / "copy")

@@ -123,7 +123,7 @@ def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) 
     """What `working_bytes` says one lane needs: for one expert at a time, or for as many as `limit` allows."""
     source, plan = open_plan(src, schema, Grid(tp), layout)
     source.close()
-    resources = Resources(torch.device("cpu"), limit, 1)
+    resources = Resources("cpu", limit, 1)
     num_experts = plan_staging(plan.blocks, resources).num_experts if limit else 1
     return working_bytes(plan.blocks[0], num_experts)
 

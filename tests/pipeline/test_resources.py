@@ -26,7 +26,7 @@ from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
 GIB = 1 << 30
-CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+CUDA, CPU = "cuda:0", "cpu"
 
 
 @pytest.fixture

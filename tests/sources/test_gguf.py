@@ -28,6 +28,7 @@ from hqconv.schemas.target import PRESETS
 from hqconv.sources.gguf import GgufSource, open_with_gguf
 from hqconv.sources.source import Source
 from tests.make.qwen import read_tree, write_qwen3_moe
+from tests.make.startup import cold
 from tests.make.tensors import load_file
 
 gguf = pytest.importorskip("gguf")
@@ -411,6 +412,12 @@ def test_a_damaged_artifact_is_noticed(converted: tuple[Path, Path], tmp_path: P
         done = call("verify", damaged, "--checks", "files", *more)
         assert done.exit_code == 1
         assert name in done.stdout.replace("\n", "")
+
+
+def test_a_dry_run_loads_nothing_heavy(model: Path) -> None:
+    command = ("convert", model, "--schema", "int4", "--target", "sm90", "--device", "cpu", "--dry-run")
+    assert cold(*command)[0] == set()
+    assert cold("inspect", model)[0] == set()
 
 
 def test_inspect_and_dry_run(model: Path, tmp_path: Path) -> None:

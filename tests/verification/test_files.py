@@ -153,8 +153,8 @@ def test_ranks_are_compared_with_each_other_without_humming(
     def absent(*_: Any) -> Any:
         raise ModuleNotFoundError("humming")
 
-    monkeypatch.setattr("hqconv.artifact.facts.is_compatible", absent)
-    monkeypatch.setattr("hqconv.artifact.facts.packed_form", absent)
+    monkeypatch.setattr("hqconv.backends.layout.is_compatible", absent)
+    monkeypatch.setattr("hqconv.backends.layout.packed_form", absent)
     result = files_of(copy)
     assert result.findings == []
     assert "Humming cannot be imported" in " ".join(result.notes)

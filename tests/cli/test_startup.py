@@ -1,0 +1,69 @@
+"""What only looks at names and headers loads no torch, no numba and no Humming, and is quick for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hqconv.pipeline.options import has_driver
+from tests.make.conversions import run
+from tests.make.qwen import write_qwen3_moe
+from tests.make.small import fp8_blocks, save
+from tests.make.startup import cold
+
+CPU_SECONDS = 1.5  # 0.2 to 0.4 on two cores; 2.2 with Humming and what it needs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model`, `quantized`, and `artifact`."""
+    root = tmp_path_factory.mktemp("start")
+    run(write_qwen3_moe(root / "model"), root / "artifact", "mxfp4")
+    save(root / "quantized", fp8_blocks())
+    return root
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "schemas",
+        "schemas --json",
+        "inspect model",
+        "inspect quantized",
+        "inspect artifact",
+        *(f"convert model --schema {schema} --dry-run" for schema in ("mxfp4", "int4-zp")),
+        "convert model --schema nvfp4 --dry-run --layout checkpoint --json",
+        "convert model --schema mxfp8 --dry-run --dtype float16 --tp 2",
+        "convert quantized --schema source --dry-run",
+        "convert artifact --schema source --dry-run",
+        "convert artifact --schema int4-g32 --dry-run --tp 2",
+    ],
+)
+def test_a_look_loads_nothing_heavy(command: str, folder: Path) -> None:
+    """CPU time, so that a busy machine does not matter; best of three, as the first one may compile Python files."""
+    words = [str(folder / word) if (folder / word).is_dir() else word for word in command.split()]
+    words += ["--target", "sm90", "--device", "cpu"] if "--dry-run" in words else []
+    times_s = []
+    for _ in range(3):
+        loaded, seconds = cold(*words)
+        assert loaded == set()
+        times_s.append(seconds)
+        if seconds < CPU_SECONDS:
+            break
+    assert min(times_s) < CPU_SECONDS, times_s
+
+
+@pytest.mark.skipif(has_driver(), reason="there may be a GPU, of which torch must tell")
+def test_without_a_driver_torch_is_not_asked_for_a_gpu(folder: Path) -> None:
+    assert not torch.cuda.is_available()
+    command = ("convert", folder / "model", "--schema", "int4", "--dry-run")
+    for more in (("--target", "sm90"), ("--layout", "checkpoint")):
+        assert cold(*command, *more)[0] == set()
+
+
+def test_a_conversion_loads_them_all(folder: Path, tmp_path: Path) -> None:
+    """So that the tests above would see it."""
+    command = ("convert", folder / "model", "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90")
+    assert cold(*command, "--device", "cpu")[0] >= {"torch", "numba", "humming"}
