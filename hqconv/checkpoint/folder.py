@@ -174,9 +174,8 @@ class Checkpoint:
         view = memoryview(buffer)
         if start < 0 or start + view.nbytes > ref.num_bytes:
             raise ValueError(f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}")
-        if not view.nbytes:  # cast() refuses empty views
-            return
-        self._fill([ref], [view.cast("B")], ref.offset_bytes + start)
+        if view.nbytes:  # cast() refuses empty views
+            self._fill([ref], [view.cast("B")], ref.offset_bytes + start)
 
     def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
         """Fills a buffer with all of each tensor's bytes, as `read_into`; what adjoins is read at once."""
@@ -185,16 +184,15 @@ class Checkpoint:
             self._fill(refs, views, refs[0].offset_bytes)
 
     def _fill(self, refs: Sequence[TensorRef], views: Sequence[memoryview], offset: int) -> None:
-        end = offset + sum(map(len, views))
         try:
             with self._descriptors.using(self.files[refs[0].file].name) as descriptor:
                 reached = fill(descriptor, views, offset)
         except OSError as error:
             raise self._read_error(refs[0], "The file cannot be read.", error.strerror) from error
-        if reached < end:
+        if reached < offset + sum(map(len, views)):
             ref = next(ref for ref in refs if ref.offset_bytes + ref.num_bytes > reached)
-            found = f"end of file at byte {reached}"
-            raise self._read_error(ref, "The file shrank since its header was read.", found)
+            what = "The file shrank since its header was read."
+            raise self._read_error(ref, what, f"end of file at byte {reached}")
 
     def close(self) -> None:
         """Closes the files; no read may be under way, and none may follow."""

@@ -99,10 +99,5 @@ def make_slot(raw_bytes: int, out_bytes: int, device: torch.device) -> Slot:
         return Slot(raw, out)
 
 
-def pinned_bytes(num_bytes: int) -> int:
-    """What torch takes for so many pinned bytes: the next power of two."""
-    return 1 << max(0, num_bytes - 1).bit_length()
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)

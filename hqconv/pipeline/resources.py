@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from hqconv.errors import RequestError
 from hqconv.formats.format import QUANTIZED
-from hqconv.pipeline.devices import pinned_bytes
 from hqconv.planning.groups import PlannedBlock
 from hqconv.sources.raw import RawLayout
 
@@ -138,7 +137,7 @@ def plan_staging(
 def gpu_staging_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
     """The pinned host memory of the slots that one lane has on a GPU for batches of this block."""
     raw, out = _expert_bytes(planned) * num_experts, _bytes_out(planned, num_experts)
-    return _SLOTS_PER_LANE * (pinned_bytes(raw) + pinned_bytes(out)) + (1 << 20)
+    return _SLOTS_PER_LANE * (_pinned_bytes(raw) + _pinned_bytes(out)) + (1 << 20)
 
 
 def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
@@ -181,6 +180,11 @@ def _stored_bytes(planned: PlannedBlock) -> int:
 def _bytes_out(planned: PlannedBlock, num_experts: int) -> int:
     """What comes back from a GPU for a batch, with what was measured."""
     return (planned.expert_bytes_out + _MEASURED_BYTES) * num_experts
+
+
+def _pinned_bytes(num_bytes: int) -> int:
+    """What torch takes for so many pinned bytes: the next power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def _num_weights(planned: PlannedBlock) -> int:
