@@ -155,7 +155,16 @@ def _is_shifted(left: Array, right: Array, part: tuple[slice, ...], axis: int, s
     return np.array_equal(ours[behind], theirs[ahead])
 
 
-def fingerprint(matrix: Matrix) -> bytes:
-    """Eight rows of codes, hashed: enough to tell one expert's matrix from another's."""
-    rows = np.linspace(0, matrix.codes.shape[0] - 1, 8).astype(int)
-    return hashlib.blake2b(matrix.codes[rows].tobytes(), digest_size=16).digest()
+def printed_rows(num_rows: int) -> list[int]:
+    """The eight rows of a matrix that its fingerprint is made of."""
+    return [int(row) for row in np.linspace(0, num_rows - 1, 8)]
+
+
+def fingerprint(codes: Array) -> bytes:
+    """Eight rows of codes [N, K], hashed: enough to tell one expert's matrix from another's."""
+    return hash_of_rows(codes[printed_rows(codes.shape[0])])
+
+
+def hash_of_rows(rows: Array) -> bytes:
+    """The hash of a matrix's printed rows."""
+    return hashlib.blake2b(rows.tobytes(), digest_size=16).digest()

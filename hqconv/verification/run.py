@@ -93,7 +93,12 @@ def verify(root: Path, source: Source | None, options: Options) -> VerificationR
         runs: dict[str, Callable[[], CheckResult]] = {
             "files": lambda: check_files(artifact, source, options.num_threads),
             "weights": lambda: check_weights(
-                artifact, source, options.layers, options.num_threads, options.max_memory_bytes
+                artifact,
+                source,
+                options.layers,
+                options.num_threads,
+                options.max_memory_bytes,
+                _weights_device(options.device),
             ),
             "kernel": lambda: _kernel(artifact, source, options, layers),
         }
@@ -161,6 +166,13 @@ def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[s
             found=missing[0],
         )
     return [block for layer in sorted(layers) for block in of_layer[layer]]
+
+
+def _weights_device(wanted: torch.device | None) -> torch.device | None:
+    """The GPU to decode and quantize on, whatever its architecture; None for the CPU's own loops."""
+    if wanted is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return wanted if wanted is not None and wanted.type == "cuda" else None
 
 
 def _kernel(artifact: Artifact, source: Source | None, options: Options, blocks: list[str]) -> CheckResult:
