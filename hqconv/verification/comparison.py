@@ -78,6 +78,8 @@ def compare(
             note(place.describe(role, tensor, (1,), (0,)), what, *shapes)
             is_equal = False
             continue
+        if _are_same_bytes(left, right):
+            continue
         wrong = left != right
         if field == "scale" and ours.flushed is not None:
             wrong = np.where(ours.flushed, right > left, wrong)
@@ -94,6 +96,17 @@ def compare(
             found_text,
         )
     return is_equal
+
+
+def _are_same_bytes(left: Array, right: Array) -> bool:
+    """Whether two arrays of one shape and dtype are equal; quickly, where they lie in one piece."""
+    if (
+        left.dtype != right.dtype
+        or left.nbytes % 8
+        or not (left.flags.c_contiguous and right.flags.c_contiguous)
+    ):
+        return False
+    return np.array_equal(left.reshape(-1).view(np.uint64), right.reshape(-1).view(np.uint64))
 
 
 def diagnose(

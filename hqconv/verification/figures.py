@@ -55,29 +55,31 @@ def measure(matrix: Matrix, source: torch.Tensor | None, schema: TargetSchema, p
     zero_scales = int(np.count_nonzero(matrix.scale_value == 0))
     figures = Figures(num_zero_scales=zero_scales, num_scales=matrix.scale.size, num_flushed=flushed)
     num_groups = matrix.codes.shape[1] // (schema.weight_scale_group_size or matrix.codes.shape[1])
-    sums = []
+    sums: list[tuple[float, ...]] = []
     for begin, decoded in decoded_rows(matrix, schema, param_dtype):
-        error_NG, power_NG = np.zeros((2, len(decoded), num_groups))
         if source is None:
-            _, decoded_power = sum_groups(decoded, decoded, error_NG, power_NG)
-            sums.append((0.0, 0.0, 0.0, decoded_power))
+            sums.append((0.0, 0.0, 0.0, _sums(None, decoded, num_groups)[3]))
             continue
-        weights = source[begin : begin + len(decoded)].float().numpy()
-        dot, decoded_power = sum_groups(weights, decoded, error_NG, power_NG)
-        sums.append((float(error_NG.sum()), float(power_NG.sum()), dot, decoded_power))
-        _keep_worst(figures, error_NG, power_NG, begin)
+        *of_rows, ratio, row, group = _sums(source[begin : begin + len(decoded)], decoded, num_groups)
+        sums.append(tuple(of_rows))
+        if math.sqrt(ratio) > figures.worst[0]:
+            figures.worst = math.sqrt(ratio), begin + row, group
     totals = [math.fsum(column) for column in zip(*sums, strict=True)]
     figures.error, figures.power, figures.dot, figures.decoded_power = totals
     figures.has_source = source is not None
     return figures
 
 
-def _keep_worst(figures: Figures, error_NG: Array, power_NG: Array, begin: int) -> None:
-    ratio = np.divide(error_NG, power_NG, out=np.zeros_like(error_NG), where=power_NG > 0)
-    row, group = np.unravel_index(int(ratio.argmax()), ratio.shape)
-    worst = math.sqrt(ratio[row, group])
-    if worst > figures.worst[0]:
-        figures.worst = worst, begin + int(row), int(group)
+def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple[Any, ...]:
+    """`sum_groups` of some rows; without a source of the decoded ones with themselves."""
+    none, bits = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
+    widened = np.empty(decoded.shape[1], np.uint32)
+    if source is not None and source.dtype == torch.bfloat16:
+        weights, bits = none, source.contiguous().view(torch.int16).numpy().view(np.uint16)
+    else:
+        weights = decoded if source is None else source.float().contiguous().numpy()
+    sums: tuple[Any, ...] = sum_groups(weights, bits, decoded, num_groups, widened, widened.view(np.float32))
+    return sums
 
 
 def measure_stack(
