@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -80,16 +80,29 @@ def why_not(schema: TargetSchema, param_dtype: str, dtype: torch.dtype, device: 
             tiny = torch.ones(1, n, k, dtype=dtype, device=device)
             quantize_stacks([tiny], schema, param_dtype)[0].costs()
     except Exception as error:  # noqa: BLE001 - of Humming, its compiler or the driver: the CPU does it as well
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return _in_short(error)
     return ""
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+@dataclass
+class Shared:
+    """What the blocks of one check share: the device's turn, each thread's memory, and why batches failed."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    slots: threading.local = field(default_factory=threading.local)
+    errors: list[str] = field(default_factory=list)
 
 
 class BatchedJob:
     """One block's check by stacks of experts. `run` may be called from any thread; the device works for one of them."""
 
-    def __init__(self, job: Job, staging: Staging, lock: threading.Lock, slots: threading.local) -> None:
-        """`lock` and `slots` are shared by all blocks."""
-        self.job, self._staging, self._lock, self._slots = job, staging, lock, slots
+    def __init__(self, job: Job, staging: Staging, shared: Shared) -> None:
+        """Of one check, all blocks share `shared`."""
+        self.job, self._staging, self._shared = job, staging, shared
         self._reader = _stack_reader(job)
         self._batch = self._num_experts_at_once()
 
@@ -119,7 +132,8 @@ class BatchedJob:
         try:
             with entered(self._staging.device):
                 return self._judge(self._reader, experts)
-        except Exception:  # noqa: BLE001 - whatever it is, `Job.run` comes upon it and says it in words
+        except Exception as error:  # noqa: BLE001 - where it means something, `Job.run` says it in words
+            self._shared.errors.append(_in_short(error))
             return unknown
 
     def _judge(self, reader: StackReader, experts: range) -> list[Outcome | None]:
@@ -134,7 +148,7 @@ class BatchedJob:
         try:
             buffer = host.to(device, non_blocking=True)
             raw = None if raw_layout is None else RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
-            with self._lock:
+            with self._shared.lock:
                 return self._compare(experts, raw, reader.stacks(stored, buffer[begin:]))
         finally:  # the slot is used again
             if device.type == "cuda":
@@ -142,10 +156,11 @@ class BatchedJob:
 
     def _slot(self, num_bytes: int) -> torch.Tensor:
         """This thread's memory on the host."""
-        if getattr(self._slots, "slot", None) is None or self._slots.slot.numel() < num_bytes:
-            self._slots.slot = None
-            self._slots.slot = host_buffer(max(num_bytes, self._staging.slot_bytes), self._staging.device)
-        slot: torch.Tensor = self._slots.slot[:num_bytes]
+        slots, staging = self._shared.slots, self._staging
+        if getattr(slots, "slot", None) is None or slots.slot.numel() < num_bytes:
+            slots.slot = None
+            slots.slot = host_buffer(max(num_bytes, staging.slot_bytes), staging.device)
+        slot: torch.Tensor = slots.slot[:num_bytes]
         return slot
 
     def _compare(

@@ -7,7 +7,6 @@ off the source is measured on the decoded weights, which share no code with the 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +22,7 @@ from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.target import TargetSchema
 from hqconv.sources.source import Source
 from hqconv.verification.ahead import ahead
-from hqconv.verification.batched import BatchedJob, Staging, plan_staging, why_not
+from hqconv.verification.batched import BatchedJob, Shared, Staging, plan_staging, why_not
 from hqconv.verification.expert import Job, Original, Outcome
 from hqconv.verification.figures import summarize
 from hqconv.verification.recorded import check_recorded
@@ -99,8 +98,8 @@ def _check_batches(
     jobs: Iterable[Job], staging: Staging, pool: ThreadPoolExecutor, result: CheckResult
 ) -> None:
     """Batches on a device, and by itself, on the CPU, each expert that must be looked at again."""
-    lock, slots, num_again, num_all = threading.Lock(), threading.local(), 0, 0
-    batched = (BatchedJob(job, staging, lock, slots) for job in jobs)
+    shared, num_again, num_all = Shared(), 0, 0
+    batched = (BatchedJob(job, staging, shared) for job in jobs)
     tasks = ((one, experts) for one in batched for experts in one.batches())
     with _pool(staging.num_readers) as readers:
         done = ahead(readers, lambda task: task[0].run(task[1]), tasks, 2 * staging.num_readers)
@@ -111,6 +110,7 @@ def _check_batches(
             num_again, num_all = num_again + first.count(None), num_all + len(first)
             _conclude(one.job, outcomes, result)
     again_words = f"; {num_again} of {num_all} experts again on the CPU" if num_again else ""
+    again_words += f", some after {shared.errors[0]}" if shared.errors else ""
     result.notes.append(f"on {staging.device}{again_words}")
 
 
