@@ -4,9 +4,9 @@
 
 Makes a Qwen3-MoE-shaped bfloat16 checkpoint of about `--size` GB of experts ([768, 2048], 128 a layer), converts it,
 and runs `hqconv verify` with all checks as whole processes, with an empty kernel cache and again with the one that
-this left. Then the weights check runs on both devices, on the good artifact and on damaged ones; what they find, and what
-they measure to 1e-9, must be the same. Exit code 1 where it is not. With `--device cpu` the batches that a GPU would get
-run on torch's CPU tensors, and there is no kernel check.
+this left. Then the weights check runs on both devices, on the good artifact and on damaged ones; what they find must be
+the same, and what they measure to 1e-9. Exit code 1 where it is not. With `--device cpu` the batches that a GPU would
+get run on torch's CPU tensors, and there is no kernel check.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def compile_kernels(configs: Iterable[Any], tuned_for_m: int, device: torch.devi
     lib = humming_gpu()
 
     def compile_one(config: Any) -> None:
-        entry = _tuning_entry(config, tuned_for_m)
         with torch.cuda.device(device):
+            entry = _tuning_entry(config, tuned_for_m)
             lib.kernel.HummingKernel.prepare_kernels(config.to_str(), _COMPUTE, entry, device)
 
     distinct = list({config.to_str(): config for config in configs}.values())

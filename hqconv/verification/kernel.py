@@ -230,7 +230,8 @@ def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
 def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device: torch.device) -> None:
     """Compile what `check_kernel` will need of one block; any thread may. Raises as it would."""
     words, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
-    configs = gemm_configs(artifact, block)
+    with torch.cuda.device(device):
+        configs = gemm_configs(artifact, block)
     counts = [count * words["top_k"] for count in tokens]
     act = partial(compile_activation, num_routes=counts, dtype=dtype, device=device)
     with ThreadPoolExecutor(1) as pool:
