@@ -89,10 +89,17 @@ def test_quantized_formats(name: str, tmp_path: Path) -> None:
     assert both_ways(tmp_path / "out", source).findings == []
 
 
-def test_copies_that_differ(make: Callable[..., Path], src: Path) -> None:
-    out = make("int4-g64-zp", COPIES)
-    assert both_ways(out, src).findings == []
-    assert both_ways(out, None).findings == []
+def test_copies_that_differ(src: Path, tmp_path: Path) -> None:
+    run(src, tmp_path / "out", "int4-g64-zp", COPIES)
+    copy = Damaged(tmp_path / "out", src, "int4-g64-zp")
+    for given in (src, None):
+        assert both_ways(copy.root, given).findings == []
+    ep_rank, local = COPIES.homes(4)[1][1]
+    copy.flip(copy.rank_file(BLOCK, 1, ep_rank), f"{BLOCK}.w2_zero_point", local)
+    for given in (src, None):
+        assert [f.what for f in both_ways(copy.root, given).findings] == [
+            "A redundant copy of an expert differs."
+        ]
 
 
 def test_an_artifact_as_a_source_is_looked_at_one_by_one(make: Callable[..., Path], tmp_path: Path) -> None:
