@@ -102,6 +102,17 @@ def test_copies_that_differ(src: Path, tmp_path: Path) -> None:
         ]
 
 
+def test_a_good_expert_that_another_one_repeats(src: Path, tmp_path: Path) -> None:
+    """It is named although nothing is wrong with it: its fingerprint is there."""
+    run(src, tmp_path / "out", "mxfp4", Grid(2, 2))
+    copy = Damaged(tmp_path / "out", src, "mxfp4")
+    for path in (copy.rank_file(BLOCK, tp_rank, 1) for tp_rank in range(2)):
+        for name in copy.tensor_names(path):
+            copy.expert_bytes(path, name, 1)[:] = copy.expert_bytes(path, name, 0)
+    findings = both_ways(copy.root, src).findings
+    assert {f.found for f in findings if "swapped" in f.what} == {"expert 2's"}
+
+
 def test_an_artifact_as_a_source_is_looked_at_one_by_one(make: Callable[..., Path], tmp_path: Path) -> None:
     """It reads for itself: no batch can be made of its bytes."""
     source = make("mxfp4", Grid(2, 1))
