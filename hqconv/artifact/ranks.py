@@ -101,9 +101,9 @@ class BlockReader:
     """Reads one block's experts out of an opened artifact's rank files; `read` may be called from any thread."""
 
     def __init__(self, artifact: Artifact, block: ExpertBlock, note: Note) -> None:
-        """Looks at the headers of all ranks first; what is wrong with them is noted."""
+        """Looks at the headers of all ranks first; what is wrong with them is noted, the others are `good`."""
         self._artifact, self._block = artifact, block
-        self._good = check_rank_headers(artifact, block, note)
+        self.good = check_rank_headers(artifact, block, note)
 
     def read(self, gemm: str, expert: int, note: Note) -> dict[str, Matrix]:
         """The whole projections of one GEMM of one expert; none of them if a rank's slice cannot be decoded.
@@ -116,7 +116,7 @@ class BlockReader:
         slices = [
             matrix
             for tp_rank in range(artifact.grid.tp)
-            if (gemm, tp_rank, home.ep_rank) in self._good
+            if (gemm, tp_rank, home.ep_rank) in self.good
             and (matrix := self._slice(tp_rank, home, copies)) is not None
         ]
         if len(slices) < artifact.grid.tp:

@@ -6,9 +6,8 @@ Legend: T tokens, k choices per token, E experts of this rank, H hidden size, I 
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +67,7 @@ class Gemm:
 
 def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Gemm:
     """A GEMM from LayerConfig words, as a rank file's metadata holds them, and its tensors."""
-    return Gemm(humming().config.LayerConfig(**words), tensors)
+    return Gemm(layer_config(words), tensors)
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,35 +80,68 @@ def _tuning_entry(config: Any, shape_m: int) -> dict[str, Any]:
     return dict(entries[-1][2])
 
 
-def compile_kernels(gemms: list[Gemm], tuned_for_m: int, device: torch.device) -> None:
-    """Compile all that `fused_moe` will need, side by side; each takes seconds on a fresh kernel cache."""
+def layer_config(words: Mapping[str, Any]) -> Any:
+    """Humming's LayerConfig from its words, as a rank file's metadata holds them."""
+    return humming().config.LayerConfig(**words)
+
+
+def compile_kernels(configs: Iterable[Any], tuned_for_m: int, device: torch.device) -> None:
+    """Compile the GEMMs that `fused_moe` will need, side by side; each takes seconds on a fresh kernel cache.
+
+    The compilers are processes of their own, so that threads do not hold each other up.
+    """
     lib = humming_gpu()
 
     def compile_one(config: Any) -> None:
-        entry = _tuning_entry(config, tuned_for_m)
         with torch.cuda.device(device):
+            entry = _tuning_entry(config, tuned_for_m)
             lib.kernel.HummingKernel.prepare_kernels(config.to_str(), _COMPUTE, entry, device)
 
-    configs = list({gemm.config.to_str(): gemm.config for gemm in gemms}.values())
-    with ThreadPoolExecutor(max(1, len(configs))) as pool:
-        list(pool.map(compile_one, configs))
+    distinct = list({config.to_str(): config for config in configs}.values())
+    with ThreadPoolExecutor(max(1, len(distinct))) as pool:
+        list(pool.map(compile_one, distinct))
 
 
-def _align(local_ids: torch.Tensor, num_experts: int, block_size: int) -> dict[str, torch.Tensor]:
-    """Route indices sorted by expert, each expert's run padded to the block size; routes of -1 are left out."""
+def compile_activation(
+    w13: Any,
+    w2: Any,
+    activation: str,
+    gated: bool,
+    num_routes: Iterable[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Compile the kernels between two GEMMs, given as LayerConfigs, for some numbers of routes."""
+    width = w13.shape_n - w13.pad_shape_n
+    with torch.cuda.device(device):
+        for count in num_routes:
+            wide = torch.zeros(count, width, dtype=dtype, device=device)
+            humming_gpu().forward.may_process_input(w2, inputs=wide, **activation_words(activation, gated))
+
+
+def align(local_ids: torch.Tensor, num_experts: int, block_size: int) -> dict[str, torch.Tensor]:
+    """Route indices sorted by expert, each expert's run padded to the block size; routes of -1 are left out.
+
+    Waits for the device once, for how many there are.
+    """
     flat = local_ids.reshape(-1)
-    runs, experts = [], []
-    for expert in range(num_experts):
-        routes = torch.nonzero(flat == expert).squeeze(1)
-        num_blocks = math.ceil(routes.numel() / block_size)
-        padding = num_blocks * block_size - routes.numel()
-        runs.append(torch.nn.functional.pad(routes, (0, padding), value=flat.numel()))
-        experts += [expert] * num_blocks
-    sorted_ids = torch.cat(runs).to(torch.int32)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat + 1, minlength=num_experts + 1)  # the first: routes of other ranks
+    num_blocks = (counts[1:] + block_size - 1) // block_size
+    num_elsewhere, total = torch.stack([counts[0], num_blocks.sum() * block_size]).tolist()
+    routes = order[num_elsewhere:]
+    experts = flat[routes]
+    # A route's place: where its expert's blocks begin, and its number among the expert's routes.
+    first_place = (num_blocks.cumsum(0) - num_blocks) * block_size
+    first_route = counts[1:].cumsum(0) - counts[1:]
+    places = first_place[experts] + torch.arange(len(routes), device=flat.device) - first_route[experts]
+    sorted_ids = flat.new_full((total,), flat.numel()).index_copy_(0, places, routes)
     return {
-        "sorted_ids": sorted_ids,
-        "expert_ids": torch.tensor(experts, dtype=torch.int32, device=flat.device),
-        "num_tokens_padded": torch.tensor(sorted_ids.numel(), dtype=torch.int32, device=flat.device),
+        "sorted_ids": sorted_ids.to(torch.int32),
+        "expert_ids": torch.arange(num_experts, device=flat.device)
+        .repeat_interleave(num_blocks, output_size=total // block_size)
+        .to(torch.int32),
+        "num_tokens_padded": torch.tensor(total, dtype=torch.int32, device=flat.device),
     }
 
 
@@ -160,7 +192,7 @@ def _gemm(
 ) -> torch.Tensor:
     lib = humming_gpu()
     entry = _tuning_entry(gemm.config, tuned_for_m)
-    aligned = _align(local_ids, gemm.config.num_experts, entry["block_shape"][0])
+    aligned = align(local_ids, gemm.config.num_experts, entry["block_shape"][0])
     num_sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
     result: torch.Tensor = lib.forward.humming_forward(
         gemm.config,

@@ -78,6 +78,8 @@ def compare(
             note(place.describe(role, tensor, (1,), (0,)), what, *shapes)
             is_equal = False
             continue
+        if _are_same_bytes(left, right):
+            continue
         wrong = left != right
         if field == "scale" and ours.flushed is not None:
             wrong = np.where(ours.flushed, right > left, wrong)
@@ -94,6 +96,17 @@ def compare(
             found_text,
         )
     return is_equal
+
+
+def _are_same_bytes(left: Array, right: Array) -> bool:
+    """Whether two arrays of one shape and dtype are equal; quickly, where they lie in one piece."""
+    if (
+        left.dtype != right.dtype
+        or left.nbytes % 8
+        or not (left.flags.c_contiguous and right.flags.c_contiguous)
+    ):
+        return False
+    return np.array_equal(left.reshape(-1).view(np.uint64), right.reshape(-1).view(np.uint64))
 
 
 def diagnose(
@@ -155,7 +168,16 @@ def _is_shifted(left: Array, right: Array, part: tuple[slice, ...], axis: int, s
     return np.array_equal(ours[behind], theirs[ahead])
 
 
-def fingerprint(matrix: Matrix) -> bytes:
-    """Eight rows of codes, hashed: enough to tell one expert's matrix from another's."""
-    rows = np.linspace(0, matrix.codes.shape[0] - 1, 8).astype(int)
-    return hashlib.blake2b(matrix.codes[rows].tobytes(), digest_size=16).digest()
+def printed_rows(num_rows: int) -> list[int]:
+    """The eight rows of a matrix that its fingerprint is made of."""
+    return [int(row) for row in np.linspace(0, num_rows - 1, 8)]
+
+
+def fingerprint(codes: Array) -> bytes:
+    """Eight rows of codes [N, K], hashed: enough to tell one expert's matrix from another's."""
+    return hash_of_rows(codes[printed_rows(codes.shape[0])])
+
+
+def hash_of_rows(rows: Array) -> bytes:
+    """The hash of a matrix's printed rows."""
+    return hashlib.blake2b(rows.tobytes(), digest_size=16).digest()

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from hqconv.artifact.matrix import Array, Matrix, decoded_rows
+from hqconv.artifact.stacked import decode
+from hqconv.artifact.unlayout.stacks import Stack
 from hqconv.backends.quantize import Cost
 from hqconv.pipeline.costs import relative_error
 from hqconv.schemas.target import TargetSchema
@@ -53,29 +55,70 @@ def measure(matrix: Matrix, source: torch.Tensor | None, schema: TargetSchema, p
     zero_scales = int(np.count_nonzero(matrix.scale_value == 0))
     figures = Figures(num_zero_scales=zero_scales, num_scales=matrix.scale.size, num_flushed=flushed)
     num_groups = matrix.codes.shape[1] // (schema.weight_scale_group_size or matrix.codes.shape[1])
-    sums = []
+    sums: list[tuple[float, ...]] = []
     for begin, decoded in decoded_rows(matrix, schema, param_dtype):
-        error_NG, power_NG = np.zeros((2, len(decoded), num_groups))
         if source is None:
-            _, decoded_power = sum_groups(decoded, decoded, error_NG, power_NG)
-            sums.append((0.0, 0.0, 0.0, decoded_power))
+            sums.append((0.0, 0.0, 0.0, _sums(None, decoded, num_groups)[3]))
             continue
-        weights = source[begin : begin + len(decoded)].float().numpy()
-        dot, decoded_power = sum_groups(weights, decoded, error_NG, power_NG)
-        sums.append((float(error_NG.sum()), float(power_NG.sum()), dot, decoded_power))
-        _keep_worst(figures, error_NG, power_NG, begin)
+        *of_rows, ratio, row, group = _sums(source[begin : begin + len(decoded)], decoded, num_groups)
+        sums.append(tuple(of_rows))
+        if math.sqrt(ratio) > figures.worst[0]:
+            figures.worst = math.sqrt(ratio), begin + row, group
     totals = [math.fsum(column) for column in zip(*sums, strict=True)]
     figures.error, figures.power, figures.dot, figures.decoded_power = totals
     figures.has_source = source is not None
     return figures
 
 
-def _keep_worst(figures: Figures, error_NG: Array, power_NG: Array, begin: int) -> None:
-    ratio = np.divide(error_NG, power_NG, out=np.zeros_like(error_NG), where=power_NG > 0)
-    row, group = np.unravel_index(int(ratio.argmax()), ratio.shape)
-    worst = math.sqrt(ratio[row, group])
-    if worst > figures.worst[0]:
-        figures.worst = worst, begin + int(row), int(group)
+def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple[Any, ...]:
+    """`sum_groups` of some rows; without a source of the decoded ones with themselves."""
+    none, bits = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
+    widened = np.empty(decoded.shape[1], np.uint32)
+    if source is not None and source.dtype == torch.bfloat16:
+        weights, bits = none, source.contiguous().view(torch.int16).numpy().view(np.uint16)
+    else:
+        weights = decoded if source is None else source.float().contiguous().numpy()
+    sums: tuple[Any, ...] = sum_groups(weights, bits, decoded, num_groups, widened, widened.view(np.float32))
+    return sums
+
+
+def measure_stack(
+    stack: Stack, source: torch.Tensor | None, schema: TargetSchema, param_dtype: str
+) -> torch.Tensor:
+    """`measure` of stacks [E, N, K] on one device, which it does not wait for; `figures_of` reads a row of it.
+
+    Returns float64 [E, 8]: error, power, dot, decoded power, largest ratio of a group's error and power, its index,
+    number of scales that are zero, number of flushed ones.
+    """
+    decoded = decode(stack, schema, param_dtype).double()
+    num_experts, _, num_columns = decoded.shape
+    zeros = decoded.new_zeros(num_experts)
+    columns = [zeros, zeros, zeros, decoded.square().flatten(1).sum(1), zeros, zeros]
+    if source is not None:
+        weights = source.double()
+        columns[2] = (weights * decoded).flatten(1).sum(1)
+        group = schema.weight_scale_group_size or num_columns
+        error = (weights - decoded).square().view(num_experts, -1, group).sum(2)
+        power = weights.square().view(num_experts, -1, group).sum(2)
+        columns[0], columns[1] = error.sum(1), power.sum(1)
+        ratio = torch.where(power > 0, error / power, 0.0)
+        columns[4], index = ratio.max(1)
+        columns[5] = index.double()
+    flushed = zeros if stack.flushed is None else stack.flushed.flatten(1).sum(1).double()
+    columns += [(stack.scale_value == 0).flatten(1).sum(1).double(), flushed]
+    return torch.stack(columns, 1)
+
+
+def figures_of(
+    row: Sequence[float], num_scales: int, num_groups: int, *, has_source: bool, quantizer: Cost | None
+) -> Figures:
+    """One expert's figures from its row of `measure_stack`; `num_groups` are in a row of the matrix."""
+    error, power, dot, decoded_power, ratio, index, num_zero, num_flushed = row
+    worst = (math.sqrt(ratio), *divmod(int(index), num_groups)) if ratio > 0 else (0.0, 0, 0)
+    counts = {"num_zero_scales": int(num_zero), "num_flushed": int(num_flushed), "num_scales": num_scales}
+    return Figures(
+        error, power, dot, worst, decoded_power, has_source=has_source, quantizer=quantizer, **counts
+    )
 
 
 def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[str, Any]:

@@ -6,20 +6,32 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from hqconv.artifact.load import expert_floats, load_rank, refuse
+from hqconv.artifact.load import load_rank
 from hqconv.artifact.opened import Artifact
-from hqconv.artifact.ranks import BlockReader
-from hqconv.backends.moe import Gemm, compile_kernels, fused_moe, load_gemm
+from hqconv.backends.moe import (
+    Gemm,
+    compile_activation,
+    compile_kernels,
+    fused_moe,
+    layer_config,
+    load_gemm,
+)
+from hqconv.decode.matrix import SourceMatrix
 from hqconv.experts.block import ExpertBlock
+from hqconv.schemas import artifact as names
+from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.grid import tp_slices
 from hqconv.sources.source import Source
 from hqconv.verification.batches import Batch, local_ids, make_batch, together
+from hqconv.verification.decoded import decoded_experts, source_experts
 from hqconv.verification.reference import ACTIVATIONS, Expert, is_known, moe_forward
 from hqconv.verification.result import CheckResult
 from hqconv.verification.tally import Tally, relative_error, worst
@@ -59,8 +71,9 @@ def check_kernel(
     blocks: Iterable[str],
     tokens: Iterable[int],
     device: torch.device,
+    num_threads: int = 1,
 ) -> CheckResult:
-    """Run the kernel on the chosen blocks.
+    """Run the kernel on the chosen blocks; `num_threads` read experts ahead.
 
     `measured[block]` gets `kernel` (relative error against the decoded weights over all batches: the worst of the
     summed output and each rank's activated intermediate), `channel` (the same for the worst single channel),
@@ -73,18 +86,25 @@ def check_kernel(
         f"fails above {limits.kernel:.4f} against the decoded weights ({limits.channel:.3f} in one channel or batch)"
     )
     of_source = {} if source is None else {block.name: block for block in source.map_experts().blocks}
-    for block in blocks:
-        words = artifact.blocks[block]
-        if not is_known(words["activation"], words["gated"]):
-            what = "The experts' activation is not known."
-            result.add(block, what, ", ".join(ACTIVATIONS), words["activation"])
-            continue
-        batches = [make_batch(artifact, block, count, device) for count in tokens]
-        measured = _measure(artifact, block, batches, source, of_source)
-        result.measured[block] = measured
-        recorded = {p: e["relative_error"] for p, e in words["quantization_error"].items()}
-        _judge(result, block, measured, limits, recorded)
+    with ThreadPoolExecutor(num_threads, "hqconv-verify", partial(_begin_thread, device)) as pool:
+        for block in blocks:
+            words = artifact.blocks[block]
+            if not is_known(words["activation"], words["gated"]):
+                what = "The experts' activation is not known."
+                result.add(block, what, ", ".join(ACTIVATIONS), words["activation"])
+                continue
+            batches = [make_batch(artifact, block, count, device) for count in tokens]
+            measured = _measure(artifact, block, batches, source, of_source, pool)
+            result.measured[block] = measured
+            recorded = {p: e["relative_error"] for p, e in words["quantization_error"].items()}
+            _judge(result, block, measured, limits, recorded)
     return result
+
+
+def _begin_thread(device: torch.device) -> None:
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _measure(
@@ -93,21 +113,17 @@ def _measure(
     batches: list[Batch],
     source: Source | None,
     of_source: Mapping[str, ExpertBlock],
+    pool: ThreadPoolExecutor,
 ) -> dict[str, Any]:
     """All figures of one block."""
     device, activation = batches[0].x.device, artifact.blocks[block]["activation"]
-    reader = BlockReader(artifact, artifact.expert_block(block), refuse)
-
-    def decoded(expert: int) -> Expert:
-        floats = expert_floats(artifact, reader, expert)
-        return {name: torch.from_numpy(values).to(device) for name, values in floats.items()}
-
+    decoded = decoded_experts(artifact, artifact.expert_block(block), device, pool)
     everything = together(batches)
     expected = moe_forward(everything.x.double(), everything.routing, decoded, activation)
     measured = _compare_kernel(artifact, block, batches, expected, device)
     if source is not None:
-        original = of_source[block]
-        measured |= _compare_source(activation, everything, expected[0], decoded, source, original)
+        original = source_experts(source, of_source[block], device, pool)
+        measured |= _compare_source(activation, everything, expected[0], decoded, original)
     return {**measured, "routed_by": batches[0].routed_by}
 
 
@@ -177,10 +193,10 @@ def _compare_kernel(
     outputs = [torch.zeros_like(reference) for reference in references]
     tallies = {"output": Tally()}
     size, tp = words["intermediate_size"], artifact.grid.tp
-    tuned_for_m = math.ceil(max(counts) * words["top_k"] / artifact.grid.ep)
-    ranks = {rank: _load_rank(artifact, block, *rank, device) for rank in _one_per_shape(artifact, block)}
-    compile_kernels([gemm for gemms in ranks.values() for gemm in gemms.values()], tuned_for_m, device)
-    ranks.clear()
+    tuned_for_m = _tuned_for_m(artifact, block, counts)
+    compile_kernels(
+        [config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device
+    )
     for tp_rank, ep_rank in artifact.grid.ranks:
         gemms = _load_rank(artifact, block, tp_rank, ep_rank, device)
         tally = tallies.setdefault(f"tp{tp_rank}-ep{ep_rank}, intermediate", Tally())
@@ -201,11 +217,33 @@ def _compare_kernel(
     return worst(tallies)
 
 
-def _one_per_shape(artifact: Artifact, block: str) -> list[tuple[int, int]]:
-    """One rank for each number of local experts, which is compiled into the kernel."""
+def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
+    """Both GEMMs' LayerConfigs, of one rank for each number of local experts, which is compiled into the kernel."""
     num_experts = artifact.blocks[block]["num_experts"]
     of_count = {len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)}
-    return list(of_count.values())
+    return [
+        {gemm: layer_config(artifact.layer_config(block, gemm, *rank)) for gemm in names.GEMMS}
+        for rank in of_count.values()
+    ]
+
+
+def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device: torch.device) -> None:
+    """Compile what `check_kernel` will need of one block; any thread may. Raises as it would."""
+    words, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
+    with torch.cuda.device(device):
+        configs = gemm_configs(artifact, block)
+    counts = [count * words["top_k"] for count in tokens]
+    act = partial(compile_activation, num_routes=counts, dtype=dtype, device=device)
+    with ThreadPoolExecutor(1) as pool:
+        activation = pool.submit(act, *configs[0].values(), words["activation"], words["gated"])
+        both = [config for pair in configs for config in pair.values()]
+        compile_kernels(both, _tuned_for_m(artifact, block, tokens), device)
+        activation.result()
+
+
+def _tuned_for_m(artifact: Artifact, block: str, tokens: Sequence[int]) -> int:
+    top_k: int = artifact.blocks[block]["top_k"]
+    return math.ceil(max(tokens) * top_k / artifact.grid.ep)
 
 
 def _compare_source(
@@ -213,27 +251,29 @@ def _compare_source(
     batch: Batch,
     found: torch.Tensor,
     decoded: Callable[[int], Expert],
-    source: Source,
-    original: ExpertBlock,
+    original: Callable[[int], Mapping[str, SourceMatrix]],
 ) -> dict[str, Any]:
     """Decoded weights (`found`: their output) against the source's, and what the projections' errors explain."""
-    sums = {projection: [0.0, 0.0] for projection in original.roles}
+    sums: dict[str, torch.Tensor] = {}  # squared differences and squares, on the device
 
     def exact(expert: int) -> Expert:
-        stored = source.read_expert(original, expert, original.roles, batch.x.device)
+        stored = original(expert)
         weights = {role: one.values() for role, one in stored.items()}
         for projection, approximate in decoded(expert).items():
             if projection in weights:
                 weight = weights[projection].double()
-                sums[projection][0] += float((approximate.double() - weight).square().sum())
-                sums[projection][1] += float(weight.square().sum())
+                terms = torch.stack([(approximate.double() - weight).square().sum(), weight.square().sum()])
+                sums[projection] = sums.get(projection, 0.0) + terms
         biases = {f"b{role[1:]}": one.bias for role, one in stored.items() if one.bias is not None}
         return weights | {name: bias.to(batch.x.dtype) for name, bias in biases.items()}
 
     expected, _ = moe_forward(batch.x.double(), batch.routing, exact, activation)
+    totals = {projection: total.tolist() for projection, total in sums.items()}
     return {
         "against_source": relative_error(found, expected),
-        "weights_against_source": {p: math.sqrt(e / w) if w else math.sqrt(e) for p, (e, w) in sums.items()},
+        "weights_against_source": {
+            p: math.sqrt(e / w) if w else math.sqrt(e) for p, (e, w) in totals.items()
+        },
     }
 
 

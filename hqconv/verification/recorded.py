@@ -63,4 +63,6 @@ def _without(words: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
 def _check_figure(where: str, expected: float | None, found: Any, result: CheckResult) -> None:
     is_number = isinstance(found, float | int) and not isinstance(found, bool) and expected is not None
     if not is_number or not math.isclose(expected or 0.0, found, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
-        result.add(where, "The recorded error is not the measured one.", expected, found)
+        # Later digits depend on the order of summing.
+        shown = [f"{value:.12g}" if isinstance(value, float) else value for value in (expected, found)]
+        result.add(where, "The recorded error is not the measured one.", *shown)

@@ -162,8 +162,11 @@ def moe_forward(
     hidden: torch.Tensor | None = None
     flat = routing.ids.reshape(-1)
     weights = routing.weights.reshape(-1, 1).to(x.dtype)
-    for expert in sorted(set(flat.tolist())):
-        routes = torch.nonzero(flat == expert).squeeze(1)
+    by_expert = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat).tolist()
+    for expert, routes in enumerate(torch.split(by_expert, counts)):
+        if not counts[expert]:
+            continue
         inner, outer = expert_forward(experts(expert), x[routes // top_k], activation)
         if hidden is None:
             hidden = x.new_zeros(num_tokens * top_k, inner.size(1))

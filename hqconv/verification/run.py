@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from hqconv.artifact.opened import Artifact
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
+from hqconv.verification.batched import why_not
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
+from hqconv.verification.preparation import begun, kernel_tasks
 from hqconv.verification.result import FAIL, CheckResult
 from hqconv.verification.weights import check_weights
 
@@ -90,19 +94,47 @@ def verify(root: Path, source: Source | None, options: Options) -> VerificationR
         return report
     with opened as artifact:
         layers = _chosen_blocks(artifact, options.layers)
-        runs: dict[str, Callable[[], CheckResult]] = {
-            "files": lambda: check_files(artifact, source, options.num_threads),
-            "weights": lambda: check_weights(
-                artifact, source, options.layers, options.num_threads, options.max_memory_bytes
-            ),
-            "kernel": lambda: _kernel(artifact, source, options, layers),
-        }
-        for check in CHECKS:
-            if check in asked:
-                started = time.monotonic()
-                report.results.append(_run(check, runs[check]))
-                report.seconds[check] = time.monotonic() - started
+        with begun(_tasks(artifact, source, options, asked, layers)) as finish:
+            runs: dict[str, Callable[[], CheckResult]] = {
+                "files": lambda: check_files(artifact, source, options.num_threads),
+                "weights": lambda: check_weights(
+                    artifact,
+                    source,
+                    options.layers,
+                    options.num_threads,
+                    options.max_memory_bytes,
+                    _weights_device(options.device),
+                ),
+                "kernel": lambda: _kernel(artifact, source, options, layers, finish),
+            }
+            for check in CHECKS:
+                if check in asked:
+                    started = time.monotonic()
+                    report.results.append(_run(check, runs[check]))
+                    report.seconds[check] = time.monotonic() - started
         return report
+
+
+def _tasks(
+    artifact: Artifact, source: Source | None, options: Options, asked: Collection[str], layers: list[str]
+) -> list[Callable[[], object]]:
+    """What the checks on a GPU need compiled, to be done beside the first of them; nothing where none will run."""
+    tasks: list[Callable[[], object]] = []
+    with suppress(HqconvError, OSError):  # the checks come upon it
+        device = _weights_device(options.device)
+        if "weights" in asked and source is not None and device is not None:
+            tasks.append(partial(why_not, artifact.schema, artifact.param_dtype, torch.bfloat16, device))
+        device, _ = _kernel_device(artifact, options.device) if "kernel" in asked else (None, "")
+        if device is not None:
+            tasks += kernel_tasks(artifact, _sample(layers, options), options.tokens, device)
+    return tasks
+
+
+def _sample(blocks: list[str], options: Options) -> list[str]:
+    """The blocks that the kernel runs on: the first, the middle and the last, unless layers were asked for."""
+    if options.layers is None and len(blocks) > 3:
+        return [blocks[0], blocks[len(blocks) // 2], blocks[-1]]
+    return blocks
 
 
 def _check_options(options: Options) -> None:
@@ -163,17 +195,30 @@ def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[s
     return [block for layer in sorted(layers) for block in of_layer[layer]]
 
 
-def _kernel(artifact: Artifact, source: Source | None, options: Options, blocks: list[str]) -> CheckResult:
+def _weights_device(wanted: torch.device | None) -> torch.device | None:
+    """The GPU to decode and quantize on, whatever its architecture; None for the CPU's own loops."""
+    if wanted is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return wanted if wanted is not None and wanted.type == "cuda" else None
+
+
+def _kernel(
+    artifact: Artifact,
+    source: Source | None,
+    options: Options,
+    blocks: list[str],
+    finish: Callable[[], None],
+) -> CheckResult:
+    """`finish` waits for the kernels that are being compiled."""
     device, obstacle = _kernel_device(artifact, options.device)
     if device is None:
         if options.checks and "kernel" in options.checks:
             raise RequestError("The kernel check cannot run here.", where="--checks kernel", found=obstacle)
         return CheckResult("kernel", skipped=obstacle)
-    chosen = blocks
-    if options.layers is None and len(blocks) > 3:
-        chosen = [blocks[0], blocks[len(blocks) // 2], blocks[-1]]
+    chosen = _sample(blocks, options)
+    finish()
     with torch.cuda.device(device):
-        result = check_kernel(artifact, source, chosen, options.tokens, device)
+        result = check_kernel(artifact, source, chosen, options.tokens, device, options.num_threads)
     result.notes.append(
         f"{len(chosen)} of {len(blocks)} blocks, batches of {', '.join(map(str, options.tokens))} tokens"
     )

@@ -6,34 +6,27 @@ off the source is measured on the decoded weights, which share no code with the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from hqconv.artifact.matrix import Matrix
 from hqconv.artifact.opened import Artifact
-from hqconv.artifact.packed import read_packed_expert, unpack
-from hqconv.artifact.ranks import BlockReader
-from hqconv.backends.quantize import Quantized
-from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock
-from hqconv.pipeline.encode import encode
-from hqconv.planning.encoding import Encoding, encoding_of
+from hqconv.planning.encoding import encoding_of
 from hqconv.schemas import artifact as names
-from hqconv.schemas.dtypes import code_of_torch
+from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.target import TargetSchema
 from hqconv.sources.source import Source
-from hqconv.verification.comparison import GemmPlace, compare, fingerprint
-from hqconv.verification.figures import Figures, measure, summarize
+from hqconv.verification.ahead import ahead
+from hqconv.verification.batched import BatchedJob, Shared, Staging, plan_staging, why_not
+from hqconv.verification.expert import Job, Original, Outcome
+from hqconv.verification.figures import summarize
 from hqconv.verification.recorded import check_recorded
 from hqconv.verification.result import CheckResult, Finding
-
-_CPU = torch.device("cpu")
 
 
 def check_weights(
@@ -42,12 +35,14 @@ def check_weights(
     layers: Collection[int] | None,
     num_threads: int,
     max_memory_bytes: int,
+    device: torch.device | None = None,
 ) -> CheckResult:
     """Decode the blocks of `layers` (None: all) and compare them with the source, where it is given.
 
-    `measured[block][projection]` holds the error figures, or without a source what can be said of the decoded
-    weights. Raises RequestError where not even one expert fits into `max_memory_bytes`; everything else that
-    is wrong is a finding.
+    With a `device`, experts are looked at there in batches, and those that are not as they should be again on the CPU;
+    what is found is the same. `measured[block][projection]` holds the error figures, or without a source what can be
+    said of the decoded weights. Raises RequestError where not even one expert fits into `max_memory_bytes`; everything
+    else that is wrong is a finding.
     """
     result = CheckResult("weights")
     blocks = _blocks(artifact, layers, result)
@@ -56,7 +51,28 @@ def check_weights(
         result.add(
             f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent"
         )
-    need = max((_working_bytes(block, artifact.schema) for block in blocks), default=0)
+    need = max((_working_bytes(block, artifact.schema) for block in blocks), default=1)
+    _check_memory(need, max_memory_bytes)
+    shards = _shards(artifact)
+    if device is not None and (obstacle := _obstacle(artifact, sources, device)):
+        result.notes.append(f"{device} cannot be used: {obstacle}")
+        device = None
+    jobs = (_job(artifact, block, source, sources, shards) for block in blocks)
+    staging = None if device is None else plan_staging(device, num_threads, max_memory_bytes - need)
+    left_bytes = max_memory_bytes - (0 if staging is None else staging.host_bytes)
+    num_workers = max(1, min(num_threads, left_bytes // need))
+    with _pool(num_workers) as pool:
+        if staging is None:
+            _check_each(jobs, pool, num_workers, result)
+            result.notes.append("on the CPU")
+        else:
+            _check_batches(jobs, staging, pool, result)
+    against = "compared with the source" if source else "decoded; without a source no value can be wrong"
+    result.notes.insert(0, f"{len(blocks)} of {len(artifact.blocks)} blocks {against}")
+    return result
+
+
+def _check_memory(need: int, max_memory_bytes: int) -> None:
     if need > max_memory_bytes:
         raise RequestError(
             "One expert does not fit into the memory limit.",
@@ -64,21 +80,50 @@ def check_weights(
             expected=f"at least {need / 2**20:.0f} MiB for this artifact",
             found=f"{max_memory_bytes / 2**20:.0f} MiB",
         )
-    num_workers = max(1, min(num_threads, max_memory_bytes // max(need, 1)))
-    shards = _shards(artifact)
-    with ThreadPoolExecutor(
-        num_workers, "hqconv-verify", initializer=partial(torch.set_num_threads, 1)
-    ) as pool:
-        for block in blocks:
-            of_source = _comparable(artifact, block, sources, result)
-            job = _Job(artifact, block, source if of_source else None, of_source, shards)
-            _check_block(job, pool, result)
-    against = "compared with the source" if source else "decoded; without a source no value can be wrong"
-    result.notes.append(f"{len(blocks)} of {len(artifact.blocks)} blocks {against}")
-    return result
+
+
+def _pool(num_workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_workers, "hqconv-verify", initializer=partial(torch.set_num_threads, 1))
+
+
+def _check_each(jobs: Iterable[Job], pool: ThreadPoolExecutor, num_workers: int, result: CheckResult) -> None:
+    """Every expert by itself."""
+    tasks = ((job, expert) for job in jobs for expert in range(job.block.num_experts))
+    done = ahead(pool, lambda task: task[0].run(task[1]), tasks, 2 * num_workers)
+    for job, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
+        _conclude(job, [outcome for _, outcome in of_block], result)
+
+
+def _check_batches(
+    jobs: Iterable[Job], staging: Staging, pool: ThreadPoolExecutor, result: CheckResult
+) -> None:
+    """Batches on a device, and by itself, on the CPU, each expert that must be looked at again."""
+    shared, num_again, num_all = Shared(), 0, 0
+    batched = (BatchedJob(job, staging, shared) for job in jobs)
+    tasks = ((one, experts) for one in batched for experts in one.batches())
+    with _pool(staging.num_readers) as readers:
+        done = ahead(readers, lambda task: task[0].run(task[1]), tasks, 2 * staging.num_readers)
+        for one, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
+            first = [outcome for _, outcomes in of_block for outcome in outcomes]
+            again = pool.map(one.job.run, [expert for expert, found in enumerate(first) if found is None])
+            outcomes = [found if found is not None else next(again) for found in first]
+            num_again, num_all = num_again + first.count(None), num_all + len(first)
+            _conclude(one.job, outcomes, result)
+    again_words = f"; {num_again} of {num_all} experts again on the CPU" if num_again else ""
+    again_words += f", some after {shared.errors[0]}" if shared.errors else ""
+    result.notes.append(f"on {staging.device}{again_words}")
 
 
 # --- what to look at ---------------------------------------------------------------------------------------
+
+
+def _obstacle(artifact: Artifact, sources: Mapping[str, ExpertBlock] | None, device: torch.device) -> str:
+    """Why the source cannot be quantized on the device; "" where it can, or there is none."""
+    of_source = next(iter((sources or {}).values()), None)
+    if of_source is None:
+        return ""
+    dtype = torch_dtype(of_source.dtype) if of_source.format.is_float else torch.float32
+    return why_not(artifact.schema, artifact.param_dtype, dtype, device)
 
 
 def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckResult) -> list[ExpertBlock]:
@@ -107,31 +152,41 @@ def _source_blocks(source: Source | None, result: CheckResult) -> dict[str, Expe
         return None
 
 
-def _comparable(
-    artifact: Artifact, block: ExpertBlock, sources: Mapping[str, ExpertBlock] | None, result: CheckResult
-) -> ExpertBlock | None:
-    """The source's block, if it has this one and the artifact says how it was made."""
-    if sources is None:
-        return None
-    found = sources.get(block.name)
+def _job(
+    artifact: Artifact,
+    block: ExpertBlock,
+    source: Source | None,
+    sources: Mapping[str, ExpertBlock] | None,
+    shards: Mapping[str, str],
+) -> Job:
+    """The block's check: against the source's block, if it has this one and the artifact says how it was made."""
+    findings: list[Finding] = []
+    original = None
+    if source is not None and sources is not None:
+        original = _original(artifact, block, source, sources.get(block.name), findings)
+    job = Job(artifact, block, original, shards)
+    job.findings[:0] = findings
+    return job
+
+
+def _original(
+    artifact: Artifact, block: ExpertBlock, source: Source, found: ExpertBlock | None, findings: list[Finding]
+) -> Original | None:
     sizes = ("num_experts", "hidden_size", "intermediate_size", "gated")
     if found is None or any(getattr(found, size) != getattr(block, size) for size in sizes):
         described = [
             ", ".join(f"{s} {getattr(b, s)}" for s in sizes) if b else "no such block" for b in (found, block)
         ]
-        result.add(f"block {block.name}", "The source has no such block.", *described)
+        findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
+    encoding = encoding_of(found.format, artifact.schema, artifact.param_dtype)
     conversion = artifact.blocks[block.name]["conversion"]
-    expected = _encoding(artifact, found).conversion
-    if conversion != expected:
+    if conversion != encoding.conversion:
         what = "The block was not converted as its source's format asks for."
-        result.add(f"{names.MANIFEST}: {block.name}: conversion", what, expected, conversion)
+        where = f"{names.MANIFEST}: {block.name}: conversion"
+        findings.append(Finding(where, what, str(encoding.conversion), str(conversion)))
         return None
-    return found
-
-
-def _encoding(artifact: Artifact, of_source: ExpertBlock) -> Encoding:
-    return encoding_of(of_source.format, artifact.schema, artifact.param_dtype)
+    return Original(source, found, encoding)
 
 
 def _shards(artifact: Artifact) -> dict[str, str]:
@@ -162,110 +217,11 @@ def _working_bytes(block: ExpertBlock, schema: TargetSchema) -> int:
     return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + (16 << 20)
 
 
-# --- one block, one expert ---------------------------------------------------------------------------------
+# --- what was found ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Outcome:
-    """What one expert's worker found."""
-
-    findings: list[Finding] = field(default_factory=list)
-    figures: dict[str, Figures] = field(default_factory=dict)
-    expected: dict[str, bytes] = field(default_factory=dict)  # fingerprints
-    found: dict[str, bytes] = field(default_factory=dict)  # of matrices that are not as expected
-
-    def note(self, where: str, what: str, expected: object, found: object) -> None:
-        self.findings.append(Finding(where, what, str(expected), str(found)))
-
-
-class _Job:
-    """One block's check: `run` is called once per expert, from any thread."""
-
-    def __init__(
-        self,
-        artifact: Artifact,
-        block: ExpertBlock,
-        source: Source | None,
-        of_source: ExpertBlock | None,
-        shards: Mapping[str, str],
-    ) -> None:
-        self.artifact, self.block, self.source, self.of_source = artifact, block, source, of_source
-        self.shards = shards
-        self.findings: list[Finding] = []
-        self._encoding = None if of_source is None else _encoding(artifact, of_source)
-        is_kernel = artifact.request.layout == names.KERNEL
-        self._reader = BlockReader(artifact, block, self._note) if is_kernel else None
-
-    def _note(self, where: str, what: str, expected: object, found: object) -> None:
-        self.findings.append(Finding(where, what, str(expected), str(found)))
-
-    def run(self, expert: int) -> _Outcome:
-        outcome = _Outcome()
-        for gemm in names.GEMMS:
-            roles = [r for r in (("w1", "w3") if gemm == "w13" else ("w2",)) if r in self.block.roles]
-            found = self._read(gemm, roles, expert, outcome)
-            try:
-                stored = self._read_source(roles, expert)
-                results = encode(stored, self._encoding) if self._encoding is not None else {}
-            except HqconvError as error:
-                outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
-                continue
-            for role, matrix in found.items():
-                source = stored[role].values() if stored else None
-                figures = measure(matrix, source, self.artifact.schema, self.artifact.param_dtype)
-                outcome.figures[role] = figures
-                if not math.isfinite(figures.decoded_power):
-                    where = f"block {self.block.name}, {role} of expert {expert}"
-                    outcome.note(where, "Decoded weights are not finite.", "numbers", "NaN or infinity")
-                if role in results:
-                    figures.quantizer = results[role].cost
-            self._compare(found, results, gemm, expert, outcome)
-        return outcome
-
-    def _read(self, gemm: str, roles: Sequence[str], expert: int, outcome: _Outcome) -> dict[str, Matrix]:
-        if self._reader is not None:
-            return self._reader.read(gemm, expert, outcome.note)
-        read = partial(read_packed_expert, self.artifact, self.block, shards=self.shards, note=outcome.note)
-        found = {role: read(role, expert) for role in roles}
-        return {role: matrix for role, matrix in found.items() if matrix is not None}
-
-    def _read_source(self, roles: Sequence[str], expert: int) -> dict[str, SourceMatrix]:
-        if self.source is None or self.of_source is None:
-            return {}
-        return self.source.read_expert(self.of_source, expert, roles, _CPU)
-
-    def _compare(
-        self,
-        found: Mapping[str, Matrix],
-        results: Mapping[str, Quantized],
-        gemm: str,
-        expert: int,
-        outcome: _Outcome,
-    ) -> None:
-        expected = {role: _as_matrix(one, self.artifact.schema) for role, one in results.items()}
-        place = GemmPlace(self.artifact, self.block, gemm, expert, self.shards)
-        for role, matrix in expected.items():
-            outcome.expected[role] = fingerprint(matrix)
-            if role in found and not compare(found, expected, role, place, outcome.note):
-                outcome.found[role] = fingerprint(found[role])
-
-
-def _as_matrix(quantized: Quantized, schema: TargetSchema) -> Matrix:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    bits = {
-        name: tensor.contiguous()
-        .view(integers[tensor.element_size()])
-        .numpy()
-        .view(f"u{tensor.element_size()}")
-        for name, tensor in quantized.tensors.items()
-    }
-    scale = quantized.tensors["weight_scale"].dtype
-    return unpack(bits, schema, code_of_torch(scale))
-
-
-def _check_block(job: _Job, pool: ThreadPoolExecutor, result: CheckResult) -> None:
-    """Run a block's experts and bring what they found together."""
-    outcomes = list(pool.map(job.run, range(job.block.num_experts)))
+def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> None:
+    """Bring together what was found of a block's experts."""
     for finding in (*job.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
     _name_swapped(job.block, outcomes, result)
@@ -276,12 +232,12 @@ def _check_block(job: _Job, pool: ThreadPoolExecutor, result: CheckResult) -> No
     result.measured[job.block.name] = {
         role: summarize(of_role) for role, of_role in figures.items() if of_role
     }
-    if job.source is not None:
+    if job.original is not None:
         recorded = job.artifact.blocks[job.block.name]["quantization_error"]
         check_recorded(job.block, recorded, figures, not job.block.format.is_float, result)
 
 
-def _name_swapped(block: ExpertBlock, outcomes: Sequence[_Outcome], result: CheckResult) -> None:
+def _name_swapped(block: ExpertBlock, outcomes: Sequence[Outcome], result: CheckResult) -> None:
     """Name the expert whose weights another one has."""
     owners = {(role, print_): e for e, o in enumerate(outcomes) for role, print_ in o.expected.items()}
     for expert, outcome in enumerate(outcomes):

@@ -18,8 +18,9 @@ import torch
 from hqconv.artifact.matrix import floats
 from hqconv.artifact.ranks import to_matrix
 from hqconv.artifact.unlayout import read as module
-from hqconv.artifact.unlayout.form import PADDED_E5M0, to_float32
+from hqconv.artifact.unlayout.form import PADDED_E5M0, read_config, to_float32
 from hqconv.artifact.unlayout.read import Unpacked, e8m0_exponents, unlayout
+from hqconv.artifact.unlayout.stacks import Stack, read_stack, unpack_fields
 from hqconv.backends.layout import humming_schema, kernel_form, to_kernel
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import humming, resident, target_facts
@@ -108,12 +109,17 @@ def forward(
 
 def values_of(unpacked: Unpacked, schema: TargetSchema, param_dtype: str) -> np.ndarray:
     """The decoded weights [E, N, K] of a stack."""
+    each = [to_matrix(one_of(unpacked, e)) for e in range(len(unpacked.codes))]
+    return np.stack([floats(matrix, schema, param_dtype) for matrix in each])
+
+
+def one_of(unpacked: Unpacked, expert: int) -> Unpacked:
+    """One expert's part."""
     arrays = ("codes", "weight_scale", "zero_point", "weight_scale_2", "bias")
-    experts = []
-    for e in range(len(unpacked.codes)):
-        parts = {key: array[e : e + 1] for key in arrays if (array := getattr(unpacked, key)) is not None}
-        experts.append(floats(to_matrix(dataclasses.replace(unpacked, **parts)), schema, param_dtype))
-    return np.stack(experts)
+    parts = {
+        key: array[expert : expert + 1] for key in arrays if (array := getattr(unpacked, key)) is not None
+    }
+    return dataclasses.replace(unpacked, **parts)
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
@@ -164,12 +170,66 @@ def test_inverts_the_forward_path(name: str, param_dtype: str, size: tuple[int, 
     case = forward(name, param_dtype, size)
     unpacked = unlayout(case.config, case.kernel)
     assert_is_packed(unpacked, case.packed, case.schema)
+    stack = stack_of(case.config, case.kernel)
+    assert not stack.wrong.any()
+    assert_is_twin(stack, unpacked)
     values, expected = values_of(unpacked, case.schema, param_dtype), case.reference()
     if unpacked.scale_dtype == PADDED_E5M0:
         is_flushed = np.repeat(e8m0_exponents(unpacked)[1], case.schema.weight_scale_group_size, axis=2)
         assert not values[is_flushed].any()
         values, expected = values[~is_flushed], expected[~is_flushed]
     assert np.array_equal(values.view(np.uint32), expected.view(np.uint32))
+
+
+# --- the twin for stacks of experts
+
+
+def stack_of(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> Stack:
+    signed = {
+        key: array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
+        for key, array in kernel.items()
+    }
+    return read_stack(read_config(config, flags or {}), {k: torch.from_numpy(v) for k, v in signed.items()})
+
+
+def assert_is_twin(stack: Stack, unpacked: Unpacked) -> None:
+    """Every expert's matrix, bit for bit."""
+    for e in range(len(unpacked.codes)):
+        matrix = to_matrix(one_of(unpacked, e))
+        assert matrix.scale_dtype == stack.scale_dtype
+        for field in ("codes", "scale", "scale_value", "zero_point", "scale_2", "bias", "flushed"):
+            ours, theirs = getattr(stack, field), getattr(matrix, field)
+            assert (ours is None) == (theirs is None), field
+            if ours is not None:
+                array = ours[e].contiguous().numpy()
+                assert array.shape == theirs.shape, field
+                assert array.tobytes() == theirs.tobytes(), field
+
+
+@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_stacks_mark_the_expert_that_has_a_problem(name: str, param_dtype: str) -> None:
+    """Flipped bits: the same values, and the same experts wrong, as of single experts."""
+    case = forward(name, param_dtype, SIZES[1])
+    random = np.random.default_rng(len(name))
+    for tensor in case.kernel:
+        for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 6):
+            kernel = flipped(case.kernel, tensor, int(bit))
+            unpacked, stack = unlayout(case.config, kernel), stack_of(case.config, kernel)
+            bad = {int(line.split("expert ")[1].split(",")[0]) for line in unpacked.problems}
+            if unpacked.scale_dtype == PADDED_E5M0 and tensor == "weight_scale_2":
+                bad |= {int(bit) // 32}  # the second scale is no power of two any more, or another one
+            else:
+                assert_is_twin(stack, unpacked)
+            wrong = set(np.flatnonzero(stack.wrong.numpy()))
+            assert wrong == bad or (tensor == "weight_scale_2" and not wrong)
+
+
+@pytest.mark.parametrize("num_bits", range(1, 9))
+def test_fields_of_stacks_are_those_of_matrices(num_bits: int) -> None:
+    words = np.random.default_rng(num_bits).integers(0, 1 << 32, (3, 5, 2 * num_bits), np.uint32)
+    expected = field_codes(words, num_bits)
+    assert np.array_equal(unpack_fields(torch.from_numpy(words.view(np.int32)), num_bits).numpy(), expected)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
@@ -196,9 +256,10 @@ def test_other_targets_with_their_flags(name: str, monkeypatch: pytest.MonkeyPat
     # Humming asks for the CUDA compiler on every target but sm90; below sm89 the answer changes nothing.
     monkeypatch.setattr("humming.config.config._cuda_compiler_version", lambda _compiler: (12, 0))
     case = forward(name, "bfloat16", sm_version=80)
-    assert_is_packed(
-        unlayout(case.config, case.kernel, {"use_native_dequant": False}), case.packed, case.schema
-    )
+    flags = {"use_native_dequant": False}
+    unpacked = unlayout(case.config, case.kernel, flags)
+    assert_is_packed(unpacked, case.packed, case.schema)
+    assert_is_twin(stack_of(case.config, case.kernel, flags), unpacked)
     with pytest.raises(RequestError, match="layout flags"):
         unlayout(case.config, case.kernel)
 
@@ -221,6 +282,7 @@ def test_recordings_of_a_real_gpu(name: str) -> None:
         kernel[key] = recorded[f"kernel.{key}"].view(f"u{size}").reshape(1, *tensor.shape)
     unpacked = unlayout(form.config, kernel, form.flags)
     assert_is_packed(unpacked, packed, schema)
+    assert_is_twin(stack_of(form.config, kernel, form.flags), unpacked)
     with resident(torch.device("cpu")), target_facts(90):
         expected = humming_schema(schema).dequant_tensors(packed).numpy()
     values = values_of(unpacked, schema, "bfloat16")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -21,6 +22,7 @@ from hqconv.backends.layout import kernel_form, to_kernel
 from hqconv.backends.quantize import quantize
 from hqconv.planning.groups import gemm_shapes
 from hqconv.schemas.grid import tp_slices
+from hqconv.sources.source import Source
 from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
@@ -111,7 +113,7 @@ class Damaged:
         """(files, weights)"""
         with Artifact(self.root) as artifact, open_source(self.source) as source:
             given = source if with_source else None
-            return check_files(artifact, given, 2), check_weights(artifact, given, None, 2, GIB)
+            return check_files(artifact, given, 2), check_both_ways(artifact, given)
 
     # --- kernel tensors made anew
 
@@ -138,6 +140,27 @@ class Damaged:
         for name, tensor in to_kernel(form, cut).items():
             slot = self.expert_bytes(path, f"{BLOCK}.{gemm}_{name}", local)
             slot[:] = tensor.contiguous().flatten().view(torch.uint8).numpy()
+
+
+def check_both_ways(artifact: Artifact, source: Source | None, device: str = "cpu") -> CheckResult:
+    """The weights check expert by expert, once it is shown that batches on a device (of torch's) find the same."""
+    result = check_weights(artifact, source, None, 2, GIB)
+    batched = check_weights(artifact, source, None, 2, GIB, torch.device(device))
+    assert batched.findings == result.findings
+    assert_same_figures(batched.measured, result.measured)
+    is_good = not result.findings and artifact.manifest["layout"] == "kernel"
+    assert not is_good or batched.notes[-1] == f"on {device}", batched.notes  # no expert was looked at again
+    return result
+
+
+def assert_same_figures(ours: Any, theirs: Any) -> None:
+    """Equal words, numbers to 1e-9."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert_same_figures(ours[key], theirs[key])
+    else:
+        assert ours == (pytest.approx(theirs, rel=1e-9) if isinstance(ours, float) else theirs)
 
 
 def found(result: CheckResult, *texts: str) -> None:

@@ -24,8 +24,9 @@ from hqconv.backends.runtime import resident
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.schemas.target import TargetSchema, resolve_schema
+from hqconv.verification.expert import as_matrix
 from hqconv.verification.result import CheckResult
-from hqconv.verification.weights import _as_matrix, check_weights
+from hqconv.verification.weights import check_weights
 from tests.make.conversions import run
 from tests.make.damage import GIB, Damaged, found
 from tests.make.matrices import SCHEMAS
@@ -128,7 +129,7 @@ def test_only_the_layers_asked_for(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "mxfp4")
     result = weights_of(tmp_path / "out", src, layers={1})
     assert list(result.measured) == ["model.layers.1.mlp.experts"]
-    assert result.notes == ["1 of 2 blocks compared with the source"]
+    assert result.notes == ["1 of 2 blocks compared with the source", "on the CPU"]
 
 
 def test_memory_for_one_expert_is_the_least(src: Path, tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_packed_shapes_are_the_quantizers(name: str) -> None:
     shapes = {key: tuple(tensor.shape) for key, tensor in packed.tensors.items()}
     expected = packed_shapes((128, 256), schema, "bfloat16")
     assert {key: shape for key, (_, shape) in expected.items()} == shapes
-    matrix = _as_matrix(packed, schema)
+    matrix = as_matrix(packed, schema)
     assert matrix.codes.shape == (128, 256)
     assert matrix.scale_dtype == expected["weight_scale"][0]
     with resident(torch.device("cpu")):

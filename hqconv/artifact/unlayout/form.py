@@ -161,7 +161,7 @@ def _check_sizes(form: KernelTensors) -> None:
 # --- raw bits of the right shapes --------------------------------------------------------------------------
 
 
-def _expected_tensors(form: KernelTensors) -> dict[str, tuple[str, tuple[int, ...]]]:
+def expected_tensors(form: KernelTensors) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Safetensors dtype and shape without E of every tensor of the layout."""
     n, k = form.padded_shape
     rows, groups = form.scale_shape(padded=True)
@@ -182,7 +182,7 @@ def _expected_tensors(form: KernelTensors) -> dict[str, tuple[str, tuple[int, ..
 
 def checked_bits(form: KernelTensors, tensors: Mapping[str, Array]) -> dict[str, Array]:
     """Every tensor's bit patterns [E, …], unsigned; VerificationError for one missing, extra or misshapen."""
-    expected = _expected_tensors(form)
+    expected = expected_tensors(form)
     for name in sorted(expected.keys() ^ tensors.keys()):
         raise VerificationError(
             "The kernel tensors are not those that the layer configuration asks for.",
