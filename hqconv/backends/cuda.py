@@ -31,18 +31,46 @@ def quantize_stacks(
     count_exact: bool,
 ) -> list[QuantizedStack]:
     """`hqconv.backends.quantize.quantize_stacks` on a CUDA device."""
-    target = humming_schema(schema)
+    shared = None
     if schema.is_coupled or schema.weight_scale_2_type != "none":
         shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
-        each: Sequence[GivenScales | None] = given or [None] * len(stacks)
-        packed = [
-            _encode_shared(s, schema, param_dtype, shared, g) for s, g in zip(stacks, each, strict=True)
-        ]
+    if given is None and (joined := _joined(stacks)) is not None:
+        repeated = None if shared is None else shared.repeat(len(stacks))
+        return _quantize(joined, schema, param_dtype, repeated, None, count_exact).cut(len(stacks))
+    each: Sequence[GivenScales | None] = given or [None] * len(stacks)
+    return [
+        _quantize(s, schema, param_dtype, shared, g, count_exact) for s, g in zip(stacks, each, strict=True)
+    ]
+
+
+def _joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Stacks that lie one after the other in memory, as gate's and up's often do, as one: half as many launches."""
+    first = stacks[0]
+    for number, stack in enumerate(stacks):
+        place = first.storage_offset() + number * first.numel()
+        is_next = stack.storage_offset() == place and stack.is_contiguous() and stack.shape == first.shape
+        if not is_next or stack.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+    if len(stacks) < 2:
+        return None
+    return first.as_strided((len(stacks) * len(first), *first.shape[1:]), first.stride())
+
+
+def _quantize(
+    stack: torch.Tensor,
+    schema: TargetSchema,
+    param_dtype: str,
+    shared: torch.Tensor | None,
+    given: GivenScales | None,
+    count_exact: bool,
+) -> QuantizedStack:
+    target = humming_schema(schema)
+    if shared is None:
+        packed = target.quant_tensor(stack, target, torch_dtype_of(param_dtype))
     else:
-        packed = [target.quant_tensor(s, target, torch_dtype_of(param_dtype)) for s in stacks]
-    _, num_rows, num_columns = stacks[0].shape
-    counted = num_groups((num_rows, num_columns), schema) if count_exact else 0
-    return [_with_error(s, p, target, counted) for s, p in zip(stacks, packed, strict=True)]
+        packed = _encode_shared(stack, schema, param_dtype, shared, given)
+    counted = num_groups((stack.size(1), stack.size(2)), schema) if count_exact else 0
+    return _with_error(stack, packed, target, counted)
 
 
 def _encode_shared(

@@ -18,6 +18,7 @@ from hqconv.backends.encoded import fold_sum
 from hqconv.backends.runtime import humming
 
 _TILE = 4096  # terms that one program folds at most
+_tables: dict[tuple[str, bool, torch.device], torch.Tensor] = {}
 
 
 @triton.jit
@@ -189,7 +190,16 @@ def _zero_points(tensors: dict[str, torch.Tensor], schema: Any) -> torch.Tensor 
 
 
 def _code_values(schema: Any, device: torch.device) -> torch.Tensor:
-    """What every code stands for before zero point and scale, float32 [2**bits]."""
+    """What every code stands for before zero point and scale, float32 [2**bits]; made once for a device."""
+    key = (str(schema.b_dtype), bool(schema.has_zero_point), device)
+    if key not in _tables:
+        _tables[key] = _make_table(schema, device)
+        if device.type == "cuda":  # other streams will read it
+            torch.cuda.current_stream(device).synchronize()
+    return _tables[key]
+
+
+def _make_table(schema: Any, device: torch.device) -> torch.Tensor:
     dtype = schema.b_dtype
     codes = torch.arange(1 << dtype.num_bits, dtype=torch.int32, device=device)
     if dtype.is_integer_type:

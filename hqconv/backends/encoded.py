@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,6 +70,21 @@ class QuantizedStack:
         each = (self.sums() if sums is None else sums).tolist()
         return [
             Cost(error, power, int(exact), self.num_groups) for error, power, exact in zip(*each, strict=True)
+        ]
+
+    def cut(self, count: int) -> list[QuantizedStack]:
+        """So many equal runs of the matrices, views of them."""
+        size = len(self.error) // count
+        runs = [slice(number * size, (number + 1) * size) for number in range(count)]
+        return [
+            replace(
+                self,
+                tensors={name: tensor[run] for name, tensor in self.tensors.items()},
+                error=self.error[run],
+                power=self.power[run],
+                num_exact=self.num_exact[run],
+            )
+            for run in runs
         ]
 
     def split(self) -> list[Quantized]:

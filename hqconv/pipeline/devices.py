@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,13 +91,21 @@ def entered(lane: Lane) -> Iterator[None]:
 
 
 def make_slot(raw_bytes: int, out_bytes: int, device: torch.device) -> Slot:
-    """Host memory for one batch: pinned for a GPU."""
+    """Host memory for one batch."""
+    return Slot(host_buffer(raw_bytes, device), host_buffer(out_bytes, device))
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory to read into, uint8: pinned for a GPU, and in large pages for the CPU where the system has them."""
     if device.type == "cpu":
-        return Slot(torch.empty(raw_bytes, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = mmap.mmap(-1, num_bytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
     # Pinning touches a GPU: its own, not the first one, which may be another process's.
     with torch.cuda.device(device):
-        raw, out = (torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in (raw_bytes, out_bytes))
-        return Slot(raw, out)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

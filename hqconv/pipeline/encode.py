@@ -63,11 +63,12 @@ def encode_batch(
     On a GPU nothing is waited for, and values are looked at in the end: its costs may raise DoubtfulError, unless
     `is_careful`.
     """
+    raw = None if raw is None else raw.on(device)
     stacks = _float_stacks(block, raw)
     if stacks is not None:
         done: dict[str, QuantizedStack] = {}
         for roles in _coupled(block):
-            floats = [stacks[role].to(device, non_blocking=True) for role in roles]
+            floats = [stacks[role] for role in roles]
             results = quantize_stacks(floats, encoding.schema, encoding.param_dtype)
             done |= dict(zip(roles, results, strict=True))
         return _judged_later(block, experts, done, encoding)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.backends.quantize import Cost
+from hqconv.checkpoint.descriptors import open_limit
 from hqconv.pipeline.batches import Batch, Piece, Run, cut
 from hqconv.pipeline.costs import block_errors
 from hqconv.pipeline.devices import Lane, Slot, entered, make_lane, make_slot
@@ -31,7 +32,9 @@ from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.raw import RawExperts
 from hqconv.sources.source import Source
 
-_MAX_OPEN_GROUPS = 4  # one that is made ahead, one in work, two that are being finished
+# Groups whose files are open: one that is made ahead, one in work, the rest being finished. More than the first number
+# only while their files are few.
+_OPEN_GROUPS, _MAX_OPEN_GROUPS = 4, 24
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
 _READ_BYTES = 32 << 20  # of a batch that one thread reads, while others read the rest
 
@@ -129,7 +132,9 @@ class Executor:
     # --- the thread that owns the stages
 
     def _may_open(self) -> bool:
-        return sum(not job.is_done for job in self._jobs) < _MAX_OPEN_GROUPS
+        counts = [len(job.group.files) for job in self._jobs if not job.is_done]
+        are_few = sum(counts) < (_OPEN_GROUPS - 1) * open_limit()
+        return len(counts) < (_MAX_OPEN_GROUPS if are_few else _OPEN_GROUPS)
 
     def _open(self, job: _Job) -> None:
         """Have a group's files made, ahead of their first bytes."""

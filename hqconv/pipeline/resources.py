@@ -20,7 +20,7 @@ _CUDA_LANES = 3  # one copies in, one computes, one copies out
 _SLOTS_PER_LANE = 2
 _CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
     32 << 20,
-    128 << 20,
+    256 << 20,
 )  # of 16-bit weights: enough that Python costs little
 _PIECE_BYTES = 8 << 20
 _MEASURED_BYTES = 1 << 10  # of an expert: its sums, and a flag for each check

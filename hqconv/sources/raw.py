@@ -6,7 +6,7 @@ what is stored as plain numbers is a stack [E, …] without being copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,43 +22,45 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class RawLayout:
-    """Where the bytes of some experts go in a buffer: each range of the source once."""
+    """Where the bytes of some experts go in a buffer: each range of the source once.
+
+    ranges: each with its start in the buffer. starts: the same by (file, offset).
+    """
 
     block: ExpertBlock
     experts: Sequence[int]
+    ranges: list[tuple[TensorRef, int]] = field(init=False, repr=False)
     starts: dict[tuple[int, int], int] = field(init=False, repr=False)
     num_bytes: int = field(init=False)
+    _stacks: dict[tuple[str, str], int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        ranges: list[tuple[TensorRef, int]] = []
         starts: dict[tuple[int, int], int] = {}
+        stacks: dict[tuple[str, str], int] = {}
         at = 0
+        of_experts = [self.block.sources[expert] for expert in self.experts]
         for role in self.block.roles:
-            for part in self.block.sources[self.experts[0]][role]:
+            for part in of_experts[0][role]:
                 at = -(-at // _ALIGNMENT) * _ALIGNMENT
-                for ref in self._refs(role, part):
+                first, num_new = at, 0
+                for of_expert in of_experts:
+                    ref = of_expert[role][part]
                     if starts.setdefault((ref.file, ref.offset_bytes), at) == at:
+                        ranges.append((ref, at))
                         at += ref.num_bytes
-        object.__setattr__(self, "starts", starts)
-        object.__setattr__(self, "num_bytes", at)
-
-    def _refs(self, role: str, part: str) -> list[TensorRef]:
-        return [self.block.sources[expert][role][part] for expert in self.experts]
-
-    def places(self) -> Iterator[tuple[TensorRef, int]]:
-        """Every range with its start in the buffer."""
-        seen = set()
-        for expert in self.experts:
-            for ref in self.block.refs(expert):
-                start = self.starts[ref.file, ref.offset_bytes]
-                if start not in seen:
-                    seen.add(start)
-                    yield ref, start
+                        num_new += 1
+                size = of_experts[0][role][part].num_bytes
+                if num_new == len(of_experts) and at == first + num_new * size:
+                    stacks[role, part] = first
+        for name, value in (("ranges", ranges), ("starts", starts), ("num_bytes", at), ("_stacks", stacks)):
+            object.__setattr__(self, name, value)
 
     def pieces(self, num_bytes: int) -> list[list[tuple[TensorRef, int]]]:
-        """The places in parts of about `num_bytes`, in the order of the files, to be read side by side."""
+        """The ranges in parts of about `num_bytes`, in the order of the files, to be read side by side."""
         parts: list[list[tuple[TensorRef, int]]] = []
         filled = num_bytes
-        for ref, start in sorted(self.places(), key=lambda place: (place[0].file, place[0].offset_bytes)):
+        for ref, start in sorted(self.ranges, key=lambda one: (one[0].file, one[0].offset_bytes)):
             if filled >= num_bytes:
                 parts.append([])
                 filled = 0
@@ -68,24 +70,22 @@ class RawLayout:
 
     def start_of_stack(self, role: str, part: str) -> int | None:
         """Where a part of all experts lies as one run; None where it does not, or is stored in another form."""
-        if self.block.parts[role][part].is_stacked and not self.block.parts[role][part].is_run:
-            return None
-        refs = self._refs(role, part)
-        first = self.starts[refs[0].file, refs[0].offset_bytes]
-        size = refs[0].num_bytes
-        is_run = all(
-            self.starts[ref.file, ref.offset_bytes] == first + i * size and ref.num_bytes == size
-            for i, ref in enumerate(refs)
-        )
-        return first if is_run else None
+        source = self.block.parts[role][part]
+        return None if source.is_stacked and not source.is_run else self._stacks.get((role, part))
 
 
 @dataclass(frozen=True, eq=False)
 class RawExperts:
-    """A filled buffer (uint8, on the host) and what lies where in it."""
+    """A filled buffer (uint8) and what lies where in it."""
 
     layout: RawLayout
     buffer: torch.Tensor
+
+    def on(self, device: torch.device) -> RawExperts:
+        """The same on a device, by one copy that nobody waits for."""
+        if device.type == "cpu":
+            return self
+        return RawExperts(self.layout, self.buffer[: self.layout.num_bytes].to(device, non_blocking=True))
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """A range as a tensor in its own dtype and shape, without a copy."""

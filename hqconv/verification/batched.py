@@ -144,7 +144,7 @@ class BatchedJob:
         host = self._slot(begin + stored.num_bytes)
         reader.read(stored, host.numpy().data[begin:])
         if original is not None and raw_layout is not None:
-            original.source.read_raw(RawExperts(raw_layout, host[: raw_layout.num_bytes]))
+            original.source.read_raw(RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges)
         try:
             buffer = host.to(device, non_blocking=True)
             raw = None if raw_layout is None else RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
@@ -183,7 +183,7 @@ class BatchedJob:
                 values = _values(original, experts, role, raw)
             columns += [measure_stack(stack, values, schema, param), wrong.double().unsqueeze(1)]
         rows = torch.cat(columns, 1).tolist()
-        costs = {} if done is None else done.costs()
+        costs = {} if done is None else done.costs([one.cpu() for one in done.measured])
         hashes = {role: [hash_of_rows(one) for one in found.cpu().numpy()] for role, found in prints.items()}
         return [self._outcome(i, rows[i], stacks, costs, hashes) for i in range(len(experts))]
 

@@ -64,6 +64,23 @@ def test_the_recipe_for_gpus_is_that_of_the_cpu(name: str, param_dtype: str) -> 
         assert_same_stacks(ours, theirs)
 
 
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_stacks_that_lie_side_by_side_are_taken_at_once(name: str) -> None:
+    schema, stacks = resolve_schema(name), hard_stacks(torch.bfloat16)
+    together = torch.stack(stacks)
+    assert cuda._joined(stacks) is None
+    assert cuda._joined([together[1], together[0]]) is None
+    joined = cuda._joined(list(together))
+    assert joined is not None
+    assert same_bits(joined, together.flatten(0, 1))
+    with resident(torch.device("cpu")):
+        at_once = cuda.quantize_stacks(list(together), schema, "bfloat16", None, count_exact=True)
+    for ours, theirs in zip(
+        at_once, cpu.quantize_stacks(stacks, schema, "bfloat16", None, True), strict=True
+    ):
+        assert_same_stacks(ours, theirs)
+
+
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_stack_is_laid_out_like_its_experts(name: str, param_dtype: str) -> None:
