@@ -1,23 +1,26 @@
 """Measure conversions against the limits of this machine and against other ways to the same result.
 
-    python scripts/bench.py [--size 4.8 | --sizes 2,8,29] [--schemas mxfp4,int4] [--device cpu] [--threads N] [--runs 3]
-                            [--sink files|null] [--cold] [--peers] [--quantized fp8-block] [--work FOLDER] [--log NAME]
+    python scripts/bench.py [--sizes 2,8,29] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--threads N] [--runs 3]
+                            [--sinks files,null] [--cold] [--peers] [--quantized fp8-block] [--work FOLDER] [--log NAME]
 
 Makes Qwen3-MoE-shaped checkpoints (experts [768, 2048]) of about `--size` GB each, reads them into the page cache,
 alternates hqconv with its peers, `--runs` times after one uncounted round, and then measures what this machine can do
 (reading the source in parallel, writing as many bytes as come out to the same folder, SHA-256, copies to and from the
-GPU). Every figure is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning.
-With `--sink null` files are made up and forgotten. `--cold` drops the source from the page cache before each run.
+GPU; *together* is reading, writing and hashing at once with all threads, which any converter has to do). Every figure
+is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning, and begins when the
+first batch came through: what was in flight then does not count.
+With the sink `null` files are made up and forgotten. `--cold` drops the source from the page cache before each run.
 `--peers` adds vLLM's load path, rebuilt from Humming's calls, and llm-compressor's `model_free_ptq` where installed.
 `--log NAME` writes NAME.json, and a plot to NAME.svg.
 
-First it proves that nothing was bought with other bytes: small conversions on every device must be those on record
-(tests/golden/artifacts.json). Exit code 1 where they are not.
+First it proves that nothing was bought with other bytes: small conversions to the schemas, on every device, must be
+those on record (tests/golden/artifacts.json). Exit code 1 where they are not.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -144,54 +147,59 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def rounds(source: Path, schema: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All that is said of one schema and one size."""
-    words = {
-        "schema": schema,
-        "target": "sm90",
-        "device": args.device,
-        "tp": args.tp,
-        "threads": args.threads,
-    }
+def rounds(
+    source: Path, schema: str, device: str, sink: str, args: argparse.Namespace, *, is_warm: bool
+) -> dict[str, Any]:
+    """All that is said of one schema, size, device and sink; `is_warm`: no uncounted round is needed."""
+    words = {"schema": schema, "target": "sm90", "device": device, "tp": args.tp, "threads": args.threads}
     words["max_memory"] = args.max_memory
     out = args.work / f"out-{schema}"
     found: dict[str, list[dict[str, Any]]] = {who: [] for who in peers(args)}
-    for number in range(args.runs + 1):
+    for number in range(is_warm, args.runs + 1):
         for who, results in found.items():
             shutil.rmtree(out, ignore_errors=True)
             if args.cold:
                 forget(source)
-            job = {"who": who, "source": str(source), "out": str(out), "words": words, "sink": args.sink}
+            job = {"who": who, "source": str(source), "out": str(out), "words": words, "sink": sink}
             result = measure(job)
             if number:
                 results.append(result)
-    ours = found[HQCONV]
-    limits = measure_limits(
-        source, args.work, ours[0]["bytes_out"], args.threads, args.device, cold=args.cold
-    )
     shutil.rmtree(out, ignore_errors=True)
+    ours = found[HQCONV]
+    limits = measure_limits(source, args.work, ours[0]["bytes_out"], args.threads, device, cold=args.cold)
     gigabytes = ours[0]["bytes_in"] / 1e9
-    middle = sorted(ours, key=lambda r: float(r["profile"]["seconds"]))[len(ours) // 2]
-    steady = gigabytes / statistics.median(r["profile"]["seconds"] for r in ours)
+    middle = sorted(ours, key=steady_speed)[len(ours) // 2]
+    steady = statistics.median(map(steady_speed, ours))
     whole = {who: gigabytes / statistics.median(r["wall_seconds"] for r in rs) for who, rs in found.items()}
-    bounds = [limits["read"], limits["copy_in"], *([] if args.sink == "null" else [limits["write"]])]
+    written = () if sink == "null" else ("write", "digest")
+    alone = min(limits[name] for name in ("read", "copy_in", "copy_out", *written))
+    at_once = min(alone, limits["read" if sink == "null" else "together"])
     return {
         "schema": schema,
         "source": args.quantized or "bfloat16",
-        "device": args.device,
+        "device": device,
         "threads": args.threads,
-        "sink": args.sink,
+        "sink": sink,
         "cache": "cold" if args.cold else "warm",
         "source_gb": round(gigabytes, 2),
         "steady_gb_per_s": round(steady, 2),
         "whole_gb_per_s": {who: round(speed, 3) for who, speed in whole.items()},
         "ratio_to_peers": {who: round(whole[HQCONV] / s, 2) for who, s in whole.items() if who != HQCONV},
         "limits_gb_per_s": {name: round(limit, 2) for name, limit in limits.items() if limit < float("inf")},
-        "share_of_limit": round(steady / min(bounds), 2),
+        "share_of_nearest_limit": round(steady / alone, 2),
+        "share_of_limits_together": round(steady / at_once, 2),
         "peak_host_mb": round(max(r["peak_host_bytes"] for r in ours) / 1e6),
         "peak_gpu_mb": round(max(r.get("peak_gpu_bytes", 0) for r in ours) / 1e6),
-        "stages": middle["profile"]["stages"],
+        "profile": middle["profile"],
     }
+
+
+def steady_speed(result: dict[str, Any]) -> float:
+    """GB/s of the source once the first batch has come through."""
+    profile = result["profile"]
+    in_flight = profile["staging"]["num_slots"] * profile["staging"]["slot_bytes"]
+    num_bytes = max(result["bytes_in"] - in_flight, result["bytes_in"] / 2)
+    return float(num_bytes / (profile["seconds"] - profile["warm_up_seconds"]) / 1e9)
 
 
 def peers(args: argparse.Namespace) -> list[str]:
@@ -203,14 +211,14 @@ def peers(args: argparse.Namespace) -> list[str]:
     return [HQCONV, VLLM, *([LLM_COMPRESSOR] if find_spec("llmcompressor") else [])]
 
 
-def check_bytes(device: str) -> None:
+def check_bytes(devices: list[str], schemas: list[str]) -> None:
     """Hold small conversions to the artifacts on record. Raises SystemExit where one differs."""
     from scripts.bench_peers import differences
 
-    wrong = differences(sorted({"cpu", device}))
+    wrong = differences(devices, schemas)
     if wrong:
         raise SystemExit("other bytes than those on record:\n" + "\n".join(wrong))
-    print(f"bytes: as on record on {' and '.join(sorted({'cpu', device}))}", flush=True)
+    print(f"bytes: as on record on {' and '.join(devices)}", flush=True)
 
 
 def default_threads() -> int:
@@ -229,10 +237,10 @@ def main() -> None:
     parser.add_argument("--schemas", default="mxfp4,int4")
     parser.add_argument("--sizes", "--size", default="4.8")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--devices", "--device", default="cpu")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--sink", choices=["files", "null"], default="files")
+    parser.add_argument("--sinks", "--sink", default="files")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--max-memory", default="4GiB")
@@ -241,14 +249,18 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     args.work = args.work or Path(tempfile.mkdtemp(prefix="hqconv-bench-"))
-    check_bytes(args.device)
+    schemas, devices, sinks = (one.split(",") for one in (args.schemas, args.devices, args.sinks))
+    check_bytes(sorted({"cpu", *devices}), schemas)
     results = []
+    warm = set()
     for size in map(float, args.sizes.split(",")):
         source = cached_source(args.work / f"source-{size:g}", size)
         if args.quantized:
             source = quantized_source(source, args.quantized)
-        for schema in args.schemas.split(","):
-            results.append(rounds(source, schema, args))
+        for schema, device, sink in itertools.product(schemas, devices, sinks):
+            is_warm = (schema, device) in warm and not args.peers
+            results.append(rounds(source, schema, device, sink, args, is_warm=is_warm))
+            warm.add((schema, device))
             print(json.dumps(results[-1]), flush=True)
     if args.log:
         args.log.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")

@@ -18,6 +18,7 @@ def measure_limits(
     """GB/s of the source's bytes at which each part of a conversion could go alone; infinite where it has none.
 
     read: the source's files, in parallel. write: the output's size to the same folder, flushed. digest: its SHA-256.
+    together: these three at once, by as many threads.
     copy_in, copy_out: pinned memory to the GPU and the output back.
     """
     num_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
@@ -29,6 +30,7 @@ def measure_limits(
         "read": num_bytes / timed(lambda: read_all(source, max(threads, 2))) / 1e9,
         "write": num_bytes / timed(lambda: write_all(work, bytes_out, max(threads, 2))) / 1e9,
         "digest": num_bytes / timed(lambda: digest(bytes_out, threads)) / 1e9,
+        "together": num_bytes / timed(lambda: together(source, work, bytes_out, threads)) / 1e9,
         "copy_in": float("inf"),
         "copy_out": float("inf"),
     }
@@ -94,6 +96,18 @@ def digest(num_bytes: int, threads: int) -> None:
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(one, range(threads)))
+
+
+def together(source: Path, work: Path, bytes_out: int, threads: int) -> None:
+    """Read the source, write so many bytes and hash as many, by `threads` threads in all."""
+    share = max(1, threads // 3)
+    tasks = (
+        lambda: read_all(source, max(1, threads - 2 * share)),
+        lambda: write_all(work, bytes_out, share),
+        lambda: digest(bytes_out, share),
+    )
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        list(pool.map(lambda task: task(), tasks))
 
 
 def copies(device: str) -> tuple[float, float]:

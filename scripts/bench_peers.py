@@ -12,8 +12,8 @@ from hqconv.schemas.target import resolve_schema
 _LLM_COMPRESSOR = {"mxfp4": "MXFP4A16", "int4": "W4A16", "fp8-block": "FP8_BLOCK"}
 
 
-def differences(devices: list[str]) -> list[str]:
-    """Small conversions to every schema, layout and grid on these devices, where they are not those on record.
+def differences(devices: list[str], schemas: list[str]) -> list[str]:
+    """Small conversions to these schemas, of every layout and grid, where they are not those on record.
 
     Under another torch than the record's the source has other random numbers; then the devices are held to each other.
     """
@@ -25,6 +25,8 @@ def differences(devices: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         source = make_source("plain", Path(folder) / "source")
         for name, options in conversions_of("plain"):
+            if options["schema"] not in schemas:
+                continue
             made = [record(source, Path(folder) / "out", {**options, "device": device}) for device in devices]
             wanted = Record(*recorded[f"plain/{name}"])
             if made[0].source == wanted.source:

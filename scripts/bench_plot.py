@@ -15,19 +15,16 @@ def plot(results: Sequence[Mapping[str, Any]]) -> str:
     """Bars in GB/s of the source for each schema and size: hqconv, its peers, and a line at the nearest limit."""
     rows: list[tuple[str, str, float, float]] = []
     for result in results:
-        title = f"{result['schema']}, {result['source_gb']:g} GB"
-        limit = result["steady_gb_per_s"] / result["share_of_limit"] if result["share_of_limit"] else 0.0
+        sink = "" if result["sink"] == "files" else ", null sink"
+        title = f"{result['schema']}, {result['source_gb']:.0f} GB, {result['device']}{sink}"
+        share = result["share_of_limits_together"]
+        limit = result["steady_gb_per_s"] / share if share else 0.0
         rows.append((title, "hqconv", result["steady_gb_per_s"], limit))
         for who, speed in result["whole_gb_per_s"].items():
             rows.append(("", "hqconv, whole process" if who == "hqconv" else who, speed, limit))
     highest = max((max(speed, limit) for *_, speed, limit in rows), default=1.0)
     first = results[0] if results else {}
-    settings = [
-        f"{first.get('threads')} threads",
-        f"{first.get('cache')} cache",
-        f"sink: {first.get('sink')}",
-    ]
-    head = ", ".join([str(first.get("device")), *settings])
+    head = f"{first.get('threads')} threads, {first.get('cache')} cache"
     height = _TOP + len(rows) * (_BAR + _GAP) + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif"'

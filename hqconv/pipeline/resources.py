@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from hqconv.errors import RequestError
@@ -94,6 +94,10 @@ class Staging:
     def num_slots(self) -> int:
         """Batches in flight: one in each lane, and at least two, if not half as many, that are read or written."""
         return min(self.num_lanes * _SLOTS_PER_LANE, self.num_lanes + max(2, self.num_lanes // 2))
+
+    def words(self) -> dict[str, int]:
+        """As JSON words."""
+        return {**asdict(self), "num_slots": self.num_slots}
 
 
 def plan_staging(

@@ -144,7 +144,7 @@ class _Work:
             errors=outcome.errors,
             seconds=seconds,
             num_workers=self.staging.num_lanes,
-            profile=self.profile.words(),
+            profile={**self.profile.words(), "staging": self.staging.words()},
             was_finished=not outcome.is_new,
             warnings=(*self.plan.warnings, *outcome.warnings),
         )
