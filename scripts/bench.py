@@ -7,8 +7,8 @@ Makes Qwen3-MoE-shaped checkpoints (experts [768, 2048]) of about `--size` GB ea
 alternates hqconv with its peers, `--runs` times after one uncounted round, and then measures what this machine can do
 (reading the source in parallel, writing as many bytes as come out to the same folder, SHA-256, copies to and from the
 GPU; *together* is reading, writing and hashing at once with all threads, which any converter has to do). Every figure
-is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning, and begins when the
-first batch came through: what was in flight then does not count.
+is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning, and begins when
+the first batch came through: what was in flight then does not count.
 With the sink `null` files are made up and forgotten. `--cold` drops the source from the page cache before each run.
 `--peers` adds vLLM's load path, rebuilt from Humming's calls, and llm-compressor's `model_free_ptq` where installed.
 `--log NAME` writes NAME.json, and a plot to NAME.svg.

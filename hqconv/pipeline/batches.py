@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,12 +33,15 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A run of bytes of one tensor, copied as they are."""
+    """Bytes of tensors that are copied as they are: for each tensor where they start in it, and how many they are."""
 
     planned: PlannedCopy
-    ref: TensorRef
-    start: int
-    num_bytes: int
+    spans: tuple[tuple[TensorRef, int, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all spans."""
+        return sum(size for _, _, size in self.spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +62,22 @@ def cut(group: Group, num_experts: int, piece_bytes: int) -> Iterator[Batch | Pi
         for number in range(count):
             yield Batch(group, range(number * total // count, (number + 1) * total // count))
     else:
-        for ref in group.refs:
-            for start in range(0, ref.num_bytes, piece_bytes):
-                yield Piece(group, ref, start, min(piece_bytes, ref.num_bytes - start))
+        for spans in _spans(group.refs, piece_bytes):
+            yield Piece(group, spans)
+
+
+def _spans(refs: Iterable[TensorRef], piece_bytes: int) -> Iterator[tuple[tuple[TensorRef, int, int], ...]]:
+    """The bytes of all tensors in order, so many at a time."""
+    spans: list[tuple[TensorRef, int, int]] = []
+    room = piece_bytes
+    for ref in refs:
+        start = 0
+        while start < ref.num_bytes:
+            size = min(room, ref.num_bytes - start)
+            spans.append((ref, start, size))
+            start, room = start + size, room - size
+            if not room:
+                yield tuple(spans)
+                spans, room = [], piece_bytes
+    if spans:
+        yield tuple(spans)

@@ -17,13 +17,15 @@ from hqconv.backends.quantize import Cost
 from hqconv.checkpoint.descriptors import open_limit
 from hqconv.pipeline.batches import Batch, Piece, Run, cut
 from hqconv.pipeline.costs import block_errors
-from hqconv.pipeline.devices import Lane, Slot, entered, make_lane, make_slot
+from hqconv.pipeline.devices import Lane, Slot, entered, make_lane
 from hqconv.pipeline.encode import DoubtfulError
 from hqconv.pipeline.journal import JournalEntry
 from hqconv.pipeline.produce import Produced, produce
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter
 from hqconv.pipeline.resources import Resources, Staging
+from hqconv.pipeline.slots import STAGE as SLOTS
+from hqconv.pipeline.slots import Slots
 from hqconv.pipeline.stages import Stages
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
@@ -90,7 +92,7 @@ class Executor:
         self._stages = Stages(
             {
                 "open": 1,
-                "slot": 1,
+                SLOTS: 1,
                 "read": num_threads,
                 # A GPU's lanes are streams: one thread feeds them all, and is not held up by another's Python.
                 "encode": 1 if resources.is_cuda else staging.num_lanes,
@@ -101,11 +103,9 @@ class Executor:
             },
             profile,
         )
+        self._slots = Slots(staging, self._device, self._stages, profile)
         self._lock = threading.Lock()
         self._lanes = threading.local()
-        self._free: list[Slot] = []
-        self._num_slots = 0  # made or being made
-        self._is_making = False
         self._jobs: list[_Job] = []
 
     def run(self, groups: Iterable[Group]) -> None:
@@ -143,25 +143,13 @@ class Executor:
 
     def _feed(self, job: _Job) -> None:
         job.num_left = 1
-        for item in cut(job.group, self._staging.num_experts, self._staging.slot_bytes):
-            flight = _Flight(job, item, self._take_slot())
+        piece_bytes = min(self._staging.slot_bytes, _READ_BYTES)
+        for item in cut(job.group, self._staging.num_experts, piece_bytes):
+            flight = _Flight(job, item, self._slots.take())
             with self._lock:
                 job.num_left += 1
             self._read_ahead(flight)
         self._leave(job)
-
-    def _take_slot(self) -> Slot:
-        """A slot that nobody uses; waits for one, and has another one made where that is allowed."""
-        with self._lock:
-            must_make = not self._free and not self._is_making and self._num_slots < self._staging.num_slots
-            self._num_slots += must_make
-            self._is_making |= must_make
-        if must_make:
-            self._stages.start("slot", 0, self._make_slot)
-        with self._profile.waiting("a free slot"):
-            self._stages.wait(lambda: bool(self._free))
-        with self._lock:
-            return self._free.pop()
 
     def _read_ahead(self, flight: _Flight) -> None:
         """Have a batch's bytes read by several threads, or a piece by one."""
@@ -184,18 +172,14 @@ class Executor:
         job.writer = GroupWriter(self._folder.root, job.group.files)
         self._stages.tell()
 
-    def _make_slot(self) -> None:
-        slot = make_slot(self._staging.slot_bytes, self._staging.out_bytes, self._device)
-        with self._lock:
-            self._is_making = False
-            self._free.append(slot)
-        self._stages.tell()
-
     def _read_piece(self, flight: _Flight, piece: Piece) -> None:
-        data = flight.slot.raw[: piece.num_bytes]
-        self._source.read_into(piece.ref, data.numpy().data, piece.start)
-        place = piece.planned.files[0].tensors[piece.ref.name]
-        runs = [Run(place.file, place.offset_bytes + piece.start, piece.num_bytes, data)]
+        runs, end = [], 0
+        for ref, start, size in piece.spans:
+            data = flight.slot.raw[end : end + size]
+            self._source.read_into(ref, data.numpy().data, start)
+            place = piece.planned.files[0].tensors[ref.name]
+            runs.append(Run(place.file, place.offset_bytes + start, size, data))
+            end += size
         self._stages.start("write", piece.num_bytes, self._write, flight, runs)
 
     def _read(self, flight: _Flight, batch: Batch, places: list[tuple[TensorRef, int]]) -> None:
@@ -252,12 +236,10 @@ class Executor:
         for run in runs:
             writer.write_at(run.file, run.offset_bytes, run.data.numpy())
         runs.clear()
-        with self._lock:
-            self._free.append(flight.slot)
+        self._slots.give(flight.slot)
         self._profile.begin()
         self._meter.advance(flight.job.group.name, flight.item.num_bytes)
         self._leave(flight.job)
-        self._stages.tell()
 
     def _leave(self, job: _Job) -> None:
         """One batch or piece less is to be written; after the last one the files are finished."""

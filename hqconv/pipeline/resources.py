@@ -159,9 +159,10 @@ def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
     groups = _GROUP_BYTES / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
     num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
     packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
-    # Two matrices in flight; three packed; a TP slice cut, joined, padded and permuted; what is waiting to be written.
+    # Two matrices in flight, and one more that was widened and is not given back yet; three packed; a TP slice cut,
+    # joined, padded and permuted; what is waiting to be written.
     live = (
-        num_decoded * (2 * (stored * is_viewed + widened) + groups)
+        num_decoded * (2 * stored * is_viewed + 3 * widened + groups)
         + 6 * packed
         + 8 * packed / planned.grid.tp
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 from hqconv.pipeline.profile import Profile
+
+_Task = tuple[int, float, Callable[..., None], tuple[Any, ...]]  # bytes, when it was handed in, what to do
 
 
 class CancelledError(Exception):
@@ -16,44 +18,54 @@ class CancelledError(Exception):
 
 
 class Stages:
-    """Named pools of threads. A task may start tasks of other stages, and wait for what tasks of others change.
+    """Named threads, each group with a queue of tasks. A task may start tasks of other stages, and wait for what others
+    change.
 
-    `stop` is for the thread that owns them.
+    Plain threads and queues instead of an executor: its futures, which nobody asks, cost more of Python's one lock than
+    all else that is done for a batch. `stop` is for the thread that owns them.
     """
 
     def __init__(self, num_threads: dict[str, int], profile: Profile) -> None:
-        self._pools = {name: ThreadPoolExecutor(n, f"hqconv-{name}") for name, n in num_threads.items()}
+        self._queues: dict[str, SimpleQueue[_Task | None]] = {name: SimpleQueue() for name in num_threads}
         self._profile = profile
         self._changed = threading.Condition()
-        self._num_at_work = 0
         self._is_cancelled = False
         self._error: BaseException | None = None
-        for name, n in num_threads.items():
-            profile.threads(name, n)
+        self._threads = {
+            name: [
+                threading.Thread(target=self._work, args=(name,), name=f"hqconv-{name}_{number}", daemon=True)
+                for number in range(count)
+            ]
+            for name, count in num_threads.items()
+        }
+        for name, threads in self._threads.items():
+            profile.threads(name, len(threads))
+            for thread in threads:
+                thread.start()
 
     def start(self, stage: str, num_bytes: int, task: Callable[..., None], *arguments: Any) -> None:
         """Run a task in a stage's threads as soon as one is free, unless they are stopped before."""
-        self._pools[stage].submit(self._run, stage, num_bytes, time.monotonic(), task, *arguments)
+        self._queues[stage].put((num_bytes, time.monotonic(), task, arguments))
 
-    def _run(
-        self, stage: str, num_bytes: int, asked: float, task: Callable[..., None], *arguments: Any
-    ) -> None:
-        with self._changed:
+    def _work(self, stage: str) -> None:
+        queue = self._queues[stage]
+        while (item := queue.get()) is not None:
             if self._is_cancelled:
-                return
-            self._num_at_work += 1
-        try:
-            with self._profile.busy(stage, num_bytes, time.monotonic() - asked):
-                task(*arguments)
-        except BaseException as error:  # noqa: BLE001 - reported by the owner
-            with self._changed:
-                self._is_cancelled = True
-                if self._error is None and not isinstance(error, CancelledError):
-                    self._error = error
-        finally:
-            with self._changed:
-                self._num_at_work -= 1
-                self._changed.notify_all()
+                continue
+            num_bytes, asked, task, arguments = item
+            try:
+                with self._profile.busy(stage, num_bytes, time.monotonic() - asked):
+                    task(*arguments)
+            except BaseException as error:  # noqa: BLE001 - reported by the owner
+                self._fail(error)
+            del item, task, arguments  # what they hold is not kept until the next one comes
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._is_cancelled = True
+            if self._error is None and not isinstance(error, CancelledError):
+                self._error = error
+            self._changed.notify_all()
 
     def wait(self, is_reached: Callable[[], bool]) -> None:
         """Until something that tasks change is reached. Raises the first error once there is one."""
@@ -69,14 +81,14 @@ class Stages:
 
     def stop(self) -> None:
         """Let nobody begin, and wait until nobody is at work, whatever else is interrupted meanwhile."""
-        is_idle = False
-        while not is_idle:
-            try:
-                with self._changed:
-                    self._is_cancelled = True
-                    self._changed.notify_all()
-                    is_idle = self._changed.wait_for(lambda: self._num_at_work == 0)
-            except KeyboardInterrupt:
-                continue
-        for pool in self._pools.values():
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._is_cancelled = True
+        self.tell()
+        for name, threads in self._threads.items():
+            for _ in threads:
+                self._queues[name].put(None)
+        for thread in (thread for threads in self._threads.values() for thread in threads):
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except KeyboardInterrupt:
+                    continue
