@@ -72,12 +72,9 @@ def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
 
 @functools.lru_cache(maxsize=64)
 def _tuning_entry(config: Any, shape_m: int) -> dict[str, Any]:
-    """The one tuning entry that covers `shape_m`; compiling all of them takes most of a minute."""
-    entries = humming_gpu().tune.get_heuristics_config(layer_config=config, gemm_type="indexed")
-    for low, high, entry in entries:
-        if low < shape_m <= high:
-            return dict(entry)
-    return dict(entries[-1][2])
+    """The tuning for `shape_m`. That for all sizes takes seconds of Python to find, and most of a minute to compile."""
+    tune = humming_gpu().tune
+    return dict(tune.get_heuristics_config(layer_config=config, shape_m=shape_m, gemm_type="indexed"))
 
 
 def layer_config(words: Mapping[str, Any]) -> Any:

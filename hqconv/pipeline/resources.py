@@ -123,7 +123,8 @@ def plan_staging(
 
     for option, (limit, need, what) in needs.items():
         _check_fits(option, max(need(block, 1) for block in blocks), limit, what)
-    target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES
+    # Many threads need Python's one lock often: they get larger batches.
+    target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES * max(1, wanted // 8)
     largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in blocks)
     num_experts = max(1, min(target // largest, max(b.block.num_experts for b in blocks)))
     while num_experts > 1 and num_fitting(num_experts) < wanted:
