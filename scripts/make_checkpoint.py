@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -285,18 +285,38 @@ def split(tensors: Iterator[Tensor], dtype: str, shard_bytes: int) -> list[list[
     return shards
 
 
-def write_tensor(file: int, offset: int, dtype: str, seed: int, begin: int, tensor: Tensor) -> None:
-    """Draw one tensor and write it at its place, chunk by chunk."""
-    position, kind = offset + begin, stored(tensor, dtype)[1]
-    for chunk in values(tensor, seed):
-        view = chunk.to(kind).flatten().view(torch.uint8).numpy().data
+class Draw:
+    """Tensors' bytes: drawn from a seed, and every so many layers the same again, which are kept in memory."""
+
+    def __init__(self, seed: int, dtype: str, distinct_layers: int | None) -> None:
+        self._seed, self._dtype, self._distinct = seed, dtype, distinct_layers
+        self._kept: dict[str, list[torch.Tensor]] = {}
+
+    def chunks(self, tensor: Tensor) -> Iterable[torch.Tensor]:
+        """As it is stored, in chunks of whole rows."""
+        kind = stored(tensor, self._dtype)[1]
+        if self._distinct is None:
+            return (chunk.to(kind) for chunk in values(tensor, self._seed))
+        name = re.sub(
+            r"(?<=layers\.)\d+", lambda match: str(int(match[0]) % (self._distinct or 1)), tensor.name
+        )
+        if name not in self._kept:
+            self._kept[name] = [chunk.to(kind) for chunk in values(tensor._replace(name=name), self._seed)]
+        return self._kept[name]
+
+
+def write_tensor(file: int, offset: int, draw: Draw, begin: int, tensor: Tensor) -> None:
+    """Write one tensor at its place, chunk by chunk."""
+    position = offset + begin
+    for chunk in draw.chunks(tensor):
+        view = chunk.flatten().view(torch.uint8).numpy().data
         while view:
             count = os.pwrite(file, view, position)
             view, position = view[count:], position + count
 
 
-def write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, seed: int | None) -> int:
-    """Write one safetensors file, without a seed a hole for the tensors; returns the tensors' bytes."""
+def write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, draw: Draw | None) -> int:
+    """Write one safetensors file, without `draw` a hole for the tensors; returns the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins: list[int] = []
     end = 0
@@ -311,14 +331,14 @@ def write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, seed: int | N
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(NUM_THREADS) as pool:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-        if seed is not None:
-            write = partial(write_tensor, file.fileno(), 8 + len(text), dtype, seed)
+        if draw is not None:
+            write = partial(write_tensor, file.fileno(), 8 + len(text), draw)
             list(pool.map(write, begins, tensors))
     return end
 
 
 def write_checkpoint(
-    out: Path, model_type: str, s: Sizes, dtype: str, shard_bytes: int, seed: int | None
+    out: Path, model_type: str, s: Sizes, dtype: str, shard_bytes: int, draw: Draw | None
 ) -> int:
     """Write the folder, which gets its name when it is complete; returns the bytes of all tensors."""
     folder = out.with_name(out.name + ".partial")
@@ -329,7 +349,7 @@ def write_checkpoint(
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     pairs = list(zip(names, shards, strict=True))
-    total_bytes = sum(write_shard(folder / name, shard, dtype, seed) for name, shard in pairs)
+    total_bytes = sum(write_shard(folder / name, shard, dtype, draw) for name, shard in pairs)
     files: dict[str, object] = {
         "tokenizer.json": TOKENIZER,
         "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False},
@@ -375,6 +395,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of every weight")
     parser.add_argument("--shard-size", type=size_bytes, default="100MB", help="largest shard")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
+    parser.add_argument("--distinct-layers", type=positive, help="after so many, layers repeat: sooner made")
     parser.add_argument("--sparse", action="store_true", help="headers and holes instead of weights")
     a = parser.parse_args(arguments)
     if a.shared and not MODELS[a.model_type].has_shared:
@@ -392,7 +413,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 for a request that cannot be met."""
     a = parse(arguments)
     sizes = Sizes(a.hidden, a.intermediate, a.layers, a.experts, a.top_k, a.shared or 1, a.vocab)
-    total = write_checkpoint(a.out, a.model_type, sizes, a.dtype, a.shard_size, None if a.sparse else a.seed)
+    draw = None if a.sparse else Draw(a.seed, a.dtype, a.distinct_layers)
+    total = write_checkpoint(a.out, a.model_type, sizes, a.dtype, a.shard_size, draw)
     print(f"{a.out}: {a.model_type}, {total / 1e9:.3f} GB of tensors" + (" (holes)" if a.sparse else ""))
 
 
