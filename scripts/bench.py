@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument(
         "--no-warm-up", action="store_true", help="count the first round: kernels are compiled"
     )
+    parser.add_argument("--skip-bytes", action="store_true", help="another run has proved the bytes")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--max-memory", default="4GiB")
     parser.add_argument("--quantized", default="")
