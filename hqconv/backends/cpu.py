@@ -15,11 +15,14 @@ import torch
 from hqconv.backends import loops, twins
 from hqconv.backends.encoded import QuantizedStack, num_groups
 from hqconv.backends.encoders import BFLOAT16, E8M0, GIVEN, encoder
+from hqconv.backends.helpers import in_parts
 from hqconv.backends.runtime import humming
 from hqconv.backends.scales import GivenScales, two_level
 from hqconv.backends.twins import Array
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
+
+_ROWS = 64  # of a part, at least
 
 
 @dataclass
@@ -60,7 +63,9 @@ def _measure(stack: torch.Tensor, schema: TargetSchema) -> _Ranges:
     source = twins.as_bits(stack).reshape(-1, num_columns)
     group = schema.weight_scale_group_size or num_columns
     highest, lowest = np.empty((2, len(source), num_columns // group), np.float32)
-    loops.group_ranges(source, group, highest, lowest)
+    in_parts(
+        lambda rows: loops.group_ranges(source[rows], group, highest[rows], lowest[rows]), len(source), _ROWS
+    )
     if schema.weight_scale_type in ("block", "tensor"):
         rows = schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
         blocks = (len(source) // rows, rows, -1)
@@ -133,7 +138,7 @@ def _encode(ranges: _Ranges, groups: _Groups, schema: TargetSchema, count_exact:
     values = (groups.inverse, groups.lowest, groups.scale, groups.zero)
     given = (*(_per_row(one, num_rows) for one in values), _per_row(scale_2, num_rows).reshape(-1))
     out = _Out(ranges.source, schema, count_exact)
-    encoder(_code(schema))(ranges.source, np.float32(groups.limit), given, out.arrays)
+    _run(encoder(_code(schema)), ranges.source, np.float32(groups.limit), given, out.arrays)
     return out.stack(groups.tensors, ranges.shape)
 
 
@@ -168,13 +173,22 @@ def _encode_at_once(
         np.ones(len(source), np.float32),
     )
     out = _Out(source, schema, count_exact)
-    encoder(_code(schema), scales)(source, twins.NO_LIMIT, groups, out.arrays)
+    _run(encoder(_code(schema), scales), source, twins.NO_LIMIT, groups, out.arrays)
     kept = torch.from_numpy(scale).view(num_experts, num_rows, -1)
     if scales == E8M0:
         stored = (kept.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
     else:
         stored = kept.to(torch.bfloat16)  # exact: rounded already
     return out.stack({"weight_scale": stored}, (num_experts, num_rows, num_columns))
+
+
+def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
+    """An encoder over all rows. What has no row for each of them is the same for all."""
+
+    def of(arrays: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
+        return tuple(one[rows] if len(one) == len(source) else one for one in arrays)
+
+    in_parts(lambda rows: encode(source[rows], limit, of(groups, rows), of(out, rows)), len(source), _ROWS)
 
 
 class _Out:

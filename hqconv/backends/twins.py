@@ -16,6 +16,7 @@ import torch
 from hqconv.backends import codec_loops, loops
 from hqconv.backends import repack as repack_loops
 from hqconv.backends.encoders import encoder
+from hqconv.backends.helpers import in_parts
 from hqconv.backends.repack_a16 import repack_4bit_a16, repack_8bit_a16
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -229,13 +230,17 @@ def repack_weight(
     group = (group_size_zp or shape_k) if should_preprocess_with_zp else 0
     transposed = use_packed_k_layout and not use_fused_e8m0_scale
     order = (transposed, use_packed_k_layout, use_native_dequant, interleave_mode)
-    for one, zero, result in zip(words, zeros, out, strict=True):
-        if plain and weight_bits == 4 and not centre:
-            repack_4bit_a16(one.view(np.uint64), result.reshape(tiles))
-        elif plain and weight_bits == 8 and not should_preprocess_with_zp:
-            repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
-        else:
-            repack_loops.repack(one, zero, *bits, centre, group, *order, result)
+
+    def repack(experts: slice) -> None:
+        for one, zero, result in zip(words[experts], zeros[experts], out[experts], strict=True):
+            if plain and weight_bits == 4 and not centre:
+                repack_4bit_a16(one.view(np.uint64), result.reshape(tiles))
+            elif plain and weight_bits == 8 and not should_preprocess_with_zp:
+                repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
+            else:
+                repack_loops.repack(one, zero, *bits, centre, group, *order, result)
+
+    in_parts(repack, len(words))
     return torch.from_numpy(out.view(np.int32)).reshape(shape)
 
 

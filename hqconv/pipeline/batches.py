@@ -54,6 +54,21 @@ class Run:
     data: torch.Tensor
 
 
+def shares(runs: Iterable[Run], num_bytes: int) -> list[list[Run]]:
+    """Runs dealt into shares of about `num_bytes`, to be written side by side; long ones are cut."""
+    dealt: list[list[Run]] = []
+    filled = num_bytes
+    for run in runs:
+        for start in range(0, run.num_bytes, num_bytes):
+            data = run.data.view(torch.uint8).view(-1)[start : start + num_bytes]
+            if filled >= num_bytes:
+                dealt.append([])
+                filled = 0
+            dealt[-1].append(Run(run.file, run.offset_bytes + start, len(data), data))
+            filled += len(data)
+    return dealt
+
+
 def cut(group: Group, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
     """A group in batches of at most `num_experts`, all about as large, or in pieces of at most `piece_bytes`."""
     if isinstance(group, PlannedBlock):

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from hqconv.backends.helpers import Helpers
+
 
 @dataclass(frozen=True, eq=False)
 class Slot:
@@ -37,10 +39,12 @@ class Lane(Protocol):
 
 
 class CpuLane:
-    """Batches are encoded where they were read."""
+    """Batches are encoded where they were read, by the calling thread and its share of the helpers."""
 
-    def __init__(self) -> None:
-        torch.set_num_threads(1)  # of this thread: the lanes are as many as there are processors
+    def __init__(self, helpers: Helpers | None, share: int) -> None:
+        torch.set_num_threads(1)  # of this thread: lanes and helpers are as many as there are processors
+        if helpers is not None:
+            helpers.use(share)
         self.device = torch.device("cpu")
 
     def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
@@ -75,9 +79,9 @@ class CudaLane:
         return event.synchronize
 
 
-def make_lane(device: torch.device) -> Lane:
-    """A lane; one for the CPU is the calling thread's."""
-    return CudaLane(device) if device.type == "cuda" else CpuLane()
+def make_lane(device: torch.device, helpers: Helpers | None, share: int) -> Lane:
+    """A lane; one for the CPU is the calling thread's, with its share of the helpers."""
+    return CudaLane(device) if device.type == "cuda" else CpuLane(helpers, share)
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from hqconv.backends.helpers import Helpers
 from hqconv.backends.quantize import Cost
 from hqconv.checkpoint.descriptors import open_limit
-from hqconv.pipeline.batches import Batch, Piece, Run, cut
+from hqconv.pipeline.batches import Batch, Piece, Run, cut, shares
 from hqconv.pipeline.costs import block_errors
 from hqconv.pipeline.devices import Lane, Slot, entered, make_lane
 from hqconv.pipeline.encode import DoubtfulError
@@ -38,7 +39,7 @@ from hqconv.sources.source import Source
 # only while their files are few.
 _OPEN_GROUPS, _MAX_OPEN_GROUPS = 4, 24
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
-_READ_BYTES = 32 << 20  # of a batch that one thread reads, while others read the rest
+_SHARE_BYTES = 16 << 20  # of a batch that one thread reads or writes, while others do the rest
 
 
 @dataclass(eq=False)
@@ -61,7 +62,8 @@ class _Flight:
     item: Batch | Piece
     slot: Slot
     raw: RawExperts | None = None
-    num_reads_left: int = 0  # under the executor's lock
+    num_reads_left: int = 0  # under the executor's lock, and so is the next
+    num_writes_left: int = 0
 
 
 class Destination(Protocol):
@@ -103,6 +105,8 @@ class Executor:
             },
             profile,
         )
+        self._share = 1 if resources.is_cuda else resources.threads_per_lane
+        self._helpers = Helpers(resources.num_threads) if self._share > 1 else None
         self._slots = Slots(staging, self._device, self._stages, profile)
         self._lock = threading.Lock()
         self._lanes = threading.local()
@@ -125,6 +129,8 @@ class Executor:
             self._stages.wait(lambda: all(job.is_done for job in self._jobs))
         finally:
             self._stages.stop()
+            if self._helpers is not None:
+                self._helpers.stop()
             for job in self._jobs:
                 if job.writer is not None and not job.is_done:
                     job.writer.abandon()
@@ -143,7 +149,7 @@ class Executor:
 
     def _feed(self, job: _Job) -> None:
         job.num_left = 1
-        piece_bytes = min(self._staging.slot_bytes, _READ_BYTES)
+        piece_bytes = min(self._staging.slot_bytes, _SHARE_BYTES)
         for item in cut(job.group, self._staging.num_experts, piece_bytes):
             flight = _Flight(job, item, self._slots.take())
             with self._lock:
@@ -158,7 +164,7 @@ class Executor:
             self._stages.start("read", item.num_bytes, self._read_piece, flight, item)
         elif self._source.reads_ahead:
             flight.raw = RawExperts(item.layout, flight.slot.raw)
-            pieces = item.layout.pieces(_READ_BYTES)
+            pieces = item.layout.pieces(_SHARE_BYTES)
             flight.num_reads_left = len(pieces)
             for places in pieces:
                 num_bytes = sum(ref.num_bytes for ref, _ in places)
@@ -180,7 +186,7 @@ class Executor:
             place = piece.planned.files[0].tensors[ref.name]
             runs.append(Run(place.file, place.offset_bytes + start, size, data))
             end += size
-        self._stages.start("write", piece.num_bytes, self._write, flight, runs)
+        self._write_out(flight, runs)
 
     def _read(self, flight: _Flight, batch: Batch, places: list[tuple[TensorRef, int]]) -> None:
         assert flight.raw is not None
@@ -204,7 +210,9 @@ class Executor:
         """The thread's own lane, or the next one of those that its only thread feeds."""
         if not hasattr(self._lanes, "lanes"):
             count = self._staging.num_lanes if self._device.type == "cuda" else 1
-            self._lanes.lanes = deque(make_lane(self._device) for _ in range(count))
+            self._lanes.lanes = deque(
+                make_lane(self._device, self._helpers, self._share) for _ in range(count)
+            )
         lanes: deque[Lane] = self._lanes.lanes
         lanes.rotate()
         return lanes[0]
@@ -220,8 +228,7 @@ class Executor:
         with self._lock:
             for index, expert in enumerate(batch.experts):
                 flight.job.costs[expert] = {role: of_role[index] for role, of_role in costs.items()}
-        num_bytes = sum(run.num_bytes for run in produced.runs)
-        self._stages.start("write", num_bytes, self._write, flight, produced.runs)
+        self._write_out(flight, produced.runs)
 
     def _writer(self, job: _Job) -> GroupWriter:
         """A group's files, as soon as they are made."""
@@ -231,11 +238,22 @@ class Executor:
         assert job.writer is not None
         return job.writer
 
+    def _write_out(self, flight: _Flight, runs: list[Run]) -> None:
+        """Have runs written by several threads."""
+        dealt = shares(runs, _SHARE_BYTES)
+        flight.num_writes_left = len(dealt)
+        for share in dealt:
+            self._stages.start("write", sum(run.num_bytes for run in share), self._write, flight, share)
+
     def _write(self, flight: _Flight, runs: list[Run]) -> None:
         writer = self._writer(flight.job)
         for run in runs:
             writer.write_at(run.file, run.offset_bytes, run.data.numpy())
         runs.clear()
+        with self._lock:
+            flight.num_writes_left -= 1
+            if flight.num_writes_left:
+                return
         self._slots.give(flight.slot)
         self._profile.begin()
         self._meter.advance(flight.job.group.name, flight.item.num_bytes)

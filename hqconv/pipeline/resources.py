@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
+_CPU_LANES = 4  # at most; more threads help them
 _SLOTS_PER_LANE = 2
 _CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
     32 << 20,
@@ -60,6 +61,11 @@ class Resources:
     def is_cuda(self) -> bool:
         """Whether experts are quantized on a GPU."""
         return self.device_name != "cpu"
+
+    @property
+    def threads_per_lane(self) -> int:
+        """How many threads work on one batch: beyond a few lanes, Python's one lock is what they would wait for."""
+        return max(1, self.num_threads // _CPU_LANES)
 
     def gpu_bytes(self) -> int:
         """The bound on the GPU's memory."""
@@ -113,7 +119,7 @@ def plan_staging(
         return decoded + (gpu_staging_bytes(planned, num_experts) if resources.is_cuda else 0)
 
     needs = {"--max-memory": (resources.max_memory_bytes, host, "memory")}
-    wanted = resources.num_threads
+    wanted = resources.num_threads // resources.threads_per_lane
     if resources.is_cuda:
         needs["--max-gpu-memory"] = (resources.gpu_bytes(), gpu_working_bytes, "GPU memory")
         wanted = _CUDA_LANES
@@ -123,8 +129,7 @@ def plan_staging(
 
     for option, (limit, need, what) in needs.items():
         _check_fits(option, max(need(block, 1) for block in blocks), limit, what)
-    # Many threads need Python's one lock often: they get larger batches.
-    target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES * max(1, wanted // 8)
+    target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES * min(4, resources.threads_per_lane)
     largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in blocks)
     num_experts = max(1, min(target // largest, max(b.block.num_experts for b in blocks)))
     while num_experts > 1 and num_fitting(num_experts) < wanted:

@@ -1,0 +1,77 @@
+"""Threads that run a compiled loop's parts side by side.
+
+Compiled loops need no lock of Python's, but all around them does: with many threads that each take a batch, most of the
+time goes by waiting for it. So few threads take batches, and have their loops' parts run by helpers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from queue import SimpleQueue
+
+_own = threading.local()
+_PARTS = 2  # for each helper, so that none has to wait long for the slowest
+
+
+class Helpers:
+    """Threads that any thread may use that was given them by `use`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"hqconv-helper_{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task()
+            del task
+
+    def use(self, share: int) -> None:
+        """From now on the calling thread's loops are run by these, in parts for `share` of them."""
+        _own.helpers, _own.num_parts = self, share * _PARTS
+
+    def run(self, task: Callable[[slice], None], parts: list[slice]) -> None:
+        """Run a task for each part; returns when all are done. Raises the first error."""
+        lock, done, errors = threading.Lock(), threading.Semaphore(0), list[BaseException]()
+
+        def one(part: slice) -> None:
+            try:
+                task(part)
+            except BaseException as error:  # noqa: BLE001 - raised by who asked
+                with lock:
+                    errors.append(error)
+            finally:
+                done.release()
+
+        for part in parts[1:]:
+            self._queue.put(lambda part=part: one(part))  # type: ignore[misc]
+        one(parts[0])
+        for _ in parts:
+            done.acquire()
+        if errors:
+            raise errors[0]
+
+    def stop(self) -> None:
+        """Let them end; nobody may be using them."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def in_parts(task: Callable[[slice], None], length: int, least: int = 1) -> None:
+    """Run a task for all of a range: in parts of at least `least`, side by side, where the thread has helpers."""
+    helpers: Helpers | None = getattr(_own, "helpers", None)
+    count = 1 if helpers is None else min(_own.num_parts, length // least)
+    if helpers is None or count < 2:
+        task(slice(0, length))
+        return
+    bounds = [length * number // count for number in range(count + 1)]
+    helpers.run(task, [slice(begin, end) for begin, end in pairwise(bounds)])
