@@ -211,8 +211,7 @@ def repack_weight(
     assert inputs.dtype == torch.int32
     shape_n = inputs.size(-2)
     shape_k = inputs.size(-1) * 32 // weight_bits if is_weight_packed else inputs.size(-1)
-    assert shape_n % 64 == 0
-    assert shape_k % 64 == 0
+    assert (shape_n % 64, shape_k % 64) == (0, 0)
     k_per_row = 64 if use_packed_k_layout else 256 // activation_bits
     shape = (*inputs.shape[:-2], shape_k // k_per_row, shape_n * k_per_row * weight_bits // 32)
     if inputs.is_meta:
@@ -222,26 +221,35 @@ def repack_weight(
     zeros = np.empty((words.shape[0], 0, 0), np.uint32)
     if should_preprocess_with_zp:
         assert zero_point is not None
-        shape_zp = (words.shape[0], -1, zero_point.size(-1))
-        zeros = zero_point.contiguous().reshape(shape_zp).numpy().view(np.uint32)
-    plain = is_weight_packed and not use_native_dequant and activation_bits == 16 and interleave_mode == 3
+        zeros = zero_point.contiguous().reshape(len(words), -1, zero_point.size(-1)).numpy().view(np.uint32)
+    is_plain = is_weight_packed and not use_native_dequant and (activation_bits, interleave_mode) == (16, 3)
     centre, tiles = should_preprocess_for_int2fp, (shape_k // k_per_row, shape_n // 64, 32, -1)
-    bits = (is_weight_packed, weight_bits, activation_bits)
-    group = (group_size_zp or shape_k) if should_preprocess_with_zp else 0
-    transposed = use_packed_k_layout and not use_fused_e8m0_scale
-    order = (transposed, use_packed_k_layout, use_native_dequant, interleave_mode)
-
-    def repack(experts: slice) -> None:
-        for one, zero, result in zip(words[experts], zeros[experts], out[experts], strict=True):
-            if plain and weight_bits == 4 and not centre:
-                repack_4bit_a16(one.view(np.uint64), result.reshape(tiles))
-            elif plain and weight_bits == 8 and not should_preprocess_with_zp:
-                repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
-            else:
-                repack_loops.repack(one, zero, *bits, centre, group, *order, result)
-
-    in_parts(repack, len(words))
+    if is_plain and weight_bits == 4 and not centre:
+        in_parts(lambda e: _repack_4bit(words[e], out[e], tiles), len(words))
+    elif is_plain and weight_bits == 8 and not should_preprocess_with_zp:
+        in_parts(lambda e: _repack_8bit(words[e], centre, out[e], tiles), len(words))
+    else:
+        group = (group_size_zp or shape_k) if should_preprocess_with_zp else 0
+        transposed = use_packed_k_layout and not use_fused_e8m0_scale
+        facts = (is_weight_packed, weight_bits, activation_bits, centre, group)
+        order = (transposed, use_packed_k_layout, use_native_dequant, interleave_mode)
+        in_parts(lambda e: _repack(words[e], zeros[e], (*facts, *order), out[e]), len(words))
     return torch.from_numpy(out.view(np.int32)).reshape(shape)
+
+
+def _repack_4bit(words: Array, out: Array, tiles: tuple[int, ...]) -> None:
+    for one, result in zip(words, out, strict=True):
+        repack_4bit_a16(one.view(np.uint64), result.reshape(tiles))
+
+
+def _repack_8bit(words: Array, centre: bool, out: Array, tiles: tuple[int, ...]) -> None:
+    for one, result in zip(words, out, strict=True):
+        repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
+
+
+def _repack(words: Array, zeros: Array, facts: tuple[int, ...], out: Array) -> None:
+    for one, zero, result in zip(words, zeros, out, strict=True):
+        repack_loops.repack(one, zero, *facts, result)
 
 
 _shift_table = functools.cache(repack_loops.shift_table)
