@@ -90,7 +90,7 @@ class Executor:
     ) -> None:
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
-        num_threads = min(_MAX_THREADS, max(2, resources.num_threads))
+        num_threads = min(_MAX_THREADS, max(4, resources.num_threads))
         self._stages = Stages(
             {
                 "open": 1,
