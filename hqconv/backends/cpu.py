@@ -5,6 +5,7 @@ Legend: E experts, N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,10 +116,12 @@ def _groups(
     )
     stack = torch.from_numpy(scale).view(num_experts, -1, scale.shape[-1])
     tensors, decode_scale, scale_2, limit = _store_scales(stack, schema, param_dtype, shared, given)
-    inverse = np.float32(1) / scale
-    if scale_2 is not None:
-        effective = decode_scale * _per_row(scale_2, len(decode_scale))
-        inverse = np.where(effective > 0, np.float32(1) / effective, np.float32(0))
+    if scale_2 is None:
+        inverse = np.float32(1) / scale
+    else:
+        inverse = decode_scale * _per_row(scale_2, len(decode_scale))
+        np.divide(np.float32(1), inverse, out=inverse, where=inverse > 0)  # else 0, as it is, or NaN
+        inverse[~(inverse > 0)] = 0
     if schema.has_zero_point:
         stored, zero = _store_zero_point(zero, schema, param_dtype)
         tensors["zero_point"] = stored.reshape(num_experts, -1, stored.size(-1))
@@ -234,7 +237,7 @@ def _store_scales(
         amax = torch.from_numpy(shared).view(-1, 1, 1) if schema.weight_scale_2_type == "tensor" else None
         stored, scale_2_tensor, scale_2, limit = two_level(scale, schema, param_dtype, amax, given)
         tensors = {"weight_scale": stored, "weight_scale_2": scale_2_tensor}
-        return tensors, rows(stored.float()), rows(scale_2), limit
+        return tensors, _values_of(rows(stored.view(torch.uint8)), stored.dtype), rows(scale_2), limit
     if schema.bs_dtype == "float8e8m0":
         stored = (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
         return {"weight_scale": stored}, rows(scale), None, 0.0
@@ -245,6 +248,17 @@ def _store_scales(
     is_block = schema.weight_scale_type == "block"
     stored = scale if is_block else scale.to(torch_dtype_of(schema.bs_dtype or param_dtype))
     return {"weight_scale": stored}, rows(stored.float()), None, 0.0
+
+
+def _values_of(codes: Array, dtype: torch.dtype) -> Array:
+    """The float32 values of 8-bit floats; torch converts them one by one."""
+    return _tables(dtype)[codes]
+
+
+@functools.cache
+def _tables(dtype: torch.dtype) -> Array:
+    table: Array = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    return table
 
 
 def _store_zero_point(zero: Array, schema: TargetSchema, param_dtype: str) -> tuple[torch.Tensor, Array]:
