@@ -19,7 +19,6 @@ class Helpers:
     """Threads that any thread may use that was given them by `use`."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"hqconv-helper_{number}", daemon=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,7 +105,8 @@ def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         memory = mmap.mmap(-1, num_bytes)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)
     # Pinning touches a GPU: its own, not the first one, which may be another process's.
     with torch.cuda.device(device):

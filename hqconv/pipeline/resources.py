@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
-_CPU_LANES = 4  # at most; more threads help them
+_CPU_LANES = 4  # from twice as many threads on there are about so many, and the others help them
 _SLOTS_PER_LANE = 2
 _CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
     32 << 20,
