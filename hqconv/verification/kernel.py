@@ -36,7 +36,6 @@ from hqconv.verification.reference import ACTIVATIONS, Expert, is_known, moe_for
 from hqconv.verification.result import CheckResult
 from hqconv.verification.tally import Tally, relative_error, worst
 
-DEFAULT_TOKENS = (1, 17, 256)
 # Relative error of Humming's kernel against its own decoded weights, measured on an H200 (docs/kernels.md), by input
 # schema and parameter dtype; three times that fails. One output channel may be noisier than the whole.
 KERNEL_ERROR = {("a16", "bfloat16"): 0.0035, ("a16", "float16"): 0.0008}

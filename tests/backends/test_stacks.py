@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -103,3 +107,32 @@ def test_a_swapped_expert_is_seen() -> None:
     [wrong, _] = quantize_stacks([s[[1, 0, 2]] for s in stacks], schema, "bfloat16")
     with pytest.raises(AssertionError):
         assert_same_stacks(right, wrong)
+
+
+def test_where_no_kernel_can_be_built_torch_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a C compiler, say: it is tried once, and the other sums are the same (see the recipe above)."""
+    monkeypatch.setattr(cuda, "_CANNOT_BUILD", threading.Event())
+    monkeypatch.setitem(sys.modules, "hqconv.backends.cuda_sums", None)  # loading it fails
+
+    class OnGpu:
+        is_cuda = True
+
+    assert cuda._sums_at_once(OnGpu(), {}, None) is None  # type: ignore[arg-type]
+    assert cuda._CANNOT_BUILD.is_set()
+    monkeypatch.setattr(cuda, "_BUILDING", None)  # would fail if it were tried again
+    assert cuda._sums_at_once(OnGpu(), {}, None) is None  # type: ignore[arg-type]
+
+
+def test_running_out_of_gpu_memory_is_not_taken_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cuda, "_CANNOT_BUILD", threading.Event())
+    monkeypatch.setitem(sys.modules, "hqconv.backends.cuda_sums", SimpleNamespace(error_sums=run_out))
+
+    class OnGpu:
+        is_cuda = True
+
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda._sums_at_once(OnGpu(), {}, None)  # type: ignore[arg-type]
+    assert not cuda._CANNOT_BUILD.is_set()
