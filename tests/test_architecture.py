@@ -44,6 +44,12 @@ ONLY_IN = {
     "humming": ("hqconv.backends", "hqconv.artifact.load"),
     "numba": ("hqconv.compiled", "hqconv.backends.loops"),
     "huggingface_hub": ("hqconv.checkpoint.hub",),
+    "vllm": (
+        "hqconv.serving.config",
+        "hqconv.serving.dense",
+        "hqconv.serving.method",
+        "hqconv.serving.plugin",
+    ),
     "gguf": ("hqconv.checkpoint.gguf",),
     "bitsandbytes": ("hqconv.decode.bitsandbytes",),
     "typer": ("hqconv.cli.app", "hqconv.cli.options"),

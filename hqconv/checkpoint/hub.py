@@ -24,8 +24,9 @@ def fetch(
     *,
     allow_patterns: Sequence[str] | None = None,
     ignore_patterns: Sequence[str] | None = None,
+    cache_dir: str | None = None,
 ) -> Path:
-    """Brings the matching files of a model repo into the Hub cache and returns the snapshot's folder.
+    """Brings the matching files of a model repo into the Hub cache (or `cache_dir`) and returns the snapshot's folder.
 
     The folder's name is the commit hash. Offline, or where the Hub does not answer, it may lack files.
     Raises RequestError where repo or revision do not exist or access is denied, NetworkError where the download fails.
@@ -38,6 +39,7 @@ def fetch(
             revision=revision,
             allow_patterns=list(allow_patterns) if allow_patterns is not None else None,
             ignore_patterns=list(ignore_patterns) if ignore_patterns is not None else None,
+            cache_dir=cache_dir,
         )
     return Path(folder)
 

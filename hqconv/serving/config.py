@@ -1,0 +1,131 @@
+"""vLLM's quantization config of kernel artifacts: which layer gets which experts, and who serves the other layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
+
+from hqconv.errors import RequestError
+from hqconv.schemas.artifact import FORMAT_VERSION
+from hqconv.serving.dense import dense_config
+from hqconv.serving.loader import Loader
+from hqconv.serving.names import find_block
+from hqconv.serving.place import Place
+from hqconv.serving.plugin import warn_of_untested
+from hqconv.serving.refusals import check_machine, no_block
+from hqconv.serving.served import Served, open_served
+
+
+class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
+    """`quant_method: hqconv`. Experts come from rank files; every other layer is the source's own quantization's."""
+
+    served: Served | None = None
+    dense: QuantizationConfig | None = None
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        """`words`: the `quantization_config` of an artifact's config.json."""
+        super().__init__()
+        self.words = words
+        self.renamed: dict[str, str] = {}  # what vLLM's model may call a block → the block
+        self.loader = Loader()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """vLLM sends and copies configs; what a process has loaded stays there."""
+        return {key: value for key, value in vars(self).items() if key != "loader"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, loader=Loader())
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "hqconv"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.half]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> HqconvConfig:
+        """The config of an artifact. Raises RequestError for one of a newer hqconv."""
+        version = config.get("format_version")
+        if version != FORMAT_VERSION:
+            raise RequestError(
+                "The artifact was made by another version of hqconv.",
+                where="config.json: quantization_config: format_version",
+                expected=FORMAT_VERSION,
+                found=version,
+                remedy="Upgrade hqconv in the server's environment.",
+            )
+        return cls(config)
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Called by vLLM once it knows the model's folder or repo: read the manifest, refuse what cannot be served.
+
+        Raises as `open_served` and `check_machine`.
+        """
+        warn_of_untested()
+        self.served = open_served(Place(model_name, revision))
+        capability = current_platform.get_device_capability()
+        if capability is not None:
+            check_machine(self.served, capability.to_int())
+        self.renamed = {name: name for name in self.served.blocks}
+        words = self.words.get("source_quantization_config")
+        self.dense = None if words is None else dense_config(words, model_name, hf_config, revision)
+        if self.dense is not None:
+            self.dense.packed_modules_mapping = self.packed_modules_mapping
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Called by vLLM's model classes, outer ones first: note what they call the blocks."""
+        for name, block in list(self.renamed.items()):
+            for new in hf_to_vllm_mapper.apply_list([name]):
+                if self.renamed.setdefault(new, block) != block:
+                    self.renamed[new] = ""  # two blocks: nobody's name
+        if self.dense is not None:
+            self.dense.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer. Raises RequestError for experts that the artifact does not hold, or not for this."""
+        if isinstance(layer, RoutedExperts):
+            from hqconv.serving.method import HqconvMoEMethod  # with all of vLLM's Humming layers
+
+            assert self.served is not None, "vLLM did not say where the model is"
+            block = find_block(prefix, self.renamed)
+            if not block:
+                raise no_block(self.served, prefix)
+            return HqconvMoEMethod(self, self.served, self.served.blocks[block], layer)
+        found = None
+        if self.dense is not None:
+            self.dense.packed_modules_mapping = self.packed_modules_mapping
+            found = self.dense.get_quant_method(layer, prefix)
+        if found is None and isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod()
+        return found
+
+    def get_cache_scale_mapper(self) -> Any:
+        """How the source's quantization names the scales of the KV cache."""
+        return (self.dense or QuantizationConfig).get_cache_scale_mapper()
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Which tensors the source's quantization leaves unread."""
+        return (self.dense or QuantizationConfig).get_checkpoint_weight_mapper()
+
+    def __getattr__(self, name: str) -> Any:
+        """What model classes ask of the source's quantization, such as `weight_block_size`."""
+        if name.startswith("__") or name in ("dense", "served", "loader") or self.dense is None:
+            raise AttributeError(name)
+        return getattr(self.dense, name)

@@ -1,0 +1,49 @@
+"""The quantization of the layers that hqconv copies: vLLM's own config for what the source says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+# Methods that take over a checkpoint of another one's name, in the order in which vLLM 0.33 asks them
+# (config/model.py, `_verify_quantization`).
+_OVERRIDES = (
+    *("auto_gptq", "gptq", "gptq_marlin", "auto_awq", "awq", "awq_marlin", "inc", "moe_wna16"),
+    *("modelopt", "modelopt_fp4", "modelopt_mxfp8", "mxfp8", "modelopt_mixed"),
+    *("mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8"),
+)
+
+
+def dense_config(
+    words: Mapping[str, Any], model_name: str, hf_config: Any, revision: str | None
+) -> QuantizationConfig:
+    """vLLM's config of the source's `quantization_config`. Raises what vLLM raises for one that it does not know."""
+    config = {**words, **_heads(words, hf_config)}
+    method = str(config.get("quant_method", ""))
+    for name in _OVERRIDES:
+        override = get_quantization_config(name).override_quantization_method(
+            config, None, hf_config=hf_config
+        )
+        if override is not None:
+            method = override
+            break
+    found = get_quantization_config(method).from_config(config)
+    found.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+    return found
+
+
+def _heads(words: Mapping[str, Any], hf_config: Any) -> dict[str, int]:
+    """What vLLM adds for compressed-tensors, so that scales of attention heads are cut for ranks."""
+    if words.get("quant_method") != "compressed-tensors" or hf_config is None:
+        return {}
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return {}
+    return {
+        "total_num_heads": heads,
+        "total_num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+    }

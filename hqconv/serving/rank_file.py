@@ -1,0 +1,79 @@
+"""One rank's file of one MoE block: its header, held to the manifest before a tensor of it is made. Loads no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hqconv.checkpoint.safetensors import read_header
+from hqconv.errors import InputError, VerificationError
+from hqconv.schemas import artifact as names
+from hqconv.schemas.tensors import TensorRef
+from hqconv.serving.served import Served
+
+_AGAIN = "Copy the artifact again from where it is whole, or convert the model again."
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A rank file: tensors by the names that layers have (`w13_weight` …), and Humming's LayerConfig of each GEMM."""
+
+    path: Path
+    name: str
+    sha256: str
+    tensors: dict[str, TensorRef]
+    configs: dict[str, dict[str, Any]]
+
+
+def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFile:
+    """Read the header of the rank file `name` of a block, which lies at `path`.
+
+    Raises VerificationError where it is not what the manifest says: its size, its tensors, its LayerConfigs.
+    """
+    if name not in served.files:
+        raise _damaged(name, "a file that the manifest lists", "none of that name")
+    size_bytes, sha256 = served.files[name]
+    try:
+        if path.stat().st_size != size_bytes:
+            raise _damaged(name, f"{size_bytes} bytes", f"{path.stat().st_size} bytes")
+        entries, metadata, _ = read_header(path)
+    except (OSError, InputError) as error:
+        raise _damaged(name, "a readable safetensors file", error) from error
+    tensors, prefix = {}, f"{block}."
+    for full, ref in entries.items():
+        own = full.removeprefix(prefix)
+        if own == full or own.partition("_")[0] not in names.GEMMS:
+            raise _damaged(name, f"tensors named {prefix}w13_… and {prefix}w2_…", full)
+        tensors[own] = ref
+    return RankFile(
+        path, name, sha256, tensors, {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
+    )
+
+
+def check_digest(file: RankFile) -> None:
+    """Hash the whole file. Raises VerificationError where it is not what the manifest says, or cannot be read."""
+    try:
+        with file.path.open("rb") as data:
+            found = hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError as error:
+        raise _damaged(file.name, "a readable file", error) from error
+    if found != file.sha256:
+        raise _damaged(file.name, f"sha256 {file.sha256}", found)
+
+
+def _config(name: str, gemm: str, metadata: dict[str, str]) -> dict[str, Any]:
+    try:
+        words = json.loads(metadata[gemm])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise _damaged(name, f"a LayerConfig for {gemm} in the metadata", error) from error
+    if not isinstance(words, dict):
+        raise _damaged(name, f"a LayerConfig for {gemm} in the metadata", words)
+    return words
+
+
+def _damaged(name: str, expected: str, found: object) -> VerificationError:
+    what = "A rank file of the artifact is damaged, or belongs to another one."
+    return VerificationError(what, where=name, expected=expected, found=found, remedy=_AGAIN)

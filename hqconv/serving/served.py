@@ -1,0 +1,100 @@
+"""What a server needs to know of a kernel artifact: its manifest's facts, in the words of one rank. Loads no torch.
+
+A server makes these values once and sends them to its workers, so that they are small and can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hqconv.artifact.manifest import read_manifest, schema_of
+from hqconv.errors import RequestError, VerificationError
+from hqconv.schemas import artifact as names
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.target import TargetSchema
+from hqconv.serving.place import Place
+
+
+@dataclass(frozen=True)
+class ServedBlock:
+    """One MoE block: `name` is its experts' module in the source. flags: per GEMM, what its layout relies on."""
+
+    name: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    gated: bool
+    flags: Mapping[str, Mapping[str, bool]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256)."""
+
+    place: Place
+    source_name: str
+    humming_version: str
+    schema: TargetSchema
+    input_schema: str
+    dtype: str
+    sm_version: int
+    grid: Grid
+    blocks: Mapping[str, ServedBlock]
+    files: Mapping[str, tuple[int, str]]
+
+
+def open_served(place: Place) -> Served:
+    """Read an artifact's manifest, from a folder or from the Hub.
+
+    Raises RequestError where there is none, where it is of the checkpoint layout or of a newer version,
+    VerificationError where it is damaged, and as `Place.fetch`.
+    """
+    root = place.fetch(names.MANIFEST).parent
+    words = read_manifest(root)
+    if words["layout"] != names.KERNEL:
+        raise RequestError(
+            "This artifact is not in the kernel layout.",
+            where=place.name,
+            expected=names.KERNEL,
+            found=words["layout"],
+            remedy="Its config.json was changed: with quant_method humming vLLM serves it without this plugin.",
+        )
+    try:
+        return Served(
+            place=place,
+            source_name=str(words["source"].get("name", "the original model")),
+            humming_version=words["humming_kernels_version"],
+            schema=schema_of(root, words),
+            input_schema=words["input_schema"],
+            dtype=words["dtype"],
+            sm_version=int(words["target"].removeprefix("sm")),
+            grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
+            blocks={name: _block(name, block) for name, block in words["blocks"].items()},
+            files={
+                path: (entry["size_bytes"], entry["sha256"])
+                for path, entry in words["files"].items()
+                if path.startswith(f"{names.EXPERTS_FOLDER}/")
+            },
+        )
+    except (RequestError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise VerificationError(
+            "The artifact's manifest describes what cannot be.",
+            where=f"{place.name}: {names.MANIFEST}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="Copy the artifact again, or convert the model again.",
+        ) from error
+
+
+def _block(name: str, words: Mapping[str, Any]) -> ServedBlock:
+    return ServedBlock(
+        name=name,
+        num_experts=words["num_experts"],
+        hidden_size=words["hidden_size"],
+        intermediate_size=words["intermediate_size"],
+        activation=words["activation"],
+        gated=words["gated"],
+        flags={gemm: dict(words[gemm]["flags"]) for gemm in names.GEMMS},
+    )

@@ -1,0 +1,95 @@
+"""One vLLM engine from a model folder: what it answers, and what its start took. `check_serving.py` runs it.
+
+Prints one JSON document as its last line. In-process engines (one rank) also tell of the load itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPTS = [[5, 17, 200, 31, 99, 404, 12, 8], list(range(3, 103)), [7] * 33, [1, 900, 2, 800, 3]]
+TOKENS = 12
+
+
+def main() -> None:
+    """Start, answer, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", action="store_true", help="expert parallelism over the --tp ranks")
+    parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization")
+    parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    a = parser.parse_args()
+    begun_s = time.time() - time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID)
+    if a.tp == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    found: dict[str, Any] = {}
+    if a.tp == 1:
+        _watch_loading(found)
+    from vllm import LLM, SamplingParams
+
+    found["imported_s"] = time.time() - begun_s
+    llm = LLM(
+        str(a.model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=8,
+        seed=0,
+        enable_prefix_caching=False,  # which would make the second answers another computation
+        kv_cache_memory_bytes=2 << 30,  # not by what is free: engines start beside each other
+        gpu_memory_utilization=a.memory,
+        tensor_parallel_size=a.tp,
+        enable_expert_parallel=a.ep,
+        **a.words,
+    )
+    found["engine_s"] = time.time() - begun_s
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True, detokenize=False)
+    for answers in ("answers", "again"):
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+        found[answers] = [_answer(output.outputs[0]) for output in outputs]
+    found["answered_s"] = time.time() - begun_s
+    print("\n" + json.dumps(found), flush=True)
+    os._exit(0)  # engines take seconds to end
+
+
+def _answer(output: Any) -> list[list[float]]:
+    """[token, log-probability] of every token."""
+    return [[t, lp[t].logprob] for t, lp in zip(output.token_ids, output.logprobs, strict=True)]
+
+
+def _watch_loading(found: dict[str, Any]) -> None:
+    """Note when the model was loaded, how long it took, and the memory that this took."""
+    import torch
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    load = BaseModelLoader.load_model
+
+    def watched(self: Any, *args: Any, **words: Any) -> Any:
+        torch.cuda.reset_peak_memory_stats()
+        host, begun = _host_bytes(), time.perf_counter()
+        model = load(self, *args, **words)
+        torch.cuda.synchronize()
+        found["load_s"] = time.perf_counter() - begun
+        found["gpu_bytes"] = torch.cuda.memory_allocated()
+        found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+        found["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - host
+        return model
+
+    setattr(BaseModelLoader, "load_model", watched)  # noqa: B010
+
+
+def _host_bytes() -> int:
+    """What this process has of its own now, files that are mapped aside."""
+    words = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Makes .venv-vllm: vLLM's own Python code on a machine without a GPU, for `make test-vllm`.
+
+vLLM's wheel asks for a CUDA build of torch and gigabytes of GPU libraries. Its classes need neither to be built, loaded
+and asked, so the wheel is unpacked without its compiled extensions, and of what it requires only that is installed
+which is Python or small. Nothing of hqconv depends on vLLM; this is for tests alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+VLLM = "0.33.0"
+# What vLLM requires and no test needs: GPU libraries, compilers, readers of media; and what constraints.txt pins.
+LEFT_OUT = re.compile(
+    r"certifi|torch|torchaudio|torchvision|torchcodec|pynvvideocodec|flashinfer-.*|tilelang|nvidia-.*|nvtx|fastsafetensors"
+    r"|instanttensor|quack-kernels|tokenspeed-mla|humming-kernels|numba|opentelemetry-.*|xgrammar|apache-tvm-ffi"
+)
+# Imported by name, but their own needs (a CUDA torch) are not.
+WITHOUT_NEEDS = ("xgrammar", "apache-tvm-ffi")
+MORE = ("uvloop", "uvicorn", "python-multipart", "opentelemetry-api", "opentelemetry-sdk")
+
+
+def main() -> None:
+    """Make the environment, or leave it as it is where it is complete."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=REPO / ".venv-vllm")
+    folder = parser.parse_args().folder
+    stamp = folder / f".vllm-{VLLM}"
+    if stamp.is_file():
+        return
+    venv.create(folder, with_pip=True, clear=True)
+    python = folder / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    torch_pin = next(line for line in _constraints() if line.startswith("torch=="))
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = _download(Path(scratch))
+        required: list[str] = []
+        pinned: list[str] = []
+        for line in _requirements(wheel):
+            (pinned if _name(line) in WITHOUT_NEEDS else required).append(line)
+        subprocess.check_call([*pip, torch_pin])
+        subprocess.check_call([*pip, torch_pin, *required, *MORE])
+        subprocess.check_call([*pip, "--no-deps", *pinned])
+        subprocess.check_call([*pip, torch_pin, "-e", f"{REPO}[gguf]", "pytest", "hypothesis"])
+        _unpack(wheel, next((folder / "lib").glob("python*")) / "site-packages")
+    stamp.touch()
+
+
+def _constraints() -> list[str]:
+    return (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
+
+
+def _download(scratch: Path) -> Path:
+    """vLLM's wheel for Linux on x86-64, whatever the machine is: only its Python code is used."""
+    platforms = ["--platform=manylinux_2_28_x86_64", "--platform=manylinux_2_31_x86_64", "--abi=abi3"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary=:all:", *platforms, "--dest", str(scratch), f"vllm=={VLLM}"]
+    subprocess.check_call(command)
+    return next(scratch.glob("vllm-*.whl"))
+
+
+def _requirements(wheel: Path) -> Iterator[str]:
+    """The wheel's own requirements, less those that are left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    for line in lines:
+        requirement, _, marker = line.removeprefix("Requires-Dist: ").partition(";")
+        if (
+            not line.startswith("Requires-Dist: ")
+            or "extra ==" in marker
+            or "s390x" in marker.replace("!=", "")
+        ):
+            continue
+        if _name(requirement) in WITHOUT_NEEDS or not LEFT_OUT.fullmatch(_name(requirement)):
+            yield line.removeprefix("Requires-Dist: ")
+
+
+def _name(requirement: str) -> str:
+    found = re.match(r"[\w.-]+", requirement)
+    assert found is not None, requirement
+    return found[0].lower().replace("_", "-")
+
+
+def _unpack(wheel: Path, site: Path) -> None:
+    """Everything but compiled extensions."""
+    with zipfile.ZipFile(wheel) as archive:
+        for info in archive.infolist():
+            if not info.filename.endswith(".so"):
+                archive.extract(info, site)
+
+
+if __name__ == "__main__":
+    main()

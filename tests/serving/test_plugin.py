@@ -1,0 +1,418 @@
+"""The plugin in vLLM's own classes, rank by rank on the CPU; judges: vLLM's own processing and safetensors' reader."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs these")
+
+from tests.serving import vllm_cpu  # isort: skip  - before vLLM
+
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.utils.humming import convert_to_humming_moe_kernel_format
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.utils import weights_already_processed
+from vllm.utils import humming
+
+from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.target import resolve_schema
+from hqconv.serving.plugin import register
+from tests.make import small
+from tests.make.conversions import run
+from tests.make.qwen import write_qwen3_moe
+from tests.serving.vllm_cpu import build_layer, parallel
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = "model.layers.0.mlp.experts"
+SIZES = {"num_experts": 5, "hidden": 256, "inter": 512}
+SCHEMAS = (
+    *(
+        "mxfp4",
+        "nvfp4",
+        "mxfp8",
+        "fp8",
+        "fp8-e5m2",
+        "fp8-block",
+        "fp8-tensor",
+        "fp6-e3m2",
+        "fp6-e2m3",
+        "int8",
+        "int4",
+    ),
+    *("int2-g64", "int3-g64", "int4-g64-zp", "int4-g128-fpzp", "int5-g128", "int7-c", "int8-g128"),
+)
+GRIDS = {
+    "tp1": (Grid(), [parallel()]),
+    "tp2": (Grid(tp=2), [parallel(tp=2, tp_rank=r) for r in range(2)]),
+    "ep2": (Grid(ep=2), [parallel(ep=2, ep_rank=r) for r in range(2)]),
+    "ep2-round-robin": (Grid(ep=2, placement="round_robin"), [parallel(ep=2, ep_rank=r) for r in range(2)]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_config() -> Iterator[Any]:
+    register()
+    register()  # vLLM may call it more than once
+    with vllm_cpu.config() as config:
+        yield config
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_experts": 5}
+    return {
+        "bfloat16": write_qwen3_moe(folder / "bf16", **sizes),
+        "gpt_oss": small.save(folder / "gpt-oss", small.gpt_oss_mxfp4(320)),
+    }
+
+
+def open_config(out: Path, model: str = "") -> Any:
+    """The quantization config of an artifact as vLLM makes it, sent to another process."""
+    words = json.loads((out / "config.json").read_text())["quantization_config"]
+    config = get_quantization_config("hqconv").from_config(words)
+    config.maybe_update_config(model or str(out))
+    return pickle.loads(pickle.dumps(config))
+
+
+def load(out: Path, name: str = BLOCK, **words: Any) -> Any:
+    """One layer, loaded."""
+    layer = build_layer(open_config(out), name, **{**SIZES, **words})
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def assert_holds_its_file(layer: Any) -> None:
+    stored = load_file(layer.quant_method.file.path)
+    found = dict(layer.named_parameters())
+    assert {f"{BLOCK}.{name}" for name in found} == set(stored)
+    for name, param in found.items():
+        wanted = stored[f"{BLOCK}.{name}"]
+        assert param.dtype == wanted.dtype, name
+        assert torch.equal(as_bytes(param), as_bytes(wanted)), name
+
+
+def cut(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    """One rank's part along a dimension; tensor-level scales have none."""
+    if ranks == 1 or tensor.dim() <= dim or tensor.size(dim) == 1:
+        return tensor
+    return tensor.chunk(ranks, dim)[rank]
+
+
+def processed_by_vllm(folder: Path, schema: str, dtype: torch.dtype, grid: Any) -> tuple[Any, Any]:
+    """What vLLM makes of the packed experts of one TP rank: its layer and Humming's LayerConfigs.
+
+    Its loader, which refuses some schemas, is left out: the packed tensors are cut and stacked here.
+    """
+    stored = {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+    layer = torch.nn.Module()
+    for gemm, projections in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
+        for part in ("weight", "weight_scale", "zero_point", "weight_scale_2"):
+            keys = [[f"{BLOCK}.{e}.{p}.{part}" for p in projections] for e in range(SIZES["num_experts"])]
+            if keys[0][0] not in stored:
+                continue
+            dim = 0 if gemm == "w13" else 1
+            experts = [[cut(stored[key], dim, grid.tp_rank, grid.tp_size) for key in row] for row in keys]
+            is_shared = experts[0][0].numel() == 1  # gate and up have one scale
+            stack = torch.stack([row[0].view(()) if is_shared else torch.cat(row) for row in experts])
+            setattr(layer, f"{gemm}_{part}", torch.nn.Parameter(stack, requires_grad=False))
+    layer.params_dtype = dtype
+    moe = build_layer(None, BLOCK, **SIZES, dtype=dtype, grid=grid).moe_config
+    layer.moe_config = moe
+    inner = SIZES["inter"] // grid.tp_size
+    fields = {key: v for key, v in resolve_schema(schema).humming_fields().items() if v is not None}
+    configs = convert_to_humming_moe_kernel_format(
+        layer,
+        sublayer_configs={
+            "w13": {"shape_n": 2 * inner, "shape_k": SIZES["hidden"]},
+            "w2": {"shape_n": SIZES["hidden"], "shape_k": inner},
+        },
+        weight_schema=humming.HummingWeightSchema(**fields),
+        input_schema=humming.HummingInputSchema(),
+    )
+    return layer, configs
+
+
+@pytest.mark.parametrize(("schema", "grid"), list(itertools.product(SCHEMAS, GRIDS)))
+def test_a_layer_is_its_rank_file(tmp_path: Path, sources: dict[str, Path], schema: str, grid: str) -> None:
+    """Every schema on every grid: parameters are the file's bytes, in the file's dtypes."""
+    ranks, layers = GRIDS[grid]
+    run(sources["bfloat16"], tmp_path / "out", schema, ranks)
+    groups = 2 if ranks.placement == "round_robin" else None
+    for rank in layers:
+        words = {"grid": rank, "placement": ranks.placement, "expert_groups": groups}
+        layer = load(tmp_path / "out", **words)
+        assert_holds_its_file(layer)
+        assert layer.quant_method.moe_kernel is not None
+        assert layer.quant_method.humming_configs["w13"].num_experts == layer.local_num_experts
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_the_bytes_are_those_of_vllms_own_processing(
+    tmp_path: Path, sources: dict[str, Path], schema: str, dtype: str, tp: int
+) -> None:
+    """vLLM's processing of the checkpoint layout ends with the same parameters, LayerConfigs and kernel arguments."""
+    source, param = sources["bfloat16"], getattr(torch, dtype)
+    run(source, tmp_path / "packed", schema, layout="checkpoint", dtype=dtype)
+    run(source, tmp_path / "kernel", schema, Grid(tp=tp), dtype=dtype)
+    is_split = resolve_schema(schema).bs_dtype == "float8e8m0" and dtype == "float16"
+    for rank in range(tp):
+        grid = parallel(tp=tp, tp_rank=rank)
+        layer = load(tmp_path / "kernel", grid=grid, dtype=param)
+        wanted, configs = processed_by_vllm(tmp_path / "packed", schema, param, grid)
+        if is_split:  # vLLM never splits these scales, and saturates what float16 cannot hold
+            assert hasattr(layer, "w13_weight_scale_2")
+            assert not hasattr(wanted, "w13_weight_scale_2")
+            continue
+        found = dict(layer.named_parameters())
+        assert found.keys() == dict(wanted.named_parameters()).keys()
+        for name, value in wanted.named_parameters():
+            assert found[name].shape == value.shape, name
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(as_bytes(found[name]), as_bytes(value)), name
+        assert {g: c.to_str() for g, c in layer.humming_configs.items()} == {
+            g: c.to_str() for g, c in configs.items()
+        }
+        assert layer.weight_schemas == wanted.weight_schemas
+        assert layer.input_schemas == wanted.input_schemas
+
+
+def gpt_oss_layer(out: Path, **words: Any) -> Any:
+    config = json.loads((out / "config.json").read_text())
+    sizes = {
+        "num_experts": config["num_local_experts"],
+        "hidden": config["hidden_size"],
+        "inter": config["intermediate_size"],
+    }
+    return load(out, **sizes, activation="swigluoai", has_bias=True, **words)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gpt_oss_has_biases_and_gate_before_up(tmp_path: Path, sources: dict[str, Path], tp: int) -> None:
+    """An uneven last rank, a bias on the first, and the activation that means gate and up one after the other."""
+    run(sources["gpt_oss"], tmp_path / "out", "source", Grid(tp=tp))
+    for rank in range(tp):
+        layer = gpt_oss_layer(tmp_path / "out", grid=parallel(tp=tp, tp_rank=rank))
+        assert_holds_its_file(layer)
+        assert layer.activation is MoEActivation.SWIGLUOAI_UNINTERLEAVE
+        asked = layer.quant_method.moe_kernel.fused_experts.activation_config
+        assert (asked.clamp_limit, asked.alpha, asked.beta) == (7.0, 1.702, 1.0)
+        quant = layer.quant_method.moe_quant_config
+        assert quant.w1_bias is layer.w13_bias
+        assert bool(layer.w2_bias.any()) == (rank == 0)
+
+
+def test_the_placement_must_be_the_artifacts(tmp_path: Path, sources: dict[str, Path]) -> None:
+    """Without expert groups vLLM falls back to linear, and would compute with the wrong experts."""
+    run(sources["bfloat16"], tmp_path / "out", "int8", Grid(ep=2, placement="round_robin"))
+    with pytest.raises(RequestError, match=r"round_robin(.|\n)*linear(.|\n)*--expert-placement linear"):
+        load(tmp_path / "out", grid=parallel(ep=2), placement="round_robin")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tp": ({"grid": parallel(tp=2)}, r"--tensor-parallel-size 1(.|\n)*hqconv convert \S+ -o .*--tp 2"),
+    "ep": ({"grid": parallel(ep=2)}, r"ep 2(.|\n)*--tp 1 --ep 2"),
+    "dtype": ({"dtype": torch.float16}, "--dtype bfloat16"),
+    "experts": ({"num_experts": 8}, "experts"),
+    "hidden size": ({"hidden": 512}, "hidden size"),
+    "activation": ({"activation": "gelu"}, "activation"),
+    "a bound": ({"swiglu_limit": 7.0}, "activation"),
+    "biases": ({"has_bias": True}, "biases"),
+    "no gate": ({"activation": "relu2_no_mul"}, "gated|activation"),
+    "weighed inputs": ({"apply_router_weight_on_input": True}, "weigh"),
+    "another layer": ({"name": "model.layers.7.mlp.experts"}, "model.layers.7"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused_before_a_parameter_exists(
+    tmp_path_factory: pytest.TempPathFactory,
+    sources: dict[str, Path],
+    what: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    """With the command that mends it; nothing was allocated, nothing was read but headers."""
+    out = tmp_path_factory.getbasetemp() / "refused"
+    if not out.exists():
+        run(sources["bfloat16"], out, "int8")
+    words, message = REFUSED[what]
+    with pytest.raises(RequestError, match=message):
+        load(out, **words)
+
+
+def test_another_gpu_is_refused_before_anything_else(
+    tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    monkeypatch.setattr(vllm_cpu.Pretended, "capability", vllm_cpu.DeviceCapability(10, 0))
+    with pytest.raises(RequestError, match=r"sm90(.|\n)*sm100(.|\n)*--target sm100"):
+        open_config(tmp_path / "out")
+
+
+def test_another_layout_in_humming_is_refused(tmp_path: Path, sources: dict[str, Path]) -> None:
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    manifest = json.loads((tmp_path / "out" / "hqconv.json").read_text())
+    manifest["blocks"][BLOCK]["w2"]["flags"]["use_packed_k_layout"] = True
+    (tmp_path / "out" / "hqconv.json").write_text(json.dumps(manifest))
+    with pytest.raises(RequestError, match=r"use_packed_k_layout(.|\n)*humming-kernels=="):
+        load(tmp_path / "out")
+
+
+def damage(kind: str, path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "missing":
+        path.unlink()
+        return
+    if kind == "cut off":
+        del data[-64:]
+    elif kind == "a byte":
+        data[-1] ^= 1
+    else:
+        data[20] ^= 1  # in the header's JSON
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut off", "header", "a byte"])
+def test_a_damaged_rank_file_is_refused(
+    tmp_path: Path, sources: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Size and header always; a flipped byte with HQCONV_VERIFY=1, before any layer is filled."""
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    damage(kind, tmp_path / "out" / "experts" / "tp0-ep0" / f"{BLOCK}.safetensors")
+    if kind == "a byte":
+        assert load(tmp_path / "out")
+        monkeypatch.setenv("HQCONV_VERIFY", "1")
+    with pytest.raises(VerificationError, match=BLOCK):
+        load(tmp_path / "out")
+
+
+def test_a_later_file_that_is_wrong_stops_the_first_layer(
+    tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests are compared for all layers of the process before one is filled."""
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    names = sorted(path.stem for path in (tmp_path / "out" / "experts" / "tp0-ep0").iterdir())
+    damage("a byte", tmp_path / "out" / "experts" / "tp0-ep0" / f"{names[-1]}.safetensors")
+    monkeypatch.setenv("HQCONV_VERIFY", "1")
+    config = open_config(tmp_path / "out")
+    layers = [build_layer(config, name, **SIZES) for name in names]
+    with pytest.raises(VerificationError, match=names[-1]):
+        layers[0].quant_method.process_weights_after_loading(layers[0])
+
+
+def test_all_layers_of_a_process_are_filled_from_the_first_on(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
+    run(sources["bfloat16"], tmp_path / "out", "mxfp4")
+    names = sorted(path.stem for path in (tmp_path / "out" / "experts" / "tp0-ep0").iterdir())
+    assert len(names) > 1
+    config = open_config(tmp_path / "out")
+    layers = [build_layer(config, name, **SIZES) for name in names]
+    for layer in reversed(layers):  # in whatever order
+        layer.quant_method.process_weights_after_loading(layer)
+    for name, layer in zip(names, layers, strict=True):
+        stored = load_file(layer.quant_method.file.path)
+        assert all(
+            torch.equal(as_bytes(p), as_bytes(stored[f"{name}.{n}"])) for n, p in layer.named_parameters()
+        )
+
+
+def test_a_model_that_is_loaded_again_in_place_gets_its_experts(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
+    """As vLLM does after a deep sleep: parameters lost, taken away, put back; the kernel stays the same object."""
+    run(sources["bfloat16"], tmp_path / "out", "int4-g64-zp")
+    model = torch.nn.Module()
+    model.experts = layer = load(tmp_path / "out")
+    kernel, pointers = layer.quant_method.moe_kernel, [p.data_ptr() for p in layer.parameters()]
+    layerwise.record_metadata_for_reloading(model)
+    for param in layer.parameters():
+        as_bytes(param).zero_()
+    layerwise.initialize_layerwise_reload(model)
+    assert all(param.is_meta for param in layer.parameters())
+    layerwise.finalize_layerwise_reload(model, None)
+    assert_holds_its_file(layer)
+    assert layer.quant_method.moe_kernel is kernel
+    assert sorted(p.data_ptr() for p in layer.parameters()) == sorted(pointers)
+
+
+def test_the_weight_cache_brings_the_parameters(tmp_path: Path, sources: dict[str, Path]) -> None:
+    """Under vLLM's weight cache nothing is read: parameters come from another process, by name."""
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    layer = build_layer(open_config(tmp_path / "out"), BLOCK, **SIZES)
+    assert layer.quant_method.supports_pre_processed_weights
+    for param in layer.parameters():
+        as_bytes(param).fill_(7)
+    with weights_already_processed():
+        layer.quant_method.process_weights_after_loading(layer)
+    assert all(bool((as_bytes(param) == 7).all()) for param in layer.parameters())
+    assert layer.quant_method.moe_kernel is not None
+
+
+def test_a_dummy_load_reads_nothing_and_has_finite_weights(
+    tmp_path: Path, sources: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(sources["bfloat16"], tmp_path / "out", "mxfp4")
+    monkeypatch.setattr(vllm_config.load_config, "load_format", "dummy")
+    layer = load(tmp_path / "out")
+    assert not any(bool(as_bytes(param).any()) for param in layer.parameters())
+
+
+def test_a_folder_of_the_other_layout_or_of_none_is_refused(tmp_path: Path, sources: dict[str, Path]) -> None:
+    run(sources["bfloat16"], tmp_path / "kernel", "int8")
+    run(sources["bfloat16"], tmp_path / "packed", "int8", layout="checkpoint")
+    words = json.loads((tmp_path / "kernel" / "config.json").read_text())["quantization_config"]
+    config = get_quantization_config("hqconv").from_config(words)
+    with pytest.raises(RequestError, match="kernel layout"):
+        config.maybe_update_config(str(tmp_path / "packed"))
+    with pytest.raises(HqconvError, match=r"hqconv\.json"):
+        config.maybe_update_config(str(sources["bfloat16"]))
+    with pytest.raises(RequestError, match="another version"):
+        get_quantization_config("hqconv").from_config({**words, "format_version": 2})
+
+
+def test_names_follow_vllms_mappers(tmp_path: Path, sources: dict[str, Path]) -> None:
+    """A multimodal model's text part has another prefix in vLLM; mappers of nested classes follow each other."""
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    config = open_config(tmp_path / "out")
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"visual.": "vision."}))
+    layer = build_layer(config, f"language_model.{BLOCK}", **SIZES)
+    assert layer.quant_method.block.name == BLOCK
+
+
+def test_other_layers_are_the_sources_own_quantizations(
+    tmp_path: Path, sources: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain where the source has none; fp8 attention stays fp8, and model classes can ask for its block size."""
+    monkeypatch.setattr(vllm_config, "model_config", SimpleNamespace(dtype=torch.bfloat16, model=""))
+    name, dense = "model.layers.0.self_attn.o_proj", {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    config = open_config(tmp_path / "out")
+    assert isinstance(config.get_quant_method(vllm_cpu.linear(), name), UnquantizedLinearMethod)
+    config.words["source_quantization_config"] = {**dense, "weight_block_size": [128, 128]}
+    config.maybe_update_config(str(tmp_path / "out"))
+    assert isinstance(config.get_quant_method(vllm_cpu.linear(), name), Fp8LinearMethod)
+    assert config.weight_block_size == [128, 128]

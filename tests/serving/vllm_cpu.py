@@ -1,0 +1,164 @@
+"""vLLM's own classes on a machine without a GPU, rank by rank: import this before anything of vLLM.
+
+vLLM sees a CUDA device of SM 90 whose tensors lie on the CPU; Humming's weight ops are the CPU twins. What only a
+kernel needs, compiled tuning tables and locks, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import vllm.platforms as platforms
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+
+from hqconv.backends.runtime import humming, resident, target_facts
+
+
+class Pretended(Platform):
+    """An H200 as far as vLLM asks."""
+
+    _enum = PlatformEnum.OOT  # while vLLM is imported: its CUDA modules would look for compiled extensions
+    device_name, device_type, dispatch_key = "cuda", "cpu", "CPU"
+    capability = DeviceCapability(9, 0)
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return cls.capability
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return "NVIDIA H200"
+
+    @classmethod
+    def fp8_dtype(cls) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+
+platforms._current_platform = Pretended()
+# What vLLM asks its CUDA extension while it is imported.
+_extension = torch.library.Library("_C", "FRAGMENT")
+for _name in (
+    "scaled_mm_supports_fp8",
+    "scaled_mm_supports_block_fp8",
+    "group_gemm_supported",
+    "scaled_mm_supports_fp4",
+):
+    _extension.define(f"cutlass_{_name}(int capability) -> bool")
+    _extension.impl(f"cutlass_{_name}", lambda capability: False, "CompositeExplicitAutograd")
+
+import vllm.model_executor.layers.fused_moe.experts.fused_humming_moe as experts  # noqa: E402
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
+from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # noqa: E402
+from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
+
+Pretended._enum = PlatformEnum.CUDA
+experts.create_humming_locks = lambda device: torch.zeros(1, dtype=torch.int32)
+experts.HummingExpertsBase.init_humming_moe = lambda self: None
+
+
+class _NoDevice:
+    """`torch.cuda.device(None)`, as Humming enters it."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def config(sm_version: int = 90, **words: Any) -> Iterator[VllmConfig]:
+    """A current vLLM config, and Humming as on a GPU of this SM."""
+    humming()
+    with (
+        set_current_vllm_config(current := VllmConfig(**words)),
+        target_facts(sm_version),
+        resident(torch.device("cpu")),
+        patch("torch.cuda.device", _NoDevice),
+    ):
+        yield current
+
+
+def parallel(
+    tp: int = 1, tp_rank: int = 0, ep: int = 1, ep_rank: int = 0, dp: int = 1
+) -> FusedMoEParallelConfig:
+    """One rank, as vLLM counts the ranks of MoE layers."""
+    return FusedMoEParallelConfig(
+        tp_size=tp,
+        tp_rank=tp_rank,
+        ep_size=ep,
+        ep_rank=ep_rank,
+        dp_size=dp,
+        dp_rank=0,
+        pcp_size=1,
+        pcp_rank=0,
+        sp_size=1,
+        use_ep=ep > 1,
+        all2all_backend="allgather_reducescatter",
+        enable_eplb=False,
+    )
+
+
+def build_layer(
+    quant_config: Any,
+    name: str,
+    *,
+    num_experts: int,
+    hidden: int,
+    inter: int,
+    dtype: torch.dtype = torch.bfloat16,
+    activation: str = "silu",
+    has_bias: bool = False,
+    grid: FusedMoEParallelConfig | None = None,
+    placement: str = "linear",
+    expert_groups: int | None = None,
+    **words: Any,
+) -> RoutedExperts:
+    """A layer of experts as vLLM's model classes make it, for one rank; parameters exist, nothing is loaded."""
+    grid, function = grid or parallel(), MoEActivation.from_str(activation)
+    manager = ExpertMapManager(
+        max_num_batched_tokens=128,
+        top_k=2,
+        global_num_experts=num_experts,
+        num_redundant_experts=0,
+        num_expert_group=expert_groups,
+        moe_parallel_config=grid,
+        placement_strategy=placement,
+        enable_eplb=False,
+    )
+    moe = FusedMoEConfig(
+        num_experts=num_experts,
+        experts_per_token=2,
+        hidden_dim=hidden,
+        intermediate_size=inter,
+        num_local_experts=manager.local_num_experts,
+        num_logical_experts=num_experts,
+        activation=function,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=grid,
+        in_dtype=dtype,
+        has_bias=has_bias,
+        swiglu_limit=words.get("swiglu_limit"),
+    )
+    up = {} if function.is_gated else {"ckpt_up_proj_name": None}
+    return RoutedExperts(name, dtype, moe, quant_config, expert_map_manager=manager, **up, **words)
+
+
+def linear() -> LinearBase:
+    """A linear layer, as far as a quantization config looks at it."""
+    return LinearBase.__new__(LinearBase)
