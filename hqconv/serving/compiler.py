@@ -77,6 +77,7 @@ def toolkit() -> Iterator[None]:
         compiler = kernel_compiler()
         try:
             compiler.signature()
+            compiler.get_flags("90a")  # looks for the headers
             if "NVRTC" in compiler.__name__:
                 library = importlib.import_module("humming.utils.nvrtc").get_nvrtc_library_path()
                 os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(
