@@ -24,6 +24,7 @@ from hqconv.pipeline.options import (
 from hqconv.schemas.artifact import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
+from hqconv.serving.warm import warm as warm
 
 if TYPE_CHECKING:
     import torch

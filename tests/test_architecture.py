@@ -29,9 +29,10 @@ FLOORS = {
     "pipeline": 6,
     "verification": 7,
     "inspection": 7,
-    "api": 8,
-    "cli": 9,
-    "__main__": 10,
+    "serving": 8,
+    "api": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 # The judges: modules that share nothing with what they judge but these rooms.
 INDEPENDENT = {
@@ -41,7 +42,7 @@ INDEPENDENT = {
 }
 # Libraries that only some modules may import at all.
 ONLY_IN = {
-    "humming": ("hqconv.backends", "hqconv.artifact.load"),
+    "humming": ("hqconv.backends", "hqconv.artifact.load", "hqconv.serving"),
     "numba": ("hqconv.compiled", "hqconv.backends.loops"),
     "huggingface_hub": ("hqconv.checkpoint.hub",),
     "vllm": (
@@ -68,10 +69,11 @@ LIGHT = (
     *("hqconv.planning", "hqconv.inspection", "hqconv.backends.forms"),
     *("hqconv.sources.headers", "hqconv.sources.source", "hqconv.sources.raw"),
     *("hqconv.artifact.manifest", "hqconv.artifact.opening", "hqconv.artifact.facts"),
+    *("hqconv.serving.gpus", "hqconv.serving.kernels", "hqconv.serving.asked", "hqconv.serving.warm"),
     *("hqconv.pipeline.options", "hqconv.pipeline.progress", "hqconv.pipeline.resources"),
 )
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")
-MAX_LINES, MAX_FUNCTION_LINES, MAX_ENTRIES = 300, 45, 19
+MAX_LINES, MAX_FUNCTION_LINES, MAX_ENTRIES = 300, 45, 20
 TABLES = ("hqconv.schemas.families",)  # data, not code
 
 # --- The rules: imports by module name in, sentences about what is wrong out.

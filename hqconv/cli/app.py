@@ -212,6 +212,16 @@ def verify(*, checks: str | None, layers: str | None, tokens: str, json: bool, *
 
 @app.command()
 @_guarded
+@takes(api.warm, "json", is_artifact=True)
+def warm(*, json: bool, **options: Any) -> None:
+    """Compile the kernels that serving an artifact needs, on any machine with the CUDA compiler."""
+    from hqconv.cli.progress import say
+
+    _show(api.warm(**options, announce=say), json=json)
+
+
+@app.command()
+@_guarded
 @takes(api.inspect, "json")
 def inspect(*, json: bool, **options: Any) -> None:
     """Show what a model folder, a Hub repo or an artifact holds."""

@@ -73,6 +73,11 @@ OPTIONS: dict[str, Option] = {
     "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),
     "layers": Option(str | None, "Such as 0,3-5.  [default: all; for the kernel the first, middle and last]"),
     "tokens": Option(str, "Batch sizes for the kernel."),
+    "gpu": Option(str | None, "The server's GPU: h200, h100 … or FILE.json.  [default: the one here]"),
+    "kernels": Option(
+        Path | None, "Folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
+    ),
+    "jobs": Option(int | None, "Compilers at once.  [default: all processors]", settings=_AT_LEAST_ONE),
     # Of the command line alone:
     "dry_run": Option(bool, "Show the plan; write nothing.", ("--dry-run",)),
     "json": Option(bool, "Print one JSON document on stdout.", ("--json",)),

@@ -200,6 +200,27 @@ def _show_unfinished(console: Console, words: Words) -> None:
     )
 
 
+def _show_warm(console: Console, words: Words) -> None:
+    """What `hqconv warm` compiled."""
+    left_out = ", ".join(words["activations_left_out"])
+    print_facts(
+        console,
+        (
+            ("kernels", f"{words['num_kernels']} asked for, {words['num_compiled']} compiled now"),
+            (
+                "for",
+                f"{words['gpu']['name']}, {words['gpu']['sm_count']} SMs; {words['asking']['gemm_type']}",
+            ),
+            ("compiler", words["compiler"]),
+            ("left out", f"activation {left_out}, which the first start compiles" if left_out else ""),
+            ("size", human_bytes(words["num_bytes"])),
+            ("time", human_seconds(words["seconds"])),
+        ),
+    )
+    console.print(f"\nThe kernels are in {words['folder']}.")
+    console.print(f"A server uses them that is started with {words['variable']}.")
+
+
 def _show_schemas(console: Console, words: Words) -> None:
     """The table of presets and the shorthand."""
     rows = [
@@ -231,6 +252,7 @@ _SHOW = {
     "unfinished": _show_unfinished,
     "schemas": _show_schemas,
     "report": show_report,
+    "warm": _show_warm,
 }
 
 

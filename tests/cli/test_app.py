@@ -69,6 +69,7 @@ OPTIONS = {
         "--json",
         "--revision",
     },
+    "warm": {"out", "--gpu", "--kernels", "--jobs", "--json"},
     "schemas": {"--json"},
 }
 SUMMARY_KEYS = {

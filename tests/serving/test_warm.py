@@ -1,0 +1,225 @@
+"""`hqconv warm`: which kernels it compiles, and into what. The compiler is a stand-in but where a test says so."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.api import warm
+from hqconv.cli.app import app
+from hqconv.errors import HqconvError, OutputError, RequestError
+from hqconv.serving.asked import (
+    CONTIGUOUS,
+    INDEXED,
+    MASKED,
+    Asking,
+    activation_words,
+    gemm_kernels,
+    standing_in,
+)
+from hqconv.serving.compiler import compile_kernel, identity, kernel_compiler, toolkit
+from hqconv.serving.gpus import KNOWN, choose_gpu
+from hqconv.serving.kernels import MANIFEST, folder_beside, read_kernels, read_words
+from tests.make.kernels import fake_compiler, use_compiler
+from tests.make.qwen import write_qwen3_moe
+
+WORDS: dict[str, Any] = {
+    "sm_version": 90,
+    "num_experts": 64,
+    "shape_n": 1536,
+    "shape_k": 2048,
+    "a_dtype": "bfloat16",
+    "b_dtype": "float4e2m1",
+    "bs_dtype": "float8e8m0",
+    "c_dtype": "bfloat16",
+    "weight_scale_group_size": 32,
+    "weight_scale_type": "group",
+}
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("warm")
+    source = write_qwen3_moe(work / "source", hidden_size=256, intermediate_size=256)
+    hqconv.convert(source, work / "out", schema="mxfp4", target="sm90", device="cpu")
+    return work / "out"
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return use_compiler(monkeypatch, fake_compiler())
+
+
+def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    told: list[str] = []
+    words = warm(artifact, gpu="h200", kernels=folder, announce=told.append)
+    assert compiler.num_compiled == words["num_compiled"] == words["num_kernels"] > 10
+    num = words["num_kernels"]
+    assert told == [f"Compiling {num} of {num} kernels for NVIDIA H200 with FakeCompiler fake+13.0."]
+    manifest = read_words(folder)
+    kernels = read_kernels(folder, manifest)
+    assert len(kernels) == words["num_kernels"]
+    assert {path.name for path in folder.iterdir()} == {MANIFEST} | {
+        f"{name}.{kind}" for name in kernels for kind in ("cu", "cubin")
+    }
+    assert any("(a / (1.f + expf(-a))) * b" in kernel.code for kernel in kernels.values())
+    assert (manifest["target"], manifest["compiler"]) == ("sm90", "FakeCompiler fake+13.0")
+    assert (manifest["humming_kernels_version"], words["kind"]) == ("0.1.19", "warm")
+    assert str(tmp_path) not in (folder / MANIFEST).read_text()
+
+
+def test_what_is_there_stays_and_what_is_damaged_is_made_anew(
+    artifact: Path, compiler: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kernels"
+    warm(artifact, gpu="h200", kernels=folder)
+    before, num = (folder / MANIFEST).read_bytes(), compiler.num_compiled
+    assert warm(artifact, gpu="h200", kernels=folder)["num_compiled"] == 0
+    victim = next(folder.glob("*.cubin"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"\0")
+    assert warm(artifact, gpu="h200", kernels=folder)["num_compiled"] == 1
+    assert (compiler.num_compiled, (folder / MANIFEST).read_bytes()) == (num + 1, before)
+
+
+def test_another_compiler_replaces_all(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kernels"
+    use_compiler(monkeypatch, fake_compiler("13.0"))
+    warm(artifact, gpu="h200", kernels=folder)
+    newer = use_compiler(monkeypatch, fake_compiler("13.1"))
+    words = warm(artifact, gpu="h20", kernels=folder)
+    assert newer.num_compiled == words["num_kernels"] == len(list(folder.glob("*.cubin")))
+    assert read_words(folder)["compiler"] == "FakeCompiler fake+13.1"
+
+
+def test_an_interrupted_run_lists_nothing(artifact: Path, compiler: Any, tmp_path: Path) -> None:
+    good, folder = compiler._compile, tmp_path / "kernels"
+    compiler._compile = classmethod(lambda cls, *_: (1, "", "x.cu(1): error: no such thing\n"))
+    with pytest.raises(RequestError, match="no such thing"):
+        warm(artifact, gpu="h200", kernels=folder, jobs=2)
+    assert not (folder / MANIFEST).exists()
+    compiler._compile = good
+    warm(artifact, gpu="h200", kernels=folder, jobs=2)
+
+
+def test_beside_the_artifact_by_default(artifact: Path, compiler: Any) -> None:
+    words = warm(str(artifact), gpu="h200")
+    assert words["folder"] == str(folder_beside(artifact)) == f"{artifact}-kernels"
+    assert hqconv.verify(artifact, checks=("files",)).passed
+
+
+def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError], str]]:
+    stray = tmp_path / "stray"
+    stray.mkdir()
+    (stray / "thesis.tex").write_text("years")
+    odd = tmp_path / "gpu.json"
+    odd.write_text(json.dumps({**KNOWN["h200"].words(), "sm_count": "many"}))
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**KNOWN["h200"].words(), "sm_version": 120}))
+    return {
+        "a folder of others": ({"kernels": stray}, OutputError, "thesis.tex"),
+        "no GPU": ({"gpu": None}, RequestError, "no GPU here"),
+        "unknown": ({"gpu": "gtx9000"}, RequestError, "no such GPU"),
+        "nonsense": ({"gpu": str(odd)}, RequestError, "makes no sense"),
+        "another architecture": ({"gpu": str(other)}, RequestError, "makes no sense"),
+    }
+
+
+@pytest.mark.parametrize(
+    "case", ["a folder of others", "no GPU", "unknown", "nonsense", "another architecture"]
+)
+def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> None:
+    import torch
+
+    if case == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    options, kind, text = refusals(tmp_path)[case]
+    with pytest.raises(kind, match=text):
+        warm(artifact, **{"gpu": "h200", "kernels": tmp_path / "kernels", **options})
+    assert compiler.num_compiled == 0
+
+
+def test_the_checkpoint_layout_has_no_kernels(tmp_path: Path) -> None:
+    source = write_qwen3_moe(tmp_path / "source")
+    hqconv.convert(source, tmp_path / "out", schema="mxfp4", layout="checkpoint", device="cpu")
+    with pytest.raises(RequestError, match="no kernels of its own"):
+        warm(tmp_path / "out", gpu="h200")
+
+
+def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
+    facts = tmp_path / "gpu.json"
+    facts.write_text(json.dumps(KNOWN["h100"].words()))
+    folder = tmp_path / "kernels"
+    command = ["warm", str(artifact), "--gpu", str(facts), "--kernels", str(folder), "--jobs", "2"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    assert f"HQCONV_WARM_KERNELS={folder}" in done.stdout
+    again = CliRunner().invoke(app, [*command, "--json"])
+    assert json.loads(again.stdout)["num_compiled"] == 0
+
+
+def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (Asking.as_vllm(False), Asking.as_vllm(True)) == (Asking(INDEXED), Asking(CONTIGUOUS))
+    monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "grouped")
+    monkeypatch.setenv("VLLM_HUMMING_USE_F16_ACCUM", "1")
+    assert Asking.as_vllm(False) == Asking(CONTIGUOUS, use_f16_accum=True)
+    monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "magic")
+    with pytest.raises(RequestError, match="no such GEMM"):
+        Asking.as_vllm(False)
+
+
+def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> None:
+    found = {}
+    for name, gpu in KNOWN.items():
+        with standing_in(gpu):
+            found[name] = {kernel.name for kernel in gemm_kernels(WORDS, Asking(INDEXED))}
+    assert found["h200"] == found["h100"] != found["h20"]
+    with standing_in(KNOWN["h200"]):
+        for kind in (CONTIGUOUS, MASKED):
+            assert not found["h200"] & {kernel.name for kernel in gemm_kernels(WORDS, Asking(kind))}
+
+
+def test_activations_are_those_of_the_families() -> None:
+    assert activation_words("silu", gated=True) == {
+        "activation_type": "binary_split",
+        "activation_impl": "(a / (1.f + expf(-a))) * b",
+    }
+    clamped = activation_words("silu_clamp10", gated=True)
+    assert clamped is not None
+    assert "fminf(a, (10.0f))" in clamped["activation_impl"]
+    assert activation_words("relu2", gated=False) is not None
+    assert activation_words("sine", gated=True) is None
+
+
+def test_standing_in_leaves_no_trace() -> None:
+    device = importlib.import_module("humming.device")
+    before = device._get_device_info_extension, device.current_device._value
+    with standing_in(KNOWN["h20"]):
+        assert device.current_device.name == "NVIDIA H20"
+        assert device.DeviceInfo(-1).sm_count == 78
+        assert choose_gpu(None, 90) == KNOWN["h20"]
+    assert (device._get_device_info_extension, device.current_device._value) == before
+
+
+@pytest.mark.parametrize("kind", ["nvrtc", "nvcc"])
+def test_the_real_compiler_needs_no_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUMMING_COMPILER", kind)
+    with standing_in(KNOWN["h200"]):
+        try:
+            with toolkit():
+                kernels = [*gemm_kernels(WORDS, Asking(INDEXED))][:1]
+                agreed = identity(90)
+                made = {compile_kernel(kernel, kernel_compiler()) for kernel in kernels * 2}
+        except RequestError as error:
+            pytest.skip(f"no {kind} here: {error.found}")
+    assert agreed["compiler"].startswith(f"{kind.upper()}Compiler {kind}+")
+    assert len(made) == 1  # the same bytes again
+    assert made.pop().startswith(b"\x7fELF")
