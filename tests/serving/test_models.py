@@ -1,0 +1,97 @@
+"""vLLM's own model classes, whole: what they call their layers leads to the blocks that transformers' files have."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hqconv.serving.names import find_block
+from tests.make.families import FAMILIES, LAYERS
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not here: `make test-vllm` runs these"
+    ),
+]
+REPO = Path(__file__).resolve().parents[2]
+
+# What cannot be built here, and why.
+LEFT_OUT = {
+    "diffusion_gemma": "needs vLLM's second model runner, which needs Triton",
+    "dots3_note_text": "transformers has it later than vLLM 0.33's environment",
+    "flint": "needs FlashInfer's attention",
+    "inkling2_text": "neither vLLM nor its transformers has it",
+    "kimi_k25": "transformers saves names that vLLM has not, the Hub's are in test_names",
+    "mistral_large4": "neither vLLM nor its transformers has it",
+    "step3p7": "vLLM takes a vision config that transformers does not write",
+}
+BUILT = sorted(set(FAMILIES) - set(LEFT_OUT))
+DRAFTED = {"deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3"}
+DRAFTED |= {"bailing_hybrid", "nemotron_h", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
+WEIGH_INPUTS = {"llama4", "llama4_text"}
+ACTIVATIONS = {
+    "gpt_oss": "swigluoai",
+    "openai_privacy_filter": "swigluoai",
+    "minimax_m3_vl": "swigluoai_uninterleave",
+    "gemma4": "gelu_tanh",
+    "nemotron_h": "relu2_no_mul",
+}
+LIMITS = {"deepseek_v4": 10.0, "glm5_next": 10.0, "hy_v4": 10.0, "minimax_m3_vl": 7.0}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What vLLM's classes asked a quantization config, from a process of their own."""
+    out = tmp_path_factory.mktemp("models") / "answers.json"
+    command = [sys.executable, "-m", "tests.serving.vllm_models", str(out), *BUILT]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def layer_of(name: str) -> int:
+    """The only number in a name."""
+    (number,) = re.findall(r"\.(\d+)\.", f".{name}.")
+    return int(number)
+
+
+@pytest.mark.parametrize("model_type", BUILT)
+@pytest.mark.parametrize("names", ["renamed", "kept"])
+def test_every_layer_has_its_block(answers: dict[str, Any], model_type: str, names: str) -> None:
+    """`kept` has the names before vLLM's mappers too, as the plugin has them."""
+    answer = answers[model_type]
+    assert "error" not in answer, answer["error"]
+    found = {asked["prefix"]: find_block(asked["prefix"], asked[names], LAYERS) for asked in answer["main"]}
+    assert sorted(map(str, found.values())) == sorted(answer["blocks"])
+    assert {prefix: layer_of(prefix) for prefix in found} == {
+        prefix: answer["blocks"][block] for prefix, block in found.items()
+    }
+
+
+@pytest.mark.parametrize("model_type", sorted(DRAFTED))
+@pytest.mark.parametrize("names", ["renamed", "kept"])
+def test_a_draft_has_its_own_block(answers: dict[str, Any], model_type: str, names: str) -> None:
+    answer = answers[model_type]
+    assert "error" not in answer, answer["error"]
+    (asked,) = answer["draft"]
+    assert find_block(asked["prefix"], asked[names], LAYERS) == answer["drafted"]
+    without = {name: block for name, block in asked[names].items() if block != answer["drafted"]}
+    assert find_block(asked["prefix"], without, LAYERS) is None
+
+
+@pytest.mark.parametrize("model_type", BUILT)
+def test_what_vllm_means_by_the_experts(answers: dict[str, Any], model_type: str) -> None:
+    """The plugin refuses other activations than were converted, and weighed inputs: here is which models have them."""
+    for asked in answers[model_type]["main"]:
+        assert asked["activation"] == ACTIVATIONS.get(model_type, "silu")
+        assert asked["limit"] == LIMITS.get(model_type)
+        assert asked["weighs_inputs"] is (model_type in WEIGH_INPUTS)
