@@ -8,6 +8,7 @@ from typing import Any
 from hqconv.cli.progress import human_bytes
 from hqconv.errors import NUM_SHOWN
 from hqconv.inspection.words import Words
+from hqconv.schemas.target import PARAM_DTYPES
 
 
 def ranks(rank_bytes: Mapping[str, int]) -> str:
@@ -22,6 +23,14 @@ def ranks(rank_bytes: Mapping[str, int]) -> str:
 def schema(words: Mapping[str, Any]) -> str:
     """`mxfp4: float4e2m1, float8e8m0 scale per group 32; 4.25 bits per weight`."""
     return f"{words['name']}: {words['description']}; {words['bits_per_weight']:g} bits per weight"
+
+
+def stock_vllm(words: Mapping[str, Any]) -> str:
+    """Whether a stock vLLM serves the checkpoint layout of a schema: `yes`, `with bfloat16`, or why not."""
+    served = words["stock_vllm_param_dtypes"]
+    if not served:
+        return f"no: {words['stock_vllm_obstacle']}"
+    return "yes" if len(served) == len(PARAM_DTYPES) else f"with {' or '.join(served)} only"
 
 
 def target(words: Mapping[str, Any]) -> str:

@@ -228,7 +228,7 @@ def _show_schemas(console: Console, words: Words) -> None:
             schema["name"],
             f"{schema['bits_per_weight']:g}",
             schema["description"],
-            "yes" if schema["stock_vllm_obstacle"] is None else f"no: {schema['stock_vllm_obstacle']}",
+            phrases.stock_vllm(schema),
         )
         for schema in words["presets"]
     ]

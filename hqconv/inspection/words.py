@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from hqconv.schemas import artifact
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.stock_vllm import stock_vllm_obstacle
+from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 
 Words = dict[str, Any]
 SHAPE_KEYS = (
@@ -84,7 +84,7 @@ def quant_method(quantization: Any) -> Any:
 
 def schema_words(schema: TargetSchema, param_dtype: str) -> Words:
     """A schema, and whether a stock vLLM can load the checkpoint layout of it."""
-    obstacle = artifact.stock_vllm_obstacle(schema, param_dtype)
+    obstacle = stock_vllm_obstacle(schema, param_dtype)
     return {
         "name": schema.name,
         "description": schema.describe(),
@@ -92,4 +92,7 @@ def schema_words(schema: TargetSchema, param_dtype: str) -> Words:
         "weight_schema": schema.humming_fields(),
         "stock_vllm_serves_checkpoint_layout": obstacle is None,
         "stock_vllm_obstacle": obstacle,
+        "stock_vllm_param_dtypes": [
+            dtype for dtype in PARAM_DTYPES if not stock_vllm_obstacle(schema, dtype)
+        ],
     }

@@ -13,6 +13,7 @@ from hqconv.formats.format import why_not_direct
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle, stock_vllm_obstacle
 from hqconv.schemas.target import PARAM_DTYPES
 
 SUPPORTED_TARGETS = (90,)
@@ -127,19 +128,21 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
             warnings.append(
                 f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
             )
-    if request.layout == artifact.CHECKPOINT and any(
-        part.is_stacked for block in experts.blocks for part in block.parts["w2"].values()
-    ):
-        warnings.append(
-            f"a stock vLLM reads the experts of '{experts.family}' fused, not by the names of this layout."
-        )
     if request.layout == artifact.CHECKPOINT:
-        obstacle = artifact.stock_vllm_obstacle(request.schema, request.param_dtype)
-        if obstacle:
-            warnings.append(f"vLLM 0.33 cannot serve '{name}' from this layout: {obstacle}.")
+        warnings += _stock_vllm_warnings(experts, request)
     if request.schema.b_dtype == "float8e5m2" and request.param_dtype == "float16":
         # docs/kernels.md: codes of up to 57344 are summed before the scale is applied.
         warnings.append(
             f"Humming's kernel overflows on '{name}' with float16 and gives NaN; use --dtype bfloat16."
         )
     return tuple(warnings)
+
+
+def _stock_vllm_warnings(experts: ExpertMap, request: Request) -> list[str]:
+    """Why a stock vLLM, for which the checkpoint layout is, will not serve it."""
+    schema = request.schema
+    of_schema = stock_vllm_obstacle(schema, request.param_dtype)
+    of_blocks = (stock_vllm_family_obstacle(experts.family, block.name, schema) for block in experts.blocks)
+    of_family = next((reason for reason in of_blocks if reason), None)
+    named = ((f"'{schema.name}' with {request.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
+    return [f"vLLM 0.33 cannot serve {name} from this layout: {reason}." for name, reason in named if reason]

@@ -60,9 +60,9 @@ def humming_quantization_config(schema: TargetSchema, block_names: list[str]) ->
     """`quantization_config` with which a stock vLLM serves the checkpoint layout.
 
     Long field names only: vLLM reads the same flat dict as an input schema, whose aliases `dtype`,
-    `group_size` and `scale_dtype` would turn on activation quantization. A scale dtype that is the parameter
-    dtype is left out. `ignore` keeps everything but the experts' modules unquantized: vLLM matches its
-    module names with `re.match` after `re:`.
+    `group_size` and `scale_dtype` would turn on activation quantization. What the schema leaves out stays out:
+    vLLM knows some schemas only so (`stock_vllm`). `ignore` keeps everything but the experts' modules
+    unquantized: vLLM matches its module names with `re.match` after `re:`.
     """
     words = schema.humming_fields()
     kept = {key: value for key, value in words.items() if value not in (None, 0, False, "none")}
@@ -87,33 +87,3 @@ def hqconv_quantization_config(
         "target": f"sm{sm_version}",
         **dense,
     }
-
-
-def stock_vllm_obstacle(schema: TargetSchema, param_dtype: str) -> str | None:
-    """Why vLLM 0.33 with Humming 0.1.19 cannot serve the checkpoint layout of this schema, or None.
-
-    Read from its `quantization/humming.py`, `utils/humming/{moe,schema}.py`, `fused_moe/routed_experts.py`,
-    and for the first two run with its own classes.
-    """
-    if schema.has_zero_point:
-        return "its weight loader has no scale_type for zero points (ValueError)"
-    if schema.is_coupled:
-        return "its weight loader cannot place tensor-level scales of w13 (IndexError)"
-    if schema.bs_dtype == "float8e8m0" and param_dtype == "float16":
-        return "it does not widen e8m0 scales for float16: exponents outside [-14, 15] saturate"
-    if schema.b_dtype == "uint1":
-        return "it has no 1-bit integer type"
-    served_float = {
-        ("float4e2m1", "group"),
-        ("float8e4m3", "channel"),
-        ("float8e4m3", "block"),
-    }
-    if (
-        schema.b_dtype == "float8e4m3"
-        and schema.weight_scale_type == "group"
-        and schema.bs_dtype == "float8e8m0"
-    ):
-        return None
-    if not schema.is_integer and (schema.b_dtype, schema.weight_scale_type) not in served_float:
-        return f"it selects no MoE kernel for {schema.b_dtype} with {schema.weight_scale_type} scales"
-    return None

@@ -386,7 +386,12 @@ def test_schemas() -> None:
     served = {s["name"]: s["stock_vllm_serves_checkpoint_layout"] for s in words["presets"]}
     assert served["mxfp4"]
     assert not served["nvfp4"]
+    dtypes = {s["name"]: s["stock_vllm_param_dtypes"] for s in words["presets"]}
+    assert dtypes["mxfp4"] == ["bfloat16"]
+    assert dtypes["int4"] == ["bfloat16", "float16"]
+    assert dtypes["fp6-e3m2"] == []
     stdout = succeed("schemas")
     for name in (*PRESETS, words["shorthand"]["name"]):
         assert name in stdout
+    assert "with bfloat16 only" in " ".join(stdout.split())
     assert json.loads(succeed("schemas", "--json")) == words

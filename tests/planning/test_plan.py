@@ -348,14 +348,21 @@ def test_the_checkpoint_layout_of_a_kimi_sized_model_is_planned_in_seconds() -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "warns"),
-    [("mxfp4", False), ("int4", False), ("nvfp4", True), ("fp8-tensor", True), ("int4-g64-zp", True)],
+    ("name", "dtype", "warns"),
+    [
+        ("mxfp4", "bfloat16", False),
+        ("mxfp4", "float16", True),
+        ("int4", "float16", False),
+        ("nvfp4", "bfloat16", True),
+        ("fp8-tensor", "bfloat16", True),
+        ("int4-g64-zp", "bfloat16", True),
+    ],
 )
-def test_warnings_for_what_stock_vllm_cannot_serve(name: str, warns: bool) -> None:
-    warnings = plan_of(synthetic(), name, layout="checkpoint").warnings
+def test_warnings_for_what_stock_vllm_cannot_serve(name: str, dtype: str, warns: bool) -> None:
+    warnings = plan_of(synthetic(), name, layout="checkpoint", param_dtype=dtype).warnings
     assert bool(warnings) is warns
-    assert all(f"'{name}'" in warning for warning in warnings)
-    assert plan_of(synthetic(), name).warnings == ()
+    assert all(f"'{name}' with {dtype}" in warning for warning in warnings)
+    assert plan_of(synthetic(), name, param_dtype=dtype).warnings == ()
 
 
 def test_warning_for_what_the_kernel_was_seen_to_fail_on() -> None:
