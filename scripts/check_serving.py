@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
 from hqconv.schemas import artifact as names
-from hqconv.schemas.artifact import stock_vllm_obstacle
+from hqconv.schemas.stock_vllm import stock_vllm_obstacle
 from hqconv.schemas.target import resolve_schema
 from scripts.shared import make_source
 

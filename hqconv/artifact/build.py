@@ -26,13 +26,14 @@ class FileRecord:
 
 
 def artifact_config(source: Source, plan: Plan) -> dict[str, Any]:
-    """The source's config.json plus the artifact's quantization_config."""
+    """The source's config.json plus the artifact's quantization_config; in the kernel layout not for transformers."""
     request = plan.request
     words = copy.deepcopy(source.config)
     if request.layout == artifact.CHECKPOINT:
         names = [block.name for block in plan.experts.blocks]
         words["quantization_config"] = artifact.humming_quantization_config(request.schema, names)
     else:
+        words = artifact.refuse_transformers(words)
         words["quantization_config"] = artifact.hqconv_quantization_config(
             request.schema, request.input_schema, request.sm_version, source.quantization
         )

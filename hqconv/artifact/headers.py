@@ -28,6 +28,7 @@ class ArtifactHeaders(SafetensorsHeaders):
         super().__init__(root, name=name)
         self.artifact = Artifact(root)
         self.quantization = self.artifact.manifest["source"].get("quantization_config")
+        self.config = names.admit_transformers(self.config)
         self.config.pop("quantization_config", None)
         self.other_files = tuple(f for f in self.other_files if f != names.MANIFEST)
         self._add_rank_files()

@@ -70,9 +70,14 @@ class Plan:
     def paths(self) -> tuple[str, ...]:
         """Every file of the artifact, the manifest last."""
         files = [file.path for group in self.groups for file in group.files]
-        has_index = len(set(self.weight_map.values())) > 1
-        words = [artifact.CONFIG, *([artifact.INDEX] if has_index else []), artifact.MANIFEST]
+        words = [artifact.CONFIG, *([artifact.INDEX] if self._has_index else []), artifact.MANIFEST]
         return (*files, *self.other_files, *words)
+
+    @property
+    def _has_index(self) -> bool:
+        """Beside the experts' folders even of a single shard: downloaders fetch what it names, else all safetensors."""
+        num_shards = len(set(self.weight_map.values()))
+        return num_shards > (0 if self.request.layout == artifact.KERNEL else 1)
 
     def rank_bytes(self) -> dict[str, int]:
         """Bytes of expert tensors that each rank will load (kernel layout)."""

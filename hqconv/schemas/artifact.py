@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hqconv.schemas.family import TEXT_CONFIG_KEYS
 from hqconv.schemas.target import TargetSchema
 
 FORMAT_VERSION = 1
@@ -19,6 +20,11 @@ _MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written
 # What may lie beside an artifact's own files: of a Hub repo, and what people add when they publish.
 COMPANIONS = (".gitattributes", ".git", ".cache", "README.md", "SHA256SUMS")
+# In config.json, what transformers takes for the name of the only weights file; no artifact has a file of this name.
+TRANSFORMERS_WEIGHTS = "transformers_weights"
+NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"
+_OF_SOURCE = "source_transformers_weights"
+_LANGUAGE_MODELS = tuple(key for key in TEXT_CONFIG_KEYS if key != "ffn_config")  # configs of whole models
 KERNEL, CHECKPOINT = "kernel", "checkpoint"
 GEMMS = ("w13", "w2")
 _MAX_NAME = 200  # with what a file's name adds, under the 255 bytes of most file systems
@@ -87,3 +93,44 @@ def hqconv_quantization_config(
         "target": f"sm{sm_version}",
         **dense,
     }
+
+
+def refuse_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The kernel layout's config.json: from_pretrained raises OSError, which names NOT_FOR_TRANSFORMERS.
+
+    Otherwise it would warn of an unknown quant_method and leave the experts random. A value of the source's own is
+    kept beside it.
+    """
+    models = _models(config)
+    for words in models:
+        if TRANSFORMERS_WEIGHTS in words:
+            words[_OF_SOURCE] = words[TRANSFORMERS_WEIGHTS]
+        words[TRANSFORMERS_WEIGHTS] = NOT_FOR_TRANSFORMERS
+    return models[0]
+
+
+def admit_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `refuse_transformers` was given; any other config as it is."""
+    models = _models(config)
+    for words in models:
+        if words.get(TRANSFORMERS_WEIGHTS) != NOT_FOR_TRANSFORMERS:
+            continue
+        if _OF_SOURCE in words:
+            words[TRANSFORMERS_WEIGHTS] = words.pop(_OF_SOURCE)
+        else:
+            del words[TRANSFORMERS_WEIGHTS]
+    return models[0]
+
+
+def _models(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A copy of a config, then the configs of language models inside that copy.
+
+    transformers loads these by themselves too. Vision and audio towers have no experts, and load as before.
+    """
+    models = [dict(config)]
+    for words in models:  # grows on the way
+        for key in _LANGUAGE_MODELS:
+            if isinstance(words.get(key), Mapping):
+                words[key] = dict(words[key])
+                models.append(words[key])
+    return models

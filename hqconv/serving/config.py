@@ -104,7 +104,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
             from hqconv.serving.method import HqconvMoEMethod  # with all of vLLM's Humming layers
 
             assert self.served is not None, "vLLM did not say where the model is"
-            block = find_block(prefix, self.renamed)
+            block = find_block(prefix, self.renamed, self.served.num_layers)
             if not block:
                 raise no_block(self.served, prefix)
             return HqconvMoEMethod(self, self.served, self.served.blocks[block], layer)

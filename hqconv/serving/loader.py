@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hqconv.serving.filling import Filling, Target
+from hqconv.serving.kernels import VARIABLE, kernels_folder, use_warm_kernels
 from hqconv.serving.rank_file import RankFile
 from hqconv.serving.served import Served
 
@@ -34,6 +35,7 @@ class Loader:
         self._layers: list[Filled] = []
         self._filling: Filling | None = None
         self._paths: dict[str, Path] = {}
+        self._has_kernels = False
 
     def add(self, layer: Filled) -> None:
         """Note a layer whose parameters exist."""
@@ -63,6 +65,17 @@ class Loader:
             rate = num_bytes / 1e9 / max(seconds, 1e-9)
             logger.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
             self._filling = None
+
+    def take_kernels(self, served: Served) -> None:
+        """Once in a process: have Humming find kernels that `hqconv warm` compiled, where the environment asks for it."""
+        if self._has_kernels or not os.environ.get(VARIABLE):
+            return
+        self._has_kernels = True
+        reason = use_warm_kernels(kernels_folder(Path(served.place.name)), served.sm_version)
+        if reason:
+            logger.warning("Kernels are compiled as they are needed: %s", reason)
+        else:
+            logger.info("Kernels that were compiled beforehand are in use")
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[Target]]]:
         """A layer, and those after it that can be filled beside: on the same device, where nothing will move them."""

@@ -90,6 +90,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             self._fill()
         if self.moe_kernel is not None:
             return
+        self.config.loader.take_kernels(self.served)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = make_humming_moe_kernel(
             self.moe_quant_config, self.moe, self.experts_cls, routing_tables=layer._expert_routing_tables()

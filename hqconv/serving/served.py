@@ -5,13 +5,16 @@ A server makes these values once and sends them to its workers, so that they are
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact as names
+from hqconv.schemas.family import text_config
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import TargetSchema
 from hqconv.serving.place import Place
@@ -32,7 +35,11 @@ class ServedBlock:
 
 @dataclass(frozen=True)
 class Served:
-    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256)."""
+    """A kernel artifact as a server sees it.
+
+    num_layers: of the model without drafts, from config.json; vLLM changes that number for drafts. files: rank file →
+    (bytes, SHA-256).
+    """
 
     place: Place
     source_name: str
@@ -42,6 +49,7 @@ class Served:
     dtype: str
     sm_version: int
     grid: Grid
+    num_layers: int | None
     blocks: Mapping[str, ServedBlock]
     files: Mapping[str, tuple[int, str]]
 
@@ -72,6 +80,7 @@ def open_served(place: Place) -> Served:
             dtype=words["dtype"],
             sm_version=int(words["target"].removeprefix("sm")),
             grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
+            num_layers=_num_layers(place.fetch(names.CONFIG)),
             blocks={name: _block(name, block) for name, block in words["blocks"].items()},
             files={
                 path: (entry["size_bytes"], entry["sha256"])
@@ -86,6 +95,15 @@ def open_served(place: Place) -> Served:
             found=f"{type(error).__name__}: {error}",
             remedy="Copy the artifact again, or convert the model again.",
         ) from error
+
+
+def _num_layers(config: Path) -> int | None:
+    """`num_hidden_layers` of the language model; ValueError where config.json is no JSON object."""
+    words = json.loads(config.read_text(encoding="utf-8"))
+    if not isinstance(words, dict):
+        raise ValueError(f"{config.name} is no JSON object")
+    found = text_config(words).get("num_hidden_layers")
+    return found if isinstance(found, int) else None
 
 
 def _block(name: str, words: Mapping[str, Any]) -> ServedBlock:

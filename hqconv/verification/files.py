@@ -200,7 +200,10 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
 
 
 def _check_config(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, Any] | None:
-    """config.json is the source's plus the manifest's schema; returns it, None if it cannot be read."""
+    """config.json is the source's plus the manifest's schema; returns it, None if it cannot be read.
+
+    Artifacts of the kernel layout that are older than the entry for transformers have none.
+    """
     config = read_json(artifact.root / names.CONFIG, result)
     if names.CONFIG not in artifact.manifest["files"]:
         result.add(names.CONFIG, "The manifest does not list the config.", "listed", "not listed")
@@ -217,9 +220,15 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
         expected = names.humming_quantization_config(request.schema, list(artifact.blocks))
     what = "The config does not describe the manifest's quantization."
     compare_words(where, what, expected, config.get("quantization_config"), result)
+    plain = config
+    if request.layout == names.KERNEL:
+        plain = names.admit_transformers(config)
+        if config != plain:
+            what = "The config does not keep transformers away from all of the model."
+            compare_words(names.CONFIG, what, names.refuse_transformers(plain), config, result)
     if source is not None:
         ours, theirs = (
-            {k: v for k, v in c.items() if k != "quantization_config"} for c in (config, source.config)
+            {k: v for k, v in c.items() if k != "quantization_config"} for c in (plain, source.config)
         )
         compare_words(names.CONFIG, "The config is not the source's.", theirs, ours, result)
     return config

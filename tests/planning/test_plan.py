@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -252,6 +253,19 @@ def test_copied_tensors_are_all_there_in_bounded_shards(limit: int, monkeypatch:
         }
     single = ["model.safetensors"] if len(copies) == 1 else None
     assert single is None or [g.name for g in copies] == single
+    assert artifact.INDEX in plan.paths
+
+
+def test_a_single_shard_has_an_index_beside_the_experts_folders_only() -> None:
+    checkpoint, experts = synthetic(layers=1)
+    alone = (checkpoint, dataclasses.replace(experts, copied=()))
+    found = {
+        (layout, len(set(plan.weight_map.values()))): artifact.INDEX in plan.paths
+        for layout in (artifact.KERNEL, artifact.CHECKPOINT)
+        for plan in (plan_of((checkpoint, experts), layout=layout), plan_of(alone, layout=layout))
+    }
+    kernel, packed = artifact.KERNEL, artifact.CHECKPOINT
+    assert found == {(kernel, 1): True, (kernel, 0): False, (packed, 2): True, (packed, 1): False}
 
 
 def test_sizes_in_the_plan_add_up() -> None:

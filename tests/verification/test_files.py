@@ -212,6 +212,13 @@ def test_the_index_names_the_shards_tensors(sharded: Damaged, edit: str) -> None
     found(result, INDEX, "The index and the shards disagree")
 
 
+def test_the_index_of_a_single_shard_is_checked_too(copy: Damaged) -> None:
+    edit_json(copy, INDEX, lambda w: w["weight_map"].pop("model.embed_tokens.weight"))
+    found(files_of(copy), f"{INDEX}: weight_map", "The index and the shards disagree")
+    (copy.root / INDEX).unlink()
+    found(files_of(copy), INDEX, "A file of the manifest is missing")
+
+
 def test_shards_need_an_index_and_all_their_numbers(sharded: Damaged) -> None:
     sharded.edit_manifest(lambda words: words["files"].pop(INDEX))
     (sharded.root / INDEX).unlink()
