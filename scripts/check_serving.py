@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
+    parser.add_argument("--both", action="store_true", help="only schemas that a stock vLLM serves as well")
     parser.add_argument("--jobs", type=int, default=4, help="engines at once, for answers alone")
     parser.add_argument("--runs", type=int, default=2, help="starts of each kind; the last is reported")
     parser.add_argument("--words", default="{}", help="more arguments of vllm.LLM, as JSON")
@@ -143,15 +144,22 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
     """Answers of the kernel layout beside those of the checkpoint layout or of the decoded weights."""
     source = source_of(a)
     arguments = ["--tp", str(a.tp), *(["--ep"] if a.ep else []), "--words", a.words]
-    pairs, engines = {}, []
+    pairs = {}
     for schema in a.schemas:
-        kernel = convert(a, source, schema, "kernel")
         obstacle = stock_vllm_obstacle(resolve_schema(schema), a.dtype)
+        if obstacle and a.both:
+            continue
+        kernel = convert(a, source, schema, "kernel")
         other = decoded(a, source, kernel) if obstacle else convert(a, source, schema, "checkpoint")
         pair = [Engine(f"{schema}: kernel", kernel, arguments), Engine(f"{schema}: other", other, arguments)]
         pairs[schema] = (obstacle, pair)
-        engines += pair
     torch.cuda.empty_cache()
+    engines = [
+        pair[which] for which in (0, 1) for _, pair in pairs.values()
+    ]  # the second find compiled kernels
+    for number, engine in enumerate(engines):
+        if a.tp == 1:
+            engine.variables["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
     with ThreadPoolExecutor(a.jobs) as pool:
         found = dict(zip([e.name for e in engines], pool.map(Engine.run, engines), strict=True))
     report: dict[str, Any] = {"schemas": {}, "engines": found, "failed": False}

@@ -67,7 +67,7 @@ class Loader:
             self._filling = None
 
     def take_kernels(self, served: Served) -> None:
-        """Once in a process: have Humming find kernels that `hqconv warm` compiled, where the environment asks for it."""
+        """Once in a process: have Humming find what `hqconv warm` compiled, where the environment asks for it."""
         if self._has_kernels or not os.environ.get(VARIABLE):
             return
         self._has_kernels = True
