@@ -10,30 +10,39 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-# One number between dots, as in `layers.61.`; greedy, so the last one.
-_NUMBERED = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?P<layer>0|[1-9][0-9]*)\.(?P<after>.+)", re.ASCII)
+# Drafts that vLLM counts on after the last layer, and checkpoints from 0: vLLM's prefix, and the block's name with what
+# was left of the prefix.
+_COUNTED_ON = (
+    # vllm/models/deepseek_v4/nvidia/mtp.py and dspark.py; with the main model's mapper `model.mtp.0`
+    (re.compile(r"model\.layers\.([0-9]+)\.(ffn\.experts)"), r"(?:model\.)?mtp\.[0-9]+\."),
+    # vllm/models/qwen4_exp/nvidia/mtp.py
+    (re.compile(r"mtp\.layers\.([0-9]+)\.(.+)"), r"mtp\.layers\.[0-9]+\."),
+)
 
 
-def find_block(prefix: str, renamed: Mapping[str, str], num_layers: int | None = None) -> str | None:
+def find_block(
+    prefix: str, renamed: Mapping[str, str], layers: Mapping[str, int] | None = None
+) -> str | None:
     """The block whose experts belong into the layer that vLLM calls `prefix`.
 
     `renamed` maps the names that vLLM's mappers gave to blocks, or their own, to the names in the artifact; an empty
-    one says that the name is two blocks'. `num_layers` is `num_hidden_layers` of the artifact's own config.json,
-    without which no draft layer is renumbered: vLLM changes that value in the configs of some drafts.
+    one says that the name is two blocks'. `layers` has each block's `layer` in the manifest, which counts the drafts of
+    `mtp.layers` on as vLLM does; without it no draft is found under another number.
 
     A name as it is comes first. Otherwise one of the spellings that vLLM 0.33 is known to use must be there, and only
     one. None where no block has such a name, where two have, and for every name that no rule knows: an expert's
     weights have the right shape in every layer, so a wrong guess would load and answer nonsense. For the same reason
-    no rule changes a layer's number, but for drafts that vLLM counts on after the last layer, and none leads from a
-    draft to a layer of the model or back. Raises nothing.
+    no rule changes a layer's number, but for those drafts, and none leads from a draft to a layer of the model or
+    back. Raises nothing.
     """
     if prefix in renamed:
         return renamed[prefix] or None
-    found = {renamed[name] for name in _spellings(prefix, num_layers) if name in renamed}
+    found = {renamed[name] for name in _spellings(prefix) if name in renamed}
+    found.update(_counted_on(prefix, renamed, layers or {}))
     return (found.pop() or None) if len(found) == 1 else None
 
 
-def _spellings(prefix: str, num_layers: int | None) -> Iterator[str]:
+def _spellings(prefix: str) -> Iterator[str]:
     """The names other than `prefix` that a block of this layer may have."""
     if prefix.endswith(".experts"):
         # granitemoe.py, granitemoeshared.py, step3_text.py, step3p5.py: checkpoints have the stacks one module above.
@@ -50,21 +59,15 @@ def _spellings(prefix: str, num_layers: int | None) -> Iterator[str]:
     if prefix.startswith("mtp."):
         # nemotron_h_mtp.py: in multimodal checkpoints drafts lie in language_model, and no mapper is applied.
         yield f"language_model.{prefix}"
-    if num_layers is not None:
-        yield from _draft_spellings(prefix, num_layers)
 
 
-def _draft_spellings(prefix: str, num_layers: int) -> Iterator[str]:
-    """Names of a draft layer that vLLM counts on after the last of `num_layers`, and checkpoints count from 0."""
-    match = _NUMBERED.fullmatch(prefix)
-    if match is None or int(match["layer"]) < num_layers:
-        return
-    place = int(match["layer"]) - num_layers
-    if match["before"] == "model.layers" and match["after"] == "ffn.experts":
-        # vllm/models/deepseek_v4/nvidia/mtp.py and dspark.py: `mtp.0` of the checkpoint, `model.mtp.0` if the main
-        # model's mapper was there before.
-        yield f"mtp.{place}.ffn.experts"
-        yield f"model.mtp.{place}.ffn.experts"
-    if match["before"] == "mtp.layers":
-        # vllm/models/qwen4_exp/nvidia/mtp.py
-        yield f"mtp.layers.{place}.{match['after']}"
+def _counted_on(prefix: str, renamed: Mapping[str, str], layers: Mapping[str, int]) -> Iterator[str]:
+    """The blocks of drafts that have this layer's number in the manifest, and a name that goes with `prefix`."""
+    for asked, place in _COUNTED_ON:
+        match = asked.fullmatch(prefix)
+        if match is None:
+            continue
+        name_of_block = re.compile(place + re.escape(match[2]))
+        for name, block in renamed.items():
+            if name_of_block.fullmatch(name) and layers.get(block) == int(match[1]):
+                yield block

@@ -70,7 +70,10 @@ def test_every_layer_has_its_block(answers: dict[str, Any], model_type: str, nam
     """`kept` has the names before vLLM's mappers too, as the plugin has them."""
     answer = answers[model_type]
     assert "error" not in answer, answer["error"]
-    found = {asked["prefix"]: find_block(asked["prefix"], asked[names], LAYERS) for asked in answer["main"]}
+    found = {
+        asked["prefix"]: find_block(asked["prefix"], asked[names], answer["blocks"])
+        for asked in answer["main"]
+    }
     assert sorted(map(str, found.values())) == sorted(answer["blocks"])
     assert {prefix: layer_of(prefix) for prefix in found} == {
         prefix: answer["blocks"][block] for prefix, block in found.items()
@@ -83,9 +86,10 @@ def test_a_draft_has_its_own_block(answers: dict[str, Any], model_type: str, nam
     answer = answers[model_type]
     assert "error" not in answer, answer["error"]
     (asked,) = answer["draft"]
-    assert find_block(asked["prefix"], asked[names], LAYERS) == answer["drafted"]
+    layers = {**answer["blocks"], answer["drafted"]: LAYERS}
+    assert find_block(asked["prefix"], asked[names], layers) == answer["drafted"]
     without = {name: block for name, block in asked[names].items() if block != answer["drafted"]}
-    assert find_block(asked["prefix"], without, LAYERS) is None
+    assert find_block(asked["prefix"], without, layers) is None
 
 
 @pytest.mark.parametrize("model_type", BUILT)

@@ -9,7 +9,7 @@ import pytest
 from hqconv.schemas.families import FAMILIES
 from hqconv.serving.names import find_block
 
-LAYERS = 2  # of the models below, so that drafts are layer 2 where vLLM counts on
+DRAFT = 2  # the number of the first draft of the models below, where vLLM counts on after the last layer
 
 # model type, block (`7` is the layer), what vLLM's mappers make of it, prefix of vLLM's layer
 MAIN = [
@@ -134,12 +134,12 @@ def test_a_layer_of_the_model(model_type: str, block: str, mapped: str, prefix: 
     for renamed in (numbered, kept):
         for layer in range(12):
             wanted = block.replace(".7.", f".{layer}.")
-            assert find_block(prefix.replace(".7.", f".{layer}."), renamed, LAYERS + 60) == wanted
-        assert find_block(prefix.replace(".7.", ".12."), renamed, 12) is None
+            assert find_block(prefix.replace(".7.", f".{layer}."), renamed) == wanted
+        assert find_block(prefix.replace(".7.", ".12."), renamed, dict.fromkeys(renamed.values(), 12)) is None
         del renamed[mapped]
         if mapped != block:
             renamed.pop(block, None)
-        assert find_block(prefix, renamed, 12) is None  # its neighbours are there, and are not it
+        assert find_block(prefix, renamed) is None  # its neighbours are there, and are not it
 
 
 @pytest.mark.parametrize(("model_type", "main", "block", "mapped", "prefix"), DRAFTS)
@@ -148,48 +148,55 @@ def test_a_draft_layer(model_type: str, main: str, block: str, mapped: str, pref
     prefix = prefix or mapped
     (family,) = (family for family in FAMILIES if model_type in family.model_types)
     assert re.sub(r"\.\d+\.", ".{layer}.", block) in family.blocks
-    renamed = {main: main, mapped: block}
-    assert find_block(prefix, renamed, LAYERS) == block
-    assert find_block(main, renamed, LAYERS) == main
-    assert find_block(prefix, {main: main}, LAYERS) is None  # not the model's layer instead
-    assert find_block(main, {mapped: block}, LAYERS) is None
+    renamed, layers = {main: main, mapped: block}, {main: 0, block: DRAFT}
+    assert find_block(prefix, renamed, layers) == block
+    assert find_block(main, renamed, layers) == main
+    assert find_block(prefix, {main: main}, {main: DRAFT}) is None  # not the model's layer instead
+    assert find_block(main, {mapped: block}, {block: DRAFT}) is None
 
 
 DSV4 = {"model.layers.0.ffn.experts": "layers.0.ffn.experts", "model.mtp.0.ffn.experts": "mtp.0.ffn.experts"}
+DSV4_LAYERS = {"layers.0.ffn.experts": 0, "mtp.0.ffn.experts": 2}
 
 
 @pytest.mark.parametrize(
-    ("prefix", "renamed", "num_layers"),
+    ("prefix", "renamed", "layers"),
     [
-        ("model.layers.2.ffn.experts", DSV4, None),  # nobody said how many layers there are
-        ("model.layers.3.ffn.experts", DSV4, 2),  # mtp.1
-        ("model.layers.1.ffn.experts", DSV4, 2),  # a layer of the model that is not there
-        ("mtp.layers.0.mlp.experts", {"model.layers.0.mlp.experts": "a"}, 2),
-        ("mtp.layers.0.mlp.experts", {"language_model.model.layers.0.mlp.experts": "a"}, 0),
-        ("model.layers.0.mlp.experts", {"mtp.layers.0.mlp.experts": "a"}, 0),
-        ("model.layers.0.mlp.experts", {"language_model.mtp.layers.0.mlp.experts": "a"}, 0),
-        # MiniMax-M3's drafts count from 0 (vllm/models/minimax_m3/nvidia/mtp.py), and are not the first layers
+        ("model.layers.2.ffn.experts", DSV4, {}),  # nobody said which number mtp.0 has
+        ("model.layers.3.ffn.experts", DSV4, DSV4_LAYERS),  # mtp.1
+        ("model.layers.1.ffn.experts", DSV4, DSV4_LAYERS),  # a layer of the model that is not there
+        ("model.layers.2.mlp.experts", DSV4, DSV4_LAYERS),  # another module
+        ("mtp.layers.0.mlp.experts", {"model.layers.0.mlp.experts": "a"}, {"a": 0}),
+        ("mtp.layers.0.mlp.experts", {"language_model.model.layers.0.mlp.experts": "a"}, {"a": 0}),
+        ("mtp.layers.3.mlp.experts", {"mtp.layers.0.mlp.experts": "a"}, {"a": 2}),
+        ("model.layers.0.mlp.experts", {"mtp.layers.0.mlp.experts": "a"}, {"a": 0}),
+        ("model.layers.2.mlp.experts", {"mtp.layers.0.mlp.experts": "a"}, {"a": 2}),
+        ("model.layers.0.mlp.experts", {"language_model.mtp.layers.0.mlp.experts": "a"}, {"a": 0}),
+        # MiniMax-M3's drafts count from 0 (vllm/models/minimax_m3/nvidia/mtp.py), and are not the first layers.
         (
             "model.layers.0.block_sparse_moe.experts",
             {"language_model.model.layers.0.block_sparse_moe.experts": "a"},
-            2,
+            {"a": 0},
         ),
-        # step3p5_mtp.py: a draft with experts would not be loaded without their tensors
-        ("model.layers.45.mtp_block.moe.experts", {"model.layers.45.moe": "a"}, 45),
-        (
-            "model.layers.1.mlp.experts",
-            {"model.layers.11.mlp.experts": "a", "model.layers.10.mlp.experts": "b"},
-            9,
-        ),
-        ("model.layers.1.mlp.experts", {"model.layers.1.mlp.shared_experts": "a"}, 9),
-        ("visual.blocks.1.mlp.experts", {"model.layers.1.mlp.experts": "a"}, 9),
-        ("model.layers.1.mlp.text_experts", {"model.layers.1.mlp.experts": "a"}, 9),
-        ("", {"model.layers.1.mlp.experts": "a"}, 9),
+        # step3p5_mtp.py: a draft with experts would not be loaded without their tensors.
+        ("model.layers.45.mtp_block.moe.experts", {"model.layers.45.moe": "a"}, {"a": 45}),
+        ("model.layers.1.mlp.experts", {"model.layers.11.mlp.experts": "a"}, {"a": 1}),
+        ("model.layers.1.mlp.experts", {"model.layers.1.mlp.shared_experts": "a"}, {"a": 1}),
+        ("visual.blocks.1.mlp.experts", {"model.layers.1.mlp.experts": "a"}, {"a": 1}),
+        ("model.layers.1.mlp.text_experts", {"model.layers.1.mlp.experts": "a"}, {"a": 1}),
+        ("", {"model.layers.1.mlp.experts": "a"}, {"a": 1}),
     ],
 )
-def test_what_no_rule_knows_is_nobodys(prefix: str, renamed: dict[str, str], num_layers: int | None) -> None:
-    assert find_block(prefix, renamed, num_layers) is None
-    assert find_block(prefix, {}, num_layers) is None
+def test_what_no_rule_knows_is_nobodys(prefix: str, renamed: dict[str, str], layers: dict[str, int]) -> None:
+    assert find_block(prefix, renamed, layers) is None
+    assert find_block(prefix, {}, layers) is None
+
+
+def test_two_drafts_that_could_be_meant_are_none() -> None:
+    renamed = {"mtp.0.ffn.experts": "a", "model.mtp.0.ffn.experts": "b"}
+    assert find_block("model.layers.2.ffn.experts", renamed, {"a": 2, "b": 2}) is None
+    assert find_block("model.layers.2.ffn.experts", renamed, {"a": 2, "b": 3}) == "a"
+    assert find_block("model.layers.2.ffn.experts", dict.fromkeys(renamed, "a"), {"a": 2}) == "a"
 
 
 def test_two_blocks_that_could_be_meant_are_none() -> None:
