@@ -24,6 +24,7 @@ LEFT_OUT = re.compile(
     r"certifi|torch|torchaudio|torchvision|torchcodec|pynvvideocodec|flashinfer-.*|tilelang|nvidia-.*|nvtx|fastsafetensors"
     r"|instanttensor|quack-kernels|tokenspeed-mla|humming-kernels|numba|opentelemetry-.*|xgrammar|apache-tvm-ffi"
 )
+OTHER_MACHINE = 'platform_machine == "s390x"'
 # Imported by name, but their own needs (a CUDA torch) are not.
 WITHOUT_NEEDS = ("xgrammar", "apache-tvm-ffi")
 MORE = ("uvloop", "uvicorn", "python-multipart", "opentelemetry-api", "opentelemetry-sdk")
@@ -75,11 +76,8 @@ def _requirements(wheel: Path) -> Iterator[str]:
         lines = archive.read(name).decode().splitlines()
     for line in lines:
         requirement, _, marker = line.removeprefix("Requires-Dist: ").partition(";")
-        if (
-            not line.startswith("Requires-Dist: ")
-            or "extra ==" in marker
-            or "s390x" in marker.replace("!=", "")
-        ):
+        is_needed = "extra ==" not in marker and marker.strip() != OTHER_MACHINE
+        if not (line.startswith("Requires-Dist: ") and is_needed):
             continue
         if _name(requirement) in WITHOUT_NEEDS or not LEFT_OUT.fullmatch(_name(requirement)):
             yield line.removeprefix("Requires-Dist: ")

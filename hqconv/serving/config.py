@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -17,13 +18,17 @@ from hqconv.serving.loader import Loader
 from hqconv.serving.names import find_block
 from hqconv.serving.place import Place
 from hqconv.serving.plugin import warn_of_untested
-from hqconv.serving.refusals import check_machine, no_block
+from hqconv.serving.refusals import check_machine, no_block, no_layers
 from hqconv.serving.served import Served, open_served
+
+METHOD = "hqconv"
+_OWN = ("words", "renamed", "loader", "served", "dense")
 
 
 class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     """`quant_method: hqconv`. Experts come from rank files; every other layer is the source's own quantization's."""
 
+    packed_modules_mapping: Any
     served: Served | None = None
     dense: QuantizationConfig | None = None
 
@@ -34,16 +39,19 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         self.renamed: dict[str, str] = {}  # what vLLM's model may call a block → the block
         self.loader = Loader()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """vLLM sends and copies configs; what a process has loaded stays there."""
-        return {key: value for key, value in vars(self).items() if key != "loader"}
+        return _restored, ({key: value for key, value in vars(self).items() if key != "loader"},)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, loader=Loader())
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """For `isinstance`: model classes ask for the source's kind where they treat its other layers specially."""
+        dense = self.__dict__.get("dense")
+        return type(self) if dense is None else type(dense)
 
-    @classmethod
-    def get_name(cls) -> str:
-        return "hqconv"
+    def get_name(self) -> str:
+        """The source's quantization, for the same reason; its own name where the source has none."""
+        return METHOD if self.dense is None else str(self.dense.get_name())
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -85,9 +93,8 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
             check_machine(self.served, capability.to_int())
         self.renamed = {name: name for name in self.served.blocks}
         words = self.words.get("source_quantization_config")
-        self.dense = None if words is None else dense_config(words, model_name, hf_config, revision)
-        if self.dense is not None:
-            self.dense.packed_modules_mapping = self.packed_modules_mapping
+        self.dense = None if words is None else dense_config(words, self.served.place, hf_config)
+        self.packed_modules_mapping = self.packed_modules_mapping  # which sets that of `dense`, too
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Called by vLLM's model classes, outer ones first: note what they call the blocks."""
@@ -104,20 +111,23 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
             from hqconv.serving.method import HqconvMoEMethod  # with all of vLLM's Humming layers
 
             assert self.served is not None, "vLLM did not say where the model is"
-            block = find_block(prefix, self.renamed, self.served.num_layers)
-            if not block:
+            layers = {name: block.layer for name, block in self.served.blocks.items()}
+            block = find_block(prefix, self.renamed, layers)
+            if not block or self.loader.claimed.setdefault(block, prefix) != prefix:
                 raise no_block(self.served, prefix)
             return HqconvMoEMethod(self, self.served, self.served.blocks[block], layer)
-        found = None
-        if self.dense is not None:
-            self.dense.packed_modules_mapping = self.packed_modules_mapping
-            found = self.dense.get_quant_method(layer, prefix)
+        found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
         if found is None and isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
         return found
 
     def get_cache_scale_mapper(self) -> Any:
-        """How the source's quantization names the scales of the KV cache."""
+        """How the source's quantization names the scales of the KV cache; asked when a whole model is about to load.
+
+        Raises RequestError where the model has made none of the artifact's layers: they would stay as they are.
+        """
+        if self.served is not None and not self.loader.claimed and not _is_part_of_model():
+            raise no_layers(self.served)
         return (self.dense or QuantizationConfig).get_cache_scale_mapper()
 
     def get_checkpoint_weight_mapper(self) -> Any:
@@ -126,6 +136,27 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         """What model classes ask of the source's quantization, such as `weight_block_size`."""
-        if name.startswith("__") or name in ("dense", "served", "loader") or self.dense is None:
+        dense = self.__dict__.get("dense")
+        if dense is None or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.dense, name)
+        return getattr(dense, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What vLLM sets, such as `use_deep_gemm`, is meant for the source's quantization as well, if that has it."""
+        super().__setattr__(name, value)
+        dense = self.__dict__.get("dense")
+        if dense is not None and name not in _OWN and hasattr(dense, name):
+            setattr(dense, name, value)
+
+
+def _restored(state: dict[str, Any]) -> HqconvConfig:
+    """A config that was sent or copied."""
+    config = HqconvConfig.__new__(HqconvConfig)
+    config.__dict__.update(state, loader=Loader())
+    return config
+
+
+def _is_part_of_model() -> bool:
+    """Whether this process has some of the model's layers only, which may be ones without experts."""
+    config = get_current_vllm_config_or_none()
+    return config is None or config.parallel_config.pipeline_parallel_size > 1

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from hqconv.schemas import artifact as names
+from hqconv.serving.place import Place
 
 # Methods that take over a checkpoint of another one's name, in the order in which vLLM 0.33 asks them
 # (config/model.py, `_verify_quantization`).
@@ -17,10 +22,9 @@ _OVERRIDES = (
 )
 
 
-def dense_config(
-    words: Mapping[str, Any], model_name: str, hf_config: Any, revision: str | None
-) -> QuantizationConfig:
+def dense_config(words: Mapping[str, Any], place: Place, hf_config: Any) -> QuantizationConfig:
     """vLLM's config of the source's `quantization_config`. Raises what vLLM raises for one that it does not know."""
+    hf_config = _undrafted(place, hf_config)
     config = {**words, **_heads(words, hf_config)}
     method = str(config.get("quant_method", ""))
     for name in _OVERRIDES:
@@ -31,8 +35,18 @@ def dense_config(
             method = override
             break
     found = get_quantization_config(method).from_config(config)
-    found.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+    found.maybe_update_config(place.name, hf_config=hf_config, revision=place.revision)
     return found
+
+
+def _undrafted(place: Place, hf_config: Any) -> Any:
+    """The config with the folder's own model_type: vLLM renames it for drafts, and methods are chosen by it."""
+    words = json.loads(place.fetch(names.CONFIG).read_text(encoding="utf-8"))
+    if hf_config is None or hf_config.model_type == words.get("model_type"):
+        return hf_config
+    own = copy.copy(hf_config)
+    own.model_type = words.get("model_type", hf_config.model_type)
+    return own
 
 
 def _heads(words: Mapping[str, Any], hf_config: Any) -> dict[str, int]:

@@ -32,6 +32,7 @@ class Loader:
     """Fills layers in the order in which they were made, files of later ones while an earlier one is waited for."""
 
     def __init__(self) -> None:
+        self.claimed: dict[str, str] = {}  # block → the layer that it is for
         self._layers: list[Filled] = []
         self._filling: Filling | None = None
         self._paths: dict[str, Path] = {}

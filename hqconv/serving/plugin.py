@@ -18,9 +18,9 @@ def register() -> None:
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from hqconv.serving.config import HqconvConfig
+    from hqconv.serving.config import METHOD, HqconvConfig
 
-    register_quantization_config(HqconvConfig.get_name())(HqconvConfig)
+    register_quantization_config(METHOD)(HqconvConfig)
 
 
 def warn_of_untested() -> None:

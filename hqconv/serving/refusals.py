@@ -144,6 +144,17 @@ def no_block(served: Served, prefix: str) -> HqconvError:
     )
 
 
+def no_layers(served: Served) -> HqconvError:
+    """The error for a model that made no layer of experts as the plugin knows them."""
+    return RequestError(
+        "The server's model has asked for none of the artifact's experts.",
+        where=served.place.name,
+        expected="layers of experts that vLLM's Humming methods can serve",
+        found="none of them, so that their weights would stay random",
+        remedy="Leave --moe-backend at its default, and serve the main model, not a part of it.",
+    )
+
+
 def recut(served: Served, **changes: object) -> str:
     """The command that lays the artifact out anew, with its own options but for `changes`."""
     grid = served.grid

@@ -5,16 +5,13 @@ A server makes these values once and sends them to its workers, so that they are
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact as names
-from hqconv.schemas.family import text_config
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import TargetSchema
 from hqconv.serving.place import Place
@@ -25,6 +22,7 @@ class ServedBlock:
     """One MoE block: `name` is its experts' module in the source. flags: per GEMM, what its layout relies on."""
 
     name: str
+    layer: int
     num_experts: int
     hidden_size: int
     intermediate_size: int
@@ -35,11 +33,7 @@ class ServedBlock:
 
 @dataclass(frozen=True)
 class Served:
-    """A kernel artifact as a server sees it.
-
-    num_layers: of the model without drafts, from config.json; vLLM changes that number for drafts. files: rank file →
-    (bytes, SHA-256).
-    """
+    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256)."""
 
     place: Place
     source_name: str
@@ -49,7 +43,6 @@ class Served:
     dtype: str
     sm_version: int
     grid: Grid
-    num_layers: int | None
     blocks: Mapping[str, ServedBlock]
     files: Mapping[str, tuple[int, str]]
 
@@ -80,7 +73,6 @@ def open_served(place: Place) -> Served:
             dtype=words["dtype"],
             sm_version=int(words["target"].removeprefix("sm")),
             grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
-            num_layers=_num_layers(place.fetch(names.CONFIG)),
             blocks={name: _block(name, block) for name, block in words["blocks"].items()},
             files={
                 path: (entry["size_bytes"], entry["sha256"])
@@ -97,18 +89,10 @@ def open_served(place: Place) -> Served:
         ) from error
 
 
-def _num_layers(config: Path) -> int | None:
-    """`num_hidden_layers` of the language model; ValueError where config.json is no JSON object."""
-    words = json.loads(config.read_text(encoding="utf-8"))
-    if not isinstance(words, dict):
-        raise ValueError(f"{config.name} is no JSON object")
-    found = text_config(words).get("num_hidden_layers")
-    return found if isinstance(found, int) else None
-
-
 def _block(name: str, words: Mapping[str, Any]) -> ServedBlock:
     return ServedBlock(
         name=name,
+        layer=words["layer"],
         num_experts=words["num_experts"],
         hidden_size=words["hidden_size"],
         intermediate_size=words["intermediate_size"],

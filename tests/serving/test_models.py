@@ -51,7 +51,7 @@ LIMITS = {"deepseek_v4": 10.0, "glm5_next": 10.0, "hy_v4": 10.0, "minimax_m3_vl"
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What vLLM's classes asked a quantization config, from a process of their own."""
     out = tmp_path_factory.mktemp("models") / "answers.json"
-    command = [sys.executable, "-m", "tests.serving.vllm_models", str(out), *BUILT]
+    command = [sys.executable, "-m", "tests.make.vllm_models", str(out), *BUILT]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())

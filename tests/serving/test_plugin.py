@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs these")
 
-from tests.serving import vllm_cpu  # isort: skip  - before vLLM
+from tests.make import vllm_cpu  # isort: skip  - before vLLM
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -35,7 +35,7 @@ from hqconv.serving.plugin import register
 from tests.make import small
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
-from tests.serving.vllm_cpu import build_layer, parallel
+from tests.make.vllm_cpu import build_layer, parallel
 
 pytestmark = pytest.mark.vllm
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 pytest.importorskip("vllm", reason="needs vLLM's Python files: see docs/serving.md")
 
-from tests.serving.vllm_cpu import build_layer, config, parallel  # isort: skip  # before any other part of vLLM
+from tests.make.vllm_cpu import build_layer, config, parallel  # isort: skip  # before any other part of vLLM
 from vllm.model_executor.layers.quantization.humming import HummingConfig
 
 from hqconv.artifact.load import load_block

@@ -1,6 +1,6 @@
 """vLLM's whole model classes with tiny configs, on a machine without a GPU: what they call their layers of experts.
 
-Run as a program, `python -m tests.serving.vllm_models OUT MODEL_TYPE…`: much of vLLM asks for compiled extensions
+Run as a program, `python -m tests.make.vllm_models OUT MODEL_TYPE…`: much of vLLM asks for compiled extensions
 and for GPU libraries as soon as it is imported, and what stands in for them is nothing for a process that tests
 anything else. Tensors are on the meta device, nothing is loaded and nothing computed.
 """
@@ -166,7 +166,7 @@ sys.meta_path.append(_Libraries())
 _real_operator = torch._ops._OpNamespace.__getattr__
 torch._ops._OpNamespace.__getattr__ = _operator
 
-from tests.serving.vllm_cpu import Pretended  # noqa: E402  # isort: skip  - before vLLM
+from tests.make.vllm_cpu import Pretended  # noqa: E402  # isort: skip  - before vLLM
 
 import transformers  # noqa: E402
 import vllm.model_executor.models.registry as registry  # noqa: E402
