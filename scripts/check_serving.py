@@ -12,10 +12,13 @@ log-probabilities must be equal, bit for bit; where it does not, the first token
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +37,7 @@ from hqconv.schemas.stock_vllm import stock_vllm_obstacle
 from hqconv.schemas.target import resolve_schema
 from scripts.shared import make_source
 
+ENGINE_S = 240.0  # no start takes longer
 ENGINE = Path(__file__).with_name("serve_once.py")
 SCHEMAS = (
     *("mxfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int2-g64", "int3-g64", "int5-g128", "int7-c"),
@@ -53,21 +57,34 @@ class Engine:
 
     def run(self) -> dict[str, Any]:
         """Start it, and return what it reports; the last lines of its log where it fails."""
-        command = [sys.executable, str(ENGINE), str(self.model), *self.arguments]
-        begun = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **self.variables})
-        lines = done.stdout.strip().splitlines() or [""]
-        if done.returncode or not lines[-1].startswith("{"):
-            log = (done.stdout + done.stderr).splitlines()
-            errors = [line for line in log if "Error" in line or "error" in line][-6:]
-            return {"failed": errors or log[-12:]}
-        log = [line.partition("] ")[2] for line in (done.stdout + done.stderr).splitlines()]
-        said = [
-            line
-            for line in log
-            if line.startswith(("Experts: ", "Model loading took", "Loading weights took"))
-        ]
-        return {**json.loads(lines[-1]), "said": said, "process_s": time.perf_counter() - begun}
+        with tempfile.TemporaryDirectory() as scratch:
+            report, log = Path(scratch, "report.json"), Path(scratch, "log")
+            command = [sys.executable, str(ENGINE), str(self.model), str(report), *self.arguments]
+            begun = time.perf_counter()
+            with log.open("wb") as out:  # no pipe: workers that outlive their parent would keep it open
+                started = subprocess.Popen(
+                    command,
+                    stdout=out,
+                    stderr=out,
+                    env={**os.environ, **self.variables},
+                    start_new_session=True,
+                )
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.wait(ENGINE_S)
+            seconds = time.perf_counter() - begun
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if not report.is_file():
+                errors = [line for line in lines if "Error" in line][-6:]
+                return {"failed": [f"after {seconds:.0f} s", *(errors or lines[-12:])]}
+            said = [line.partition("] ")[2] for line in lines]
+            told = [
+                line
+                for line in said
+                if line.startswith(("Experts: ", "Model loading took", "Loading weights"))
+            ]
+            return {**json.loads(report.read_text(encoding="utf-8")), "said": told, "process_s": seconds}
 
 
 def main() -> None:
@@ -93,7 +110,7 @@ def main() -> None:
     a.work.mkdir(parents=True, exist_ok=True)
     report = same(a) if a.what == "same" else start(a)
     if a.out:
-        a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(a.out, report)
     print("FAILED" if report["failed"] else "all good", flush=True)
     sys.exit(bool(report["failed"]))
 
@@ -101,10 +118,51 @@ def main() -> None:
 def source_of(a: argparse.Namespace) -> Path:
     """The 16-bit checkpoint that everything comes from."""
     folder: Path = a.work / f"{a.model_type}-{a.dtype}-{a.layers}x{a.experts}"
-    if not folder.exists():
+    if not folder.exists() and a.model_type == "gpt_oss":
+        write_gpt_oss(folder, a)
+    elif not folder.exists():
         sizes = {key: getattr(a, key) for key in ("hidden", "intermediate", "layers", "experts", "dtype")}
         make_source(folder, **sizes, model_type=a.model_type, distinct_layers=2, shard_size="2GB")
     return folder
+
+
+def write_gpt_oss(folder: Path, a: argparse.Namespace) -> None:
+    """A tiny GPT-OSS whose experts are mxfp4 of random codes, with biases, as the original is stored."""
+    import transformers
+
+    config = transformers.GptOssConfig(
+        hidden_size=a.hidden,
+        intermediate_size=a.intermediate,
+        num_hidden_layers=a.layers,
+        num_local_experts=a.experts,
+        num_experts_per_tok=4,
+        num_attention_heads=a.hidden // 64,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=2048,
+        max_position_embeddings=4096,
+        torch_dtype=a.dtype,
+    )
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).to(getattr(torch, a.dtype))
+    tensors = {name: t for name, t in model.state_dict().items() if not name.endswith("_proj")}
+    for layer in range(a.layers):
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * a.intermediate, a.hidden),
+            ("down_proj", a.hidden, a.intermediate),
+        ):
+            shape, prefix = (a.experts, rows, columns // 32), f"model.layers.{layer}.mlp.experts.{name}"
+            tensors[f"{prefix}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            tensors[f"{prefix}_scales"] = torch.randint(117, 122, shape, dtype=torch.uint8)
+            tensors[f"{prefix}_bias"] = torch.randn(a.experts, rows).mul(0.1).to(getattr(torch, a.dtype))
+    folder.mkdir()
+    config.architectures = ["GptOssForCausalLM"]
+    config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn"],
+    }
+    config.save_pretrained(folder)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
 
 
 def convert(a: argparse.Namespace, source: Path, schema: str, layout: str) -> Path:
@@ -144,8 +202,15 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
     """Answers of the kernel layout beside those of the checkpoint layout or of the decoded weights."""
     source = source_of(a)
     arguments = ["--tp", str(a.tp), *(["--ep"] if a.ep else []), "--words", a.words]
-    pairs = {}
-    for schema in a.schemas:
+    pairs: dict[str, tuple[str | None, list[Engine]]] = {}
+    if a.model_type == "gpt_oss":
+        kernel = convert(a, source, "source", "kernel")
+        stock = [*arguments[:-1], json.dumps({**json.loads(a.words), "moe_backend": "humming"})]
+        pairs["source"] = (
+            None,
+            [Engine("source: kernel", kernel, arguments), Engine("source: stock", source, stock)],
+        )
+    for schema in a.schemas if not pairs else ():
         obstacle = stock_vllm_obstacle(resolve_schema(schema), a.dtype)
         if obstacle and a.both:
             continue
@@ -160,25 +225,30 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
     for number, engine in enumerate(engines):
         if a.tp == 1:
             engine.variables["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
+    report: dict[str, Any] = {"schemas": {}, "engines": {}, "failed": False}
+    found = report["engines"]
     with ThreadPoolExecutor(a.jobs) as pool:
-        found = dict(zip([e.name for e in engines], pool.map(Engine.run, engines), strict=True))
-    report: dict[str, Any] = {"schemas": {}, "engines": found, "failed": False}
-    for schema, (obstacle, pair) in pairs.items():
-        answers = [found[engine.name] for engine in pair]
-        words = compare(*answers, must_equal=obstacle is None)
-        report["schemas"][schema] = words
-        report["failed"] |= not words["passed"]
-        print(
-            schema,
-            "against",
-            "the decoded weights" if obstacle else "the checkpoint layout",
-            words,
-            flush=True,
-        )
-        for engine in pair:
-            if "failed" in found[engine.name]:
-                print(engine.name, *found[engine.name]["failed"], sep="\n    ", flush=True)
+        for engine, answers in zip(engines, pool.map(Engine.run, engines), strict=True):
+            found[engine.name] = answers
+            if "failed" in answers:
+                print(engine.name, *answers["failed"], sep="\n    ", flush=True)
+            schema = engine.name.partition(":")[0]
+            if engine is not pairs[schema][1][1]:
+                continue
+            obstacle, pair = pairs[schema]
+            words = compare(*(found[one.name] for one in pair), must_equal=obstacle is None)
+            report["schemas"][schema] = words
+            report["failed"] |= not words["passed"]
+            against = "the checkpoint layout" if obstacle is None else "the decoded weights"
+            print(f"{a.model_type} {a.dtype} {schema} against {against}: {words}", flush=True)
+            if a.out:
+                write(a.out, report)
     return report
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """What is known so far."""
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def compare(mine: dict[str, Any], other: dict[str, Any], *, must_equal: bool) -> dict[str, Any]:

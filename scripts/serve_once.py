@@ -1,6 +1,6 @@
 """One vLLM engine from a model folder: what it answers, and what its start took. `check_serving.py` runs it.
 
-Prints one JSON document as its last line. In-process engines (one rank) also tell of the load itself.
+Writes one JSON document. In-process engines (one rank) also tell of the load itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def main() -> None:
     """Start, answer, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
+    parser.add_argument("report", type=Path, help="file to write")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="expert parallelism over the --tp ranks")
     parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization")
@@ -55,8 +56,8 @@ def main() -> None:
         outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
         found[answers] = [_answer(output.outputs[0]) for output in outputs]
     found["answered_s"] = time.time() - begun_s
-    print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # engines take seconds to end
+    a.report.write_text(json.dumps(found), encoding="utf-8")
+    os._exit(0)  # engines take seconds to end; who started this ends its children
 
 
 def _answer(output: Any) -> list[list[float]]:
