@@ -1,0 +1,137 @@
+"""Artifacts in vLLM's own model classes through the plugin: every family, its drafts, quantized dense layers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.make.families import FAMILIES
+from tests.make.places import REPO
+from tests.make.vllm_lists import DRAFTED, LEFT_OUT, REFUSED
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not here: `make test-vllm` runs these"
+    ),
+]
+TRIED = sorted(set(FAMILIES) - set(LEFT_OUT))
+SERVED = [model_type for model_type in TRIED if model_type not in REFUSED]
+QUANTIZED = {
+    "fp8": ("Fp8Config", "fp8", "Fp8LinearMethod"),
+    "compressed-tensors": (
+        "CompressedTensorsConfig",
+        "compressed-tensors",
+        "CompressedTensorsLinearMethod",
+    ),
+    "modelopt": ("ModelOptFp8Config", "modelopt", "ModelOptLinearMethod"),
+}
+# Sources that vLLM's own class does not load without hqconv, and what it says.
+NOT_LOADED = {
+    "dbrx": "blocks.0.ffn.experts.w13_weight",  # what DbrxExperts says is not where vLLM 0.33 has its parameters
+    "longcat_flash": "experts.4.",  # transformers saves experts that do nothing
+    "qwen3_vl_moe": "must match the size",  # publishers' stacks are transposed, transformers' are not
+}
+ACTIVATIONS = {
+    "gpt_oss": "swigluoai_uninterleave",
+    "openai_privacy_filter": "swigluoai_uninterleave",
+    "minimax_m3_vl": "swigluoai_uninterleave",
+    "gemma4": "gelu_tanh",
+    "nemotron_h": "relu2_no_mul",
+}
+LIMITS = {"deepseek_v4": 10.0, "glm5_next": 10.0, "hy_v4": 10.0}
+LIMITS |= dict.fromkeys(("gpt_oss", "openai_privacy_filter", "minimax_m3_vl"), 7.0)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What became of each model, from a process of its own."""
+    out = tmp_path_factory.mktemp("served") / "answers.json"
+    command = [sys.executable, "-m", "tests.make.vllm_serving", str(out), *TRIED, *QUANTIZED]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def parts(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The model, and its draft where it has one."""
+    assert "error" not in answer, answer["error"]
+    found = [answer[part] for part in ("main", "draft") if part in answer]
+    for part in found:
+        assert not part.keys() & {"error", "refused"}, part
+    return found
+
+
+@pytest.mark.parametrize("case", [*SERVED, *QUANTIZED])
+def test_every_block_is_in_one_layer(answers: dict[str, Any], case: str) -> None:
+    """Also where a draft has its block, and each layer of experts holds its rank file."""
+    found = parts(answers[case])
+    layers = [layer for part in found for layer in part["layers"]]
+    assert {layer["method"] for layer in layers} == {"HqconvMoEMethod"}
+    assert sorted(layer["block"] for layer in layers) == sorted(answers[case]["blocks"])
+    assert all(layer["holds_its_file"] for layer in layers)
+    assert len(found) == 1 + (case in DRAFTED)
+    for part in found[1:]:
+        assert [layer["block"] for layer in part["layers"]] == [answers[case]["drafted"]]
+
+
+@pytest.mark.parametrize("case", [*SERVED, *QUANTIZED])
+def test_every_other_layer_is_as_without_hqconv(answers: dict[str, Any], case: str) -> None:
+    """Parameters, what vLLM says that it has loaded, and how layers are stored."""
+    for part in parts(answers[case]):
+        if case in NOT_LOADED:
+            assert NOT_LOADED[case] in part["source"]
+            assert not part["unloaded"]
+        else:
+            assert "source" not in part, part["source"]
+            assert not part["unlike"]
+            assert not part["unnamed"]
+            assert not part["other_methods"]
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_the_activation_is_the_converted_one(answers: dict[str, Any], model_type: str) -> None:
+    wanted = ACTIVATIONS.get(model_type, "silu"), LIMITS.get(model_type)
+    for part in parts(answers[model_type]):
+        assert {(layer["activation"], layer["limit"]) for layer in part["layers"]} == {wanted}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized_dense_layers_are_vllms_own(answers: dict[str, Any], case: str) -> None:
+    """Model classes that ask for the source's kind get it, and layers that it leaves out are plain."""
+    kind, method, linear = QUANTIZED[case]
+    (part,) = parts(answers[case])
+    assert part["kinds"] == [kind]
+    assert part["method"] == method
+    methods = part["methods"]
+    attention = {name: used for name, used in methods.items() if "self_attn" in name and "_proj" in name}
+    plain = {name for name, used in attention.items() if used == "UnquantizedLinearMethod"}
+    assert plain == {"model.layers.1.self_attn.o_proj"}
+    assert set(attention.values()) == {linear, "UnquantizedLinearMethod"}
+    assert methods["model.layers.0.self_attn.o_proj"] == linear
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_what_cannot_be_served_is_refused(answers: dict[str, Any], model_type: str) -> None:
+    answer = answers[model_type]
+    assert "error" not in answer, answer["error"]
+    assert REFUSED[model_type] in answer["main"].get("refused", "")
+    assert "what to do" in answer["main"]["refused"]
+
+
+def test_what_is_not_loaded_can_be_told(answers: dict[str, Any]) -> None:
+    """The memory's fill shows: a draft shares its embeddings with the model, and does not load them."""
+    assert "model.embed_tokens.weight" in answers["glm4_moe_lite"]["draft"]["unloaded"]
+
+
+def test_the_lists_are_of_families() -> None:
+    known = set(FAMILIES)
+    for listed in (LEFT_OUT, REFUSED, NOT_LOADED, ACTIVATIONS, LIMITS, dict.fromkeys(DRAFTED)):
+        assert set(listed) <= known
