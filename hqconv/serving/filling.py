@@ -93,7 +93,8 @@ class Filling:
     ) -> None:
         """Begin with (owner, file, tensors), …. With `digests` all files are hashed, and found right, before that.
 
-        The tensors are on one device; `buffers` are for it, if they are there already. Raises VerificationError for a file whose digest is not the manifest's.
+        The tensors are on one device; `buffers` are for it, if they are there already.
+        Raises VerificationError for a file whose digest is not the manifest's.
         """
         jobs = list(files)
         self.begun_s = self.ended_s = time.perf_counter()  # the latter of the last bytes so far
