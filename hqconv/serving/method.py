@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
@@ -30,8 +29,6 @@ from hqconv.serving.served import Served, ServedBlock
 
 if TYPE_CHECKING:
     from hqconv.serving.config import HqconvConfig
-
-logger = init_logger(__name__)
 
 
 class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]

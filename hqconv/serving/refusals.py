@@ -5,11 +5,14 @@ Nothing here imports vLLM or torch. Every refusal names the command that makes a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hqconv.errors import HqconvError, RequestError
 from hqconv.serving.served import Served, ServedBlock
+
+TESTED = ((0, 33), (0, 34))  # versions of vLLM, from and up to; pyproject's extra `vllm` says the same
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,18 @@ class Asked:
     placement: str
     redundant: int
     router_weight_on_input: bool
+
+
+def untested(version: str) -> str | None:
+    """A warning where a version of vLLM is none that hqconv was tested with, else None."""
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if TESTED[0] <= found < TESTED[1]:
+        return None
+    least, beyond = (".".join(map(str, numbers)) for numbers in TESTED)
+    return (
+        f"hqconv's layers were tested with vLLM from {least} up to, not including, {beyond}; this is {version}. "
+        "Look at a few answers before you rely on it: `hqconv verify` judges the artifact, not the server."
+    )
 
 
 def check_machine(served: Served, sm_version: int) -> None:
