@@ -26,6 +26,7 @@ from hqconv.serving.filling import Target
 from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.refusals import Asked, check_block, check_dtype, check_flags, check_ranks, no_deployment
 from hqconv.serving.served import Served, ServedBlock
+from hqconv.serving.tuning import remembered
 
 if TYPE_CHECKING:
     from hqconv.serving.config import HqconvConfig
@@ -89,9 +90,13 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             return
         self.config.loader.take_kernels(self.served)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        self.moe_kernel = make_humming_moe_kernel(
-            self.moe_quant_config, self.moe, self.experts_cls, routing_tables=layer._expert_routing_tables()
-        )
+        with remembered(self.config.loader.tuning):
+            self.moe_kernel = make_humming_moe_kernel(
+                self.moe_quant_config,
+                self.moe,
+                self.experts_cls,
+                routing_tables=layer._expert_routing_tables(),
+            )
 
     def targets(self) -> list[Target]:
         """The parameters as they are now, with their places in the rank's file."""
