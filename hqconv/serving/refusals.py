@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hqconv.errors import HqconvError, RequestError
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.serving import serve_options
 from hqconv.serving.served import Served, ServedBlock
 
 TESTED = ((0, 33), (0, 34))  # versions of vLLM, from and up to; pyproject's extra `vllm` says the same
@@ -64,8 +66,7 @@ def check_ranks(served: Served, asked: Asked) -> None:
             where=served.place.name,
             expected=_ranks(grid.tp, grid.ep),
             found=f"{_ranks(asked.tp, asked.ep)}, as vLLM counts the ranks of MoE layers",
-            remedy=f"Serve with {_serve_options(grid.tp, grid.ep)}, or cut it again: "
-            f"{recut(served, tp=asked.tp, ep=asked.ep)}.",
+            remedy=f"{_fitting(grid)} cut it again: {recut(served, tp=asked.tp, ep=asked.ep)}.",
         )
     if grid.ep > 1 and asked.placement != grid.placement:
         raise RequestError(
@@ -198,14 +199,12 @@ def _flags(flags: Mapping[str, bool]) -> str:
     return ", ".join(flag for flag, is_set in flags.items() if is_set) or "none of the special layouts"
 
 
+def _fitting(grid: Grid) -> str:
+    options = serve_options(grid)
+    if options is None:
+        return "There is no start of vLLM for the artifact's ranks:"
+    return f"Serve with {options or '--tensor-parallel-size 1'}, or"
+
+
 def _ranks(tp: int, ep: int) -> str:
     return f"tp {tp}, ep {ep}"
-
-
-def _serve_options(tp: int, ep: int) -> str:
-    """vLLM's options for a grid. With expert parallelism its ep is its tensor times its data parallel size."""
-    if ep == 1:
-        return f"--tensor-parallel-size {tp}"
-    if tp == 1:
-        return f"--tensor-parallel-size {ep} --enable-expert-parallel (or that many data parallel ranks)"
-    return "a server that has both (vLLM's expert parallelism leaves tp at 1)"
