@@ -222,9 +222,10 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
     engines = [
         pair[which] for which in (0, 1) for _, pair in pairs.values()
     ]  # the second find compiled kernels
+    places = max(1, torch.cuda.device_count() // a.tp)
     for number, engine in enumerate(engines):
-        if a.tp == 1:
-            engine.variables["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
+        first = number % places * a.tp
+        engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + a.tp)))
     report: dict[str, Any] = {"schemas": {}, "engines": {}, "failed": False}
     found = report["engines"]
     with ThreadPoolExecutor(a.jobs) as pool:

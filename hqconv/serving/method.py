@@ -24,7 +24,15 @@ from hqconv.schemas.dtypes import torch_dtype
 from hqconv.serving.activations import Activation, agreed
 from hqconv.serving.filling import Target
 from hqconv.serving.rank_file import RankFile, open_rank_file
-from hqconv.serving.refusals import Asked, check_block, check_dtype, check_flags, check_ranks, no_deployment
+from hqconv.serving.refusals import (
+    Asked,
+    check_block,
+    check_dtype,
+    check_flags,
+    check_ranks,
+    no_deployment,
+    other_model,
+)
 from hqconv.serving.served import Served, ServedBlock
 from hqconv.serving.tuning import remembered
 
@@ -51,6 +59,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         _set_activation(served, block, layer)
         self.config, self.served, self.block, self.layer = config, served, block, layer
         self.vllm_config = get_current_vllm_config_or_none()
+        self.model = _model_of(self.vllm_config)
         ranks = moe.moe_parallel_config
         name = names.rank_file(block.name, ranks.tp_rank, ranks.ep_rank)
         path = config.loader.path(served, name, **_downloading(self.vllm_config))
@@ -113,7 +122,8 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     def _refill(self) -> None:
         """vLLM loads the model again in place, and has put the parameters back, maybe empty."""
         if self.is_filled:
-            _check_same_model(self.served, self.vllm_config)
+            if _model_of(self.vllm_config) != self.model:
+                raise other_model(self.served, _model_of(self.vllm_config))
             self._fill()
 
 
@@ -206,15 +216,6 @@ def _when_placed_again(layer: RoutedExperts, names_of: Any, call: Any) -> None:
     layer.register_parameter = registering
 
 
-def _check_same_model(served: Served, config: VllmConfig | None) -> None:
-    if (
-        config is not None
-        and config.model_config is not None
-        and config.model_config.model != served.place.name
-    ):
-        raise RequestError(
-            "The experts of another model cannot be loaded into this server.",
-            where=served.place.name,
-            found=config.model_config.model,
-            remedy="Start a server with the other artifact.",
-        )
+def _model_of(config: VllmConfig | None) -> str:
+    """The folder or repo that vLLM loads; a reload can name another one."""
+    return "" if config is None or config.model_config is None else str(config.model_config.model)

@@ -160,6 +160,16 @@ def no_block(served: Served, prefix: str) -> HqconvError:
     )
 
 
+def other_model(served: Served, found: str) -> HqconvError:
+    """The error for a server that is told to load another model in place."""
+    return RequestError(
+        "The experts of another model cannot be loaded into this server.",
+        where=served.place.name,
+        found=found,
+        remedy="Start a server with the other artifact.",
+    )
+
+
 def no_layers(served: Served) -> HqconvError:
     """The error for a model that made no layer of experts as the plugin knows them."""
     return RequestError(
