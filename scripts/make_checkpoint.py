@@ -108,17 +108,18 @@ def grouped_attention(prefix: str, s: Sizes, **norms: tuple[int, ...]) -> Iterat
 
 
 def latent_attention(prefix: str, s: Sizes) -> Iterator[Tensor]:
-    """DeepSeek's multi-head latent attention; rope, nope and value heads are all `head_dim` wide."""
+    """DeepSeek's multi-head latent attention, its heads as wide as published ones: nope and value 128, rope 64."""
     q_rank, kv_rank = s.ranks
+    wide = 2 * s.head_dim
     return weights(
         prefix,
         q_a_proj=(q_rank, s.hidden),
         q_a_layernorm=(q_rank,),
-        q_b_proj=(s.heads * 2 * s.head_dim, q_rank),
+        q_b_proj=(s.heads * (wide + s.head_dim), q_rank),
         kv_a_proj_with_mqa=(kv_rank + s.head_dim, s.hidden),
         kv_a_layernorm=(kv_rank,),
-        kv_b_proj=(s.heads * 2 * s.head_dim, kv_rank),
-        o_proj=(s.hidden, s.heads * s.head_dim),
+        kv_b_proj=(s.heads * 2 * wide, kv_rank),
+        o_proj=(s.hidden, s.heads * wide),
     )
 
 
@@ -194,7 +195,8 @@ MODELS = {
             "topk_method": "noaux_tc",
             "norm_topk_prob": True,
             **dict(zip(("q_lora_rank", "kv_lora_rank"), s.ranks, strict=True)),
-            **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), s.head_dim),
+            "qk_rope_head_dim": s.head_dim,
+            **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 2 * s.head_dim),
             "num_nextn_predict_layers": 0,
         },
         has_shared=True,

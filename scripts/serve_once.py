@@ -6,8 +6,10 @@ Writes one JSON document. In-process engines (one rank) also tell of the load it
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import resource
 import time
 from pathlib import Path
@@ -24,6 +26,8 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="file to write")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="expert parallelism over the --tp ranks")
+    parser.add_argument("--sleep", action="store_true", help="ask again after sleeping, lightly and deeply")
+    parser.add_argument("--profile", action="store_true", help="print what loading spends its time on")
     parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization")
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     a = parser.parse_args()
@@ -32,7 +36,7 @@ def main() -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     found: dict[str, Any] = {}
     if a.tp == 1:
-        _watch_loading(found)
+        _watch_loading(found, a.profile)
     from vllm import LLM, SamplingParams
 
     found["imported_s"] = time.time() - begun_s
@@ -48,13 +52,25 @@ def main() -> None:
         gpu_memory_utilization=a.memory,
         tensor_parallel_size=a.tp,
         enable_expert_parallel=a.ep,
+        enable_sleep_mode=a.sleep,
         **a.words,
     )
     found["engine_s"] = time.time() - begun_s
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True, detokenize=False)
-    for answers in ("answers", "again"):
-        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
-        found[answers] = [_answer(output.outputs[0]) for output in outputs]
+
+    def ask() -> list[list[list[float]]]:
+        # One at a time: what is computed together, and so how, would depend on when each one arrives.
+        outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in PROMPTS]
+        return [_answer(output.outputs[0]) for output in outputs]
+
+    found |= {"answers": ask(), "again": ask()}
+    for level in (1, 2) if a.sleep else ():
+        llm.sleep(level)
+        llm.wake_up(["weights"])
+        if level == 2:  # which forgets all weights
+            llm.collective_rpc("reload_weights")
+        llm.wake_up(["kv_cache"])
+        found[f"after_sleep_{level}"] = ask()
     found["answered_s"] = time.time() - begun_s
     a.report.write_text(json.dumps(found), encoding="utf-8")
     os._exit(0)  # engines take seconds to end; who started this ends its children
@@ -65,7 +81,7 @@ def _answer(output: Any) -> list[list[float]]:
     return [[t, lp[t].logprob] for t, lp in zip(output.token_ids, output.logprobs, strict=True)]
 
 
-def _watch_loading(found: dict[str, Any]) -> None:
+def _watch_loading(found: dict[str, Any], with_profile: bool) -> None:
     """Note when the model was loaded, how long it took, and the memory that this took."""
     import torch
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -75,8 +91,11 @@ def _watch_loading(found: dict[str, Any]) -> None:
     def watched(self: Any, *args: Any, **words: Any) -> Any:
         torch.cuda.reset_peak_memory_stats()
         host, begun = _host_bytes(), time.perf_counter()
-        model = load(self, *args, **words)
+        profile = cProfile.Profile()
+        model = profile.runcall(load, self, *args, **words) if with_profile else load(self, *args, **words)
         torch.cuda.synchronize()
+        if with_profile:
+            pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
         found["load_s"] = time.perf_counter() - begun
         found["gpu_bytes"] = torch.cuda.memory_allocated()
         found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()

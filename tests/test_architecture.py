@@ -50,6 +50,7 @@ ONLY_IN = {
         "hqconv.serving.dense",
         "hqconv.serving.method",
         "hqconv.serving.plugin",
+        "hqconv.serving.tuning",
     ),
     "gguf": ("hqconv.checkpoint.gguf",),
     "bitsandbytes": ("hqconv.decode.bitsandbytes",),
@@ -69,7 +70,14 @@ LIGHT = (
     *("hqconv.planning", "hqconv.inspection", "hqconv.backends.forms"),
     *("hqconv.sources.headers", "hqconv.sources.source", "hqconv.sources.raw"),
     *("hqconv.artifact.manifest", "hqconv.artifact.opening", "hqconv.artifact.facts"),
-    *("hqconv.serving.gpus", "hqconv.serving.kernels", "hqconv.serving.asked", "hqconv.serving.warm"),
+    *(
+        "hqconv.serving.gpus",
+        "hqconv.serving.kernels",
+        "hqconv.serving.asked",
+        "hqconv.serving.warm",
+        "hqconv.serving.tuning",
+    ),
+    "hqconv.serving.tuning",
     *("hqconv.pipeline.options", "hqconv.pipeline.progress", "hqconv.pipeline.resources"),
 )
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from hqconv.serving.dense import dense_config
 from hqconv.serving.loader import Loader
 from hqconv.serving.names import find_block
 from hqconv.serving.place import Place
-from hqconv.serving.plugin import warn_of_untested
-from hqconv.serving.refusals import check_machine, no_block, no_layers
+from hqconv.serving.refusals import check_machine, no_block, no_layers, untested
 from hqconv.serving.served import Served, open_served
+
+logger = logging.getLogger("vllm.hqconv")  # below vLLM's own, whose settings it has
 
 METHOD = "hqconv"
 _OWN = ("words", "renamed", "loader", "served", "dense")
@@ -68,13 +71,13 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HqconvConfig:
         """The config of an artifact. Raises RequestError for one of a newer hqconv."""
-        version = config.get("format_version")
-        if version != FORMAT_VERSION:
+        found = config.get("format_version")
+        if found != FORMAT_VERSION:
             raise RequestError(
                 "The artifact was made by another version of hqconv.",
                 where="config.json: quantization_config: format_version",
                 expected=FORMAT_VERSION,
-                found=version,
+                found=found,
                 remedy="Upgrade hqconv in the server's environment.",
             )
         return cls(config)
@@ -86,7 +89,8 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
         Raises as `open_served` and `check_machine`.
         """
-        warn_of_untested()
+        if warning := untested(version("vllm")):
+            logger.warning(warning)
         self.served = open_served(Place(model_name, revision))
         capability = current_platform.get_device_capability()
         if capability is not None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from hqconv.errors import VerificationError
 from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.rank_file import RankFile, check_digest
 
-NUM_THREADS = 12
+NUM_THREADS = 16
 PIECE_BYTES = 8 << 20  # of a buffer: large enough for a disk and a bus, small enough to be pinned in no time
 
 
@@ -50,29 +52,59 @@ class _Piece:
         return sum(part.numel() for part in self.parts)
 
 
+class Buffers:
+    """Pinned buffers for a GPU, each with a stream, made in the background: pinning memory takes its time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: SimpleQueue[tuple[torch.Tensor, Any] | Exception] = SimpleQueue()
+        threading.Thread(target=self._make, name="hqconv-pin", daemon=True).start()
+
+    @contextmanager
+    def one(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        """A buffer, uint8 [PIECE_BYTES], and its stream, as soon as one is free. Raises what its making raised."""
+        found = self._free.get()
+        try:
+            if isinstance(found, Exception):
+                raise found
+            yield found
+        finally:
+            self._free.put(found)
+
+    def _make(self) -> None:
+        stream_type: Any = torch.cuda.Stream  # which says nothing of its types
+        try:
+            for _ in range(NUM_THREADS):
+                pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._free.put((pinned, stream_type(self.device)))
+        except Exception as error:  # noqa: BLE001 - raised where one is wanted
+            self._free.put(error)
+
+
 class Filling:
     """Fills the tensors of several files in the background, in the order given; `wait` for one owner's at a time."""
 
     def __init__(
-        self, files: Iterable[tuple[Hashable, RankFile, Sequence[Target]]], *, digests: bool = False
+        self,
+        files: Iterable[tuple[Hashable, RankFile, Sequence[Target]]],
+        *,
+        digests: bool = False,
+        buffers: Buffers | None = None,
     ) -> None:
         """Begin with (owner, file, tensors), …. With `digests` all files are hashed, and found right, before that.
 
+        The tensors are on one device; `buffers` are for it, if they are there already.
         Raises VerificationError for a file whose digest is not the manifest's.
         """
         jobs = list(files)
         self.begun_s = self.ended_s = time.perf_counter()  # the latter of the last bytes so far
         self.num_bytes = sum(target.ref.num_bytes for _, _, targets in jobs for target in targets)
-        self._local = threading.local()
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hqconv-fill")
+        self._buffers = buffers
         try:
             if digests:
                 list(self._pool.map(check_digest, [file for _, file, _ in jobs]))
-            for device in {target.tensor.device for _, _, targets in jobs for target in targets}:
-                if (
-                    device.type == "cuda"
-                ):  # what was begun in this memory must be done before others write into it
-                    torch.cuda.synchronize(device)
+            self._prepare({target.tensor.device for _, _, targets in jobs for target in targets})
             self._begun: dict[Hashable, list[Future[None]]] = {
                 owner: [self._pool.submit(self._fill, piece) for piece in _pieces(file, targets)]
                 for owner, file, targets in jobs
@@ -80,9 +112,7 @@ class Filling:
         except BaseException:
             self.stop()
             raise
-        self._pool.shutdown(
-            wait=False
-        )  # no more work: the threads end when this is done, and free their buffers
+        self._pool.shutdown(wait=False)  # no more work: the threads end when this is done
 
     def __contains__(self, owner: Hashable) -> bool:
         """Whether an owner's tensors are being filled, or full and not waited for."""
@@ -109,31 +139,34 @@ class Filling:
         """Give up what has not begun."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _prepare(self, devices: Collection[torch.device]) -> None:
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(
+                    device
+                )  # what was begun in this memory must be done before others write
+                if self._buffers is None or self._buffers.device != device:
+                    self._buffers = Buffers(device)
+
     def _fill(self, piece: _Piece) -> None:
-        device = piece.parts[0].device
-        if device.type != "cuda":
+        if piece.parts[0].device.type != "cuda":
             _read(piece.file, piece.begin, [part.numpy().data for part in piece.parts])
-            self.ended_s = time.perf_counter()
-            return
-        buffer, stream = self._buffer(device)
-        _read(piece.file, piece.begin, [buffer.numpy().data[: piece.num_bytes]])
-        with torch.cuda.stream(stream):
-            begin = 0
-            for part in piece.parts:
-                part.copy_(buffer[begin : begin + part.numel()], non_blocking=True)
-                begin += part.numel()
-        stream.synchronize()
+        else:
+            assert self._buffers is not None
+            with self._buffers.one() as (buffer, stream):
+                _read(piece.file, piece.begin, [buffer.numpy().data[: piece.num_bytes]])
+                _copy(buffer, piece.parts, stream)
         self.ended_s = time.perf_counter()
 
-    def _buffer(self, device: torch.device) -> tuple[torch.Tensor, Any]:
-        """This thread's pinned buffer, and its stream on a device."""
-        found: dict[Any, tuple[torch.Tensor, Any]] = self._local.__dict__
-        stream_type: Any = torch.cuda.Stream  # which says nothing of its types
-        if device not in found:
-            with torch.cuda.device(device):
-                pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-                found[device] = pinned, stream_type(device)
-        return found[device]
+
+def _copy(buffer: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any) -> None:
+    """Copy a buffer's bytes into parts of tensors, one after the other, and return when they are there."""
+    with torch.cuda.stream(stream):
+        begin = 0
+        for part in parts:
+            part.copy_(buffer[begin : begin + part.numel()], non_blocking=True)
+            begin += part.numel()
+    stream.synchronize()
 
 
 def _pieces(file: RankFile, targets: Sequence[Target]) -> Iterable[_Piece]:

@@ -6,10 +6,10 @@ import logging
 import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from hqconv.serving.filling import Filling, Target
-from hqconv.serving.kernels import VARIABLE, kernels_folder, use_warm_kernels
+from hqconv.serving.filling import Buffers, Filling, Target
+from hqconv.serving.kernels import VARIABLE, kernels_folder, read_words, use_warm_kernels
 from hqconv.serving.rank_file import RankFile
 from hqconv.serving.served import Served
 
@@ -33,14 +33,19 @@ class Loader:
 
     def __init__(self) -> None:
         self.claimed: dict[str, str] = {}  # block → the layer that it is for
+        self.tuning: dict[str, Any] = {}  # tables of `hqconv warm`
         self._layers: list[Filled] = []
         self._filling: Filling | None = None
+        self._buffers: Buffers | None = None
         self._paths: dict[str, Path] = {}
         self._has_kernels = False
 
     def add(self, layer: Filled) -> None:
-        """Note a layer whose parameters exist."""
+        """Note a layer whose parameters exist; buffers for their GPU are made while the model is."""
         self._layers.append(layer)
+        device = layer.targets()[0].tensor.device
+        if self._buffers is None and device.type == "cuda":
+            self._buffers = Buffers(device)
 
     def path(self, served: Served, name: str, *, alone: bool, cache_dir: str | None) -> Path:
         """Where a rank file lies on this machine; from the Hub all files of its rank come at once, or it `alone`.
@@ -58,24 +63,30 @@ class Loader:
     def fill(self, layer: Filled) -> None:
         """Return when a layer's parameters are full. Raises VerificationError for a file that is damaged."""
         if self._filling is None or layer not in self._filling:
-            self._filling = Filling(self._due(layer), digests=os.environ.get(VERIFY) == "1")
+            digests = os.environ.get(VERIFY) == "1"
+            self._filling = Filling(self._due(layer), digests=digests, buffers=self._buffers)
         self._filling.wait(layer)
         layer.is_filled = True
         if self._filling.is_done:
             num_bytes, seconds = self._filling.num_bytes, self._filling.ended_s - self._filling.begun_s
             rate = num_bytes / 1e9 / max(seconds, 1e-9)
             logger.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
-            self._filling = None
+            self._filling = self._buffers = None
+            self._layers = [
+                one for one in self._layers if not one.is_filled
+            ]  # what is full is the model's alone
 
     def take_kernels(self, served: Served) -> None:
         """Once in a process: have Humming find what `hqconv warm` compiled, where the environment asks for it."""
         if self._has_kernels or not os.environ.get(VARIABLE):
             return
         self._has_kernels = True
-        reason = use_warm_kernels(kernels_folder(Path(served.place.name)), served.sm_version)
+        folder = kernels_folder(Path(served.place.name))
+        reason = use_warm_kernels(folder, served.sm_version)
         if reason:
             logger.warning("Kernels are compiled as they are needed: %s", reason)
         else:
+            self.tuning = read_words(folder).get("tuning") or {}
             logger.info("Kernels that were compiled beforehand are in use")
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[Target]]]:

@@ -5,11 +5,16 @@ Nothing here imports vLLM or torch. Every refusal names the command that makes a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hqconv.errors import HqconvError, RequestError
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.serving import serve_options
 from hqconv.serving.served import Served, ServedBlock
+
+TESTED = ((0, 33), (0, 34))  # versions of vLLM, from and up to; pyproject's extra `vllm` says the same
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,18 @@ class Asked:
     placement: str
     redundant: int
     router_weight_on_input: bool
+
+
+def untested(version: str) -> str | None:
+    """A warning where a version of vLLM is none that hqconv was tested with, else None."""
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if TESTED[0] <= found < TESTED[1]:
+        return None
+    least, beyond = (".".join(map(str, numbers)) for numbers in TESTED)
+    return (
+        f"hqconv's layers were tested with vLLM from {least} up to, not including, {beyond}; this is {version}. "
+        "Look at a few answers before you rely on it: `hqconv verify` judges the artifact, not the server."
+    )
 
 
 def check_machine(served: Served, sm_version: int) -> None:
@@ -49,8 +66,7 @@ def check_ranks(served: Served, asked: Asked) -> None:
             where=served.place.name,
             expected=_ranks(grid.tp, grid.ep),
             found=f"{_ranks(asked.tp, asked.ep)}, as vLLM counts the ranks of MoE layers",
-            remedy=f"Serve with {_serve_options(grid.tp, grid.ep)}, or cut it again: "
-            f"{recut(served, tp=asked.tp, ep=asked.ep)}.",
+            remedy=f"{_fitting(grid)} cut it again: {recut(served, tp=asked.tp, ep=asked.ep)}.",
         )
     if grid.ep > 1 and asked.placement != grid.placement:
         raise RequestError(
@@ -144,6 +160,16 @@ def no_block(served: Served, prefix: str) -> HqconvError:
     )
 
 
+def other_model(served: Served, found: str) -> HqconvError:
+    """The error for a server that is told to load another model in place."""
+    return RequestError(
+        "The experts of another model cannot be loaded into this server.",
+        where=served.place.name,
+        found=found,
+        remedy="Start a server with the other artifact.",
+    )
+
+
 def no_layers(served: Served) -> HqconvError:
     """The error for a model that made no layer of experts as the plugin knows them."""
     return RequestError(
@@ -183,14 +209,12 @@ def _flags(flags: Mapping[str, bool]) -> str:
     return ", ".join(flag for flag, is_set in flags.items() if is_set) or "none of the special layouts"
 
 
+def _fitting(grid: Grid) -> str:
+    options = serve_options(grid)
+    if options is None:
+        return "There is no start of vLLM for the artifact's ranks:"
+    return f"Serve with {options or '--tensor-parallel-size 1'}, or"
+
+
 def _ranks(tp: int, ep: int) -> str:
     return f"tp {tp}, ep {ep}"
-
-
-def _serve_options(tp: int, ep: int) -> str:
-    """vLLM's options for a grid. With expert parallelism its ep is its tensor times its data parallel size."""
-    if ep == 1:
-        return f"--tensor-parallel-size {tp}"
-    if tp == 1:
-        return f"--tensor-parallel-size {ep} --enable-expert-parallel (or that many data parallel ranks)"
-    return "a server that has both (vLLM's expert parallelism leaves tp at 1)"
