@@ -1,13 +1,14 @@
 """Artifacts in vLLM's whole model classes, through the plugin, on a machine without a GPU: built, loaded, compared.
 
-Run as a program, `python -m tests.make.vllm_serving OUT CASE…`, as `vllm_models`, whose stand-ins these are. A case is
-a model type, or one of `vllm_quantized`. A small model is converted, and vLLM builds and loads its class twice: from
-the artifact, and from the source without hqconv. All memory is filled with one byte before, so that it can be told what
-was not loaded.
+Run as a program, `python -m tests.make.vllm_serving OUT [CASE…]`, as `vllm_models`, whose stand-ins these are. A case is
+a model type (all that can be built, where none is named), or one of `vllm_quantized`. A small model is converted, and
+vLLM builds and loads its class twice: from the artifact, and from the source without hqconv. All memory is filled with
+one byte before, so that it can be told what was not loaded.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import sys
@@ -34,8 +35,9 @@ from hqconv.errors import HqconvError
 from hqconv.serving.plugin import register
 from tests.make import vllm_quantized
 from tests.make.conversions import manifest, run
-from tests.make.families import save_family
+from tests.make.families import FAMILIES, save_family
 from tests.make.vllm_cpu import humming_on_cpu
+from tests.make.vllm_lists import LEFT_OUT
 
 SCHEMA = "int8"  # which fits every family's tiny sizes
 SIZES = {"hidden": 64, "inner": 64}
@@ -238,7 +240,9 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
         publish(source, case)
     run(source, out, SCHEMA, threads=1)
     ours, theirs = load_all(out, bool(drafted)), load_all(source, bool(drafted))
+    config = json.loads((source / "config.json").read_text())
     answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
+    answers["architecture"] = config["architectures"][0]
     for part, made in ours.items():
         their = theirs.get(part, theirs["main"])
         answers[part] = {**told(made), **compared(made, their)} if "model" in made else made
@@ -247,4 +251,4 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     register()
-    vllm_models.answer(Path(sys.argv[1]), ask, sys.argv[2:])
+    vllm_models.answer(Path(sys.argv[1]), ask, sys.argv[2:] or sorted(set(FAMILIES) - set(LEFT_OUT)))
