@@ -1,9 +1,9 @@
 """Artifacts in vLLM's whole model classes, through the plugin, on a machine without a GPU: built, loaded, compared.
 
-Run as a program, `python -m tests.make.vllm_serving OUT [CASE…]`, as `vllm_models`, whose stand-ins these are. A case is
-a model type (all that can be built, where none is named), or one of `vllm_quantized`. A small model is converted, and
-vLLM builds and loads its class twice: from the artifact, and from the source without hqconv. All memory is filled with
-one byte before, so that it can be told what was not loaded.
+Run as a program, `python -m tests.make.vllm_serving OUT [CASE…]`, as `vllm_models`, whose stand-ins these are. A case
+is a model type (all that can be built, where none is named), or one of `vllm_quantized`. A small model is converted,
+and vLLM builds and loads its class twice: from the artifact, and from the source without hqconv. All memory is filled
+with one byte before, so that it can be told what was not loaded.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -47,7 +48,7 @@ MORE_SIZES = {
     "hy_v3": {"expert_hidden_dim": 64},
 }
 POISON = 0x7E  # a huge number in every dtype
-KINDS = (CompressedTensorsConfig, Fp8Config, ModelOptFp8Config)
+KINDS = (CompressedTensorsConfig, Fp8Config, ModelOptFp8Config, Mxfp4Config)
 # What vLLM registers among the experts' parameters and is the router's.
 ROUTING = ("e_score_correction_bias", "hash_indices_table")
 
@@ -89,7 +90,7 @@ NAMES: dict[str, dict[str, str | None]] = {
 }
 
 
-def publish(folder: Path, model_type: str) -> None:
+def publish(folder: Path, model_type: str, hidden: int) -> None:
     """Have a saved model's folder as publishers have it: their names, and the tensors of a draft."""
     files = sorted(folder.glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -101,17 +102,17 @@ def publish(folder: Path, model_type: str) -> None:
             if match is None or new is not None
         }
     if model_type in DRAFTS:
-        tensors |= _draft(tensors, *DRAFTS[model_type])
+        tensors |= _draft(tensors, hidden, *DRAFTS[model_type])
     for path in (*files, folder / "model.safetensors.index.json"):
         path.unlink(missing_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _draft(
-    tensors: Mapping[str, torch.Tensor], moved: Mapping[str, str], more: tuple[str, ...]
+    tensors: Mapping[str, torch.Tensor], hidden: int, moved: Mapping[str, str], more: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     """The last layer's tensors under other names, and what joins the draft to the model."""
-    hidden, first = SIZES["hidden"], next(iter(moved.values()))
+    first = next(iter(moved.values()))
     made = {
         new + name[len(old) :]: tensor.clone()
         for old, new in moved.items()
@@ -230,15 +231,19 @@ def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, An
 
 def ask(folder: Path, case: str) -> dict[str, Any]:
     """Convert a small model and compare what vLLM makes of it, and of its draft where it has one."""
-    source, out, drafted = folder / "source", folder / "artifact", ""
-    if case in vllm_quantized.CASES:
-        vllm_quantized.save(source, vllm_quantized.CASES[case])
-    else:
-        more = MORE_SIZES.get(case, {})
-        save_family(source, case, **SIZES, **more)
-        drafted = vllm_models.reword(source, case, **more)
-        publish(source, case)
-    run(source, out, SCHEMA, threads=1)
+    source, out, stored = folder / "source", folder / "artifact", vllm_quantized.CASES.get(case)
+    model_type = stored.model_type if stored else case
+    more: dict[str, Any] = {**SIZES, **MORE_SIZES.get(model_type, {}), **(stored.words if stored else {})}
+    save_family(source, model_type, **more)
+    hidden = more.pop("hidden")
+    drafted = vllm_models.reword(source, model_type, **more)
+    publish(source, model_type, hidden)
+    if stored:
+        vllm_quantized.store(source, stored)
+    run(source, out, stored.schema if stored else SCHEMA, threads=1)
+    config = json.loads((source / "config.json").read_text())
+    answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
+    answers["architecture"] = config["architectures"][0]
     ours, theirs = load_all(out, bool(drafted)), load_all(source, bool(drafted))
     config = json.loads((source / "config.json").read_text())
     answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
