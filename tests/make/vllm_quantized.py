@@ -35,13 +35,14 @@ class Case:
     schema: str = "int8"
 
 
-def _blocks(weight: torch.Tensor) -> Parts:
-    """fp8 codes, and float32 scales [N / 128, K / 128]."""
+def _blocks(weight: torch.Tensor, *caches: str) -> Parts:
+    """fp8 codes, and float32 scales [N / 128, K / 128]; and of a cache."""
     n, k = weight.shape
     parts = weight.float().reshape(n // 128, 128, k // 128, 128)
     scale = parts.abs().amax((1, 3)) / MAX
     yield "weight", (parts / scale[:, None, :, None]).reshape(n, k).to(E4M3)
     yield "weight_scale_inv", scale
+    yield from ((cache, torch.tensor(0.5)) for cache in caches)
 
 
 def _power_blocks(weight: torch.Tensor) -> Parts:
@@ -81,6 +82,20 @@ def _compressed() -> configs.Json:
     return words
 
 
+# Of a model with a vision tower, whose modules vLLM calls otherwise and fuses: what is left plain, one by one.
+_VISUAL = [f"blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")]
+_QWEN_PLAIN = [
+    "lm_head",
+    "mtp.fc",
+    *(f"model.visual.{name}" for name in (*_VISUAL, "merger.linear_fc1", "merger.linear_fc2")),
+    *(f"model.language_model.layers.1.self_attn.{name}_proj" for name in "qkv"),
+    *(
+        f"model.language_model.layers.{layer}.mlp.{name}"
+        for layer in range(2)
+        for name in ("gate", "shared_expert_gate")
+    ),
+]
+_QWEN = r"(?!model\.visual|.*layers\.1\.self_attn\.[qkv]_).*"
 _SIZES = {"hidden": 256, "inner": 256}
 _LINEAR = rf"(?!{re.escape(PLAIN)}|.*\.eh_proj).*_proj(_with_mqa)?\.weight"
 _MLA = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 128, "qk_nope_head_dim": 128}
@@ -101,6 +116,16 @@ CASES = {
         configs.fp8_blocks(scale_fmt="ue8m0", modules_to_not_convert=None),
         _SIZES | _V4,
         "source",
+    ),
+    "qwen3_5_moe_fp8": Case(
+        "qwen3_5_moe",
+        {
+            _QWEN + r"k_proj\.weight": lambda weight: _blocks(weight, "output_scale"),
+            _QWEN + r"v_proj\.weight": lambda weight: _blocks(weight, "output_scale"),
+            _QWEN + r"_proj\.weight": _blocks,
+        },
+        configs.fp8_blocks(modules_to_not_convert=_QWEN_PLAIN),
+        _SIZES | {"head_dim": 128, "shared_expert_intermediate_size": 256},
     ),
     "compressed-tensors": Case(
         "qwen3_moe", {_LINEAR: _channels}, _compressed(), _SIZES | {"intermediate_size": 256}

@@ -235,9 +235,8 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
     model_type = stored.model_type if stored else case
     more: dict[str, Any] = {**SIZES, **MORE_SIZES.get(model_type, {}), **(stored.words if stored else {})}
     save_family(source, model_type, **more)
-    hidden = more.pop("hidden")
-    drafted = vllm_models.reword(source, model_type, **more)
-    publish(source, model_type, hidden)
+    drafted = vllm_models.reword(source, model_type, **MORE_SIZES.get(model_type, {}))
+    publish(source, model_type, more["hidden"])
     if stored:
         vllm_quantized.store(source, stored)
     run(source, out, stored.schema if stored else SCHEMA, threads=1)

@@ -29,6 +29,12 @@ SERVED = [model_type for model_type in TRIED if model_type not in vllm_lists.REF
 QUANTIZED = {
     "fp8": ("Fp8Config", "fp8", "Fp8LinearMethod", {"model.layers.1.self_attn.o_proj"}),
     "deepseek_v4_fp8": ("Fp8Config", "deepseek_v4_fp8", "Fp8LinearMethod", set()),
+    "qwen3_5_moe_fp8": (
+        "Fp8Config",
+        "fp8",
+        "Fp8LinearMethod",
+        {"language_model.model.layers.1.self_attn.qkv_proj"},
+    ),
     "compressed-tensors": (
         "CompressedTensorsConfig",
         "compressed-tensors",
@@ -42,14 +48,14 @@ QUANTIZED = {
         {"model.layers.1.self_attn.o_proj"},
     ),
 }
-DRAFTED = {*vllm_lists.DRAFTED, "fp8", "deepseek_v4_fp8"}
+DRAFTED = {*vllm_lists.DRAFTED, "fp8", "deepseek_v4_fp8", "qwen3_5_moe_fp8"}
 # Sources that vLLM's own class does not load without hqconv, and what it says.
 NOT_LOADED = {
     "dbrx": "blocks.0.ffn.experts.w13_weight",  # what DbrxExperts says is not where vLLM 0.33 has its parameters
     "longcat_flash": "experts.4.",  # transformers saves experts that do nothing
     "qwen3_vl_moe": "must match the size",  # publishers' stacks are transposed, transformers' are not
 }
-ATTENTION = re.compile(r"model\.layers\.\d+\.(self_)?attn\.(w\w+|\w+_proj\w*)")
+ATTENTION = re.compile(r"(language_model\.)?model\.layers\.\d+\.(self_)?attn\.(w\w+|\w+_proj\w*)")
 ACTIVATIONS = {
     "gpt_oss": "swigluoai_uninterleave",
     "openai_privacy_filter": "swigluoai_uninterleave",
@@ -132,11 +138,11 @@ def test_quantized_dense_layers_are_vllms_own(answers: dict[str, Any], case: str
     assert len(used) > len(plain)
 
 
-def test_scales_of_the_cache_find_their_place(answers: dict[str, Any]) -> None:
-    """ModelOpt's and others' are named by the source's quantization: the plugin passes its mapping on."""
-    (part,) = parts(answers["modelopt"])
-    unloaded = {name.rpartition(".")[2] for name in part["unloaded"]}
-    assert unloaded == {"q_scale", "prob_scale"}  # the source has none
+@pytest.mark.parametrize("case", ["modelopt", "qwen3_5_moe_fp8"])
+def test_scales_of_the_cache_find_their_place(answers: dict[str, Any], case: str) -> None:
+    """ModelOpt's and fp8's have names of their own: the plugin passes the source's mapping on."""
+    unloaded = [name for name in answers[case]["main"]["unloaded"] if ".layers.0." in name]
+    assert {name.rpartition(".")[2] for name in unloaded} == {"q_scale", "prob_scale"}  # the source has none
 
 
 @pytest.mark.parametrize("model_type", sorted(vllm_lists.REFUSED))
