@@ -17,9 +17,9 @@ from hqconv.serving.dense import dense_config
 from hqconv.serving.loader import Loader
 from hqconv.serving.names import find_block
 from hqconv.serving.place import Place
-from hqconv.serving.plugin import warn_of_untested
 from hqconv.serving.refusals import check_machine, no_block, no_layers
 from hqconv.serving.served import Served, open_served
+from hqconv.serving.versions import warn_of_untested
 
 METHOD = "hqconv"
 _OWN = ("words", "renamed", "loader", "served", "dense")
