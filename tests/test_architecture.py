@@ -71,13 +71,13 @@ LIGHT = (
     *("hqconv.sources.headers", "hqconv.sources.source", "hqconv.sources.raw"),
     *("hqconv.artifact.manifest", "hqconv.artifact.opening", "hqconv.artifact.facts"),
     *("hqconv.serving.gpus", "hqconv.serving.kernels", "hqconv.serving.asked", "hqconv.serving.warm"),
-    "hqconv.serving.tuning",
     *("hqconv.serving.served", "hqconv.serving.place", "hqconv.serving.refusals", "hqconv.serving.rank_file"),
     *(
         "hqconv.serving.activations",
         "hqconv.serving.names",
         "hqconv.serving.plugin",
         "hqconv.serving.versions",
+        "hqconv.serving.tuning",
     ),
     *("hqconv.pipeline.options", "hqconv.pipeline.progress", "hqconv.pipeline.resources"),
 )
@@ -85,7 +85,18 @@ HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub"
 # A server serves; what plans, converts, verifies and shows stays out of its processes, also in functions.
 # `serving/warm` and what it alone imports are no part of one.
 SERVER_WITHOUT_VLLM = (
-    *("served", "place", "refusals", "rank_file", "filling", "loader", "activations", "names", "plugin"),
+    *(
+        "served",
+        "place",
+        "refusals",
+        "rank_file",
+        "filling",
+        "loader",
+        "activations",
+        "names",
+        "plugin",
+        "tuning",
+    ),
     *("versions", "kernels"),
 )
 SERVER = tuple(f"hqconv.serving.{name}" for name in (*SERVER_WITHOUT_VLLM, "config", "dense", "method"))
