@@ -70,17 +70,40 @@ LIGHT = (
     *("hqconv.planning", "hqconv.inspection", "hqconv.backends.forms"),
     *("hqconv.sources.headers", "hqconv.sources.source", "hqconv.sources.raw"),
     *("hqconv.artifact.manifest", "hqconv.artifact.opening", "hqconv.artifact.facts"),
+    *("hqconv.serving.gpus", "hqconv.serving.kernels", "hqconv.serving.asked", "hqconv.serving.warm"),
+    *("hqconv.serving.served", "hqconv.serving.place", "hqconv.serving.refusals", "hqconv.serving.rank_file"),
     *(
-        "hqconv.serving.gpus",
-        "hqconv.serving.kernels",
-        "hqconv.serving.asked",
-        "hqconv.serving.warm",
+        "hqconv.serving.activations",
+        "hqconv.serving.names",
+        "hqconv.serving.plugin",
+        "hqconv.serving.versions",
         "hqconv.serving.tuning",
     ),
-    "hqconv.serving.tuning",
     *("hqconv.pipeline.options", "hqconv.pipeline.progress", "hqconv.pipeline.resources"),
 )
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")
+# A server serves; what plans, converts, verifies and shows stays out of its processes, also in functions.
+# `serving/warm` and what it alone imports are no part of one.
+SERVER_WITHOUT_VLLM = (
+    *(
+        "served",
+        "place",
+        "refusals",
+        "rank_file",
+        "filling",
+        "loader",
+        "activations",
+        "names",
+        "plugin",
+        "tuning",
+    ),
+    *("versions", "kernels"),
+)
+SERVER = tuple(f"hqconv.serving.{name}" for name in (*SERVER_WITHOUT_VLLM, "config", "dense", "method"))
+NOT_IN_A_SERVER = (
+    *("backends", "decode", "pipeline", "planning", "experts", "formats", "sources", "verification"),
+    *("inspection", "api", "cli"),
+)
 MAX_LINES, MAX_FUNCTION_LINES, MAX_ENTRIES = 300, 45, 20
 TABLES = ("hqconv.schemas.families",)  # data, not code
 
@@ -139,7 +162,23 @@ def circles(found: Imports) -> list[str]:
     return circle({name: items for name, items in found.items() if name != "hqconv"})
 
 
-RULES = (wrong_direction, forbidden_libraries, shared_with_the_judged, circles)
+def too_much_for_a_server(found: Imports) -> list[str]:
+    """The first way from a server's modules to each module of a room that it has no use for."""
+    ways = {name: name for name in SERVER if name in found}
+    queue = list(ways)
+    for name in queue:  # grows on the way
+        parts = name.split(".")
+        packages = [".".join(parts[:size]) for size in range(1, len(parts))]  # which are loaded before it
+        items = [item for item in found[name] if item.when != "types"]
+        items += [item for package in packages for item in found.get(package, ()) if item.when == "load"]
+        for item in items:
+            if item.target in found and item.target not in ways:
+                ways[item.target] = f"{ways[name]} -> {item.target}"
+                queue.append(item.target)
+    return [way for name, way in ways.items() if room_of(name) in NOT_IN_A_SERVER]
+
+
+RULES = (wrong_direction, forbidden_libraries, shared_with_the_judged, circles, too_much_for_a_server)
 
 # --- The real package.
 
@@ -209,6 +248,13 @@ def test_tests_mirror_the_rooms_and_share_nothing_private() -> None:
     ]
 
 
+def test_every_module_of_serving_is_of_a_server_or_of_warm() -> None:
+    """Else the rule on servers would not see a new one."""
+    warm = {f"hqconv.serving.{name}" for name in ("warm", "asked", "compiler", "gpus")}
+    serving = {name for name in package_files() if is_in(name, "hqconv.serving")} - {"hqconv.serving"}
+    assert serving == {*SERVER, *warm}
+
+
 def loaded_by(code: str) -> set[str]:
     script = f"{code}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run(
@@ -223,6 +269,12 @@ def test_what_looks_at_headers_loads_nothing_heavy(entry: str) -> None:
     names = [name for name in package_files() if is_in(name, entry)]
     assert names
     assert loaded_by("\n".join(f"import {name}" for name in names)) == set()
+
+
+def test_a_server_compiles_no_loops_and_loads_no_humming_of_its_own() -> None:
+    """torch is vLLM's, and numpy is torch's."""
+    code = "\n".join(f"import hqconv.serving.{name}" for name in SERVER_WITHOUT_VLLM)
+    assert loaded_by(code) <= {"torch", "numpy"}
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -347,6 +399,25 @@ def test_libraries_stay_in_their_rooms(frame: str, module: str, statement: str, 
 )
 def test_judges_share_nothing(module: str, statement: str, is_wrong: bool) -> None:
     assert bool(check(shared_with_the_judged, {module: statement})) == is_wrong
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_what_a_server_reaches_is_found_along_the_way(frame: str) -> None:
+    files = {
+        "hqconv.serving.served": frame.format("from hqconv.artifact.manifest import x"),
+        "hqconv.artifact": "",
+        "hqconv.artifact.manifest": "from hqconv.checkpoint import folder",
+        "hqconv.checkpoint.folder": "",
+        "hqconv.serving.warm": "import hqconv.pipeline.durable",
+        "hqconv.pipeline.durable": "",
+    }
+    assert not check(too_much_for_a_server, files, "hqconv.artifact")
+    files["hqconv.artifact.manifest"] = frame.format("import hqconv.formats.words")
+    files["hqconv.formats.words"] = ""
+    way = "hqconv.serving.served -> hqconv.artifact.manifest -> hqconv.formats.words"
+    assert check(too_much_for_a_server, files) == ([] if frame == FOR_TYPES else [way])
+    files |= {"hqconv.artifact.manifest": "", "hqconv.artifact": "import hqconv.formats.words"}
+    assert check(too_much_for_a_server, files, "hqconv.artifact") == ([] if frame == FOR_TYPES else [way])
 
 
 def test_circles_are_found() -> None:

@@ -12,13 +12,12 @@ from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.formats.format import SourceFormat
-from hqconv.planning.checks import SUPPORTED_TARGETS
 from hqconv.planning.groups import gemm_shapes
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family
 from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
-from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
+from hqconv.schemas.target import PARAM_DTYPES, SUPPORTED_TARGETS, TargetSchema
 from hqconv.schemas.tensors import TensorSpec
 
 if TYPE_CHECKING:

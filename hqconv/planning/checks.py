@@ -15,9 +15,8 @@ from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.serving import serving_obstacles
 from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle, stock_vllm_obstacle
-from hqconv.schemas.target import PARAM_DTYPES
+from hqconv.schemas.target import PARAM_DTYPES, SUPPORTED_TARGETS
 
-SUPPORTED_TARGETS = (90,)
 _MAX_NAME = 255  # bytes, of most file systems
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 

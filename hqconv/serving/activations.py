@@ -14,8 +14,7 @@ _PLAIN = {
     "gelu_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
-    "relu2": "relu2",
-}
+}  # with a gate; without one `_no_mul` follows
 _CLAMPED = re.compile(r"silu_clamp(\d+(?:\.\d+)?)")
 _STEP = "silu_bound7"  # vLLM's has this bound and no other
 
@@ -42,6 +41,8 @@ def serving_activation(name: str, gated: bool) -> Activation | None:
         return Activation("swiglustep")
     if clamped := _CLAMPED.fullmatch(name):
         return Activation("silu", float(clamped[1])) if gated else None
+    if name == "relu2" and not gated:  # with a gate vLLM has a name for it, but no layer that does it
+        return Activation("relu2_no_mul")
     if name not in _PLAIN:
         return None
     return Activation(_PLAIN[name] + ("" if gated else "_no_mul"))

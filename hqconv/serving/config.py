@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -19,10 +17,9 @@ from hqconv.serving.dense import dense_config
 from hqconv.serving.loader import Loader
 from hqconv.serving.names import find_block
 from hqconv.serving.place import Place
-from hqconv.serving.refusals import check_machine, no_block, no_layers, untested
+from hqconv.serving.refusals import check_machine, no_block, no_layers
 from hqconv.serving.served import Served, open_served
-
-logger = logging.getLogger("vllm.hqconv")  # below vLLM's own, whose settings it has
+from hqconv.serving.versions import warn_of_untested
 
 METHOD = "hqconv"
 _OWN = ("words", "renamed", "loader", "served", "dense")
@@ -89,8 +86,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
         Raises as `open_served` and `check_machine`.
         """
-        if warning := untested(version("vllm")):
-            logger.warning(warning)
+        warn_of_untested()
         self.served = open_served(Place(model_name, revision))
         capability = current_platform.get_device_capability()
         if capability is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.serving.filling import Buffers, Filling, Target
-from hqconv.serving.kernels import VARIABLE, kernels_folder, read_words, use_warm_kernels
+from hqconv.serving.kernels import VARIABLE, kernels_folder, tuning_tables, use_warm_kernels
 from hqconv.serving.rank_file import RankFile
 from hqconv.serving.served import Served
 
@@ -86,7 +86,7 @@ class Loader:
         if reason:
             logger.warning("Kernels are compiled as they are needed: %s", reason)
         else:
-            self.tuning = read_words(folder).get("tuning") or {}
+            self.tuning = tuning_tables(folder)
             logger.info("Kernels that were compiled beforehand are in use")
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[Target]]]:

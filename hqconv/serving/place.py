@@ -25,7 +25,8 @@ class Place:
     def fetch(self, path: str) -> Path:
         """One file's path on this machine; of a Hub repo it is downloaded if the cache lacks it.
 
-        Raises VerificationError where a folder lacks the file, RequestError or NetworkError where the Hub does.
+        Raises VerificationError where a folder lacks the file, RequestError or NetworkError where the Hub or, offline,
+        its cache does.
         """
         return self.fetch_all([path])[path]
 
@@ -42,8 +43,16 @@ class Place:
         return found
 
     def _lacks(self, path: str) -> RequestError | VerificationError:
-        kind = VerificationError if "/" in path else RequestError
-        return kind(
+        if not self.is_folder:
+            return RequestError(
+                "The copy of the Hub repo on this machine lacks a file of the artifact.",
+                where=self.name if self.revision is None else f"{self.name}, revision {self.revision}",
+                expected=path,
+                found="no such file",
+                remedy="Unset HF_HUB_OFFLINE and check the connection, or fill the cache with `hf download` first; "
+                "if the repo itself lacks the file, upload the artifact again.",
+            )
+        return VerificationError(
             "The model's folder lacks a file of the artifact.",
             where=self.name,
             expected=path,

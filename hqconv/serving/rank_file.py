@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,10 @@ def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFil
         if own == full or own.partition("_")[0] not in names.GEMMS:
             raise _damaged(name, f"tensors named {prefix}w13_… and {prefix}w2_…", full)
         tensors[own] = ref
-    return RankFile(
-        path, name, sha256, tensors, {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
-    )
+    configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
+    for gemm, config in configs.items():
+        _check_config(name, gemm, config, served.blocks[block].shapes[gemm], tensors)
+    return RankFile(path, name, sha256, tensors, configs)
 
 
 def check_digest(file: RankFile) -> None:
@@ -72,6 +74,25 @@ def _config(name: str, gemm: str, metadata: dict[str, str]) -> dict[str, Any]:
     if not isinstance(words, dict):
         raise _damaged(name, f"a LayerConfig for {gemm} in the metadata", words)
     return words
+
+
+def _check_config(
+    name: str,
+    gemm: str,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, int],
+    tensors: Mapping[str, TensorRef],
+) -> None:
+    """Hold a LayerConfig to the manifest, and its number of experts to the tensors'."""
+    for key, expected in shapes.items():
+        if config.get(key) != expected:
+            raise _damaged(name, f"{gemm} of {key} {expected}", config.get(key))
+    own = {key: ref for key, ref in tensors.items() if key.startswith(f"{gemm}_")}
+    if f"{gemm}_weight" not in own:
+        raise _damaged(name, f"a tensor {gemm}_weight", ", ".join(tensors) or "no tensors")
+    for key, ref in own.items():
+        if ref.shape[:1] != (config.get("num_experts"),):
+            raise _damaged(name, f"{key} of {config.get('num_experts')} experts", list(ref.shape))
 
 
 def _damaged(name: str, expected: str, found: object) -> VerificationError:

@@ -5,16 +5,18 @@ Nothing here imports vLLM or torch. Every refusal names the command that makes a
 
 from __future__ import annotations
 
-import re
+import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.serving import serve_options
+from hqconv.schemas.target import SUPPORTED_TARGETS, TargetSchema, resolve_schema
+from hqconv.serving.place import Place
 from hqconv.serving.served import Served, ServedBlock
-
-TESTED = ((0, 33), (0, 34))  # versions of vLLM, from and up to; pyproject's extra `vllm` says the same
 
 
 @dataclass(frozen=True)
@@ -33,40 +35,33 @@ class Asked:
     router_weight_on_input: bool
 
 
-def untested(version: str) -> str | None:
-    """A warning where a version of vLLM is none that hqconv was tested with, else None."""
-    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if TESTED[0] <= found < TESTED[1]:
-        return None
-    least, beyond = (".".join(map(str, numbers)) for numbers in TESTED)
-    return (
-        f"hqconv's layers were tested with vLLM from {least} up to, not including, {beyond}; this is {version}. "
-        "Look at a few answers before you rely on it: `hqconv verify` judges the artifact, not the server."
-    )
-
-
 def check_machine(served: Served, sm_version: int) -> None:
     """Refuse another GPU than the artifact's target. Raises RequestError."""
     if sm_version != served.sm_version:
+        remedy = f"Cut it again: {recut(served, target=f'sm{sm_version}')}."
+        if sm_version not in SUPPORTED_TARGETS:
+            known = ", ".join(f"sm{sm}" for sm in SUPPORTED_TARGETS)
+            remedy = f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
         raise RequestError(
             "The artifact was made for another GPU.",
             where=served.place.name,
             expected=f"sm{served.sm_version}",
             found=f"sm{sm_version}",
-            remedy=f"Cut it again: {recut(served, target=f'sm{sm_version}')}.",
+            remedy=remedy,
         )
 
 
 def check_ranks(served: Served, asked: Asked) -> None:
     """Refuse other ranks, another placement of experts, or copies of experts. Raises RequestError."""
     grid = served.grid
+    fitting = recut(served, tp=asked.tp, ep=asked.ep, placement=asked.placement, redundant=0)
     if (asked.tp, asked.ep) != (grid.tp, grid.ep):
         raise RequestError(
             "The artifact was cut for other ranks.",
             where=served.place.name,
             expected=_ranks(grid.tp, grid.ep),
             found=f"{_ranks(asked.tp, asked.ep)}, as vLLM counts the ranks of MoE layers",
-            remedy=f"{_fitting(grid)} cut it again: {recut(served, tp=asked.tp, ep=asked.ep)}.",
+            remedy=f"{_fitting(grid)} cut it again: {fitting}.",
         )
     if grid.ep > 1 and asked.placement != grid.placement:
         raise RequestError(
@@ -74,16 +69,17 @@ def check_ranks(served: Served, asked: Asked) -> None:
             where=served.place.name,
             expected=grid.placement,
             found=f"{asked.placement} (vLLM falls back to linear where it has no round robin)",
-            remedy=f"Serve with --expert-placement-strategy {grid.placement}, or cut it again: "
-            f"{recut(served, placement=asked.placement)}.",
+            remedy=f"Serve with --expert-placement-strategy {grid.placement}, or cut it again: {fitting}.",
         )
     if grid.redundant or asked.redundant:
+        remedies = ["Serve without --enable-eplb."] * bool(asked.redundant)
+        remedies += [f"Cut it again: {fitting}."] * bool(grid.redundant)
         raise RequestError(
             "Humming layers in vLLM have no redundant experts.",
             where=served.place.name,
             expected=0,
             found=f"{grid.redundant} in the artifact, {asked.redundant} asked for",
-            remedy=f"Serve without --enable-eplb; cut it again: {recut(served, redundant=0)}.",
+            remedy=" ".join(remedies),
         )
 
 
@@ -95,8 +91,8 @@ def check_dtype(served: Served, dtype: str) -> None:
             where=served.place.name,
             expected=served.dtype,
             found=dtype,
-            remedy=f"Serve with --dtype {served.dtype}, or convert the original again: `hqconv convert "
-            f"{served.source_name} --schema {served.schema.name} --dtype {dtype}`.",
+            remedy=f"Serve with --dtype {served.dtype}, or convert the original again: "
+            f"`{shlex.join(_from_original(served, dtype))}`.",
         )
 
 
@@ -183,26 +179,61 @@ def no_layers(served: Served) -> HqconvError:
 
 def recut(served: Served, **changes: object) -> str:
     """The command that lays the artifact out anew, with its own options but for `changes`."""
+    options = {**_options(served), **changes}
+    place, folder = served.place, _folder(served.place)
+    out = f"{folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"
+    command = shlex.join(_convert(folder, out, "source", options))
+    if place.is_folder:
+        return f"`{command}`"
+    revision = [] if place.revision is None else ["--revision", place.revision]
+    download = shlex.join(["hf", "download", place.name, *revision, "--local-dir", folder])
+    return f"`{download} && {command}`"
+
+
+def _from_original(served: Served, dtype: str) -> list[str]:
+    """The command that makes the same artifact in another dtype. An artifact's scales may not fit that."""
+    out = f"{Path(_folder(served.place)).name}-{dtype}"
+    command = _convert(served.source_name, out, _schema_word(served.schema), _options(served))
+    return [*command, "--dtype", dtype]
+
+
+def _options(served: Served) -> dict[str, object]:
     grid = served.grid
-    options = {
+    return {
         "target": f"sm{served.sm_version}",
         "tp": grid.tp,
         "ep": grid.ep,
         "placement": grid.placement,
         "redundant": grid.redundant,
-        **changes,
     }
-    place = served.place
-    name = place.name.rstrip("/")
-    folder = name if place.is_folder else name.rpartition("/")[2]
-    words = [f"hqconv convert {folder} -o {folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"]
-    words.append(f"--schema source --target {options['target']} --tp {options['tp']}")
+
+
+def _convert(source: str, out: str, schema: str, options: Mapping[str, object]) -> list[str]:
+    words = ["hqconv", "convert", source, "-o", out, "--schema", schema]
+    words += ["--target", str(options["target"]), "--tp", str(options["tp"])]
     if options["ep"] != 1:
-        words.append(f"--ep {options['ep']} --expert-placement {options['placement']}")
+        words += ["--ep", str(options["ep"]), "--expert-placement", str(options["placement"])]
     if options["redundant"]:
-        words.append(f"--redundant-experts {options['redundant']}")
-    download = "" if place.is_folder else f"hf download {name} --local-dir {folder} && "
-    return f"`{download}{' '.join(words)}`"
+        words += ["--redundant-experts", str(options["redundant"])]
+    return words
+
+
+def _folder(place: Place) -> str:
+    """The folder of an artifact, or the one to download it to; its name can be continued."""
+    name = place.name.rstrip("/")
+    last = name.rpartition("/")[2]
+    if not place.is_folder:
+        return last
+    return name if last not in ("", ".", "..") else os.path.abspath(place.name)  # noqa: PTH100 - no links
+
+
+def _schema_word(schema: TargetSchema) -> str:
+    """What `--schema` takes: a name that means the same fields here, else the TOML file that had it."""
+    try:
+        is_known = resolve_schema(schema.name).humming_fields() == schema.humming_fields()
+    except RequestError:
+        is_known = False
+    return schema.name if is_known else f"{schema.name}.toml"
 
 
 def _flags(flags: Mapping[str, bool]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import read_manifest, schema_of
@@ -16,10 +17,15 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import TargetSchema
 from hqconv.serving.place import Place
 
+_SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
+
 
 @dataclass(frozen=True)
 class ServedBlock:
-    """One MoE block: `name` is its experts' module in the source. flags: per GEMM, what its layout relies on."""
+    """One MoE block: `name` is its experts' module in the source.
+
+    flags: per GEMM, what its layout relies on. shapes: per GEMM, those of each rank, in the words of a LayerConfig.
+    """
 
     name: str
     layer: int
@@ -29,6 +35,7 @@ class ServedBlock:
     activation: str
     gated: bool
     flags: Mapping[str, Mapping[str, bool]]
+    shapes: Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,9 @@ def open_served(place: Place) -> Served:
     """Read an artifact's manifest, from a folder or from the Hub.
 
     Raises RequestError where there is none, where it is of the checkpoint layout or of a newer version,
-    VerificationError where it is damaged, and as `Place.fetch`.
+    VerificationError where it is damaged or the conversion unfinished, and as `Place.fetch`.
     """
-    root = place.fetch(names.MANIFEST).parent
+    root = Path(place.name) if place.is_folder else place.fetch(names.MANIFEST).parent
     words = read_manifest(root)
     if words["layout"] != names.KERNEL:
         raise RequestError(
@@ -99,4 +106,5 @@ def _block(name: str, words: Mapping[str, Any]) -> ServedBlock:
         activation=words["activation"],
         gated=words["gated"],
         flags={gemm: dict(words[gemm]["flags"]) for gemm in names.GEMMS},
+        shapes={gemm: {key: int(words[gemm][key]) for key in _SHAPES} for gemm in names.GEMMS},
     )

@@ -27,6 +27,7 @@ from hqconv.serving.kernels import (
     folder_beside,
     read_kernel,
     read_words,
+    tuning_tables,
 )
 
 if TYPE_CHECKING:
@@ -163,10 +164,7 @@ def _tables(artifact: Artifact, asking: Asking, gpu: Gpu, folder: Path) -> dict[
     from hqconv.serving.asked import tuning_table
     from hqconv.serving.tuning import tuning_key
 
-    try:
-        found = dict(read_words(folder).get("tuning") or {})
-    except UnusableError:
-        found = {}
+    found = tuning_tables(folder)
     seen: set[str] = set()
     for *_, words in _layer_configs(artifact):
         if (text := json.dumps(words, sort_keys=True)) not in seen:

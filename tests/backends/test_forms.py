@@ -12,10 +12,9 @@ import torch
 
 from hqconv.backends import forms, layout
 from hqconv.errors import RequestError
-from hqconv.planning.checks import SUPPORTED_TARGETS
 from hqconv.schemas.artifact import CHECKPOINT, KERNEL
 from hqconv.schemas.grid import slice_unit
-from hqconv.schemas.target import PARAM_DTYPES, PRESETS, TargetSchema
+from hqconv.schemas.target import PARAM_DTYPES, PRESETS, SUPPORTED_TARGETS, TargetSchema
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
 

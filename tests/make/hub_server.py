@@ -12,6 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+from huggingface_hub import constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -23,6 +26,11 @@ class LocalHub:
         self.requests: list[str] = []
         self.sent: dict[str, int] = {}
         self.url = ""
+
+    @property
+    def fetched(self) -> set[str]:
+        """The files of which bytes were sent."""
+        return set(self.sent) - {""}
 
     @property
     def num_bytes_of_weights(self) -> int:
@@ -44,11 +52,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        path = self.path.split("?")[0]
+        path, _, query = self.path.partition("?")
         if re.fullmatch(rf"/api/models/{self.hub.repo_id}(/revision/[^/]+)?", path):
             self._send_json(self._info())
         elif re.fullmatch(rf"/api/models/{self.hub.repo_id}/tree/[^/]+", path):
-            self._send_json([{"type": "file", **entry} for entry in self._files()])
+            self._send_json(self._tree(recursive="recursive=true" in query.lower()))
         elif match := re.fullmatch(rf"/{self.hub.repo_id}/resolve/[^/]+/(.+)", path):
             self._send_file(match[1])
         else:
@@ -59,6 +67,16 @@ class _Handler(BaseHTTPRequestHandler):
         paths = sorted(path for path in root.rglob("*") if path.is_file())
         return [
             {"path": p.relative_to(root).as_posix(), "size": p.stat().st_size, "oid": COMMIT} for p in paths
+        ]
+
+    def _tree(self, *, recursive: bool) -> list[dict[str, Any]]:
+        """All files, or those at the top and the folders there."""
+        files = [{"type": "file", **entry} for entry in self._files()]
+        if recursive:
+            return files
+        folders = {file["path"].partition("/")[0] for file in files if "/" in file["path"]}
+        return [file for file in files if "/" not in file["path"]] + [
+            {"type": "directory", "path": name, "size": 0, "oid": COMMIT} for name in sorted(folders)
         ]
 
     def _info(self) -> dict[str, Any]:
@@ -116,3 +134,25 @@ def serve(folder: Path, repo_id: str = "org/name", *, honours_ranges: bool = Tru
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def use(patch: pytest.MonkeyPatch, url: str, cache: Path, *, offline: bool = False) -> None:
+    """Have the Hub library of this process ask this server, and keep files in this cache."""
+    for name, value in (
+        ("ENDPOINT", url),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"),
+        ("HF_HUB_CACHE", str(cache)),
+        ("HUGGINGFACE_HUB_CACHE", str(cache)),
+        ("HF_HUB_OFFLINE", offline),
+        ("HF_HUB_DISABLE_XET", True),
+    ):
+        patch.setattr(constants, name, value)
+
+
+def cached(cache: Path) -> set[str]:
+    """The files of a cache, by their names in the repo."""
+    return {
+        "/".join(path.relative_to(cache).parts[3:])
+        for path in cache.glob("models--*/snapshots/*/**/*")
+        if path.is_file()
+    }

@@ -1,0 +1,196 @@
+"""`vllm serve org/name`: vLLM takes the shards of the index, the plugin its rank's files, and nobody any more."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs these")
+
+from tests.make import vllm_cpu  # isort: skip  - before vLLM
+
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.model_loader import weight_utils
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.transformers_utils import repo_utils
+
+from hqconv.errors import RequestError
+from hqconv.planning import groups
+from hqconv.schemas.grid import Grid
+from hqconv.serving.plugin import register
+from tests.make import small
+from tests.make.conversions import run
+from tests.make.hub_server import LocalHub, cached, serve, use
+from tests.make.qwen import write_qwen3_moe
+from tests.make.vllm_cpu import build_layer, parallel
+
+pytestmark = pytest.mark.vllm
+
+NAME = "org/name"
+SOURCES: dict[str, tuple[Callable[[Path], Path], str, int]] = {
+    "plain": (lambda folder: write_qwen3_moe(folder, hidden_size=256, intermediate_size=256), "mxfp4", 2),
+    "fp8": (lambda folder: small.save(folder, small.fp8_blocks()), "source", 1),
+    "gptq": (lambda folder: small.save(folder, small.gptq(desc_act=False)), "int8", 1),
+}  # writer, schema, layers; the latter two have layers that another config of vLLM's serves
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_config() -> Iterator[Any]:
+    register()
+    with vllm_cpu.config() as config:
+        yield config
+
+
+@pytest.fixture(params=["one shard", "several shards"])
+def is_single(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param != "one shard":
+        monkeypatch.setattr(groups, "MAX_SHARD_BYTES", 4096)
+    return bool(request.param == "one shard")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def as_hub(hub: LocalHub, cache: Path, patch: pytest.MonkeyPatch) -> None:
+    use(patch, hub.url, cache)
+    patch.setattr(repo_utils, "_hf_api", None)  # which remembers where it asked
+    patch.setattr(weight_utils, "temp_dir", str(cache.parent))  # of locks
+
+
+def take_copied_tensors(**words: Any) -> list[Path]:
+    """The files that vLLM's own loader reads."""
+    _, files, is_safe, _ = DefaultModelLoader(LoadConfig(**words))._prepare_weights(
+        NAME, None, None, True, None
+    )
+    assert is_safe
+    return [Path(file) for file in files]
+
+
+def make_layers(out: Path, num_layers: int, rank: int) -> list[Any]:
+    """All layers of experts of one rank, made and loaded. config.json vLLM has before it knows of a method."""
+    config = json.loads((out / "config.json").read_text())
+    method = get_quantization_config("hqconv").from_config(config["quantization_config"])
+    method.maybe_update_config(NAME)
+    sizes = {"num_experts": config["num_experts"], "hidden": 256, "inter": 256}
+    names = [f"model.layers.{layer}.mlp.experts" for layer in range(num_layers)]
+    layers = [build_layer(method, name, **sizes, grid=parallel(tp=2, tp_rank=rank)) for name in names]
+    for layer in layers:
+        layer.quant_method.process_weights_after_loading(layer)
+    return layers
+
+
+def shards_of(out: Path) -> set[str]:
+    return set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].values())
+
+
+def experts_of(out: Path, rank: int) -> set[str]:
+    return {path.relative_to(out).as_posix() for path in (out / f"experts/tp{rank}-ep0").iterdir()}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_rank_fetches_what_it_needs_and_nothing_else(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_single: bool
+) -> None:
+    write, schema, num_layers = SOURCES[name]
+    out = tmp_path / "out"
+    run(write(tmp_path / "source"), out, schema, Grid(tp=2))
+    shards, index = shards_of(out), "model.safetensors.index.json"
+    assert shards == ({"model.safetensors"} if is_single else shards - {"model.safetensors"})
+    with serve(out) as hub:
+        as_hub(hub, cache, monkeypatch)
+        assert {file.name for file in take_copied_tensors()} == shards
+        assert hub.fetched == cached(cache) == {index, *shards}
+        layers = make_layers(out, num_layers, rank=1)
+        asked = set() if name == "plain" else {"config.json"}  # by the source's own quantization
+        wanted = {index, *shards, *asked, "hqconv.json", *experts_of(out, 1)}
+        assert hub.fetched == cached(cache) == wanted
+        named = {match[1] for line in hub.requests if (match := re.search(r"/resolve/[^/]+/(\S+)", line))}
+        assert named <= {*wanted, "model.safetensors"}  # which vLLM asks for whether it is there or not
+    for layer in layers:
+        stored = load_file(layer.quant_method.file.path)
+        assert stored
+        for param, tensor in layer.named_parameters():
+            found = stored[f"{layer.quant_method.block.name}.{param}"]
+            assert torch.equal(tensor.view(torch.uint8), found.view(torch.uint8))
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    run(SOURCES["plain"][0](tmp_path / "source"), tmp_path / "out", "mxfp4", Grid(tp=2))
+    return tmp_path / "out"
+
+
+def test_two_ranks_of_one_machine_share_what_is_fetched(
+    plain: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(plain) as hub:
+        as_hub(hub, cache, monkeypatch)
+        for rank in range(2):
+            make_layers(plain, 2, rank)
+        assert hub.fetched == {"hqconv.json", *experts_of(plain, 0), *experts_of(plain, 1)}
+        assert all(hub.sent[name] == (plain / name).stat().st_size for name in hub.fetched)
+
+
+def test_a_folder_for_downloads_holds_both_kinds(
+    plain: Path, cache: Path, tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--download-dir`. The manifest is small and read before vLLM says where."""
+    own = tmp_path / "own"
+    monkeypatch.setattr(vllm_config.load_config, "download_dir", str(own))
+    with serve(plain) as hub:
+        as_hub(hub, cache, monkeypatch)
+        take_copied_tensors(download_dir=str(own))
+        make_layers(plain, 2, rank=1)
+    assert cached(own) == {"model.safetensors.index.json", *shards_of(plain), *experts_of(plain, 1)}
+    assert cached(cache) == {"hqconv.json"}
+
+
+def test_a_pipeline_stage_fetches_its_own_layers(
+    plain: Path, cache: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_config.parallel_config, "pipeline_parallel_size", 2)
+    with serve(plain) as hub:
+        as_hub(hub, cache, monkeypatch)
+        make_layers(plain, 1, rank=1)
+        assert hub.fetched == {"hqconv.json", "experts/tp1-ep0/model.layers.0.mlp.experts.safetensors"}
+
+
+def test_other_ranks_are_refused_before_any_weights_are_fetched(
+    plain: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(plain) as hub:
+        as_hub(hub, cache, monkeypatch)
+        config = json.loads((plain / "config.json").read_text())["quantization_config"]
+        method = get_quantization_config("hqconv").from_config(config)
+        method.maybe_update_config(NAME)
+        sizes = {"num_experts": 4, "hidden": 256, "inter": 256}
+        with pytest.raises(
+            RequestError, match=r"hf download org/name --local-dir name && hqconv convert name"
+        ):
+            build_layer(method, "model.layers.0.mlp.experts", **sizes, grid=parallel(tp=4))
+        assert hub.fetched == {"hqconv.json"}
+
+
+def test_it_is_the_index_that_keeps_the_experts_from_vllms_loader(
+    plain: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it vLLM takes every file that ends in .safetensors, of all ranks: an artifact always has one."""
+    (plain / "model.safetensors.index.json").unlink()
+    with serve(plain) as hub:
+        as_hub(hub, cache, monkeypatch)
+        take_copied_tensors()
+        assert hub.fetched == {*top_level(plain), *experts_of(plain, 0), *experts_of(plain, 1)}
+
+
+def top_level(out: Path) -> set[str]:
+    return {path.name for path in out.glob("*.safetensors")}

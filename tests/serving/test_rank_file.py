@@ -1,0 +1,230 @@
+"""A rank file's header is held to the manifest before a tensor is made of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from hqconv.errors import VerificationError
+from hqconv.schemas.grid import Grid
+from hqconv.serving.place import Place
+from hqconv.serving.rank_file import RankFile, check_digest, open_rank_file
+from hqconv.serving.served import Served, open_served
+from tests.make import small
+from tests.make.conversions import run
+from tests.make.qwen import write_qwen3_moe
+
+FIRST, SECOND = (f"model.layers.{layer}.mlp.experts" for layer in range(2))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("rank-file")
+    run(
+        write_qwen3_moe(work / "original", num_experts=5, intermediate_size=256),
+        work / "out",
+        "nvfp4",
+        Grid(2, 2),
+    )
+    return work / "out"
+
+
+@pytest.fixture
+def out(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "out"))
+
+
+def name_of(block: str = FIRST, tp_rank: int = 0, ep_rank: int = 0) -> str:
+    return f"experts/tp{tp_rank}-ep{ep_rank}/{block}.safetensors"
+
+
+def opened(out: Path, block: str = FIRST, *rank: int) -> RankFile:
+    name = name_of(block, *rank)
+    return open_rank_file(open_served(Place(str(out))), out / name, block, name)
+
+
+def is_damaged(found: pytest.ExceptionInfo[VerificationError]) -> VerificationError:
+    error = found.value
+    assert "damaged, or belongs to another" in error.what
+    assert error.where == name_of()
+    assert error.expected != error.found != ""
+    assert "again" in error.remedy
+    return error
+
+
+def test_tensors_have_the_names_of_layers_and_the_places_of_the_file(made: Path) -> None:
+    for rank in ((0, 0), (1, 1)):
+        file = opened(made, SECOND, *rank)
+        data = file.path.read_bytes()
+        with safe_open(file.path, "np") as stored:
+            assert {f"{SECOND}.{name}" for name in file.tensors} == set(stored.keys())
+            assert {gemm: json.loads(stored.metadata()[gemm]) for gemm in ("w13", "w2")} == file.configs
+            for name, ref in file.tensors.items():
+                assert ref.shape == tuple(stored.get_slice(f"{SECOND}.{name}").get_shape())
+                if ref.dtype == "I32":
+                    found = data[ref.offset_bytes : ref.offset_bytes + ref.num_bytes]
+                    assert found == stored.get_tensor(f"{SECOND}.{name}").tobytes()
+        check_digest(file)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_biases_and_padded_ranks_are_good(tmp_path: Path, tp: int) -> None:
+    source = small.save(tmp_path / "source", small.gpt_oss_mxfp4(320))
+    run(source, tmp_path / "out", "source", Grid(tp=tp))
+    for rank in range(tp):
+        assert {"w13_bias", "w2_bias"} <= set(opened(tmp_path / "out", small.BLOCK, rank).tensors)
+
+
+def rewrite(out: Path, change: Callable[[dict[str, Any]], object], name: str = name_of()) -> None:
+    """Another header in front of the same bytes; the manifest has the new size, as nothing else would be looked at."""
+    data = (out / name).read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    (out / name).write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    words = json.loads((out / "hqconv.json").read_text())
+    words["files"][name]["size_bytes"] = (out / name).stat().st_size
+    (out / "hqconv.json").write_text(json.dumps(words))
+
+
+def config(**words: Any) -> Callable[[dict[str, Any]], object]:
+    """Change the LayerConfig of w13."""
+
+    def change(header: dict[str, Any]) -> None:
+        header["__metadata__"]["w13"] = json.dumps(json.loads(header["__metadata__"]["w13"]) | words)
+
+    return change
+
+
+def metadata(**words: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header["__metadata__"].update(words)
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header.update({new: header.pop(f"{FIRST}.{old}")})
+
+
+def reshape(header: dict[str, Any]) -> None:
+    """As many bytes, for another number of experts."""
+    entry = header[f"{FIRST}.w2_weight"]
+    first, *rest = entry["shape"]
+    entry["shape"] = [1, first, *rest]
+
+
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no LayerConfigs": (lambda header: header.pop("__metadata__"), "LayerConfig for w13"),
+    "no LayerConfig of w2": (lambda header: header["__metadata__"].pop("w2"), "LayerConfig for w2"),
+    "a LayerConfig that is no JSON": (metadata(w13="{"), "LayerConfig for w13"),
+    "a LayerConfig without an end": (metadata(w13="[" * 100_000), "LayerConfig for w13"),
+    "a LayerConfig that is a list": (metadata(w2="[1]"), "LayerConfig for w2"),
+    "another N": (config(shape_n=512), "w13 of shape_n 256"),
+    "another K": (config(shape_k=256), "w13 of shape_k 128"),
+    "no padding": (config(pad_shape_n=None), "w13 of pad_shape_n 0"),
+    "other experts": (config(num_experts=2), "of 2 experts"),
+    "no experts": (config(num_experts=None), "of None experts"),
+    "another shape": (reshape, r"w2_weight of 3 experts(.|\n)*\[1, 3"),
+    "another layer's tensor": (rename("w2_weight", f"{SECOND}.w2_weight"), f"tensors named {FIRST}"),
+    "a tensor of nobody": (rename("w2_weight", "w2_weight"), "found: w2_weight"),
+    "a tensor of another GEMM": (rename("w2_weight", f"{FIRST}.w1_weight"), "found: .*w1_weight"),
+    "a tensor of one expert": (
+        rename("w2_weight", f"{FIRST}.0.w2_weight"),
+        r"found: .*experts\.0\.w2_weight",
+    ),
+    "no weight": (rename("w2_weight", f"{FIRST}.w2_other"), "a tensor w2_weight"),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_header_that_is_not_the_manifests_is_refused(out: Path, what: str) -> None:
+    change, message = HEADERS[what]
+    rewrite(out, lambda header: None)
+    assert opened(out)
+    rewrite(out, change)
+    with pytest.raises(VerificationError, match=message) as caught:
+        opened(out)
+    is_damaged(caught)
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut off": (lambda data: data[:-1], r"expected: \d+ bytes"),
+    "longer": (lambda data: data + b"\0", r"expected: \d+ bytes"),
+    "empty": (lambda data: b"", "found: 0 bytes"),
+    "zeros": (lambda data: bytes(len(data)), "readable safetensors"),
+    "a bit of the length": (lambda data: bytes([data[0] ^ 2]) + data[1:], "readable safetensors"),
+    "a bracket": (lambda data: data[:8] + b"[" + data[9:], "readable safetensors"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_file_is_refused(out: Path, what: str) -> None:
+    change, message = DAMAGES[what]
+    path = out / name_of()
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(VerificationError, match=message) as caught:
+        opened(out)
+    is_damaged(caught)
+
+
+def test_a_file_that_is_gone_or_no_file_is_refused(out: Path) -> None:
+    (out / name_of()).unlink()
+    with pytest.raises(VerificationError, match="readable safetensors"):
+        opened(out)
+    (out / name_of()).mkdir()
+    with pytest.raises(VerificationError, match=r"expected: \d+ bytes"):
+        opened(out)
+
+
+def test_a_file_that_the_manifest_does_not_list_is_refused(made: Path) -> None:
+    served: Served = replace(open_served(Place(str(made))), files={})
+    with pytest.raises(VerificationError, match="a file that the manifest lists") as caught:
+        open_rank_file(served, made / name_of(), FIRST, name_of())
+    is_damaged(caught)
+
+
+def test_another_blocks_file_under_this_name_is_refused(out: Path) -> None:
+    """Of the same size, since its header is; its tensors bear their block's name."""
+    shutil.copy(out / name_of(SECOND), out / name_of())
+    with pytest.raises(VerificationError, match=f"tensors named {FIRST}") as caught:
+        opened(out)
+    is_damaged(caught)
+
+
+def test_a_rank_with_another_number_of_experts_under_this_name_is_refused(out: Path) -> None:
+    shutil.copy(out / name_of(FIRST, 0, 1), out / name_of())
+    with pytest.raises(VerificationError, match="bytes") as caught:
+        opened(out)
+    is_damaged(caught)
+
+
+def test_another_ranks_file_of_the_same_sizes_is_told_by_its_digest_alone(out: Path) -> None:
+    """Nothing in a header says which rank it is: HQCONV_VERIFY=1, and `hqconv verify`, read all bytes."""
+    shutil.copy(out / name_of(FIRST, 1, 0), out / name_of())
+    file = opened(out)
+    with pytest.raises(VerificationError, match=f"sha256 {file.sha256}") as caught:
+        check_digest(file)
+    is_damaged(caught)
+
+
+def test_a_bit_of_a_tensor_is_told_by_the_digest(out: Path) -> None:
+    data = bytearray((out / name_of()).read_bytes())
+    data[-1] ^= 1
+    (out / name_of()).write_bytes(data)
+    with pytest.raises(VerificationError, match="sha256") as caught:
+        check_digest(opened(out))
+    is_damaged(caught)
+
+
+def test_a_file_that_goes_away_before_it_is_hashed_is_refused(out: Path) -> None:
+    file = opened(out)
+    file.path.unlink()
+    with pytest.raises(VerificationError, match="a readable file") as caught:
+        check_digest(file)
+    is_damaged(caught)
