@@ -9,13 +9,14 @@ DEMO_CUT := demo/qwen3-moe-tiny-mxfp4-tp4
 CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --target sm90 --tp 2 --overwrite
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test test-vllm lint clean
 
 help:
 	@echo "make install   create .venv with hqconv and its development tools"
 	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert, inspect and verify it, cut the artifact"
 	@echo "               for other ranks without the checkpoint (no GPU needed)"
 	@echo "make test      install, lint, run the tests"
+	@echo "make test-vllm  unpack vLLM into .venv-vllm, without its compiled parts, and run the plugin in its classes"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make clean     remove caches, build output and the demo; .venv stays"
 
@@ -41,6 +42,11 @@ demo: $(STAMP) $(DEMO_SRC)/config.json
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Left out of `make test`: an environment of its own and some minutes.
+test-vllm:
+	$(PYTHON) scripts/vllm_env.py
+	.venv-vllm/bin/python -m pytest -m vllm tests/serving
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

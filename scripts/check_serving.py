@@ -1,6 +1,7 @@
 """Serve artifacts with vLLM on the GPUs of this machine, and compare what comes out: the proof behind docs/serving.md.
 
     python scripts/check_serving.py same  --work DIR [--schemas …] [--tp 2 [--ep]]     answers of both layouts
+    python scripts/check_serving.py modes --work DIR                                   sleep, weights by name only
     python scripts/check_serving.py start --work DIR [--layers 4 --experts 64]         starts side by side
 
 `same`: each schema is converted in both layouts. Where a stock vLLM serves the checkpoint layout, tokens and
@@ -27,15 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import hqconv
 from hqconv.schemas import artifact as names
 from hqconv.schemas.stock_vllm import stock_vllm_obstacle
 from hqconv.schemas.target import resolve_schema
-from scripts.shared import make_source
+from scripts.serving_models import convert, decoded, source_of
 
 ENGINE_S = 240.0  # no start takes longer
 ENGINE = Path(__file__).with_name("serve_once.py")
@@ -90,7 +89,7 @@ class Engine:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("same", "start"))
+    parser.add_argument("what", choices=("same", "modes", "start"))
     parser.add_argument("--work", type=Path, required=True, help="folder for models, on a RAM disk")
     parser.add_argument("--schemas", type=lambda text: text.split(","), default=SCHEMAS)
     parser.add_argument("--model-type", default="qwen3_moe")
@@ -108,94 +107,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
-    report = same(a) if a.what == "same" else start(a)
+    report = {"same": same, "modes": modes, "start": start}[a.what](a)
     if a.out:
         write(a.out, report)
     print("FAILED" if report["failed"] else "all good", flush=True)
     sys.exit(bool(report["failed"]))
-
-
-def source_of(a: argparse.Namespace) -> Path:
-    """The 16-bit checkpoint that everything comes from."""
-    folder: Path = a.work / f"{a.model_type}-{a.dtype}-{a.layers}x{a.experts}"
-    if not folder.exists() and a.model_type == "gpt_oss":
-        write_gpt_oss(folder, a)
-    elif not folder.exists():
-        sizes = {key: getattr(a, key) for key in ("hidden", "intermediate", "layers", "experts", "dtype")}
-        make_source(folder, **sizes, model_type=a.model_type, distinct_layers=2, shard_size="2GB")
-    return folder
-
-
-def write_gpt_oss(folder: Path, a: argparse.Namespace) -> None:
-    """A tiny GPT-OSS whose experts are mxfp4 of random codes, with biases, as the original is stored."""
-    import transformers
-
-    config = transformers.GptOssConfig(
-        hidden_size=a.hidden,
-        intermediate_size=a.intermediate,
-        num_hidden_layers=a.layers,
-        num_local_experts=a.experts,
-        num_experts_per_tok=4,
-        num_attention_heads=a.hidden // 64,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=2048,
-        max_position_embeddings=4096,
-        torch_dtype=a.dtype,
-    )
-    torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM(config).to(getattr(torch, a.dtype))
-    tensors = {name: t for name, t in model.state_dict().items() if not name.endswith("_proj")}
-    for layer in range(a.layers):
-        for name, rows, columns in (
-            ("gate_up_proj", 2 * a.intermediate, a.hidden),
-            ("down_proj", a.hidden, a.intermediate),
-        ):
-            shape, prefix = (a.experts, rows, columns // 32), f"model.layers.{layer}.mlp.experts.{name}"
-            tensors[f"{prefix}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-            tensors[f"{prefix}_scales"] = torch.randint(117, 122, shape, dtype=torch.uint8)
-            tensors[f"{prefix}_bias"] = torch.randn(a.experts, rows).mul(0.1).to(getattr(torch, a.dtype))
-    folder.mkdir()
-    config.architectures = ["GptOssForCausalLM"]
-    config.quantization_config = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn"],
-    }
-    config.save_pretrained(folder)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
-
-
-def convert(a: argparse.Namespace, source: Path, schema: str, layout: str) -> Path:
-    """One conversion, unless it is there."""
-    grid = {"tp": 1, "ep": a.tp} if a.ep else {"tp": a.tp, "ep": 1}
-    if layout == "checkpoint":
-        grid = {"tp": 1, "ep": 1}
-    out: Path = a.work / f"{source.name}-{schema}-{layout}-tp{grid['tp']}-ep{grid['ep']}"
-    if not out.exists():
-        hqconv.convert(source, out, schema=schema, layout=layout, dtype=a.dtype, target="sm90", **grid)
-    return out
-
-
-def decoded(a: argparse.Namespace, source: Path, artifact: Path) -> Path:
-    """The source with the artifact's experts, decoded and rounded to 16 bits."""
-    out: Path = a.work / f"{artifact.name}-decoded"
-    if out.exists():
-        return out
-    out.mkdir()
-    dtype, shards = getattr(torch, a.dtype), sorted(source.glob("*.safetensors"))
-    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
-    for block in json.loads((artifact / names.MANIFEST).read_text(encoding="utf-8"))["blocks"]:
-        experts = hqconv.dequantize(artifact, block=block)
-        for role, word in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
-            for index, matrix in enumerate(experts[role]):
-                name = f"{block}.{index}.{word}.weight"
-                assert name in tensors
-                tensors[name] = matrix.to(dtype)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    for path in source.glob("*.json"):
-        if path.name != names.INDEX:
-            (out / path.name).write_bytes(path.read_bytes())
-    return out
 
 
 def same(a: argparse.Namespace) -> dict[str, Any]:
@@ -222,9 +138,10 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
     engines = [
         pair[which] for which in (0, 1) for _, pair in pairs.values()
     ]  # the second find compiled kernels
+    places = max(1, torch.cuda.device_count() // a.tp)
     for number, engine in enumerate(engines):
-        if a.tp == 1:
-            engine.variables["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
+        first = number % places * a.tp
+        engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + a.tp)))
     report: dict[str, Any] = {"schemas": {}, "engines": {}, "failed": False}
     found = report["engines"]
     with ThreadPoolExecutor(a.jobs) as pool:
@@ -275,6 +192,22 @@ def compare(mine: dict[str, Any], other: dict[str, Any], *, must_equal: bool) ->
         "log_p": later,
         "repeats": repeats,
     }
+
+
+def modes(a: argparse.Namespace) -> dict[str, Any]:
+    """Answers after sleeping, lightly and deeply, must be those of before; a dummy load must start."""
+    kernel = convert(a, source_of(a), a.schemas[0], "kernel")
+    words = ["--words", a.words]
+    slept = Engine("sleep", kernel, ["--sleep", *words]).run()
+    dummy = ["--words", json.dumps({**json.loads(a.words), "load_format": "dummy"})]
+    report: dict[str, Any] = {"engines": {"sleep": slept, "dummy": Engine("dummy", kernel, dummy).run()}}
+    same_after = {level: slept.get(f"after_sleep_{level}") == slept.get("answers") for level in (1, 2)}
+    report["failed"] = (
+        "failed" in slept or not all(same_after.values()) or "failed" in report["engines"]["dummy"]
+    )
+    print("the same after sleep:", same_after, *slept.get("failed", ()), flush=True)
+    print("dummy:", *report["engines"]["dummy"].get("failed", ["started"]), sep="\n    ", flush=True)
+    return report
 
 
 def start(a: argparse.Namespace) -> dict[str, Any]:

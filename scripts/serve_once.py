@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="file to write")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="expert parallelism over the --tp ranks")
+    parser.add_argument("--sleep", action="store_true", help="ask again after sleeping, lightly and deeply")
     parser.add_argument("--profile", action="store_true", help="print what loading spends its time on")
     parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization")
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
@@ -51,14 +52,25 @@ def main() -> None:
         gpu_memory_utilization=a.memory,
         tensor_parallel_size=a.tp,
         enable_expert_parallel=a.ep,
+        enable_sleep_mode=a.sleep,
         **a.words,
     )
     found["engine_s"] = time.time() - begun_s
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True, detokenize=False)
-    for answers in ("answers", "again"):
+
+    def ask() -> list[list[list[float]]]:
         # One at a time: what is computed together, and so how, would depend on when each one arrives.
         outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in PROMPTS]
-        found[answers] = [_answer(output.outputs[0]) for output in outputs]
+        return [_answer(output.outputs[0]) for output in outputs]
+
+    found |= {"answers": ask(), "again": ask()}
+    for level in (1, 2) if a.sleep else ():
+        llm.sleep(level)
+        llm.wake_up(["weights"])
+        if level == 2:  # which forgets all weights
+            llm.collective_rpc("reload_weights")
+        llm.wake_up(["kv_cache"])
+        found[f"after_sleep_{level}"] = ask()
     found["answered_s"] = time.time() - begun_s
     a.report.write_text(json.dumps(found), encoding="utf-8")
     os._exit(0)  # engines take seconds to end; who started this ends its children

@@ -50,6 +50,7 @@ ONLY_IN = {
         "hqconv.serving.dense",
         "hqconv.serving.method",
         "hqconv.serving.plugin",
+        "hqconv.serving.tuning",
     ),
     "gguf": ("hqconv.checkpoint.gguf",),
     "bitsandbytes": ("hqconv.decode.bitsandbytes",),
@@ -76,6 +77,7 @@ LIGHT = (
         "hqconv.serving.names",
         "hqconv.serving.plugin",
         "hqconv.serving.versions",
+        "hqconv.serving.tuning",
     ),
     *("hqconv.pipeline.options", "hqconv.pipeline.progress", "hqconv.pipeline.resources"),
 )
@@ -83,7 +85,18 @@ HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub"
 # A server serves; what plans, converts, verifies and shows stays out of its processes, also in functions.
 # `serving/warm` and what it alone imports are no part of one.
 SERVER_WITHOUT_VLLM = (
-    *("served", "place", "refusals", "rank_file", "filling", "loader", "activations", "names", "plugin"),
+    *(
+        "served",
+        "place",
+        "refusals",
+        "rank_file",
+        "filling",
+        "loader",
+        "activations",
+        "names",
+        "plugin",
+        "tuning",
+    ),
     *("versions", "kernels"),
 )
 SERVER = tuple(f"hqconv.serving.{name}" for name in (*SERVER_WITHOUT_VLLM, "config", "dense", "method"))

@@ -141,6 +141,8 @@ def _show_summary(console: Console, words: Words) -> None:
     )
     _errors(console, summarize_errors(words["errors"]))
     console.print(f"\nThe artifact is in {words['out']}; see it with: hqconv inspect {words['out']}")
+    if words["serve_command"]:
+        console.print(f"Serve it with: {words['serve_command']}")
 
 
 def _show_source(console: Console, words: Words) -> None:
@@ -179,6 +181,7 @@ def _show_artifact(console: Console, words: Words) -> None:
             ("for", phrases.target(words)),
             ("experts", phrases.ranks(words["rank_bytes"])),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in words["tensors"].items())),
+            ("serve", words["serve_command"] or "vLLM has no start for these ranks"),
             (
                 "made by",
                 f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}",

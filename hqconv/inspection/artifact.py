@@ -12,6 +12,8 @@ from hqconv.artifact.manifest import check_details, read_manifest, requantized, 
 from hqconv.formats.format import SourceFormat
 from hqconv.inspection.words import Words, block_runs, quant_method, schema_words, summarize_errors
 from hqconv.schemas import artifact
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.serving import serve_command
 
 
 def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
@@ -45,7 +47,13 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
         "rank_bytes": _rank_bytes(manifest),
         "missing_or_resized_files": missing,
+        "serve_command": serve_command(str(root), manifest["layout"], _grid(manifest)),
     }
+
+
+def _grid(manifest: Words) -> Grid:
+    words = (manifest[key] for key in ("tp", "ep", "expert_placement", "redundant_experts"))
+    return Grid(*words)
 
 
 def describe_unfinished(root: Path) -> Words:

@@ -25,6 +25,7 @@ from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_stag
 from hqconv.pipeline.team import Share, Team
 from hqconv.planning.plan import Plan
 from hqconv.schemas import artifact
+from hqconv.schemas.serving import serve_command
 from hqconv.sources.source import Source
 
 
@@ -72,6 +73,7 @@ class ConversionReport:
             "warnings": list(self.warnings),
             "conversion": dict(Counter(block.encoding.conversion for block in self.plan.blocks)),
             "requantized": requantized(self.errors),
+            "serve_command": serve_command(str(self.out), request.layout, request.grid),
         }
 
 

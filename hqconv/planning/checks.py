@@ -13,6 +13,7 @@ from hqconv.formats.format import why_not_direct
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.serving import serving_obstacles
 from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle, stock_vllm_obstacle
 from hqconv.schemas.target import PARAM_DTYPES, SUPPORTED_TARGETS
 
@@ -129,6 +130,9 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
             )
     if request.layout == artifact.CHECKPOINT:
         warnings += _stock_vllm_warnings(experts, request)
+    else:
+        reasons = serving_obstacles(experts.family, request.grid)
+        warnings += [f"vLLM 0.33 will not serve this artifact: {reason}." for reason in reasons]
     if request.schema.b_dtype == "float8e5m2" and request.param_dtype == "float16":
         # docs/kernels.md: codes of up to 57344 are summed before the scale is applied.
         warnings.append(

@@ -174,6 +174,15 @@ def _recorder(kernel: Any, found: list[KernelSource]) -> Any:
 def gemm_kernels(words: Mapping[str, Any], asking: Asking) -> list[KernelSource]:
     """The GEMM kernels for a LayerConfig (as words), of every batch size. Inside `standing_in` only."""
     kernels = importlib.import_module("humming.kernel.humming")
+    config, tuning = tuning_table(words, asking)
+    found: list[KernelSource] = []
+    recorder = _recorder(kernels.HummingKernel, found)
+    recorder.prepare_kernels(config.to_str(), json.dumps(asking.words()), json.dumps(tuning), NO_DEVICE)
+    return found
+
+
+def tuning_table(words: Mapping[str, Any], asking: Asking) -> tuple[Any, Any]:
+    """Humming's LayerConfig of words, and its tuning for every batch size. Inside `standing_in` only."""
     config = importlib.import_module("humming.config").LayerConfig(**words)
     tuning = importlib.import_module("humming.tune").get_heuristics_config(
         layer_config=config,
@@ -182,10 +191,7 @@ def gemm_kernels(words: Mapping[str, Any], asking: Asking) -> list[KernelSource]
         gemm_type=asking.gemm_type,
         device=NO_DEVICE,
     )
-    found: list[KernelSource] = []
-    recorder = _recorder(kernels.HummingKernel, found)
-    recorder.prepare_kernels(config.to_str(), json.dumps(asking.words()), json.dumps(tuning), NO_DEVICE)
-    return found
+    return config, tuning
 
 
 def input_kernels(

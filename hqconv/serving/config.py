@@ -68,13 +68,13 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HqconvConfig:
         """The config of an artifact. Raises RequestError for one of a newer hqconv."""
-        version = config.get("format_version")
-        if version != FORMAT_VERSION:
+        found = config.get("format_version")
+        if found != FORMAT_VERSION:
             raise RequestError(
                 "The artifact was made by another version of hqconv.",
                 where="config.json: quantization_config: format_version",
                 expected=FORMAT_VERSION,
-                found=version,
+                found=found,
                 remedy="Upgrade hqconv in the server's environment.",
             )
         return cls(config)

@@ -114,6 +114,15 @@ def read_words(folder: Path) -> dict[str, Any]:
     return dict(words)
 
 
+def tuning_tables(folder: Path) -> dict[str, Any]:
+    """The tuning tables that lie with the kernels, by name; none where there is nothing to rely on."""
+    try:
+        found = read_words(folder).get("tuning")
+    except UnusableError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _check_agreement(words: dict[str, Any], sm: int) -> None:
     from hqconv.serving.compiler import AGREE, identity
 

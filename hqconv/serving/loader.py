@@ -6,10 +6,10 @@ import logging
 import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hqconv.serving.filling import Buffers, Filling, Target
-from hqconv.serving.kernels import VARIABLE, kernels_folder, use_warm_kernels
+from hqconv.serving.kernels import VARIABLE, kernels_folder, tuning_tables, use_warm_kernels
 from hqconv.serving.rank_file import RankFile
 from hqconv.serving.served import Served
 
@@ -33,6 +33,7 @@ class Loader:
 
     def __init__(self) -> None:
         self.claimed: dict[str, str] = {}  # block → the layer that it is for
+        self.tuning: dict[str, Any] = {}  # tables of `hqconv warm`
         self._layers: list[Filled] = []
         self._filling: Filling | None = None
         self._buffers: Buffers | None = None
@@ -71,16 +72,21 @@ class Loader:
             rate = num_bytes / 1e9 / max(seconds, 1e-9)
             logger.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
             self._filling = self._buffers = None
+            self._layers = [
+                one for one in self._layers if not one.is_filled
+            ]  # what is full is the model's alone
 
     def take_kernels(self, served: Served) -> None:
         """Once in a process: have Humming find what `hqconv warm` compiled, where the environment asks for it."""
         if self._has_kernels or not os.environ.get(VARIABLE):
             return
         self._has_kernels = True
-        reason = use_warm_kernels(kernels_folder(Path(served.place.name)), served.sm_version)
+        folder = kernels_folder(Path(served.place.name))
+        reason = use_warm_kernels(folder, served.sm_version)
         if reason:
             logger.warning("Kernels are compiled as they are needed: %s", reason)
         else:
+            self.tuning = tuning_tables(folder)
             logger.info("Kernels that were compiled beforehand are in use")
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[Target]]]:

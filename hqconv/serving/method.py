@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
@@ -25,13 +24,20 @@ from hqconv.schemas.dtypes import torch_dtype
 from hqconv.serving.activations import Activation, agreed
 from hqconv.serving.filling import Target
 from hqconv.serving.rank_file import RankFile, open_rank_file
-from hqconv.serving.refusals import Asked, check_block, check_dtype, check_flags, check_ranks, no_deployment
+from hqconv.serving.refusals import (
+    Asked,
+    check_block,
+    check_dtype,
+    check_flags,
+    check_ranks,
+    no_deployment,
+    other_model,
+)
 from hqconv.serving.served import Served, ServedBlock
+from hqconv.serving.tuning import remembered
 
 if TYPE_CHECKING:
     from hqconv.serving.config import HqconvConfig
-
-logger = init_logger(__name__)
 
 
 class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
@@ -53,6 +59,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         _set_activation(served, block, layer)
         self.config, self.served, self.block, self.layer = config, served, block, layer
         self.vllm_config = get_current_vllm_config_or_none()
+        self.model = _model_of(self.vllm_config)
         ranks = moe.moe_parallel_config
         name = names.rank_file(block.name, ranks.tp_rank, ranks.ep_rank)
         path = config.loader.path(served, name, **_downloading(self.vllm_config))
@@ -92,9 +99,13 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             return
         self.config.loader.take_kernels(self.served)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        self.moe_kernel = make_humming_moe_kernel(
-            self.moe_quant_config, self.moe, self.experts_cls, routing_tables=layer._expert_routing_tables()
-        )
+        with remembered(self.config.loader.tuning):
+            self.moe_kernel = make_humming_moe_kernel(
+                self.moe_quant_config,
+                self.moe,
+                self.experts_cls,
+                routing_tables=layer._expert_routing_tables(),
+            )
 
     def targets(self) -> list[Target]:
         """The parameters as they are now, with their places in the rank's file."""
@@ -111,7 +122,8 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     def _refill(self) -> None:
         """vLLM loads the model again in place, and has put the parameters back, maybe empty."""
         if self.is_filled:
-            _check_same_model(self.served, self.vllm_config)
+            if _model_of(self.vllm_config) != self.model:
+                raise other_model(self.served, _model_of(self.vllm_config))
             self._fill()
 
 
@@ -204,15 +216,6 @@ def _when_placed_again(layer: RoutedExperts, names_of: Any, call: Any) -> None:
     layer.register_parameter = registering
 
 
-def _check_same_model(served: Served, config: VllmConfig | None) -> None:
-    if (
-        config is not None
-        and config.model_config is not None
-        and config.model_config.model != served.place.name
-    ):
-        raise RequestError(
-            "The experts of another model cannot be loaded into this server.",
-            where=served.place.name,
-            found=config.model_config.model,
-            remedy="Start a server with the other artifact.",
-        )
+def _model_of(config: VllmConfig | None) -> str:
+    """The folder or repo that vLLM loads; a reload can name another one."""
+    return "" if config is None or config.model_config is None else str(config.model_config.model)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hqconv.errors import HqconvError, RequestError
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.serving import serve_options
 from hqconv.schemas.target import SUPPORTED_TARGETS, TargetSchema, resolve_schema
 from hqconv.serving.place import Place
 from hqconv.serving.served import Served, ServedBlock
@@ -59,7 +61,7 @@ def check_ranks(served: Served, asked: Asked) -> None:
             where=served.place.name,
             expected=_ranks(grid.tp, grid.ep),
             found=f"{_ranks(asked.tp, asked.ep)}, as vLLM counts the ranks of MoE layers",
-            remedy=f"Serve with {_serve_options(grid.tp, grid.ep)}, or cut it again: {fitting}.",
+            remedy=f"{_fitting(grid)} cut it again: {fitting}.",
         )
     if grid.ep > 1 and asked.placement != grid.placement:
         raise RequestError(
@@ -154,6 +156,16 @@ def no_block(served: Served, prefix: str) -> HqconvError:
     )
 
 
+def other_model(served: Served, found: str) -> HqconvError:
+    """The error for a server that is told to load another model in place."""
+    return RequestError(
+        "The experts of another model cannot be loaded into this server.",
+        where=served.place.name,
+        found=found,
+        remedy="Start a server with the other artifact.",
+    )
+
+
 def no_layers(served: Served) -> HqconvError:
     """The error for a model that made no layer of experts as the plugin knows them."""
     return RequestError(
@@ -228,14 +240,12 @@ def _flags(flags: Mapping[str, bool]) -> str:
     return ", ".join(flag for flag, is_set in flags.items() if is_set) or "none of the special layouts"
 
 
+def _fitting(grid: Grid) -> str:
+    options = serve_options(grid)
+    if options is None:
+        return "There is no start of vLLM for the artifact's ranks:"
+    return f"Serve with {options or '--tensor-parallel-size 1'}, or"
+
+
 def _ranks(tp: int, ep: int) -> str:
     return f"tp {tp}, ep {ep}"
-
-
-def _serve_options(tp: int, ep: int) -> str:
-    """vLLM's options for a grid. With expert parallelism its ep is its tensor times its data parallel size."""
-    if ep == 1:
-        return f"--tensor-parallel-size {tp}"
-    if tp == 1:
-        return f"--tensor-parallel-size {ep} --enable-expert-parallel (or that many data parallel ranks)"
-    return "a server that has both (vLLM's expert parallelism leaves tp at 1)"

@@ -27,6 +27,7 @@ from hqconv.serving.kernels import (
     folder_beside,
     read_kernel,
     read_words,
+    tuning_tables,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ def _warm(
             f"Compiling {len(missing)} of {len(sources)} kernels for {gpu.name} with {agreed['compiler']}."
         )
         num_bytes = _compile(missing, entries, folder, jobs)
-    manifest = {"format_version": FORMAT_VERSION, **agreed, "kernels": dict(sorted(entries.items()))}
+        tables = _tables(artifact, asking, gpu, folder)
+    lists = {"tuning": tables, "kernels": dict(sorted(entries.items()))}
+    manifest = {"format_version": FORMAT_VERSION, **agreed, **lists}
     write_whole(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return {
         "gpu": gpu.words(),
@@ -154,6 +157,21 @@ def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource
             kernels += input_kernels(config, asking, words, top_k)
         found |= {kernel.name: kernel for kernel in kernels}
     return found, sorted(unknown)
+
+
+def _tables(artifact: Artifact, asking: Asking, gpu: Gpu, folder: Path) -> dict[str, Any]:
+    """The tuning of every GEMM, and what the folder has for other GPUs."""
+    from hqconv.serving.asked import tuning_table
+    from hqconv.serving.tuning import tuning_key
+
+    found = tuning_tables(folder)
+    seen: set[str] = set()
+    for *_, words in _layer_configs(artifact):
+        if (text := json.dumps(words, sort_keys=True)) not in seen:
+            seen.add(text)
+            config, table = tuning_table(words, asking)
+            found[tuning_key(config, asking.words(), gpu)] = table
+    return dict(sorted(found.items()))
 
 
 def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:

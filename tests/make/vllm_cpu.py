@@ -81,15 +81,21 @@ class _NoDevice:
 
 
 @contextmanager
-def config(sm_version: int = 90, **words: Any) -> Iterator[VllmConfig]:
-    """A current vLLM config, and Humming as on a GPU of this SM."""
+def humming_on_cpu(sm_version: int = 90) -> Iterator[None]:
+    """Humming as on a GPU of this SM, with its weight ops on the CPU."""
     humming()
     with (
-        set_current_vllm_config(current := VllmConfig(**words)),
         target_facts(sm_version),
         resident(torch.device("cpu")),
         patch("torch.cuda.device", _NoDevice),
     ):
+        yield
+
+
+@contextmanager
+def config(sm_version: int = 90, **words: Any) -> Iterator[VllmConfig]:
+    """A current vLLM config, and Humming as on a GPU of this SM."""
+    with set_current_vllm_config(current := VllmConfig(**words)), humming_on_cpu(sm_version):
         yield current
 
 

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ WORDS: dict[str, dict[str, Any]] = {
         "use_qkv_bias": False,
     },
     "deepseek_v2": {"n_group": 1, "topk_group": 1},
-    "deepseek_v32": {"first_k_dense_replace": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v32": {"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
     "deepseek_v4": {"head_dim": 512, "qk_rope_head_dim": 64, "compress_ratios": [0] * (LAYERS + 1)},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "glm4v_moe": {"text_config": {"use_qk_norm": True}},
@@ -46,17 +47,37 @@ WORDS: dict[str, dict[str, Any]] = {
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
             "first_k_dense_replace": 1,
+            "mla_use_nope": True,
         }
     },
-    "glm_moe_dsa": {"first_k_dense_replace": 1},
+    "glm_moe_dsa": {"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
     "hy_v3": {
         "expert_hidden_dim": 48,
         "route_norm": True,
         "moe_router_use_sigmoid": True,
         "router_scaling_factor": 1.0,
+        "qk_norm": True,
     },
-    "inkling_mm_model": {"text_config": {"dense_mlp_idx": 1}},
-    "kimi_linear": {"mla_use_nope": True, "qk_rope_head_dim": 0, "first_k_dense_replace": 1},
+    "inkling_mm_model": {
+        "text_config": {
+            "dense_mlp_idx": 1,
+            "local_layer_ids": [0, 1],
+            "shared_expert_sink": True,
+            **dict.fromkeys(("use_embed_norm", "use_sconv", "use_gate_bias", "use_global_scale"), True),
+        }
+    },
+    "kimi_linear": {
+        "mla_use_nope": True,
+        "qk_rope_head_dim": 0,
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "kda_layers": [1, 2],
+            "full_attn_layers": [],
+            "num_heads": 32,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 0],
@@ -64,7 +85,7 @@ WORDS: dict[str, dict[str, Any]] = {
         "layernorm_epsilon": 1e-5,
         "scoring_func": "sigmoid",
     },
-    "minimax_m2": {"scoring_func": "sigmoid"},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "minimax_m3_vl": {
         "text_config": {
             "hidden_act": "swigluoai",
@@ -298,30 +319,42 @@ def _merged(config: dict[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **words, **nested}
 
 
+def reword(folder: Path, model_type: str, **more: Any) -> str:
+    """Write into a tiny model's config what vLLM asks for, its draft, and more; returns the draft's block, or ""."""
+    path = folder / "config.json"
+    words, drafted = DRAFTS.get(model_type, ({}, ""))
+    config = json.loads(path.read_text())
+    for one in (WORDS.get(model_type, {}), words, more):
+        config = _merged(config, one)
+    path.write_text(json.dumps(config))
+    return drafted
+
+
+def configure(folder: Path, is_drafted: bool) -> tuple[VllmConfig, ModelConfig | None]:
+    """A server's config for a folder, and the model config of its draft."""
+    words: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True}
+    model_config = ModelConfig(model=str(folder), tokenizer=str(folder), max_model_len=64, **words)
+    vllm = VllmConfig(model_config=model_config)
+    if not is_drafted:
+        return vllm, None
+    ranks = {"target_model_config": model_config, "target_parallel_config": vllm.parallel_config}
+    speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1, **ranks)
+    return VllmConfig(
+        model_config=model_config, speculative_config=speculative
+    ), speculative.draft_model_config
+
+
 def ask(folder: Path, model_type: str) -> dict[str, Any]:
     """What vLLM asks for, for a tiny model that transformers saves, and for its draft where it has one."""
     save_family(folder, model_type)
     with open_source(folder) as source:
         blocks = {block.name: block.layer for block in source.map_experts().blocks}
-    path = folder / "config.json"
-    config = _merged(json.loads(path.read_text()), WORDS.get(model_type, {}))
-    words, drafted = DRAFTS.get(model_type, ({}, ""))
-    config = _merged(config, words)
+    drafted = DRAFTS.get(model_type, ({}, ""))[1]
     names = [*blocks, drafted] if drafted else list(blocks)
-    path.write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "recorder", "blocks": names}})
-    )
+    reword(folder, model_type, quantization_config={"quant_method": "recorder", "blocks": names})
     Recorder.seen.clear()
-    common = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True}
-    model_config = ModelConfig(model=str(folder), tokenizer=str(folder), **common)
-    vllm = VllmConfig(model_config=model_config)
-    draft_config = None
-    if drafted:
-        ranks = {"target_model_config": model_config, "target_parallel_config": vllm.parallel_config}
-        speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1, **ranks)
-        draft_config = speculative.draft_model_config
-        vllm = VllmConfig(model_config=model_config, speculative_config=speculative)
-    with _building(vllm):
+    vllm, draft_config = configure(folder, bool(drafted))
+    with building(vllm):
         model = initialize_model(vllm_config=vllm)
         asked = {
             "class": type(model).__name__,
@@ -338,12 +371,13 @@ def ask(folder: Path, model_type: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _building(vllm: VllmConfig) -> Iterator[None]:
+def building(vllm: VllmConfig, device: str = "meta") -> Iterator[None]:
+    """Make models of this config inside, in bfloat16."""
     processors = (transformers.AutoImageProcessor, transformers.AutoProcessor)
     with (
         set_current_vllm_config(vllm),
         set_default_torch_dtype(torch.bfloat16),
-        torch.device("meta"),
+        torch.device(device),
         patch("torch.cuda.Stream", _NoPrefill),
         patch("torch.cuda.Event", _NoPrefill),
         patch.object(processors[0], "from_pretrained", _Anything()),
@@ -352,9 +386,8 @@ def _building(vllm: VllmConfig) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Ask for each model type and write the answers, or the error."""
-    out, *model_types = sys.argv[1:]
+def answer(out: Path, ask_one: Callable[[Path, str], dict[str, Any]], names: Sequence[str]) -> None:
+    """Ask about each name in a folder of its own, as the only rank, and write the answers, or the error."""
     torch.set_num_threads(1)
     answers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -362,14 +395,14 @@ def main() -> None:
             init_distributed_environment(1, 0, f"file://{scratch}/store", 0, backend="gloo")
             initialize_model_parallel(1, 1)
         init_workspace_manager(torch.device("cpu"))
-        for model_type in model_types:
+        for name in names:
             try:
                 with set_current_vllm_config(VllmConfig()):  # what is imported on the way asks for one
-                    answers[model_type] = ask(Path(scratch) / model_type, model_type)
+                    answers[name] = ask_one(Path(scratch) / name, name)
             except Exception as error:  # noqa: BLE001 - the test's to judge
-                answers[model_type] = {"error": f"{type(error).__name__}: {error}"}
-    Path(out).write_text(json.dumps(answers))
+                answers[name] = {"error": f"{type(error).__name__}: {error}"}
+    out.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
-    main()
+    answer(Path(sys.argv[1]), ask, sys.argv[2:])

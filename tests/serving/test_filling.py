@@ -103,9 +103,10 @@ def test_every_byte_arrives_once(tmp_path: Path, data: Any, layouts: list[Layout
     """Any tensors in any order of any number of files, waited for in any order."""
     files = [make_file(tmp_path / str(number), layout) for number, layout in enumerate(layouts)]
     jobs = [(file.name, file, data.draw(st.permutations(targets(file)))) for file in files]
-    with pieces(size, data.draw(st.integers(1, 4))) as read:
+    order, threads = data.draw(st.permutations(jobs)), data.draw(st.integers(1, 4))
+    with pieces(size, threads) as read:  # nothing is drawn from here on: what is begun must be waited for
         begun = Filling(jobs)
-        for owner, file, wanted in data.draw(st.permutations(jobs)):
+        for owner, file, wanted in order:
             assert owner in begun
             begun.wait(owner)
             assert is_full(file, wanted)

@@ -14,6 +14,7 @@ import pytest
 
 from hqconv.serving.names import find_block
 from tests.make.families import FAMILIES, LAYERS
+from tests.make.vllm_lists import DRAFTED, LEFT_OUT
 
 pytestmark = [
     pytest.mark.vllm,
@@ -23,19 +24,7 @@ pytestmark = [
 ]
 REPO = Path(__file__).resolve().parents[2]
 
-# What cannot be built here, and why.
-LEFT_OUT = {
-    "diffusion_gemma": "needs vLLM's second model runner, which needs Triton",
-    "dots3_note_text": "transformers has it later than vLLM 0.33's environment",
-    "flint": "needs FlashInfer's attention",
-    "inkling2_text": "neither vLLM nor its transformers has it",
-    "kimi_k25": "transformers saves names that vLLM has not, the Hub's are in test_names",
-    "mistral_large4": "neither vLLM nor its transformers has it",
-    "step3p7": "vLLM takes a vision config that transformers does not write",
-}
 BUILT = sorted(set(FAMILIES) - set(LEFT_OUT))
-DRAFTED = {"deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3"}
-DRAFTED |= {"bailing_hybrid", "nemotron_h", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
 WEIGH_INPUTS = {"llama4", "llama4_text"}
 ACTIVATIONS = {
     "gpt_oss": "swigluoai",

@@ -416,3 +416,27 @@ def test_other_layers_are_the_sources_own_quantizations(
     config.maybe_update_config(str(tmp_path / "out"))
     assert isinstance(config.get_quant_method(vllm_cpu.linear(), name), Fp8LinearMethod)
     assert config.weight_block_size == [128, 128]
+
+
+def test_another_models_experts_are_not_loaded_in_place(
+    tmp_path: Path, sources: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`reload_weights(weights_path=…)` changes the model's name, and nothing else that a layer could see."""
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    told = SimpleNamespace(dtype=torch.bfloat16, model=str(tmp_path / "out"))
+    monkeypatch.setattr(vllm_config, "model_config", told)
+    model = torch.nn.Module()
+    model.experts = load(tmp_path / "out")
+    layerwise.record_metadata_for_reloading(model)
+    layerwise.initialize_layerwise_reload(model)
+    told.model = "another"
+    with pytest.raises(RequestError, match="another"):
+        layerwise.finalize_layerwise_reload(model, None)
+
+
+def test_vllm_finds_the_plugin_by_itself() -> None:
+    """By the entry point of the installed package, as in every process of a server."""
+    from importlib.metadata import entry_points
+
+    (found,) = (entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "hqconv")
+    assert found.load() is register

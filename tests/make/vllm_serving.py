@@ -1,0 +1,259 @@
+"""Artifacts in vLLM's whole model classes, through the plugin, on a machine without a GPU: built, loaded, compared.
+
+Run as a program, `python -m tests.make.vllm_serving OUT [CASE…]`, as `vllm_models`, whose stand-ins these are. A case
+is a model type (all that can be built, where none is named), or one of `vllm_quantized`. A small model is converted,
+and vLLM builds and loads its class twice: from the artifact, and from the source without hqconv. All memory is filled
+with one byte before, so that it can be told what was not loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.make import vllm_models  # isort: skip  - before vLLM
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model
+
+from hqconv.errors import HqconvError
+from hqconv.serving.plugin import register
+from tests.make import vllm_quantized
+from tests.make.conversions import manifest, run
+from tests.make.families import FAMILIES, save_family
+from tests.make.vllm_cpu import humming_on_cpu
+from tests.make.vllm_lists import LEFT_OUT
+
+SCHEMA = "int8"  # which fits every family's tiny sizes
+SIZES = {"hidden": 64, "inner": 64}
+MORE_SIZES = {
+    "deepseek_v4": {"head_dim": 512, "qk_rope_head_dim": 64},
+    "minimax_m3_vl": {"shared_intermediate_size": 64},
+    "hy_v3": {"expert_hidden_dim": 64},
+}
+POISON = 0x7E  # a huge number in every dtype
+KINDS = (CompressedTensorsConfig, Fp8Config, ModelOptFp8Config, Mxfp4Config)
+# What vLLM registers among the experts' parameters and is the router's.
+ROUTING = ("e_score_correction_bias", "hash_indices_table")
+
+# Drafts of the same folder, which transformers does not save: a layer's names as they begin, and the draft's; what
+# else a draft has.
+_LAST = {"model.layers.1.": "model.layers.2."}
+_MTP = {"model.layers.1.": "mtp.layers.0."}
+_JOINED = ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+DRAFTS: dict[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        (_LAST, ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head")),
+    ),
+    **dict.fromkeys(("hy_v3", "bailing_hybrid"), (_LAST, ("eh_proj", "enorm", "hnorm", "final_layernorm"))),
+    "qwen3_next": (_MTP, _JOINED),
+    "qwen3_5_moe_text": (_MTP, _JOINED),
+    "qwen3_5_moe": ({"model.language_model.layers.1.": "mtp.layers.0."}, _JOINED),
+    "deepseek_v4": (
+        {"layers.1.": "mtp.0.", "hc_head_": "mtp.0.hc_head_"},
+        ("e_proj", "h_proj", "enorm", "hnorm", "norm"),
+    ),
+    "nemotron_h": (
+        {"backbone.layers.0.": "mtp.layers.0.", "backbone.layers.1.": "mtp.layers.1."},
+        ("eh_proj", "enorm", "hnorm"),
+    ),
+}
+NOT_DRAFTED = ("tid2eid", "attn.compressor")  # DeepSeek-V4's drafts choose by scores, and compress nothing
+# What transformers saves otherwise than publishers do, and vLLM reads only as publishers do; None: left out.
+NAMES: dict[str, dict[str, str | None]] = {
+    "deepseek_v4": {
+        r"model\.hc_head\.hc_": "hc_head_",
+        r"model\.embed_tokens": "embed",
+        r"model\.": "",
+        r"(.*\.attn\.)norm": r"\1kv_norm",
+    },
+    "inkling_mm_model": {r"model\.(audio|visual)\..*": None},
+    "kimi_linear": {r"(model\.layers\.0\.)block_sparse_moe": r"\1mlp"},
+    "minimax_m3_vl": {r"(.*vision_model\..*)block_sparse_moe": r"\1mlp"},
+}
+
+
+def publish(folder: Path, model_type: str, hidden: int) -> None:
+    """Have a saved model's folder as publishers have it: their names, and the tensors of a draft."""
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for pattern, new in NAMES.get(model_type, {}).items():
+        found = {name: re.match(pattern, name) for name in tensors}
+        tensors = {
+            name if match is None else match.expand(new or "") + name[match.end() :]: tensors[name]
+            for name, match in found.items()
+            if match is None or new is not None
+        }
+    if model_type in DRAFTS:
+        tensors |= _draft(tensors, hidden, *DRAFTS[model_type])
+    for path in (*files, folder / "model.safetensors.index.json"):
+        path.unlink(missing_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _draft(
+    tensors: Mapping[str, torch.Tensor], hidden: int, moved: Mapping[str, str], more: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """The last layer's tensors under other names, and what joins the draft to the model."""
+    first = next(iter(moved.values()))
+    made = {
+        new + name[len(old) :]: tensor.clone()
+        for old, new in moved.items()
+        for name, tensor in tensors.items()
+        if name.startswith(old) and not any(word in name for word in NOT_DRAFTED)
+    }
+    wide, square = (hidden, 2 * hidden), (hidden, hidden)
+    shapes = {"eh_proj": wide, "mtp.fc": wide, "e_proj": square, "h_proj": square}
+    shapes["shared_head.head"] = (64, hidden)
+    for name in more:
+        full = name if name.startswith("mtp.") else f"{first}{name}"
+        made[f"{full}.weight"] = torch.randn(shapes.get(name, (hidden,))).bfloat16()
+    return made
+
+
+# --- one model ---------------------------------------------------------------------------------------------
+
+
+def load(vllm: VllmConfig, model_config: ModelConfig) -> dict[str, Any]:
+    """Build and load a model, as vLLM's default loader does, and fill its experts."""
+    with vllm_models.building(vllm, "cpu"), humming_on_cpu():
+        model = initialize_model(vllm_config=vllm, model_config=model_config)
+        for parameter in model.parameters():
+            parameter.data.reshape(-1).view(torch.uint8).fill_(POISON)
+        weights = DefaultModelLoader(vllm.load_config).get_all_weights(model_config, model)
+        named = set(model.load_weights(weights) or ())
+        for _, layer in experts_of(model):
+            if type(layer.quant_method).__name__ == "HqconvMoEMethod":
+                layer.quant_method.process_weights_after_loading(layer)
+    return {"model": model, "named": named, "config": vllm.quant_config}
+
+
+def load_all(folder: Path, is_drafted: bool) -> dict[str, dict[str, Any]]:
+    """A folder's model, and its draft, loaded by a config that was sent to another process; or what was raised."""
+    try:
+        vllm, draft = vllm_models.configure(folder, is_drafted)
+        vllm = pickle.loads(pickle.dumps(vllm))
+        made = {"main": load(vllm, vllm.model_config)}
+        if draft is not None:
+            vllm.compilation_config.static_forward_context.clear()
+            made["draft"] = load(vllm, draft)
+        return made
+    except HqconvError as error:
+        return {"main": {"refused": str(error)}}
+    except Exception as error:  # noqa: BLE001 - the test's to judge
+        return {"main": {"error": f"{type(error).__name__}: {error}"[:400]}}
+
+
+def experts_of(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """The layers of experts by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a model but for its experts', as bytes."""
+    experts = [name for name, _ in experts_of(model)]
+    return {
+        name: parameter.data.reshape(-1).view(torch.uint8)
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[0] not in experts or name.rpartition(".")[2] in ROUTING
+    }
+
+
+def layers_of(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """What the layers of experts have become."""
+    for _, layer in experts_of(model):
+        method, words = layer.quant_method, {"prefix": layer.layer_name}
+        words["method"] = type(method).__name__
+        if words["method"] == "HqconvMoEMethod":
+            stored = load_file(method.file.path)
+            held = {f"{method.block.name}.{n}": p for n, p in layer.named_parameters() if n not in ROUTING}
+            words |= {"block": method.block.name, "activation": layer.activation.value}
+            words |= {"limit": layer.swiglu_limit, "holds_its_file": held.keys() == stored.keys()}
+            words["holds_its_file"] &= all(torch.equal(stored[name], held[name]) for name in stored)
+        yield words
+
+
+def methods_of(model: torch.nn.Module) -> dict[str, str]:
+    """How the layers other than experts are stored."""
+    found = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    experts = [name for name, _ in experts_of(model)]
+    return {
+        name: type(method).__name__
+        for name, method in found.items()
+        if isinstance(method, QuantizeMethodBase) and not any(expert.startswith(name) for expert in experts)
+    }
+
+
+def told(made: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model has become."""
+    values, config = parameters_of(made["model"]), made["config"]
+    return {
+        "class": type(made["model"]).__name__,
+        "layers": list(layers_of(made["model"])),
+        "unloaded": sorted(name for name, value in values.items() if bool((value == POISON).all())),
+        "methods": methods_of(made["model"]),
+        "kinds": [kind.__name__ for kind in KINDS if isinstance(config, kind)],
+        "method": config.get_name(),
+    }
+
+
+def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM makes of the source without hqconv, and where the artifact's layers are not the same."""
+    if "model" not in theirs:
+        return {"source": theirs["error"]}
+    one, other = parameters_of(ours["model"]), parameters_of(theirs["model"])
+    experts = tuple(f"{name}." for name, _ in experts_of(theirs["model"]))
+    named = {name for name in theirs["named"] if not name.startswith(experts) or name.endswith(ROUTING)}
+    unlike = {name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])}
+    return {
+        "unlike": sorted((one.keys() ^ other.keys()) | unlike),
+        "unnamed": sorted(named - ours["named"]),
+        "other_methods": sorted(methods_of(ours["model"]).items() ^ methods_of(theirs["model"]).items()),
+    }
+
+
+def ask(folder: Path, case: str) -> dict[str, Any]:
+    """Convert a small model and compare what vLLM makes of it, and of its draft where it has one."""
+    source, out, stored = folder / "source", folder / "artifact", vllm_quantized.CASES.get(case)
+    model_type = stored.model_type if stored else case
+    more: dict[str, Any] = {**SIZES, **MORE_SIZES.get(model_type, {}), **(stored.words if stored else {})}
+    save_family(source, model_type, **more)
+    hidden = more.pop("hidden")
+    drafted = vllm_models.reword(source, model_type, **more)
+    publish(source, model_type, hidden)
+    if stored:
+        vllm_quantized.store(source, stored)
+    run(source, out, stored.schema if stored else SCHEMA, threads=1)
+    config = json.loads((source / "config.json").read_text())
+    answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
+    answers["architecture"] = config["architectures"][0]
+    ours, theirs = load_all(out, bool(drafted)), load_all(source, bool(drafted))
+    config = json.loads((source / "config.json").read_text())
+    answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
+    answers["architecture"] = config["architectures"][0]
+    for part, made in ours.items():
+        their = theirs.get(part, theirs["main"])
+        answers[part] = {**told(made), **compared(made, their)} if "model" in made else made
+    return answers
+
+
+if __name__ == "__main__":
+    register()
+    vllm_models.answer(Path(sys.argv[1]), ask, sys.argv[2:] or sorted(set(FAMILIES) - set(LEFT_OUT)))

@@ -1,0 +1,142 @@
+"""Tuning tables are Humming's own, worked out once; vLLM's facade is a stand-in, Humming is not."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv.api import warm
+from hqconv.artifact.opened import Artifact
+from hqconv.serving.asked import NO_DEVICE
+from hqconv.serving.gpus import KNOWN
+from hqconv.serving.kernels import read_words
+from hqconv.serving.tuning import is_table, remembered, tuning_key
+from tests.make.kernels import fake_compiler, server, use_compiler
+from tests.make.qwen import write_qwen3_moe
+
+BLOCK = "model.layers.0.mlp.experts"
+ASKED = {"use_f16_accum": False, "use_batch_invariant": False, "gemm_type": "indexed"}
+
+
+class Facade(ModuleType):
+    """`vllm.utils.humming`, as far as experts ask it for tuning; counts what Humming must work out."""
+
+    def __init__(self) -> None:
+        super().__init__("vllm.utils.humming")
+        self.num_worked_out = 0
+
+    def get_heuristics_config(self, **asked: Any) -> Any:
+        self.num_worked_out += 1
+        return importlib.import_module("humming.tune").get_heuristics_config(device=NO_DEVICE, **asked)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("tuning")
+    source = write_qwen3_moe(work / "source", hidden_size=256, intermediate_size=256)
+    hqconv.convert(source, work / "out", schema="mxfp4", target="sm90", device="cpu")
+    return work / "out"
+
+
+@pytest.fixture
+def facade(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Facade]:
+    made = Facade()
+    for name in ("vllm", "vllm.utils"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
+    monkeypatch.setitem(sys.modules, "vllm.utils.humming", made)
+    use_compiler(monkeypatch, fake_compiler())
+    with server(monkeypatch, tmp_path / "cache"):
+        yield made
+
+
+def configs(artifact: Path) -> list[Any]:
+    """Humming's LayerConfigs of a block."""
+    with Artifact(artifact) as opened:
+        words = [opened.layer_config(BLOCK, gemm, 0, 0) for gemm in ("w13", "w2")]
+    return [importlib.import_module("humming.config").LayerConfig(**one) for one in words]
+
+
+def ask(facade: Any, artifact: Path, **more: Any) -> list[Any]:
+    return [facade.get_heuristics_config(layer_config=one, **{**ASKED, **more}) for one in configs(artifact)]
+
+
+def plain(table: Any) -> Any:
+    """As it goes to the kernels: vLLM hands it over as JSON."""
+    return json.loads(json.dumps(table))
+
+
+def test_a_table_is_worked_out_once_for_all_starts(artifact: Path, facade: Facade) -> None:
+    wanted = ask(facade, artifact)
+    facade.num_worked_out = 0
+    with remembered({}):
+        assert plain(ask(facade, artifact)) == plain(wanted)
+    assert facade.num_worked_out == 2
+    with remembered({}):
+        assert plain(ask(facade, artifact)) == plain(wanted)
+    assert facade.num_worked_out == 2
+    ask(facade, artifact)
+    assert facade.num_worked_out == 4, "outside, vLLM asks Humming as ever"
+
+
+def test_another_question_is_another_table(artifact: Path, facade: Facade) -> None:
+    with remembered({}):
+        first = ask(facade, artifact)
+        other = ask(facade, artifact, gemm_type="grouped_contiguous")
+        assert facade.num_worked_out == 4
+        assert plain(first) != plain(other)
+        facade.get_heuristics_config(layer_config=configs(artifact)[0], shape_m=16, **ASKED)
+    assert facade.num_worked_out == 5, "a question of another kind is Humming's"
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "[", "[[1, 2]]", '[[0, 1, {"block": 1}]]', '[["a", 1, {"block_shape": 1}]]']
+)
+def test_a_damaged_table_is_worked_out_again(
+    artifact: Path, facade: Facade, tmp_path: Path, damage: str
+) -> None:
+    with remembered({}):
+        wanted = ask(facade, artifact)
+        kept = sorted((tmp_path / "cache" / "hqconv-tuning").iterdir())
+        assert len(kept) == 2
+        for path in kept:
+            path.write_text(damage)
+        assert plain(ask(facade, artifact)) == plain(wanted)
+    assert facade.num_worked_out == 4
+    assert all(is_table(json.loads(path.read_text())) for path in kept)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    artifact: Path, facade: Facade, tmp_path: Path
+) -> None:
+    (tmp_path / "cache" / "hqconv-tuning").write_text("a file where the folder would be")
+    with remembered({}):
+        assert all(is_table(plain(table)) for table in ask(facade, artifact))
+
+
+def test_warm_leaves_the_tables_that_a_server_asks_for(
+    artifact: Path, facade: Facade, tmp_path: Path
+) -> None:
+    wanted = ask(facade, artifact)
+    facade.num_worked_out = 0
+    warm(artifact, gpu="h200", kernels=tmp_path / "kernels")
+    tables = read_words(tmp_path / "kernels")["tuning"]
+    assert len(tables) == 2
+    with remembered(tables):
+        assert plain(ask(facade, artifact)) == plain(wanted)
+    assert facade.num_worked_out == 0
+    warm(artifact, gpu="h20", kernels=tmp_path / "kernels")
+    assert len(read_words(tmp_path / "kernels")["tuning"]) == 4, "those of another GPU stay"
+
+
+def test_a_table_is_of_one_gpu_model(artifact: Path, facade: Facade) -> None:
+    config = configs(artifact)[0]
+    keys = {tuning_key(config, ASKED, gpu) for gpu in KNOWN.values()}
+    assert len(keys) == len(KNOWN)
