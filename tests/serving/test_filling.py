@@ -121,7 +121,7 @@ def test_a_piece_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     """Small tensors that adjoin are read at once, a large one in pieces; a gap is not read."""
     file = make_file(tmp_path / "f", [("U8", (10,), 0), ("U8", (0,), 0), ("I32", (5,), 0), ("U8", (250,), 7)])
     with pieces(100, 1) as read:
-        Filling([("a", file, targets(file))]).wait("a")
+        Filling([("a", file, targets(file)[::-1])]).wait("a")
     assert read == [30, 100, 100, 50]
 
 
@@ -157,9 +157,10 @@ def test_files_are_read_in_the_order_given(tmp_path: Path) -> None:
 def test_a_tensor_of_another_size_is_a_bug_and_leaves_no_threads(tmp_path: Path) -> None:
     file = plain(tmp_path / "f", 10)
     wrong = Target(file.tensors["t0"], torch.empty(9, dtype=torch.uint8))
-    with pytest.raises(AssertionError, match="9 bytes for 10"):
+    with pytest.raises(AssertionError, match="9 bytes for 10") as caught:
         Filling([("a", file, targets(file)), ("b", file, [wrong])])
     assert has_ended()
+    assert caught  # who holds the error holds all that it came from: nothing ends by being forgotten
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:

@@ -94,6 +94,9 @@ def test_layers_elsewhere_are_left_alone(served: Served) -> None:
     loader.fill(there)
     assert there.is_right
     assert not nowhere.is_filled
+    nowhere.tensors = {key: torch.zeros(t.shape, dtype=torch.uint8) for key, t in nowhere.tensors.items()}
+    loader.fill(nowhere)
+    assert nowhere.is_right
 
 
 @pytest.mark.parametrize(("value", "is_checked"), [(None, False), ("0", False), ("1", True)])
