@@ -867,9 +867,10 @@ class FakeHub:
         self.revisions: list[str | None] = []
         self.fetched: list[list[str]] = []
 
-    def __call__(self, repo_id: str, *, revision: str | None, **patterns: Any) -> str:
+    def __call__(self, repo_id: str, *, revision: str | None, cache_dir: str | None, **patterns: Any) -> str:
         from huggingface_hub.utils import filter_repo_objects
 
+        assert cache_dir is None, "the library's own"
         names = [path.relative_to(self.repo).as_posix() for path in self.repo.rglob("*") if path.is_file()]
         chosen = sorted(filter_repo_objects(names, **patterns))
         self.revisions.append(revision)
