@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.serving.filling import Buffers, Filling, Target
-from hqconv.serving.kernels import VARIABLE, kernels_folder, tuning_tables, use_warm_kernels
+from hqconv.serving.kernels import (
+    VARIABLE,
+    folder_beside,
+    kernels_folder,
+    tuning_tables,
+    use_warm_kernels,
+)
 from hqconv.serving.rank_file import RankFile
 from hqconv.serving.served import Served
 
@@ -81,8 +87,12 @@ class Loader:
         if self._has_kernels or not os.environ.get(VARIABLE):
             return
         self._has_kernels = True
-        folder = kernels_folder(Path(served.place.name))
-        reason = use_warm_kernels(folder, served.sm_version)
+        artifact = Path(served.place.name)
+        folder = kernels_folder(artifact)
+        if folder == folder_beside(artifact) and not served.place.is_folder:
+            reason: str | None = f"{VARIABLE} must name a folder: there is none beside a model on the Hub."
+        else:
+            reason = use_warm_kernels(folder, served.sm_version)
         if reason:
             logger.warning("Kernels are compiled as they are needed: %s", reason)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,15 @@ def test_kernels_are_taken_once_and_only_if_asked_for(
     assert asked == [(Path(f"{served.place.name}-kernels"), 90)] * 2
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert caplog.records[1].getMessage().endswith("There are none.")
+
+
+def test_beside_a_model_on_the_hub_there_are_no_kernels(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder of that name below the server's own would be somebody else's."""
+    monkeypatch.setattr(loading.logger, "propagate", True)
+    monkeypatch.setattr(loading, "use_warm_kernels", lambda *_: pytest.fail("looked for"))
+    monkeypatch.setenv(VARIABLE, "1")
+    with caplog.at_level(logging.INFO, loading.logger.name):
+        Loader().take_kernels(replace(served, place=Place("org/model")))
+    assert "must name a folder" in caplog.records[0].getMessage()

@@ -224,6 +224,17 @@ def test_gpt_oss_has_biases_and_gate_before_up(tmp_path: Path, sources: dict[str
         assert bool(layer.w2_bias.any()) == (rank == 0)
 
 
+def test_ranks_are_counted_as_vllm_counts_them(tmp_path: Path, sources: dict[str, Path]) -> None:
+    """Two tensor parallel ranks and two data parallel ones are four of a MoE layer; eight are eight."""
+    for tp, dp in ((4, 2), (8, 1)):
+        out = tmp_path / f"tp{tp}"
+        run(sources["bfloat16"], out, "int8", Grid(tp=tp))
+        for rank in range(tp):
+            layer = build_layer(open_config(out), BLOCK, **SIZES, grid=parallel(tp=tp, tp_rank=rank, dp=dp))
+            assert f"tp{rank}-ep0" in str(layer.quant_method.file.path)
+            assert layer.humming_configs["w2"].shape_k == max(128, SIZES["inter"] // tp)
+
+
 def test_the_placement_must_be_the_artifacts(tmp_path: Path, sources: dict[str, Path]) -> None:
     """Without expert groups vLLM falls back to linear, and would compute with the wrong experts."""
     run(sources["bfloat16"], tmp_path / "out", "int8", Grid(ep=2, placement="round_robin"))
