@@ -142,7 +142,8 @@ def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
             for gemm, form in forms.items()
             for name, tensor in form.tensors.items()
         ]
-        metadata = {"format": "pt", **{gemm: form.config_json(num_local) for gemm, form in forms.items()}}
+        metadata = {"format": "pt", "rank": artifact.rank_name(tp_rank, ep_rank)}
+        metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
         files.append(build_file(artifact.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number))
     slices = tp_slices(block.intermediate_size, request.grid.tp, request.schema)
     return PlannedBlock(block, _encoding(block, request), tuple(files), forms, request.grid, slices)

@@ -30,9 +30,25 @@ GEMMS = ("w13", "w2")
 _MAX_NAME = 200  # with what a file's name adds, under the 255 bytes of most file systems
 
 
+def rank_name(tp_rank: int, ep_rank: int) -> str:
+    """One rank's name: that of its folder, and in the metadata of its files."""
+    return f"tp{tp_rank}-ep{ep_rank}"
+
+
 def rank_folder(tp_rank: int, ep_rank: int) -> str:
     """Folder of one rank's expert files, relative to the artifact."""
-    return f"{EXPERTS_FOLDER}/tp{tp_rank}-ep{ep_rank}"
+    return f"{EXPERTS_FOLDER}/{rank_name(tp_rank, ep_rank)}"
+
+
+def other_rank(path: str, metadata: Mapping[str, str]) -> str | None:
+    """Whose file lies at a rank file's path, by its metadata, if not that rank's; files of older versions do not say.
+
+    Files of one block differ between ranks in nothing else that a header tells.
+    """
+    folder, own = path.rpartition("/")[0], metadata.get("rank")
+    if own is None or not folder.startswith(f"{EXPERTS_FOLDER}/") or folder == f"{EXPERTS_FOLDER}/{own}":
+        return None
+    return own
 
 
 def member_journal(rank: int) -> str:

@@ -98,6 +98,9 @@ def _compare_with_form(
     _compare_tensors(path, header, expected, result)
     if header[1].get("format") != "pt":
         result.add(path, "The file's metadata does not name its format.", "pt", header[1].get("format"))
+    if other := names.other_rank(path, header[1]):
+        what = "This is the file of another rank."
+        result.add(f"{path}, metadata rank", what, path.split("/")[-2], other)
     for gemm, one in form.items():
         where = f"{path}, metadata {gemm}"
         try:

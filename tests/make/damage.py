@@ -76,10 +76,14 @@ class Damaged:
                 first[:] = second
                 second[:] = kept
 
-    def swap_files(self, left: str, right: str) -> None:
+    def swap_files(self, left: str, right: str, *, as_their_own: bool = True) -> None:
+        """Exchange two ranks' experts, as if each had been made for the other; or the files as they are."""
         kept = (self.root / left).read_bytes()
         (self.root / left).write_bytes((self.root / right).read_bytes())
         (self.root / right).write_bytes(kept)
+        for path in (left, right) if as_their_own else ():
+            rank = path.split("/")[-2]
+            self.edit_header(path, lambda entries, rank=rank: entries["__metadata__"].update(rank=rank))
 
     def edit_header(self, path: str, edit: Callable[[dict[str, Any]], None]) -> None:
         entries, begin = self.header(path)

@@ -204,9 +204,18 @@ def test_a_rank_with_another_number_of_experts_under_this_name_is_refused(out: P
     is_damaged(caught)
 
 
-def test_another_ranks_file_of_the_same_sizes_is_told_by_its_digest_alone(out: Path) -> None:
-    """Nothing in a header says which rank it is: HQCONV_VERIFY=1, and `hqconv verify`, read all bytes."""
+def test_another_ranks_file_of_the_same_sizes_is_refused(out: Path) -> None:
+    """Its metadata says whose it is; tensors and LayerConfigs are those of every rank."""
     shutil.copy(out / name_of(FIRST, 1, 0), out / name_of())
+    with pytest.raises(VerificationError, match=r"rank tp0-ep0(.|\n)*tp1-ep0") as caught:
+        opened(out)
+    is_damaged(caught)
+
+
+def test_a_file_that_does_not_say_whose_it_is_is_told_by_its_digest(out: Path) -> None:
+    """Files of hqconv before it wrote the rank: HQCONV_VERIFY=1, and `hqconv verify`, read all bytes."""
+    data = (out / name_of(FIRST, 1, 0)).read_bytes()
+    (out / name_of()).write_bytes(data.replace(b'"rank":"tp1-ep0"', b'"rink":"tp1-ep0"'))
     file = opened(out)
     with pytest.raises(VerificationError, match=f"sha256 {file.sha256}") as caught:
         check_digest(file)

@@ -175,6 +175,17 @@ def test_ep_ranks_exchanged(copy: Damaged) -> None:
         found(weights, f"w2 of expert {expert}", "experts are swapped", f"expert {other}'s")
 
 
+def test_rank_files_that_changed_places(copy: Damaged) -> None:
+    """A file says whose it is: no weight needs to be decoded to see it."""
+    paths = [copy.rank_file(BLOCK, t, 0) for t in range(2)]
+    copy.swap_files(*paths, as_their_own=False)
+    copy.reseal()
+    files, _ = copy.check(with_source=False)
+    for path, own, other in zip(paths, ("tp0-ep0", "tp1-ep0"), ("tp1-ep0", "tp0-ep0"), strict=True):
+        found(files, f"{path}, metadata rank", "another rank", own, other)
+    assert len(files.findings) == 2
+
+
 def test_a_rank_file_of_another_source(copy: Damaged, make: Callable[..., Damaged]) -> None:
     shutil.copy(make(copy.schema, seed=1).root / copy.path, copy.root / copy.path)
     weights = raw_and_resealed(copy, [copy.path])
