@@ -221,8 +221,8 @@ def check_against_humming(src: Path, out: Path, schema: TargetSchema, dtype: str
                 assert_same(ours[name], pick(tensor, local), f"{path.parent.name} {prefix}{name}")
             with safe_open(path, "pt") as file:
                 metadata = file.metadata()
-            assert set(metadata) == {"format", "w13", "w2"}
-            assert metadata["format"] == "pt"
+            assert set(metadata) == {"format", "rank", "w13", "w2"}
+            assert (metadata["format"], metadata["rank"]) == ("pt", path.parent.name)
             assert json.loads(metadata[gemm]) == {**json.loads(config), "num_experts": len(local)}
             check_layer_config(metadata[gemm])
 
