@@ -78,9 +78,8 @@ class Loader:
             rate = num_bytes / 1e9 / max(seconds, 1e-9)
             logger.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
             self._filling = self._buffers = None
-            self._layers = [
-                one for one in self._layers if not one.is_filled
-            ]  # what is full is the model's alone
+            # What is full is the model's alone: nothing here keeps it when the model goes.
+            self._layers = [one for one in self._layers if not one.is_filled]
 
     def take_kernels(self, served: Served) -> None:
         """Once in a process: have Humming find what `hqconv warm` compiled, where the environment asks for it."""

@@ -17,6 +17,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import TargetSchema
 from hqconv.serving.place import Place
 
+_INPUTS = "a16"  # 16-bit activations, as they come
 _SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
 
 
@@ -46,7 +47,6 @@ class Served:
     source_name: str
     humming_version: str
     schema: TargetSchema
-    input_schema: str
     dtype: str
     sm_version: int
     grid: Grid
@@ -57,26 +57,19 @@ class Served:
 def open_served(place: Place) -> Served:
     """Read an artifact's manifest, from a folder or from the Hub.
 
-    Raises RequestError where there is none, where it is of the checkpoint layout or of a newer version,
+    Raises RequestError where there is none, where it is of the checkpoint layout, a newer version or for quantized
+    activations,
     VerificationError where it is damaged or the conversion unfinished, and as `Place.fetch`.
     """
     root = Path(place.name) if place.is_folder else place.fetch(names.MANIFEST).parent
     words = read_manifest(root)
-    if words["layout"] != names.KERNEL:
-        raise RequestError(
-            "This artifact is not in the kernel layout.",
-            where=place.name,
-            expected=names.KERNEL,
-            found=words["layout"],
-            remedy="Its config.json was changed: with quant_method humming vLLM serves it without this plugin.",
-        )
+    _check_kind(place, words)
     try:
         return Served(
             place=place,
             source_name=str(words["source"].get("name", "the original model")),
             humming_version=words["humming_kernels_version"],
             schema=schema_of(root, words),
-            input_schema=words["input_schema"],
             dtype=words["dtype"],
             sm_version=int(words["target"].removeprefix("sm")),
             grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
@@ -94,6 +87,25 @@ def open_served(place: Place) -> Served:
             found=f"{type(error).__name__}: {error}",
             remedy="Copy the artifact again, or convert the model again.",
         ) from error
+
+
+def _check_kind(place: Place, words: Mapping[str, Any]) -> None:
+    if words["layout"] != names.KERNEL:
+        raise RequestError(
+            "This artifact is not in the kernel layout.",
+            where=place.name,
+            expected=names.KERNEL,
+            found=words["layout"],
+            remedy="Its config.json was changed: with quant_method humming vLLM serves it without this plugin.",
+        )
+    if words["input_schema"] != _INPUTS:
+        raise RequestError(
+            "The artifact is laid out for activations that this plugin does not serve.",
+            where=place.name,
+            expected=_INPUTS,
+            found=words["input_schema"],
+            remedy="Upgrade hqconv in the server's environment.",
+        )
 
 
 def _block(name: str, words: Mapping[str, Any]) -> ServedBlock:

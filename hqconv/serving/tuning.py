@@ -86,6 +86,9 @@ def _write(key: str, table: Any) -> None:
         path = _place(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(table, file)
-        Path(name).replace(path)  # other ranks write the same
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(table, file)
+            Path(name).replace(path)  # other ranks write the same
+        except OSError:  # a full disk
+            Path(name).unlink()

@@ -34,6 +34,7 @@ from hqconv.schemas.target import resolve_schema
 from hqconv.serving.plugin import register
 from tests.make import small
 from tests.make.conversions import run
+from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 from tests.make.vllm_cpu import build_layer, parallel
 
@@ -41,22 +42,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCK = "model.layers.0.mlp.experts"
 SIZES = {"num_experts": 5, "hidden": 256, "inter": 512}
-SCHEMAS = (
-    *(
-        "mxfp4",
-        "nvfp4",
-        "mxfp8",
-        "fp8",
-        "fp8-e5m2",
-        "fp8-block",
-        "fp8-tensor",
-        "fp6-e3m2",
-        "fp6-e2m3",
-        "int8",
-        "int4",
-    ),
-    *("int2-g64", "int3-g64", "int4-g64-zp", "int4-g128-fpzp", "int5-g128", "int7-c", "int8-g128"),
-)
+SCHEMAS = (*MATRIX_SCHEMAS, "int2-g64", "int5-g128")
 GRIDS = {
     "tp1": (Grid(), [parallel()]),
     "tp2": (Grid(tp=2), [parallel(tp=2, tp_rank=r) for r in range(2)]),
@@ -451,3 +437,13 @@ def test_vllm_finds_the_plugin_by_itself() -> None:
 
     (found,) = (entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "hqconv")
     assert found.load() is register
+
+
+def test_a_model_without_any_of_its_layers_is_not_loaded(tmp_path: Path, sources: dict[str, Path]) -> None:
+    """A class that makes no such layers would leave its experts random: vLLM checks no quantized model."""
+    run(sources["bfloat16"], tmp_path / "out", "int8")
+    config = open_config(tmp_path / "out")
+    with pytest.raises(RequestError, match="none of the artifact's experts"):
+        config.get_cache_scale_mapper()
+    build_layer(config, BLOCK, **SIZES)
+    assert config.get_cache_scale_mapper() is not None

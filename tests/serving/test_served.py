@@ -47,7 +47,7 @@ def test_the_facts_are_the_manifests(made: Path) -> None:
     served, words = opened(made), manifest(made)
     assert served.place == Place(str(made))
     assert (served.source_name, served.schema, served.grid) == ("original", resolve_schema("mxfp4"), GRID)
-    assert (served.dtype, served.sm_version, served.input_schema) == ("bfloat16", 90, "a16")
+    assert (served.dtype, served.sm_version) == ("bfloat16", 90)
     assert served.humming_version == words["humming_kernels_version"]
     assert [(name, block.name, block.layer) for name, block in served.blocks.items()] == [
         (f"model.layers.{layer}.mlp.experts",) * 2 + (layer,) for layer in (0, 1)
@@ -137,6 +137,13 @@ def test_what_is_no_manifest_at_all_is_refused(out: Path, text: str) -> None:
     (out / "hqconv.json").write_text(text, encoding="latin-1")
     with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*hqconv\.json"):
         opened(out)
+
+
+def test_quantized_activations_are_refused(out: Path) -> None:
+    """Their layout is another one, and this plugin would hand 16-bit activations to it."""
+    edit(out, lambda words: words.update(input_schema="fp8"))
+    with pytest.raises(RequestError, match=r"expected: a16\n  found: fp8\n(.|\n)*Upgrade hqconv"):
+        open_served(Place(str(out)))
 
 
 def test_the_checkpoint_layout_is_refused(out: Path) -> None:
