@@ -6,7 +6,8 @@
 
 `same`: each schema is converted in both layouts. Where a stock vLLM serves the checkpoint layout, tokens and
 log-probabilities must be equal, bit for bit; where it does not, the first tokens' log-probabilities are compared with a
-16-bit checkpoint of the decoded weights. `start`: kernel layout, checkpoint layout, quantization at every start, and
+16-bit checkpoint of the decoded weights; how far such answers are apart by arithmetic alone, two schemas show that a
+stock vLLM serves as well (`CONTROLS`). `start`: kernel layout, checkpoint layout, quantization at every start, and
 16-bit weights; and the rate at which the same files can be read into the GPU. Needs vLLM and a GPU of the target.
 """
 
@@ -34,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.schemas import artifact as names
 from hqconv.schemas.stock_vllm import stock_vllm_obstacle
 from hqconv.schemas.target import resolve_schema
+from scripts.few_kernels import install
+from scripts.serving_answers import CONTROLS, DECODED, all_near, compare, write
 from scripts.serving_models import convert, decoded, source_of
 
 ENGINE_S = 240.0  # no start takes longer
@@ -103,10 +106,17 @@ def main() -> None:
     parser.add_argument("--both", action="store_true", help="only schemas that a stock vLLM serves as well")
     parser.add_argument("--jobs", type=int, default=4, help="engines at once, for answers alone")
     parser.add_argument("--runs", type=int, default=2, help="starts of each kind; the last is reported")
+    parser.add_argument(
+        "--few-kernels", action="store_true", help="two tile sizes for each GEMM: fewer to compile"
+    )
     parser.add_argument("--words", default="{}", help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
+    if a.few_kernels:
+        root, found = Path(__file__).resolve().parents[1], os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (install(a.work / "few"), root, found)))
+        os.environ["HUMMING_CACHE_DIR"] = str(a.work / "few-cache")  # whose tuning tables are short
     report = {"same": same, "modes": modes, "start": start}[a.what](a)
     if a.out:
         write(a.out, report)
@@ -115,83 +125,55 @@ def main() -> None:
 
 
 def same(a: argparse.Namespace) -> dict[str, Any]:
-    """Answers of the kernel layout beside those of the checkpoint layout or of the decoded weights."""
-    source = source_of(a)
-    arguments = ["--tp", str(a.tp), *(["--ep"] if a.ep else []), "--words", a.words]
-    pairs: dict[str, tuple[str | None, list[Engine]]] = {}
-    if a.model_type == "gpt_oss":
-        kernel = convert(a, source, "source", "kernel")
-        stock = [*arguments[:-1], json.dumps({**json.loads(a.words), "moe_backend": "humming"})]
-        pairs["source"] = (
-            None,
-            [Engine("source: kernel", kernel, arguments), Engine("source: stock", source, stock)],
-        )
-    for schema in a.schemas if not pairs else ():
-        obstacle = stock_vllm_obstacle(resolve_schema(schema), a.dtype)
-        if obstacle and a.both:
-            continue
-        kernel = convert(a, source, schema, "kernel")
-        other = decoded(a, source, kernel) if obstacle else convert(a, source, schema, "checkpoint")
-        pair = [Engine(f"{schema}: kernel", kernel, arguments), Engine(f"{schema}: other", other, arguments)]
-        pairs[schema] = (obstacle, pair)
+    """Answers of the kernel layout beside those of the checkpoint layout, and of the decoded weights."""
+    pairs = pairs_of(a)
     torch.cuda.empty_cache()
-    engines = [
-        pair[which] for which in (0, 1) for _, pair in pairs.values()
-    ]  # the second find compiled kernels
+    ordered = [pair[which] for which in (0, 1) for pair in pairs.values()]  # the second find compiled kernels
+    engines = list({engine.name: engine for engine in ordered}.values())
     places = max(1, torch.cuda.device_count() // a.tp)
     for number, engine in enumerate(engines):
         first = number % places * a.tp
         engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + a.tp)))
-    report: dict[str, Any] = {"schemas": {}, "engines": {}, "failed": False}
+    report: dict[str, Any] = {"same": {}, "near": {}, "engines": {}, "failed": False}
     found = report["engines"]
     with ThreadPoolExecutor(a.jobs) as pool:
         for engine, answers in zip(engines, pool.map(Engine.run, engines), strict=True):
             found[engine.name] = answers
             if "failed" in answers:
                 print(engine.name, *answers["failed"], sep="\n    ", flush=True)
-            schema = engine.name.partition(":")[0]
-            if engine is not pairs[schema][1][1]:
-                continue
-            obstacle, pair = pairs[schema]
-            words = compare(*(found[one.name] for one in pair), must_equal=obstacle is None)
-            report["schemas"][schema] = words
-            report["failed"] |= not words["passed"]
-            against = "the checkpoint layout" if obstacle is None else "the decoded weights"
-            print(f"{a.model_type} {a.dtype} {schema} against {against}: {words}", flush=True)
+            for name, pair in pairs.items():
+                if pair[1] is engine:
+                    kind = "near" if pair[1].name.endswith(DECODED) else "same"
+                    report[kind][name] = compare(*(found[one.name] for one in pair))
+                    print(f"{a.model_type} {a.dtype} {name}: {report[kind][name]}", flush=True)
             if a.out:
                 write(a.out, report)
+    report["failed"] = not (all(one["identical"] for one in report["same"].values()) and all_near(report))
     return report
 
 
-def write(path: Path, report: dict[str, Any]) -> None:
-    """What is known so far."""
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def compare(mine: dict[str, Any], other: dict[str, Any], *, must_equal: bool) -> dict[str, Any]:
-    """How far two engines' answers agree; log-probabilities up to the first token that differs."""
-    if "failed" in mine or "failed" in other:
-        return {"passed": False, "why": "an engine did not start"}
-    num_tokens = equal = 0
-    first, later = 0.0, 0.0
-    for left, right in zip(mine["answers"], other["answers"], strict=True):
-        first = max(first, abs(left[0][1] - right[0][1])) if left[0][0] == right[0][0] else max(first, 1.0)
-        num_tokens += len(left)
-        for (token, log_p), (other_token, other_p) in zip(left, right, strict=True):
-            if token != other_token:
-                break
-            equal += 1
-            later = max(later, abs(log_p - other_p))
-    repeats = mine["answers"] == mine["again"] and other["answers"] == other["again"]
-    is_same = mine["answers"] == other["answers"]
-    return {
-        "passed": is_same if must_equal else first < 0.25,
-        "identical": is_same,
-        "tokens": f"{equal}/{num_tokens}",
-        "first_log_p": first,
-        "log_p": later,
-        "repeats": repeats,
-    }
+def pairs_of(a: argparse.Namespace) -> dict[str, tuple[Engine, Engine]]:
+    """The engines to compare, by what the comparison is called."""
+    source = source_of(a)
+    arguments = ["--tp", str(a.tp), *(["--ep"] if a.ep else []), "--words", a.words]
+    pairs: dict[str, tuple[Engine, Engine]] = {}
+    if a.model_type == "gpt_oss":
+        mine = Engine("source, kernel", convert(a, source, "source", "kernel"), arguments)
+        stock = [*arguments[:-1], json.dumps({**json.loads(a.words), "moe_backend": "humming"})]
+        return {"source against stock vLLM": (mine, Engine("source, stock", source, stock))}
+    for schema in a.schemas:
+        is_stock = stock_vllm_obstacle(resolve_schema(schema), a.dtype) is None
+        if a.both and not is_stock:
+            continue
+        kernel = convert(a, source, schema, "kernel")
+        mine = Engine(f"{schema}, kernel", kernel, arguments)
+        if is_stock:
+            packed = convert(a, source, schema, "checkpoint")
+            pairs[f"{schema} against checkpoint"] = mine, Engine(f"{schema}, checkpoint", packed, arguments)
+        if not is_stock or (schema in CONTROLS and not a.both):
+            weights = decoded(a, source, kernel)
+            pairs[f"{schema} against{DECODED}"] = mine, Engine(f"{schema},{DECODED}", weights, arguments)
+    return pairs
 
 
 def modes(a: argparse.Namespace) -> dict[str, Any]:

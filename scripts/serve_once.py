@@ -56,11 +56,15 @@ def main() -> None:
         **a.words,
     )
     found["engine_s"] = time.time() - begun_s
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=TOKENS, logprobs=20, ignore_eos=True, detokenize=False
+    )
 
     def ask() -> list[list[list[float]]]:
         # One at a time: what is computed together, and so how, would depend on when each one arrives.
         outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in PROMPTS]
+        likeliest = [output.outputs[0].logprobs[0] for output in outputs]
+        found["first"] = [{token: one.logprob for token, one in words.items()} for words in likeliest]
         return [_answer(output.outputs[0]) for output in outputs]
 
     found |= {"answers": ask(), "again": ask()}

@@ -1,0 +1,44 @@
+"""A vLLM plugin for comparisons: two tile sizes for each GEMM, one for few rows and one for many, not some twenty.
+
+Compiling them all takes minutes of processor time for each schema and grid, and says nothing about weights. All engines
+of a comparison get the same. `check_serving.py --few-kernels` puts it into use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+FEW, MANY = 16, 512  # rows whose tile sizes are kept
+
+
+def register() -> None:
+    """Have vLLM's questions for tuning answered with two of Humming's settings."""
+    facade: Any = importlib.import_module("vllm.utils.humming")
+    work_out = facade.get_heuristics_config
+    facade.get_heuristics_config = lambda *args, **words: shortened(work_out(*args, **words))
+
+
+def shortened(table: list[Any]) -> list[Any]:
+    """The table [[least rows, most rows, settings], …] with the settings for FEW and for MANY rows only."""
+    few, many = (_entry(table, rows) for rows in (FEW, MANY))
+    if few == many:
+        return [[table[0][0], table[-1][1], table[few][2]]]
+    return [[table[0][0], table[few][1], table[few][2]], [table[few + 1][0], table[-1][1], table[many][2]]]
+
+
+def _entry(table: list[Any], rows: int) -> int:
+    return next((n for n, (_, most, _) in enumerate(table) if rows <= most), len(table) - 1)
+
+
+def install(folder: Path) -> Path:
+    """Write what makes vLLM find this plugin; the folder belongs into PYTHONPATH."""
+    place = folder / "few_kernels-0.dist-info"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: few-kernels\nVersion: 0\n", encoding="ascii"
+    )
+    entry = "[vllm.general_plugins]\nfew_kernels = scripts.few_kernels:register\n"
+    (place / "entry_points.txt").write_text(entry, encoding="ascii")
+    return folder
