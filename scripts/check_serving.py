@@ -14,17 +14,12 @@ stock vLLM serves as well (`CONTROLS`). `start`: kernel layout, checkpoint layou
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,58 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.schemas import artifact as names
 from hqconv.schemas.stock_vllm import stock_vllm_obstacle
 from hqconv.schemas.target import resolve_schema
+from scripts.engines import Engine, Engines
 from scripts.few_kernels import install
 from scripts.serving_answers import CONTROLS, DECODED, all_near, compare, write
 from scripts.serving_models import convert, decoded, source_of
 
-ENGINE_S = 240.0  # no start takes longer
-ENGINE = Path(__file__).with_name("serve_once.py")
 SCHEMAS = (
     *("mxfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int2-g64", "int3-g64", "int5-g128", "int7-c"),
     *("nvfp4", "fp8-tensor", "fp8-e5m2", "fp6-e3m2", "fp6-e2m3", "int4-g64-zp", "int4-g128-fpzp"),
 )
 ONLINE = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32}  # mxfp4, by vLLM
-
-
-@dataclass
-class Engine:
-    """One engine to start: a name for the report, the folder, arguments of serve_once.py, variables."""
-
-    name: str
-    model: Path
-    arguments: list[str] = field(default_factory=list)
-    variables: dict[str, str] = field(default_factory=dict)
-
-    def run(self) -> dict[str, Any]:
-        """Start it, and return what it reports; the last lines of its log where it fails."""
-        with tempfile.TemporaryDirectory() as scratch:
-            report, log = Path(scratch, "report.json"), Path(scratch, "log")
-            command = [sys.executable, str(ENGINE), str(self.model), str(report), *self.arguments]
-            begun = time.perf_counter()
-            with log.open("wb") as out:  # no pipe: workers that outlive their parent would keep it open
-                started = subprocess.Popen(
-                    command,
-                    stdout=out,
-                    stderr=out,
-                    env={**os.environ, **self.variables},
-                    start_new_session=True,
-                )
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    started.wait(ENGINE_S)
-            seconds = time.perf_counter() - begun
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-            if not report.is_file():
-                errors = [line for line in lines if "Error" in line][-6:]
-                return {"failed": [f"after {seconds:.0f} s", *(errors or lines[-12:])]}
-            said = [line.partition("] ")[2] for line in lines]
-            told = [
-                line
-                for line in said
-                if line.startswith(("Experts: ", "Model loading took", "Loading weights"))
-            ]
-            return {**json.loads(report.read_text(encoding="utf-8")), "said": told, "process_s": seconds}
 
 
 def main() -> None:
@@ -136,8 +89,8 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
         engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + a.tp)))
     report: dict[str, Any] = {"same": {}, "near": {}, "engines": {}, "failed": False}
     found = report["engines"]
-    with ThreadPoolExecutor(a.jobs) as pool:
-        for engine, answers in zip(engines, pool.map(Engine.run, engines), strict=True):
+    with Engines() as running:
+        for engine, answers in running.run_all(engines, a.jobs):
             found[engine.name] = answers
             if "failed" in answers:
                 print(engine.name, *answers["failed"], sep="\n    ", flush=True)
@@ -179,10 +132,15 @@ def pairs_of(a: argparse.Namespace) -> dict[str, tuple[Engine, Engine]]:
 def modes(a: argparse.Namespace) -> dict[str, Any]:
     """Answers after sleeping, lightly and deeply, must be those of before; a dummy load must start."""
     kernel = convert(a, source_of(a), a.schemas[0], "kernel")
-    words = ["--words", a.words]
-    slept = Engine("sleep", kernel, ["--sleep", *words]).run()
-    dummy = ["--words", json.dumps({**json.loads(a.words), "load_format": "dummy"})]
-    report: dict[str, Any] = {"engines": {"sleep": slept, "dummy": Engine("dummy", kernel, dummy).run()}}
+    dummy = json.dumps({**json.loads(a.words), "load_format": "dummy"})
+    engines = [
+        Engine("sleep", kernel, ["--sleep", "--words", a.words]),
+        Engine("dummy", kernel, ["--words", dummy]),
+    ]
+    with Engines() as running:
+        found = {engine.name: answers for engine, answers in running.run_all(engines, 2)}
+    report: dict[str, Any] = {"engines": found}
+    slept = found["sleep"]
     same_after = {level: slept.get(f"after_sleep_{level}") == slept.get("answers") for level in (1, 2)}
     report["failed"] = (
         "failed" in slept or not all(same_after.values()) or "failed" in report["engines"]["dummy"]
@@ -211,6 +169,8 @@ def start(a: argparse.Namespace) -> dict[str, Any]:
         Engine("quantized at the start", source, quantizing, online),
         Engine("16-bit weights", source, arguments),
     ]
+    if a.profile:
+        engines.append(Engine("kernel layout, profiled", kernel, [*arguments, "--profile"]))
     files = sorted((kernel / names.EXPERTS_FOLDER).rglob("*.safetensors"))
     torch.cuda.empty_cache()
     limits = [reading_rate(files) for _ in range(3)]
@@ -222,12 +182,17 @@ def start(a: argparse.Namespace) -> dict[str, Any]:
     }
     report["rank_bytes"] = sum(path.stat().st_size for path in files)
     print({key: report[key] for key in ("rank_bytes", "limits_gb_s")}, flush=True)
-    for engine in engines:
-        for found in (engine.run() for _ in range(a.runs)):
+    with Engines() as running:
+        for engine, found in running.run_all([engine for engine in engines for _ in range(a.runs)], 1):
             report["engines"].setdefault(engine.name, []).append(found)
             report["failed"] |= "failed" in found
-            kept = {key: value for key, value in found.items() if key not in ("answers", "again")}
-            print(engine.name, kept, flush=True)
+            left_out = ("answers", "again", "first", "profile")
+            print(
+                engine.name, {key: value for key, value in found.items() if key not in left_out}, flush=True
+            )
+            print(*found.get("profile", ()), sep="\n", flush=True)
+            if a.out:
+                write(a.out, report)
     return report
 
 

@@ -14,10 +14,18 @@ FEW, MANY = 16, 512  # rows whose tile sizes are kept
 
 
 def register() -> None:
-    """Have vLLM's questions for tuning answered with two of Humming's settings."""
+    """Have vLLM's questions for tuning answered with two of Humming's settings, which add up in one order always.
+
+    Other settings (stream-K) let several blocks of threads add to an element in the order in which they come: two
+    answers of one engine differ in the last bits, where many rows go to one expert.
+    """
     facade: Any = importlib.import_module("vllm.utils.humming")
     work_out = facade.get_heuristics_config
-    facade.get_heuristics_config = lambda *args, **words: shortened(work_out(*args, **words))
+
+    def answer(**words: Any) -> list[Any]:
+        return shortened(work_out(**{**words, "use_batch_invariant": True}))
+
+    facade.get_heuristics_config = answer
 
 
 def shortened(table: list[Any]) -> list[Any]:
