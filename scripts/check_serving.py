@@ -95,7 +95,7 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
             if "failed" in answers:
                 print(engine.name, *answers["failed"], sep="\n    ", flush=True)
             for name, pair in pairs.items():
-                if pair[1] is engine:
+                if engine in pair and all(one.name in found for one in pair):
                     kind = "near" if pair[1].name.endswith(DECODED) else "same"
                     report[kind][name] = compare(*(found[one.name] for one in pair))
                     print(f"{a.model_type} {a.dtype} {name}: {report[kind][name]}", flush=True)

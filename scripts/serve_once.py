@@ -38,10 +38,13 @@ def serve_requests() -> None:
     """Fork an engine for each line of stdin, until it ends."""
     import vllm
 
+    from vllm.utils.system_utils import _release_libgomp_threads
+
     assert vllm.LLM
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are gone
     for line in sys.stdin:
         request = json.loads(line)
+        _release_libgomp_threads()
         if child := os.fork():
             _write(Path(request["pid"]), str(child))
             continue
