@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.schemas import artifact as names
 from hqconv.schemas.stock_vllm import stock_vllm_obstacle
 from hqconv.schemas.target import resolve_schema
-from scripts.engines import Engine, Engines
+from scripts.engines import Engine, run_all
 from scripts.few_kernels import install
 from scripts.serving_answers import CONTROLS, DECODED, all_near, compare, write
 from scripts.serving_models import convert, decoded, source_of
@@ -89,18 +89,17 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
         engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + a.tp)))
     report: dict[str, Any] = {"same": {}, "near": {}, "engines": {}, "failed": False}
     found = report["engines"]
-    with Engines() as running:
-        for engine, answers in running.run_all(engines, a.jobs):
-            found[engine.name] = answers
-            if "failed" in answers:
-                print(engine.name, *answers["failed"], sep="\n    ", flush=True)
-            for name, pair in pairs.items():
-                if engine in pair and all(one.name in found for one in pair):
-                    kind = "near" if pair[1].name.endswith(DECODED) else "same"
-                    report[kind][name] = compare(*(found[one.name] for one in pair))
-                    print(f"{a.model_type} {a.dtype} {name}: {report[kind][name]}", flush=True)
-            if a.out:
-                write(a.out, report)
+    for engine, answers in run_all(engines, a.jobs):
+        found[engine.name] = answers
+        if "failed" in answers:
+            print(engine.name, *answers["failed"], sep="\n    ", flush=True)
+        for name, pair in pairs.items():
+            if engine in pair and all(one.name in found for one in pair):
+                kind = "near" if pair[1].name.endswith(DECODED) else "same"
+                report[kind][name] = compare(*(found[one.name] for one in pair))
+                print(f"{a.model_type} {a.dtype} {name}: {report[kind][name]}", flush=True)
+        if a.out:
+            write(a.out, report)
     report["failed"] = not (all(one["identical"] for one in report["same"].values()) and all_near(report))
     return report
 
@@ -137,8 +136,7 @@ def modes(a: argparse.Namespace) -> dict[str, Any]:
         Engine("sleep", kernel, ["--sleep", "--words", a.words]),
         Engine("dummy", kernel, ["--words", dummy]),
     ]
-    with Engines() as running:
-        found = {engine.name: answers for engine, answers in running.run_all(engines, 2)}
+    found = {engine.name: answers for engine, answers in run_all(engines, 2)}
     report: dict[str, Any] = {"engines": found}
     slept = found["sleep"]
     same_after = {level: slept.get(f"after_sleep_{level}") == slept.get("answers") for level in (1, 2)}
@@ -182,17 +180,14 @@ def start(a: argparse.Namespace) -> dict[str, Any]:
     }
     report["rank_bytes"] = sum(path.stat().st_size for path in files)
     print({key: report[key] for key in ("rank_bytes", "limits_gb_s")}, flush=True)
-    with Engines() as running:
-        for engine, found in running.run_all([engine for engine in engines for _ in range(a.runs)], 1):
-            report["engines"].setdefault(engine.name, []).append(found)
-            report["failed"] |= "failed" in found
-            left_out = ("answers", "again", "first", "profile")
-            print(
-                engine.name, {key: value for key, value in found.items() if key not in left_out}, flush=True
-            )
-            print(*found.get("profile", ()), sep="\n", flush=True)
-            if a.out:
-                write(a.out, report)
+    for engine, found in run_all([engine for engine in engines for _ in range(a.runs)], 1):
+        report["engines"].setdefault(engine.name, []).append(found)
+        report["failed"] |= "failed" in found
+        left_out = ("answers", "again", "first", "profile")
+        print(engine.name, {key: value for key, value in found.items() if key not in left_out}, flush=True)
+        print(*found.get("profile", ()), sep="\n", flush=True)
+        if a.out:
+            write(a.out, report)
     return report
 
 

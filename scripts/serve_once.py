@@ -1,10 +1,6 @@
 """One vLLM engine from a model folder: what it answers, and what its start took. `check_serving.py` runs it.
 
-    python scripts/serve_once.py MODEL REPORT [--tp 2] …
-    python scripts/serve_once.py --requests     one JSON document a line on stdin: arguments, variables, log, pid
-
-Writes one JSON document. In-process engines (one rank) also tell of the load itself. With --requests vLLM is imported
-once and every engine is a fork of this process, whose number goes into the file `pid`.
+Writes one JSON document. In-process engines (one rank) also tell of the load itself.
 """
 
 from __future__ import annotations
@@ -15,10 +11,7 @@ import json
 import os
 import pstats
 import resource
-import signal
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,43 +20,7 @@ TOKENS = 12
 
 
 def main() -> None:
-    """Run the command."""
-    if sys.argv[1:] == ["--requests"]:
-        serve_requests()
-    else:
-        serve_once(sys.argv[1:])
-
-
-def serve_requests() -> None:
-    """Fork an engine for each line of stdin, until it ends."""
-    import vllm
-
-    from vllm.utils.system_utils import _release_libgomp_threads
-
-    assert vllm.LLM
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are gone
-    for line in sys.stdin:
-        request = json.loads(line)
-        _release_libgomp_threads()
-        if child := os.fork():
-            _write(Path(request["pid"]), str(child))
-            continue
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.update(request["variables"])
-        try:
-            serve_once(request["arguments"])
-        finally:  # the fork must not read the next line
-            traceback.print_exc()
-            os._exit(1)
-
-
-def serve_once(arguments: list[str]) -> None:
-    """Start, answer, report, exit."""
+    """Start, answer, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("report", type=Path, help="file to write")
@@ -73,7 +30,7 @@ def serve_once(arguments: list[str]) -> None:
     parser.add_argument("--profile", action="store_true", help="print what loading spends its time on")
     parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization")
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
-    a = parser.parse_args(arguments)
+    a = parser.parse_args()
     begun_s = time.time() - time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID)
     if a.tp == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
