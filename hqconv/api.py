@@ -22,7 +22,9 @@ from hqconv.pipeline.options import (
     parse_bytes,
 )
 from hqconv.schemas.artifact import KERNEL
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import LINEAR, Grid
+from hqconv.schemas.inputs import InputSchema, resolve_inputs
 from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
 from hqconv.serving.warm import warm as warm
 
@@ -49,21 +51,22 @@ def plan(
     expert_placement: str = LINEAR,
     redundant_experts: int = 0,
     layout: str = KERNEL,
-    input_schema: str = "a16",
+    input_schema: str | Path | InputSchema = "a16",
+    cuda: str | None = None,
     revision: str | None = None,
     device: str = "auto",
 ) -> Plan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
-    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, revision: as of
-    `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes the target from.
+    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, cuda, revision: as
+    of `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes the target from.
 
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
-        sm_version = choose_target(target, layout, choose_device(device))
+        chosen = choose_target(target, cuda, layout, choose_device(device))
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        return _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
+        return _plan(source, schema, dtype, grid, chosen, layout, input_schema)
 
 
 def convert(
@@ -78,7 +81,8 @@ def convert(
     expert_placement: str = LINEAR,
     redundant_experts: int = 0,
     layout: str = KERNEL,
-    input_schema: str = "a16",
+    input_schema: str | Path | InputSchema = "a16",
+    cuda: str | None = None,
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -92,23 +96,24 @@ def convert(
 ) -> ConversionReport:
     """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
-    src: a model folder, a Hub repo id (at `revision`), a folder with GGUF files, or an artifact. out: None is
-    `./<model>-<schema>[-tpT][-epP]`. schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or
-    "source". target: the serving GPU, sm75 …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
+    src: a model folder, a Hub repo id (at `revision`), GGUF files, an artifact. out: None: `./<model>-<schema>…`.
+    schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or "source". target: the serving GPU, sm75
+    …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
-    input_schema: a16. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
-    threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
+    input_schema: a preset, a .toml file, an `InputSchema`. cuda: 13.0, where layouts depend on it. device: auto, cpu,
+    cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go
+    on; replace. on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
     check_modes(resume=resume, overwrite=overwrite)
     resources = _resources(device, max_memory, max_gpu_memory, threads, in_team=in_team)
-    sm_version = choose_target(target, layout, resources.device_name)
+    chosen = choose_target(target, cuda, layout, resources.device_name)
     modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
     with open_source(src, revision) as source:
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        planned = _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
+        planned = _plan(source, schema, dtype, grid, chosen, layout, input_schema)
         place = _announced(source, planned, out, on_plan)
         return run(source, planned, place, resources, **modes, progress=progress)
 
@@ -251,9 +256,9 @@ def _plan(
     schema: str | Path | TargetSchema,
     dtype: str | None,
     grid: Grid,
-    sm_version: int,
+    target: Target,
     layout: str,
-    input_schema: str,
+    input_schema: str | Path | InputSchema,
 ) -> Plan:
     from hqconv.planning.plan import make_plan
     from hqconv.planning.request import make_request
@@ -262,7 +267,8 @@ def _plan(
     if chosen is None and schema != SOURCE:
         chosen = resolve_schema(str(schema))
     experts = source.map_experts()
-    words = {"sm_version": sm_version, "layout": layout, "input_schema": input_schema}
+    inputs = input_schema if isinstance(input_schema, InputSchema) else resolve_inputs(str(input_schema))
+    words = {"target": target, "layout": layout, "inputs": inputs}
     request = make_request(experts, source.config, chosen, dtype, grid, **words)
     return make_plan(source, experts, request)
 

@@ -34,9 +34,7 @@ def artifact_config(source: Source, plan: Plan) -> dict[str, Any]:
         words["quantization_config"] = artifact.humming_quantization_config(request.schema, names)
     else:
         words = artifact.refuse_transformers(words)
-        words["quantization_config"] = artifact.hqconv_quantization_config(
-            request.schema, request.input_schema, request.sm_version, source.quantization
-        )
+        words["quantization_config"] = artifact.hqconv_quantization_config(request.kind, source.quantization)
     return words
 
 
@@ -59,10 +57,8 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
         },
         "layout": request.layout,
         "schema_name": request.schema.name,
-        "weight_schema": request.schema.humming_fields(),
-        "input_schema": request.input_schema,
+        **artifact.kind_words(request.kind),
         "dtype": request.param_dtype,
-        "target": f"sm{request.sm_version}",
         "tp": request.grid.tp,
         "ep": request.grid.ep,
         "expert_placement": request.grid.placement,

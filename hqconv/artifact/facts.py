@@ -17,7 +17,8 @@ from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family
 from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
-from hqconv.schemas.target import PARAM_DTYPES, SUPPORTED_TARGETS, TargetSchema
+from hqconv.schemas.pairs import why_not
+from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 from hqconv.schemas.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ class Facts:
         facts = {
             "dtype": words["dtype"] in PARAM_DTYPES,
             "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
-            "input_schema": words["input_schema"] == "a16",
-            "target": words["target"] in [f"sm{sm}" for sm in SUPPORTED_TARGETS],
             "tp": 0 < words["tp"] <= MAX_COUNT,
             "ep": 0 < words["ep"] <= MAX_COUNT,
             "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
@@ -61,16 +60,14 @@ class Facts:
                 raise _impossible(key, words[key])
         schema = self.schema
         try:
-            request = Request(
-                schema,
-                words["dtype"],
-                self.sm_version,
-                self.grid,
-                words["layout"],
-                words["input_schema"],
-            )
+            kind = names.kind_of_words(words, schema, words["dtype"])
+            request = Request(schema, words["dtype"], kind.target, self.grid, words["layout"], kind.inputs)
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error
+        except (KeyError, TypeError) as error:
+            raise _impossible("input_schema, activation_schema", error) from error
+        if request.layout == names.KERNEL and (reason := why_not(kind)) is not None:
+            raise _impossible("weight_schema, input_schema, target", reason)
         if request.layout == names.CHECKPOINT and request.grid != Grid():
             raise _impossible("tp, ep", f"{request.grid} in the checkpoint layout")
         return request
@@ -133,14 +130,11 @@ class Facts:
         from hqconv.backends.layout import is_compatible, kernel_form  # with torch: only a check needs them
 
         request = self.request
-        words = (request.schema, request.param_dtype, request.sm_version)
         with _humming_errors(block.name):
-            if not is_compatible(*words):
-                raise _impossible(
-                    "weight_schema", f"no kernel for {request.schema.describe()}, {request.param_dtype}"
-                )
+            if not is_compatible(request.kind):
+                raise _impossible("weight_schema", f"no kernel for {request.kind}")
             shapes = gemm_shapes(block, request.grid.tp, request.schema)
-            return {gemm: kernel_form(n, k, *words, block.has_bias) for gemm, (n, k) in shapes.items()}
+            return {gemm: kernel_form(n, k, request.kind, block.has_bias) for gemm, (n, k) in shapes.items()}
 
     def packed_forms(self, block: ExpertBlock) -> dict[str, dict[str, TensorSpec]]:
         """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""

@@ -1,7 +1,7 @@
 """The two layouts of a matrix, worked out from its facts alone: what a plan needs, without Humming and without torch.
 
-These are Humming's rules for 16-bit activations on sm90, the only ones that are converted for. A conversion holds
-them to what Humming itself says before it writes (`hqconv.pipeline.forms`), and to what its transform gives.
+What Humming fills in is in `schemas.layer`; here are the tensors that follow. A conversion holds both to what Humming
+itself says before it writes (`hqconv.pipeline.forms`), and to what its transform gives.
 
 Legend: N output rows and K input columns, in the kernel layout with their padding.
 """
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hqconv.schemas.dtypes import code_of
+from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.layer import number, resolve
 from hqconv.schemas.target import TargetSchema
 from hqconv.schemas.tensors import TensorSpec
 
@@ -47,13 +49,15 @@ class KernelForm:
         return json.dumps({**self.config, "num_experts": num_experts})
 
 
-def splits_e8m0(schema: TargetSchema, param_dtype: str) -> bool:
-    """Whether e8m0 scales get a second scale, as they always do with float16, whatever the values are.
+def splits_e8m0(kind: KernelKind) -> bool:
+    """Whether e8m0 scales get a second scale, as those that a kernel widens to float16 always do, whatever they are.
 
     Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
     not depend on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0.
     """
-    return schema.bs_dtype == "float8e8m0" and param_dtype == "float16"
+    layer = resolve(kind)
+    is_e8m0 = layer.bs_dtype == "float8e8m0" and kind.param_dtype == "float16"
+    return is_e8m0 and not layer.use_fused_e8m0_scale and not layer.use_block_scaled_mma
 
 
 @functools.cache
@@ -86,58 +90,76 @@ def _packed(
 
 
 @functools.cache
-def planned_kernel_form(
-    shape_n: int,
-    shape_k: int,
-    schema: TargetSchema,
-    param_dtype: str,
-    sm_version: int,
-    has_bias: bool = False,
-) -> KernelForm:
+def planned_kernel_form(shape_n: int, shape_k: int, kind: KernelKind, has_bias: bool = False) -> KernelForm:
     """The kernel form of a GEMM of [shape_n, shape_k]: `prepare_layer_config` and `transform_humming_tensors`."""
-    assert sm_version == 90, "the rules here are those of sm90"
     pad_n, pad_k = -shape_n % PAD_N, -shape_k % PAD_K
     n, k = shape_n + pad_n, shape_k + pad_k
-    scale_2 = "tensor" if splits_e8m0(schema, param_dtype) else schema.weight_scale_2_type
-    packed = _packed(n, k, schema, param_dtype, scale_2, has_bias)
-    tensors = {name: _permuted(spec, n, k, schema) for name, spec in packed.items()}
+    schema, layer = kind.schema, resolve(kind)
+    scale_2 = "tensor" if splits_e8m0(kind) else layer.weight_scale_2_type
+    packed = _packed(n, k, schema, kind.param_dtype, scale_2, has_bias)
+    order = ("weight", "weight_scale", "zero_point", "weight_scale_2", "bias")
+    tensors = {name: _permuted(packed[name], n, k, kind) for name in order if name in packed}
     config = {
-        "sm_version": sm_version,
+        "sm_version": kind.target.sm_version,
         "shape_n": n,
         "shape_k": k,
         "pad_shape_n": pad_n,
         "pad_shape_k": pad_k,
         "num_experts": 1,
-        "b_dtype": schema.b_dtype,
-        "a_dtype": param_dtype,
-        "c_dtype": param_dtype,
-        "bs_dtype": "float32" if schema.weight_scale_type == "block" else schema.bs_dtype or param_dtype,
-        "as_dtype": None,
-        "input_quant_mode": "none",
-        "input_scale_group_size": 0,
+        "b_dtype": layer.b_dtype,
+        "a_dtype": kind.a_dtype,
+        "c_dtype": kind.param_dtype,
+        "bs_dtype": layer.bs_dtype,
+        "as_dtype": layer.as_dtype,
+        "input_quant_mode": layer.input_quant_mode,
+        "input_scale_group_size": kind.inputs.input_scale_group_size,
         "weight_scale_group_size": schema.weight_scale_group_size,
         "weight_scale_group_size_n": schema.weight_scale_group_size_n,
-        "weight_scale_type": schema.weight_scale_type,
+        "weight_scale_type": layer.weight_scale_type,
         "weight_scale_2_type": scale_2,
-        "use_int_weight_scale": False,
-        "use_fused_e8m0_scale": False,  # of 8- and 4-bit activations
+        "use_int_weight_scale": layer.use_int_weight_scale,
+        "use_fused_e8m0_scale": layer.use_fused_e8m0_scale,
         "has_zero_point": schema.has_zero_point,
         "is_fp_zero_point": schema.is_fp_zero_point,
         "has_bias": has_bias,
-        "use_packed_k_layout": False,
+        "use_packed_k_layout": layer.use_packed_k_layout,
     }
-    return KernelForm(tensors, config, dict.fromkeys(LAYOUT_FLAGS, False))
+    return KernelForm(tensors, config, {flag: getattr(layer, flag) for flag in LAYOUT_FLAGS})
 
 
-def _permuted(spec: TensorSpec, n: int, k: int, schema: TargetSchema) -> TensorSpec:
-    """A packed tensor as the kernel has it: tiles of 16 columns, scales and zero points [K groups, N]."""
-    dtype, shape = spec.dtype, spec.shape
+def _permuted(spec: TensorSpec, n: int, k: int, kind: KernelKind) -> TensorSpec:
+    """A packed tensor as the kernel has it: weights in its tiles, scales and zero points [K groups, N]."""
+    dtype, shape, schema = spec.dtype, spec.shape, kind.schema
     if spec.name == "weight":
-        shape = (k // 16, n * schema.num_bits // 2)
+        shape = _weight_shape(n, k, kind)
     elif shape == (1,):  # one number of each expert
         shape = ()
     elif spec.name == "zero_point" and not schema.is_fp_zero_point:  # unpacked, and packed to 4 or 8 bits
         shape = (shape[1], n * (4 if schema.num_bits <= 4 else 8) // 32)
+    elif spec.name == "weight_scale" and len(shape) == 2 and _is_in_scale_tiles(kind):
+        dtype, shape = "I32", _scale_tiles(n, shape[1], kind)
     elif len(shape) == 2:
         shape = shape[::-1]
     return TensorSpec(spec.name, dtype, shape)
+
+
+def _weight_shape(n: int, k: int, kind: KernelKind) -> tuple[int, int]:
+    layer, num_bits = resolve(kind), kind.schema.num_bits
+    a_bits = number(kind.a_dtype).num_bits
+    if layer.use_raw_weight or layer.use_flat_weight:
+        return n, k * num_bits // 32
+    if layer.use_packed_k_layout:
+        return k // 64, n * 64 * num_bits // 32
+    return k * a_bits // 256, n * (256 // a_bits) * num_bits // 32
+
+
+def _is_in_scale_tiles(kind: KernelKind) -> bool:
+    return resolve(kind).use_block_scaled_mma and kind.schema.weight_scale_type == "group"
+
+
+def _scale_tiles(n: int, groups: int, kind: KernelKind) -> tuple[int, int]:
+    """Group scales as a block-scaled tensor core takes them, four to a word."""
+    if kind.target.sm_version // 10 == 10:  # tensor memory: tiles of 128 rows
+        return -(-groups // 4), n + -n % 128
+    per_instruction = 256 // number(kind.a_dtype).num_bits // kind.schema.weight_scale_group_size
+    return (groups // 2, n // 2) if per_instruction == 1 else (groups // 4, n)

@@ -3,8 +3,8 @@
 This is the only module that changes Humming, and these are the changes:
 * the six weight ops choose Humming's CUDA kernel or our CPU twin by their input's device; for shape planning,
   `meta` tensors get empty outputs;
-* inside `target_facts(...)`, what Humming asks of "the current device" while it plans a layout is answered for the
-  target of the request, whatever GPU is here, or none; outside, by the device as ever;
+* inside `target_facts(...)`, what Humming asks of "the current device" and of its compiler while it plans a layout is
+  answered for the target of the request, whatever GPU is here, or none; outside, by the device as ever;
 * inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls), and padding by
   nothing copies nothing.
 """
@@ -24,6 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hqconv.backends import twins
+from hqconv.schemas.gpu_target import Target
 
 _MODULES = (
     "ops",
@@ -53,7 +54,10 @@ _ASKING = (
 _LAUNCHING = "humming.jit.runtime"
 _ASKED_OF_LAUNCHING = ("is_ppu",)
 
-_target_sm: ContextVar[int | None] = ContextVar("target_sm", default=None)
+# Where it asks whether its kernels may be patched after compilation, as they are unless a variable says otherwise.
+_PATCHING = ("humming.config.config", "humming.config.mma")
+
+_target: ContextVar[Target | None] = ContextVar("target", default=None)
 
 
 class _TargetFacts:
@@ -76,10 +80,10 @@ class _AskedDevice:
         self._device, self._names = device, names
 
     def __getattr__(self, name: str) -> Any:
-        sm_version = _target_sm.get()
-        if sm_version is None or (self._names is not None and name not in self._names):
+        target = _target.get()
+        if target is None or (self._names is not None and name not in self._names):
             return getattr(self._device, name)
-        return getattr(_TargetFacts(sm_version), name)
+        return getattr(_TargetFacts(target.sm_version), name)
 
 
 @functools.cache
@@ -96,15 +100,35 @@ def humming() -> SimpleNamespace:
     device = modules["device"].current_device
     for name, names in (*((name, None) for name in _ASKING), (_LAUNCHING, _ASKED_OF_LAUNCHING)):
         importlib.import_module(name).current_device = _AskedDevice(device, names)  # type: ignore[attr-defined]
+    for name in _PATCHING:
+        _answer(importlib.import_module(name), "is_cubin_patch_enabled", lambda _: True)
+    _answer(importlib.import_module("humming.config.config"), "_cuda_compiler_version", _asked_cuda)
     asked_info = functools.partial(_device_info, modules["device"].DeviceInfo)
     setattr(modules["transform"], "DeviceInfo", asked_info)  # noqa: B010 - mypy does not know the module
     return SimpleNamespace(**modules)
 
 
+def _answer(module: Any, name: str, of_target: Callable[[Target], Any]) -> None:
+    """Have a module's question answered for the target inside `target_facts`, by its own function outside."""
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        target = _target.get()
+        return original(*args, **kwargs) if target is None else of_target(target)
+
+    setattr(module, name, asked)
+
+
+def _asked_cuda(target: Target) -> tuple[int, int]:
+    """Of a target whose layouts do not depend on it, any: `schemas.layer.needs_cuda` says of which they do."""
+    return target.cuda or (0, 0)
+
+
 def _device_info(device_info: Any, device: Any = None) -> Any:
     """`humming.device.DeviceInfo` for `prepare_layer_config`, whose LayerConfig is the target's."""
-    sm_version = _target_sm.get()
-    return device_info(device) if sm_version is None else _TargetFacts(sm_version)
+    target = _target.get()
+    return device_info(device) if target is None else _TargetFacts(target.sm_version)
 
 
 @contextmanager
@@ -140,13 +164,13 @@ def _by_device(cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Calla
 
 
 @contextmanager
-def target_facts(sm_version: int) -> Iterator[None]:
-    """Answer Humming's questions about the device for `sm_version`, in this thread."""
-    token = _target_sm.set(sm_version)
+def target_facts(target: Target) -> Iterator[None]:
+    """Answer Humming's questions about the device for `target`, in this thread."""
+    token = _target.set(target)
     try:
         yield
     finally:
-        _target_sm.reset(token)
+        _target.reset(token)
 
 
 class _StayOnCpu(TorchFunctionMode):

@@ -51,10 +51,15 @@ OPTIONS: dict[str, Option] = {
     "schema": Option(
         str, "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
     ),
-    "input_schema": Option(str, "What activations are quantized to when serving."),
+    "input_schema": Option(
+        str, "What activations are quantized to when serving: a16, fp8, fp8-g128, int8 …, or FILE.toml."
+    ),
+    "cuda": Option(
+        str | None, "CUDA compiler that will serve, such as 13.0; asked for where the layout depends on it."
+    ),
     "target": Option(
         str | None,
-        "Serving GPU, sm75 … sm120.  [default: the CUDA device here; --layout checkpoint needs none]",
+        "Serving GPU, sm75 … sm121.  [default: the CUDA device here; --layout checkpoint needs none]",
     ),
     "dtype": Option(Literal["bfloat16", "float16"] | None, "Parameter dtype.  [default: the checkpoint's]"),
     "tp": Option(int, "Tensor-parallel ranks.", settings=_AT_LEAST_ONE),

@@ -19,14 +19,16 @@ def check_forms(plan: Plan) -> None:
     Raises RequestError where it does not: it is another Humming than the one that hqconv was made for.
     """
     request = plan.request
-    if is_compatible(request.schema, request.param_dtype, request.sm_version):
+    if is_compatible(request.kind):
         wrong = next((block for block in plan.blocks if not _is_as_planned(block, request)), None)
         if wrong is None:
             return
         what, block = "Humming lays out its tensors in another way than this version of hqconv.", wrong.name
     else:
         what, block = "Humming has no kernel for this combination.", "all blocks"
-    words = f"{request.schema.describe()}; {request.param_dtype}, sm{request.sm_version}"
+    words = (
+        f"{request.schema.describe()}; {request.inputs.describe()}; {request.param_dtype}, {request.target}"
+    )
     raise RequestError(
         what,
         where=f"{block}, schema {request.schema.name} ({words})",
@@ -36,12 +38,13 @@ def check_forms(plan: Plan) -> None:
 
 
 def _is_as_planned(planned: PlannedBlock, request: Request) -> bool:
-    block, words = planned.block, (request.schema, request.param_dtype)
+    block = planned.block
     if request.layout == artifact.KERNEL:
         shapes = gemm_shapes(block, request.grid.tp, request.schema)
         return all(
-            is_as_planned(planned.forms[gemm], n, k, *words, request.sm_version, block.has_bias)
+            is_as_planned(planned.forms[gemm], n, k, request.kind, block.has_bias)
             for gemm, (n, k) in shapes.items()
         )
-    facts = [(*block.shape(role), *words, block.has_bias) for role in block.roles]
+    words = (request.schema, request.param_dtype, block.has_bias)
+    facts = [(*block.shape(role), *words) for role in block.roles]
     return all(packed_form(*one) == planned_packed_form(*one) for one in facts)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas import artifact
+from hqconv.schemas.gpu_target import Target, parse_target
 
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
-_CHECKPOINT_LAYOUT_TARGET = 90  # only to ask Humming whether a schema runs at all
+_CHECKPOINT_LAYOUT_TARGET = Target(90)  # only to ask Humming whether a schema runs at all
 
 
 def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
@@ -23,16 +24,6 @@ def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
     number, prefix, binary, unit = match[1], match[2].upper(), match[3], match[4]
     power = " KMGT".index(prefix) if prefix else 0
     return int(float(number) * (1000 if unit and not binary else 1024) ** power)
-
-
-def parse_target(text: str) -> int:
-    """The SM version in `sm75` … `sm120`. Raises RequestError for anything else."""
-    match = re.fullmatch(r"sm(\d{2,3})", str(text))
-    if match is None or not 75 <= int(match[1]) <= 120:
-        remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", str(text)) else "An H100 or H200 is sm90."
-        what = "The target is not a GPU architecture."
-        raise RequestError(what, where="--target", expected="sm75 … sm120", found=text, remedy=remedy)
-    return int(match[1])
 
 
 def choose_device(text: str, number: int = 0) -> str:
@@ -73,20 +64,20 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def choose_target(text: str | None, layout: str, device: str) -> int:
-    """The SM version of `--target`, or of the CUDA device here. Raises RequestError where there is none.
+def choose_target(text: str | None, cuda: str | None, layout: str, device: str) -> Target:
+    """The target of `--target` and `--cuda`, or the CUDA device here. Raises RequestError where there is none.
 
     The checkpoint layout does not depend on it.
     """
     if text is not None:
-        return parse_target(text)
+        return parse_target(text, cuda)
     if layout == artifact.CHECKPOINT:
         return _CHECKPOINT_LAYOUT_TARGET
     if _num_gpus():
         import torch
 
         major, minor = torch.cuda.get_device_capability(int(device.partition(":")[2] or 0))
-        return major * 10 + minor
+        return parse_target(f"sm{major * 10 + minor}", cuda)
     raise RequestError(
         "The target GPU must be named.",
         where="--target",

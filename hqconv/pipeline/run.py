@@ -66,7 +66,7 @@ class ConversionReport:
             "out": str(self.out),
             "schema": request.schema.name,
             "layout": request.layout,
-            "target": f"sm{request.sm_version}",
+            "target": request.target.name,
             "dtype": request.param_dtype,
             "tp": request.grid.tp,
             "ep": request.grid.ep,

@@ -13,9 +13,12 @@ from hqconv.formats.format import why_not_direct
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.layer import needs_cuda
+from hqconv.schemas.pairs import nearest, why_not
 from hqconv.schemas.serving import serving_obstacles
 from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle, stock_vllm_obstacle
-from hqconv.schemas.target import PARAM_DTYPES, SUPPORTED_TARGETS
+from hqconv.schemas.target import PARAM_DTYPES
 
 _MAX_NAME = 255  # bytes, of most file systems
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
@@ -24,10 +27,8 @@ _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 def check_request(experts: ExpertMap, request: Request) -> None:
     """Raises RequestError for what this version, Humming or the experts' sizes do not allow.
 
-    With 16-bit activations the supported targets run every `TargetSchema` whose 16-bit scales are the parameter
-    dtype's; a conversion asks Humming itself (`hqconv.pipeline.forms`).
+    What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.pipeline.forms`).
     """
-    _check_target(request)
     schema = request.schema
     if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != request.param_dtype:
         raise RequestError(
@@ -37,6 +38,8 @@ def check_request(experts: ExpertMap, request: Request) -> None:
             found=schema.bs_dtype,
             remedy="Leave bs_dtype out of the schema, or change --dtype.",
         )
+    if request.layout == artifact.KERNEL:
+        _check_kind(request.kind)
     if request.layout == artifact.CHECKPOINT and request.grid != Grid():
         raise RequestError(
             "The checkpoint layout is unsharded: it serves at any TP and EP.",
@@ -47,21 +50,26 @@ def check_request(experts: ExpertMap, request: Request) -> None:
         _check_sizes(block, request)
 
 
-def _check_target(request: Request) -> None:
-    """Activations and GPU are those whose layout is known."""
-    if request.input_schema != "a16":
+def _check_kind(kind: KernelKind) -> None:
+    """Weights and activations run together on the target, and their layout is known."""
+    reason = why_not(kind)
+    if reason is not None:
+        inputs, schemas = nearest(kind)
+        runs = [
+            *([f"{kind.schema.name} with --input-schema {', '.join(inputs)}"] if inputs else []),
+            *([f"{kind.inputs.name} activations with --schema {', '.join(schemas)}"] if schemas else []),
+        ]
         raise RequestError(
-            "This version converts for 16-bit activations only.",
-            where="--input-schema",
-            expected="a16",
-            found=request.input_schema,
+            f"Humming does not run this pair on {kind.target.name}: {reason}.",
+            where=f"--schema {kind.schema.name} --input-schema {kind.inputs.name}",
+            expected=f"on {kind.target.name}: {'; '.join(runs)}" if runs else "a pair that runs there",
         )
-    if request.sm_version not in SUPPORTED_TARGETS:
+    if kind.target.cuda is None and needs_cuda(kind):
         raise RequestError(
-            "This version does not know the kernel layout of that GPU.",
-            where="--target",
-            expected=", ".join(f"sm{sm}" for sm in SUPPORTED_TARGETS),
-            found=f"sm{request.sm_version}",
+            "The layout depends on the CUDA compiler that will serve.",
+            where=f"--schema {kind.schema.name} --target {kind.target.name}",
+            expected="--cuda, with that compiler's version",
+            remedy="Add --cuda 13.0, or what `nvcc --version` says on the serving machine.",
         )
 
 

@@ -129,9 +129,7 @@ def gemm_shapes(block: ExpertBlock, tp: int, schema: TargetSchema) -> dict[str, 
 def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
     """The rank files of one block."""
     forms = {
-        gemm: planned_kernel_form(
-            n, k, request.schema, request.param_dtype, request.sm_version, block.has_bias
-        )
+        gemm: planned_kernel_form(n, k, request.kind, block.has_bias)
         for gemm, (n, k) in gemm_shapes(block, request.grid.tp, request.schema).items()
     }
     files = []

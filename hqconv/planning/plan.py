@@ -99,10 +99,10 @@ class Plan:
         options = {
             "--schema": request.schema.humming_fields(),
             "--dtype": request.param_dtype,
-            "--target": f"sm{request.sm_version}",
+            "--target, --cuda": str(request.target),
             "--tp, --ep or the placement": vars(request.grid),
             "--layout": request.layout,
-            "--input-schema": request.input_schema,
+            "--input-schema": request.inputs.humming_fields(),
         }
         words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
         return {**words, "layout of the output files": digest.hexdigest()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hqconv.errors import RequestError
@@ -11,7 +11,11 @@ from hqconv.experts.map import ExpertMap
 from hqconv.planning.own_schema import source_param_dtype, source_schema
 from hqconv.schemas import artifact
 from hqconv.schemas.family import text_config
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import A16, InputSchema
+from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.layer import needs_cuda
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 
 
@@ -24,10 +28,10 @@ class Request:
 
     schema: TargetSchema
     param_dtype: str
-    sm_version: int
+    target: Target
     grid: Grid = field(default_factory=Grid)
     layout: str = artifact.KERNEL
-    input_schema: str = "a16"
+    inputs: InputSchema = A16
     must_be_direct: bool = False
 
     def __post_init__(self) -> None:
@@ -38,6 +42,11 @@ class Request:
             if value not in known:
                 what, expected = "The option does not know this value.", ", ".join(known)
                 raise RequestError(what, where=option, expected=expected, found=value)
+
+    @property
+    def kind(self) -> KernelKind:
+        """What decides the kernel layout, for every block."""
+        return KernelKind(self.schema, self.param_dtype, self.target, self.inputs)
 
 
 def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
@@ -67,4 +76,8 @@ def make_request(
     own_dtype = source_param_dtype(experts) if schema is None else None
     dtype = param_dtype if param_dtype is not None else own_dtype or default_param_dtype(config, experts)
     chosen = schema or source_schema(experts, dtype, grid.tp)
-    return Request(chosen, dtype, grid=grid, must_be_direct=schema is None, **words)
+    request = Request(chosen, dtype, grid=grid, must_be_direct=schema is None, **words)
+    target = request.target
+    if target.cuda is not None and not needs_cuda(request.kind):  # the same bytes: the same words
+        return replace(request, target=replace(target, cuda=None))
+    return request

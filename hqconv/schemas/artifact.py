@@ -6,7 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hqconv.errors import RequestError
 from hqconv.schemas.family import TEXT_CONFIG_KEYS
+from hqconv.schemas.gpu_target import parse_target
+from hqconv.schemas.inputs import A16, inputs_of
+from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.target import TargetSchema
 
 FORMAT_VERSION = 1
@@ -92,9 +96,32 @@ def humming_quantization_config(schema: TargetSchema, block_names: list[str]) ->
     return {"quant_method": "humming", **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)"]}
 
 
-def hqconv_quantization_config(
-    schema: TargetSchema, input_schema: str, sm_version: int, source: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def kind_words(kind: KernelKind) -> dict[str, Any]:
+    """Weights, activations and GPU as the manifest and config.json have them, the dtype aside.
+
+    `activation_schema` is there where activations are quantized, `cuda` where the layout depends on it.
+    """
+    activations = {} if kind.inputs == A16 else {"activation_schema": kind.inputs.humming_fields()}
+    cuda = {} if kind.target.cuda is None else {"cuda": kind.target.cuda_name}
+    return {
+        "weight_schema": kind.schema.humming_fields(),
+        "input_schema": kind.inputs.name,
+        **activations,
+        "target": kind.target.name,
+        **cuda,
+    }
+
+
+def kind_of_words(words: Mapping[str, Any], schema: TargetSchema, param_dtype: str) -> KernelKind:
+    """The kind that `kind_words` describes. RequestError, KeyError or TypeError where it describes none."""
+    name, fields = words["input_schema"], words.get("activation_schema")
+    if (fields is None) != (name == A16.name):
+        raise RequestError("Activations are named without their schema.", where="input_schema", found=name)
+    inputs = A16 if fields is None else inputs_of(str(name), dict(fields), where="activation_schema")
+    return KernelKind(schema, param_dtype, parse_target(words["target"], words.get("cuda")), inputs)
+
+
+def hqconv_quantization_config(kind: KernelKind, source: Mapping[str, Any] | None) -> dict[str, Any]:
     """`quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
 
     `source` is the source's own: what the copied tensors (attention, shared experts …) are still stored in.
@@ -104,9 +131,7 @@ def hqconv_quantization_config(
         "quant_method": "hqconv",
         "format_version": FORMAT_VERSION,
         "manifest": MANIFEST,
-        "weight_schema": schema.humming_fields(),
-        "input_schema": input_schema,
-        "target": f"sm{sm_version}",
+        **kind_words(kind),
         **dense,
     }
 

@@ -17,7 +17,6 @@ from hqconv.errors import RequestError
 from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 
 PARAM_DTYPES = ("bfloat16", "float16")
-SUPPORTED_TARGETS = (90,)  # SM versions whose kernel layout is known
 _SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
 _SCALE_2_DTYPES = ("float8e4m3", "float8e5m2")
 

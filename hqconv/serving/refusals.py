@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hqconv.errors import HqconvError, RequestError
+from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.serving import serve_options
-from hqconv.schemas.target import SUPPORTED_TARGETS, TargetSchema, resolve_schema
+from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.serving.place import Place
 from hqconv.serving.served import Served, ServedBlock
 
@@ -39,8 +40,8 @@ def check_machine(served: Served, sm_version: int) -> None:
     """Refuse another GPU than the artifact's target. Raises RequestError."""
     if sm_version != served.sm_version:
         remedy = f"Cut it again: {recut(served, target=f'sm{sm_version}')}."
-        if sm_version not in SUPPORTED_TARGETS:
-            known = ", ".join(f"sm{sm}" for sm in SUPPORTED_TARGETS)
+        if sm_version not in TARGETS:
+            known = ", ".join(f"sm{sm}" for sm in TARGETS)
             remedy = f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
         raise RequestError(
             "The artifact was made for another GPU.",

@@ -25,7 +25,9 @@ from hqconv.backends.layout import humming_schema, kernel_form, to_kernel
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import humming, resident, target_facts
 from hqconv.errors import RequestError, VerificationError
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema, resolve_schema
+from tests.make.conversions import kind_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.places import GOLDEN
 
@@ -73,7 +75,7 @@ class Case:
     kernel: dict[str, np.ndarray]
 
     def reference(self) -> np.ndarray:
-        with resident(torch.device("cpu")), target_facts(90):
+        with resident(torch.device("cpu")), target_facts(Target(90)):
             return humming_schema(self.schema).dequant_tensors(dict(self.packed)).numpy()
 
 
@@ -102,7 +104,7 @@ def forward(
     packed["bias"] = torch.randn(NUM_EXPERTS, n, generator=torch.Generator().manual_seed(9)).to(
         getattr(torch, param_dtype)
     )
-    form = kernel_form(n, k, schema, param_dtype, sm_version, has_bias=True)
+    form = kernel_form(n, k, kind_of(schema, param_dtype, sm_version), has_bias=True)
     kernel = {key: raw(tensor) for key, tensor in to_kernel(form, packed).items()}
     return Case(schema, packed, json.loads(form.config_json(NUM_EXPERTS)), kernel)
 
@@ -267,10 +269,10 @@ def test_other_targets_with_their_flags(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.npz")))
 def test_recordings_of_a_real_gpu(name: str) -> None:
     schema = resolve_schema(name)
-    form = kernel_form(128, 128, schema, "bfloat16", 90)
+    form = kernel_form(128, 128, kind_of(schema, "bfloat16", 90))
     with np.load(GOLDEN / f"{name}.npz") as arrays:
         recorded = {key: arrays[key] for key in arrays.files}
-    with target_facts(90):
+    with target_facts(Target(90)):
         attrs = humming_schema(schema).get_tensors_attrs(128, 128, torch.bfloat16, num_experts=1)
     packed = {
         key: torch.from_numpy(recorded[f"packed.0.{key}"]).view(a["dtype"]).reshape(a["shape"])
@@ -283,7 +285,7 @@ def test_recordings_of_a_real_gpu(name: str) -> None:
     unpacked = unlayout(form.config, kernel, form.flags)
     assert_is_packed(unpacked, packed, schema)
     assert_is_twin(stack_of(form.config, kernel, form.flags), unpacked)
-    with resident(torch.device("cpu")), target_facts(90):
+    with resident(torch.device("cpu")), target_facts(Target(90)):
         expected = humming_schema(schema).dequant_tensors(packed).numpy()
     values = values_of(unpacked, schema, "bfloat16")
     assert np.array_equal(values.view(np.uint32), expected.view(np.uint32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,14 @@ import torch
 from hqconv.backends import forms, layout
 from hqconv.errors import RequestError
 from hqconv.schemas.artifact import CHECKPOINT, KERNEL
+from hqconv.schemas.gpu_target import TARGETS, Target
 from hqconv.schemas.grid import slice_unit
-from hqconv.schemas.target import PARAM_DTYPES, PRESETS, SUPPORTED_TARGETS, TargetSchema
-from tests.make.conversions import run, schema_of
+from hqconv.schemas.inputs import A_DTYPES, INPUT_PRESETS, INPUT_SCALE_DTYPES, QUANT_MODES, InputSchema
+from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.layer import needs_cuda
+from hqconv.schemas.pairs import why_incompatible, why_not
+from hqconv.schemas.target import PARAM_DTYPES, PRESETS, TargetSchema
+from tests.make.conversions import kind_of, run, schema_of
 from tests.make.qwen import write_qwen3_moe
 
 SCALES = (
@@ -52,26 +58,118 @@ def schemas() -> list[TargetSchema]:
     return found
 
 
+def all_inputs() -> Iterator[InputSchema]:
+    """The presets, and every combination of fields that `InputSchema` takes."""
+    yield from INPUT_PRESETS.values()
+    fields = itertools.product(
+        A_DTYPES, (0, 16, 32, 64, 128), (None, *INPUT_SCALE_DTYPES), (None, *QUANT_MODES)
+    )
+    for words in fields:
+        try:
+            yield InputSchema("any", *words)
+        except RequestError:
+            continue
+
+
 def is_well_typed(schema: TargetSchema, param_dtype: str) -> bool:
     """What `check_request` asks of scales."""
     return schema.bs_dtype not in PARAM_DTYPES or schema.bs_dtype == param_dtype
 
 
-def test_humming_runs_every_schema_that_a_plan_takes(schemas: list[TargetSchema]) -> None:
-    for schema, param_dtype, target in itertools.product(schemas, PARAM_DTYPES, SUPPORTED_TARGETS):
-        expected = is_well_typed(schema, param_dtype)
-        assert layout.is_compatible(schema, param_dtype, target) == expected, (schema, param_dtype)
+COMPILERS = ((11, 0), (12, 0), (13, 0), (13, 2))  # on both sides of every bound
+
+
+def kinds(schemas: list[TargetSchema], count: int, seed: int) -> list[KernelKind]:
+    """Kinds at random, of all there can be: weights, parameters, activations, GPUs, compilers."""
+    dice, inputs = random.Random(seed), list(all_inputs())
+    found = [
+        KernelKind(
+            dice.choice(schemas),
+            dice.choice(PARAM_DTYPES),
+            Target(dice.choice(TARGETS), dice.choice(COMPILERS)),
+            dice.choice(inputs),
+        )
+        for _ in range(count)
+    ]
+    return [kind for kind in found if is_well_typed(kind.schema, kind.param_dtype)]
+
+
+def presets() -> Iterator[KernelKind]:
+    """Every pair that people name, on every target."""
+    names = (
+        *PRESETS,
+        "int4-c",
+        "int4-g64-zp",
+        "int4-g128-fpzp",
+        "int2-g64",
+        "int3",
+        "int6",
+        "int8-g128",
+        "int8-zp",
+    )
+    for name, inputs, sm, param in itertools.product(names, INPUT_PRESETS.values(), TARGETS, PARAM_DTYPES):
+        yield KernelKind(schema_of(name), param, Target(sm, (13, 0)), inputs)
+
+
+def test_humming_runs_every_schema_with_16_bit_activations(schemas: list[TargetSchema]) -> None:
+    for schema, param_dtype, target in itertools.product(schemas, PARAM_DTYPES, TARGETS):
+        kind = KernelKind(schema, param_dtype, Target(target, (13, 0)))
+        expected = is_well_typed(schema, param_dtype) and (target > 75 or param_dtype == "float16")
+        assert layout.is_compatible(kind) == expected, (schema, kind)
+        if expected:
+            assert why_not(kind) is None, kind
+
+
+def test_the_rule_is_hummings(schemas: list[TargetSchema]) -> None:
+    """Which pairs run on which GPU; and what else we refuse, Humming's own configuration or kernels refuse."""
+    num_compatible = 0
+    for kind in (*presets(), *kinds(schemas, 60_000, seed=1)):
+        assert (why_incompatible(kind) is None) == layout.is_compatible(kind), (
+            kind,
+            kind.inputs,
+            kind.schema,
+        )
+        num_compatible += why_incompatible(kind) is None
+    assert num_compatible > 5000
+
+
+def test_forms_are_hummings_for_every_pair_and_gpu(schemas: list[TargetSchema]) -> None:
+    """Of every kind that runs: names, order, shapes, dtypes, config and flags of its tensors."""
+    chosen = [kind for kind in (*presets(), *kinds(schemas, 60_000, seed=2)) if why_not(kind) is None]
+    flags = set()
+    for number, kind in enumerate(chosen):
+        unit = slice_unit(kind.schema)
+        words = (3 * unit, 5 * unit, kind, number % 3 == 0)
+        planned, real = forms.planned_kernel_form(*words), layout.kernel_form(*words)
+        assert planned == real, (kind, kind.inputs, kind.schema)
+        assert list(planned.tensors) == list(real.tensors), kind
+        assert planned.config_json(7) == real.config_json(7), kind
+        flags |= {name for name, is_set in planned.flags.items() if is_set}
+    assert flags == set(forms.LAYOUT_FLAGS), "a layout that nothing here met"
+
+
+def test_the_compiler_is_asked_for_where_it_decides(schemas: list[TargetSchema]) -> None:
+    for kind in kinds(schemas, 20_000, seed=3):
+        if why_not(kind) is not None:
+            continue
+        found = {
+            layout.kernel_form(256, 512, replace(kind, target=replace(kind.target, cuda=cuda))).flags[
+                "use_native_dequant"
+            ]
+            for cuda in COMPILERS
+        }
+        assert needs_cuda(kind) == (len(found) == 2), kind
 
 
 @pytest.mark.parametrize(("rows", "columns", "has_bias"), [(1, 1, True), (3, 5, False), (24, 40, True)])
 def test_forms_are_hummings(schemas: list[TargetSchema], rows: int, columns: int, has_bias: bool) -> None:
-    """Of one scale group, of some that need padding, of many; names, order, shapes, dtypes, config and flags."""
+    """Of one scale group, of some that need padding, of many; 16-bit activations on sm90, every schema."""
     chosen = schemas if rows < 24 else [*PRESETS.values(), *schemas[::29]]
-    for schema, param_dtype, target in itertools.product(chosen, PARAM_DTYPES, SUPPORTED_TARGETS):
+    for schema, param_dtype in itertools.product(chosen, PARAM_DTYPES):
         if not is_well_typed(schema, param_dtype):
             continue
         shape = (rows * slice_unit(schema), columns * slice_unit(schema))
-        words = (*shape, schema, param_dtype, target, has_bias)
+        words = (*shape, kind_of(schema, param_dtype), has_bias)
         planned, real = forms.planned_kernel_form(*words), layout.kernel_form(*words)
         assert planned == real, words
         assert list(planned.tensors) == list(real.tensors), words
@@ -103,7 +201,7 @@ def test_another_humming_is_noticed_before_anything_is_written(
 
 def test_a_tensor_that_is_not_as_planned_is_not_written() -> None:
     schema = PRESETS["int4"]
-    form = layout.kernel_form(256, 256, schema, "bfloat16", 90)
+    form = layout.kernel_form(256, 256, kind_of(schema, "bfloat16", 90))
     packed = layout.packed_form(256, 256, schema, "bfloat16")
     tensors = {
         "weight": torch.zeros(2, *packed["weight"].shape, dtype=torch.int32),

@@ -14,6 +14,7 @@ from hqconv.backends.runtime import humming, resident
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.target import resolve_schema
 from hqconv.verification.reference import ACTIVATIONS, Routing, activate, moe_forward
+from tests.make.conversions import kind_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -69,7 +70,7 @@ def test_biases_and_ungated_experts_over_tp_ranks(activation: str) -> None:
             "w2": (HIDDEN, INNER // TP),
         }.items():
             joined = {name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]}
-            form = kernel_form(n, k, schema, "bfloat16", 90, has_bias=True)
+            form = kernel_form(n, k, kind_of(schema, "bfloat16", 90), has_bias=True)
             config = layer_config(form.config_json(NUM_EXPERTS))
             gemms[gemm] = Gemm(config, to_kernel(form, joined))
         total += fused_moe(gemms, x, ids, routing.weights, activation, gated, 130)[0]

@@ -14,8 +14,9 @@ from safetensors import safe_open
 
 from hqconv.backends.layout import is_compatible, kernel_form, layer_config
 from hqconv.backends.runtime import humming, target_facts
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import run, schema_of
+from tests.make.conversions import kind_of, run, schema_of
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -37,6 +38,7 @@ torch.cuda.get_device_capability = lambda *_: (8, 0)
 
 from humming.transform import prepare_layer_config
 from hqconv.backends.layout import humming_schema
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.target import resolve_schema
 words = dict(shape_n=128, shape_k=128, weight_schema=humming_schema(resolve_schema(sys.argv[3])), num_experts=1)
 words |= dict(pad_n_to_multiple=256, pad_k_to_multiple=128, torch_dtype=torch.bfloat16, device=-1)
@@ -45,7 +47,7 @@ assert prepare_layer_config(**words).sm_version == 80, "Humming does not take th
 import humming.jit.runtime
 from hqconv.backends.runtime import humming as load, target_facts
 load()
-with target_facts(90):  # the kernels that convert are compiled for the GPU that runs them
+with target_facts(Target(90)):  # the kernels that convert are compiled for the GPU that runs them
     there = humming.jit.runtime.current_device
     assert (there.sm_version, there.index, there.is_ppu) == (80, 0, False)
     assert humming.transform.current_device.sm_version == 90
@@ -79,7 +81,7 @@ def test_the_target_is_of_the_thread_that_asks() -> None:
     module = sys.modules["humming.transform"]
 
     def ask(sm_version: int) -> None:
-        with target_facts(sm_version):
+        with target_facts(Target(sm_version)):
             start.wait()
             for _ in range(200):
                 seen[sm_version].append(module.current_device.sm_version)  # type: ignore[attr-defined]
@@ -95,9 +97,9 @@ def test_the_target_is_of_the_thread_that_asks() -> None:
 
 def test_a_form_is_of_its_target() -> None:
     schema = schema_of("int4")
-    form = kernel_form(128, 256, schema, "bfloat16", 90)
+    form = kernel_form(128, 256, kind_of(schema, "bfloat16", 90))
     assert (form.config["sm_version"], layer_config(form.config_json(1)).sm_version) == (90, 90)
-    assert is_compatible(schema, "bfloat16", 90)
+    assert is_compatible(kind_of(schema, "bfloat16", 90))
 
 
 @pytest.mark.cuda

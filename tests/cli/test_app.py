@@ -26,8 +26,9 @@ from hqconv.cli.app import app
 from hqconv.cli.progress import ConversionProgress, human_bytes, human_seconds, line_of
 from hqconv.errors import RequestError
 from hqconv.pipeline import run as conversion
-from hqconv.pipeline.options import default_out, parse_bytes, parse_target
+from hqconv.pipeline.options import default_out, parse_bytes
 from hqconv.pipeline.progress import Progress
+from hqconv.schemas.gpu_target import Target, parse_target
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
 
@@ -37,6 +38,7 @@ OPTIONS = {
         "--schema",
         "--out -o",
         "--input-schema",
+        "--cuda",
         "--target",
         "--dtype",
         "--tp",
@@ -158,8 +160,9 @@ def test_sizes_that_are_none(text: str) -> None:
 
 
 def test_targets() -> None:
-    assert [parse_target(f"sm{sm}") for sm in (75, 90, 120)] == [75, 90, 120]
-    for text in ("sm70", "sm121", "sm9", "90a", "sm90a", "H100", ""):
+    assert [parse_target(f"sm{sm}").sm_version for sm in (75, 90, 120)] == [75, 90, 120]
+    assert parse_target("sm100", "13.2") == Target(100, (13, 2))
+    for text in ("sm70", "sm87", "sm110", "sm9", "90a", "sm90a", "H100", ""):
         with pytest.raises(RequestError, match="--target"):
             parse_target(text)
     with pytest.raises(RequestError, match=r"Write sm90\."):
@@ -259,14 +262,18 @@ def corrupt(model: Path, folder: Path) -> Path:
         (("--schema", "int9"), "no schema named 'int9'"),
         (("--tp", 3), "TP sizes that work: 1, 2, 4"),
         (("--target", "90"), "Write sm90."),
-        (("--target", "sm80"), "expected: sm90"),
+        (("--target", "sm87"), "expected: sm75, sm80"),
+        (("--target", "sm75"), "--dtype float16"),
+        (("--target", "sm100", "--dtype", "float16"), "--cuda 13.0"),
+        (("--cuda", "13"), "such as 13.0"),
         (("--max-memory", "lots"), "512MiB"),
         (("--max-memory", "1MB"), "does not fit into the memory limit"),
         (("--device", "tpu"), "auto, cuda, cuda:N or cpu"),
         (("--device", "cuda:99"), "no such CUDA device"),
         (("--resume", "--overwrite"), "exclude each other"),
         (("--layout", "checkpoint", "--tp", 2), "unsharded"),
-        (("--input-schema", "fp8"), "a16"),
+        (("--input-schema", "fp9"), "fp8-g128"),
+        (("--input-schema", "mxfp4"), "float4e2m1 activations begin with sm100"),
         (("--revision", "main"), "no revisions"),
         (("--layout", "sideways"), "--layout"),
         (("--tp", 0), "--tp"),
@@ -300,8 +307,9 @@ def test_with_a_gpu_the_target_is_its_architecture(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 9 - 3 * index))
     for device, target in (("cpu", "sm89"), ("auto", "sm89"), ("cuda:1", "sm86")):
-        result = call("convert", model, "-o", tmp_path / "o", "--schema", "int4", "--device", device)
-        assert f"found: {target}" in result.stderr  # which this version does not support
+        words = ("--schema", "int4", "--device", device, "--dry-run", "--json")
+        result = call("convert", model, "-o", tmp_path / "o", *words)
+        assert json.loads(result.stdout)["target"] == target
 
 
 def test_corrupt_source_exits_with_3(model: Path, tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import hqconv
-from hqconv.api import open_source
+from hqconv.artifact.opening import open_source
 from hqconv.artifact.build import FileRecord
 from hqconv.pipeline.run import ConversionReport
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
 from hqconv.planning.plan import Plan, make_plan
 from hqconv.planning.request import make_request
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import resolve_inputs
+from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.sources.source import Source
 from hqconv.verification.run import VerificationReport
@@ -38,7 +41,7 @@ def open_plan(
     source = open_source(src)
     experts = source.map_experts()
     chosen = schema if isinstance(schema, TargetSchema) else None if schema == "source" else schema_of(schema)
-    words: dict[str, Any] = {"sm_version": 90, "layout": layout}
+    words: dict[str, Any] = {"target": Target(90), "layout": layout}
     request = make_request(experts, source.config, chosen, dtype, grid or Grid(), **words)
     return source, make_plan(source, experts, request)
 
@@ -55,14 +58,15 @@ def run(
 ) -> ConversionReport:
     """`hqconv.convert`."""
     grid = grid or Grid()
-    ranks = {
+    ranks: dict[str, Any] = {
         "tp": grid.tp,
         "ep": grid.ep,
         "expert_placement": grid.placement,
         "redundant_experts": grid.redundant,
     }
     bounds = {"threads": threads, "max_memory": max_memory, "device": "cpu"}
-    return hqconv.convert(src, out, schema=schema, target="sm90", **ranks, **bounds, **options)
+    words: dict[str, Any] = {"target": "sm90", **ranks, **bounds, **options}
+    return hqconv.convert(src, out, schema=schema, **words)
 
 
 def check(out: Path, source: Path | None = None, *checks: str, **options: Any) -> VerificationReport:
@@ -86,3 +90,15 @@ def finished(writer: GroupWriter, files: Sequence[OutFile]) -> list[FileRecord]:
     records = [writer.finish_file(file) for file in files]
     writer.publish()
     return records
+
+
+def kind_of(
+    schema: TargetSchema | str,
+    param_dtype: str = "bfloat16",
+    sm_version: int = 90,
+    inputs: str = "a16",
+    cuda: tuple[int, int] | None = None,
+) -> KernelKind:
+    """What decides a kernel layout, in short words."""
+    weights = resolve_schema(schema) if isinstance(schema, str) else schema
+    return KernelKind(weights, param_dtype, Target(sm_version, cuda), resolve_inputs(inputs))

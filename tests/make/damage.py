@@ -26,6 +26,7 @@ from hqconv.sources.source import Source
 from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
+from tests.make.conversions import kind_of
 
 BLOCK = "model.layers.0.mlp.experts"
 GIB = 1 << 30
@@ -139,7 +140,7 @@ class Damaged:
         cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), 2, schema)[tp_rank])[
             gemm
         ]
-        form = kernel_form(*gemm_shapes(block, 2, schema)[gemm], schema, request.param_dtype, 90)
+        form = kernel_form(*gemm_shapes(block, 2, schema)[gemm], kind_of(schema, request.param_dtype, 90))
         path = self.rank_file(BLOCK, tp_rank, 1)
         for name, tensor in to_kernel(form, cut).items():
             slot = self.expert_bytes(path, f"{BLOCK}.{gemm}_{name}", local)

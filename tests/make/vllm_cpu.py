@@ -16,6 +16,7 @@ import vllm.platforms as platforms
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 from hqconv.backends.runtime import humming, resident, target_facts
+from hqconv.schemas.gpu_target import Target
 
 
 class Pretended(Platform):
@@ -85,7 +86,7 @@ def humming_on_cpu(sm_version: int = 90) -> Iterator[None]:
     """Humming as on a GPU of this SM, with its weight ops on the CPU."""
     humming()
     with (
-        target_facts(sm_version),
+        target_facts(Target(sm_version)),
         resident(torch.device("cpu")),
         patch("torch.cuda.device", _NoDevice),
     ):

@@ -28,6 +28,7 @@ from hqconv.backends.runtime import humming, resident, target_facts
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.pipeline.progress import Progress
 from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid, tp_slices
 from hqconv.schemas.target import TargetSchema
 from tests.make.conversions import manifest, run, schema_of
@@ -178,7 +179,7 @@ def humming_kernel(loose: Loose, schema: TargetSchema, dtype: str) -> tuple[str,
         "torch_dtype": torch_dtype_of(dtype),
         "device": -1,
     }
-    with resident(CPU), target_facts(90):
+    with resident(CPU), target_facts(Target(90)):
         if not (schema.bs_dtype == "float8e8m0" and dtype == "float16"):
             config, kernel = lib.transform.prepare_and_transform_humming_tensors(tensors, **words)
             return config.to_str(), kernel
@@ -229,7 +230,7 @@ def check_against_humming(src: Path, out: Path, schema: TargetSchema, dtype: str
 
 def check_layer_config(text: str) -> None:
     """Humming takes the words back and, asked again, says the same."""
-    with target_facts(90):
+    with target_facts(Target(90)):
         config = humming().config.LayerConfig(**json.loads(text))
         assert json.loads(config.to_str()) == json.loads(text)
 

@@ -29,7 +29,9 @@ from hqconv.planning.plan import Plan, make_plan
 from hqconv.planning.request import Request, default_param_dtype
 from hqconv.schemas import artifact
 from hqconv.schemas.dtypes import DTYPES, num_bits
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
+from hqconv.schemas.inputs import INPUT_PRESETS
 from hqconv.schemas.target import TargetSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from tests.make.conversions import open_plan, schema_of
@@ -95,7 +97,7 @@ def plan_of(
     layout: str = "kernel",
     **more: Any,
 ) -> Plan:
-    words: dict[str, Any] = {"param_dtype": "bfloat16", "sm_version": 90, **more}
+    words: dict[str, Any] = {"param_dtype": "bfloat16", "target": Target(90), **more}
     target = schema_of(schema) if isinstance(schema, str) else schema
     return make_plan(*source, Request(schema=target, grid=grid or Grid(), layout=layout, **words))
 
@@ -310,9 +312,13 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        ({"sm_version": 100}, "--target"),
-        ({"sm_version": 75}, "sm75"),
-        ({"input_schema": "fp8"}, "--input-schema"),
+        ({"target": Target(75)}, "sm75 has no bfloat16"),
+        ({"target": Target(75), "inputs": INPUT_PRESETS["fp8"], "param_dtype": "float16"}, "begin with sm89"),
+        (
+            {"inputs": INPUT_PRESETS["fp8"], "schema": schema_of("nvfp4")},
+            "nvfp4 with --input-schema a16; fp8 activations with --schema mxfp4",
+        ),
+        ({"target": Target(100), "param_dtype": "float16"}, "--cuda"),
         ({"layout": "checkpoint", "grid": Grid(tp=2)}, "--layout checkpoint"),
         ({"layout": "checkpoint", "grid": Grid(redundant=1)}, "--redundant-experts"),
         ({"schema": TargetSchema("odd", "uint4", "float16", "channel")}, "bs_dtype"),

@@ -8,6 +8,7 @@ import torch
 from hqconv.backends.layout import kernel_form
 from hqconv.backends.quantize import quantize
 from hqconv.schemas.target import TargetSchema, load_schema, resolve_schema
+from tests.make.conversions import kind_of
 from tests.make.places import CONFIGS
 
 EXPECTED = {
@@ -46,4 +47,4 @@ def test_recipe_can_be_converted(name: str) -> None:
     assert result.cost.is_finite
     limit = {3: 0.25, 4: 0.12, 8: 0.03}[schema.num_bits]
     assert 0 < (result.cost.error / result.cost.power) ** 0.5 < limit
-    assert "weight" in kernel_form(256, 512, schema, "bfloat16", 90).tensors
+    assert "weight" in kernel_form(256, 512, kind_of(schema, "bfloat16", 90)).tensors

@@ -29,6 +29,7 @@ from hqconv.planning.checks import check_request
 from hqconv.planning.groups import kernel_group
 from hqconv.planning.own_schema import direct_schemas
 from hqconv.planning.request import make_request
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import resolve_schema
 from hqconv.schemas.tensors import TensorRef
@@ -773,7 +774,7 @@ def test_any_headers_are_mapped_or_refused(data: st.DataObject, base: str, num_d
         assert sorted([*found.converted, *found.copied, *found.dropped]) == sorted(refs)
         for schema in (None, resolve_schema("int8")):
             with contextlib.suppress(RequestError):
-                request = make_request(found, words, schema, None, Grid(), sm_version=90)
+                request = make_request(found, words, schema, None, Grid(), target=Target(90))
                 check_request(found, request)
                 planned = [kernel_group(block, request) for block in found.blocks]
                 assert min(map(working_bytes, planned)) > 0
