@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.opening import open_headers, open_source, without_gc
 from hqconv.errors import OutputError, RequestError
-from hqconv.pipeline.environment import local_place
 from hqconv.pipeline.options import (
     check_modes,
     check_places,
     choose_device,
     choose_target,
-    default_out,
-    parse_bytes,
 )
+from hqconv.pipeline.wanted import Wanted, place_of, resources_of
 from hqconv.schemas.artifact import KERNEL
-from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import LINEAR, Grid
-from hqconv.schemas.inputs import InputSchema, resolve_inputs
-from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
+from hqconv.schemas.inputs import InputSchema
+from hqconv.schemas.target import TargetSchema
 from hqconv.serving.warm import warm as warm
 
 if TYPE_CHECKING:
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 
     from hqconv.artifact.load import RankGemm
     from hqconv.pipeline.progress import Progress
-    from hqconv.pipeline.resources import Resources
     from hqconv.pipeline.run import ConversionReport
     from hqconv.planning.plan import Plan
     from hqconv.sources.source import Headers
@@ -64,9 +60,9 @@ def plan(
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
-        chosen = choose_target(target, cuda, layout, choose_device(device))
+        on = choose_target(target, cuda, layout, choose_device(device))
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        return _plan(source, schema, dtype, grid, chosen, layout, input_schema)
+        return Wanted(schema, dtype, grid, on, layout, input_schema).plan(source)
 
 
 def convert(
@@ -100,20 +96,21 @@ def convert(
     schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or "source". target: the serving GPU, sm75
     …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
-    input_schema: a preset, a .toml file, an `InputSchema`. cuda: 13.0, where layouts depend on it. device: auto, cpu,
-    cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go
-    on; replace. on_plan, progress: called. in_team: share under torchrun.
+    input_schema: as schema. cuda: "13.0", where layouts depend on it. device: auto, cpu, cuda, cuda:N; same bytes.
+    max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go on; replace. on_plan,
+    progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
     check_modes(resume=resume, overwrite=overwrite)
-    resources = _resources(device, max_memory, max_gpu_memory, threads, in_team=in_team)
-    chosen = choose_target(target, cuda, layout, resources.device_name)
+    resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
+    on = choose_target(target, cuda, layout, resources.device_name)
+    grid = Grid(tp, ep, expert_placement, redundant_experts)
+    wanted = Wanted(schema, dtype, grid, on, layout, input_schema)
     modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
     with open_source(src, revision) as source:
-        grid = Grid(tp, ep, expert_placement, redundant_experts)
-        planned = _plan(source, schema, dtype, grid, chosen, layout, input_schema)
+        planned = wanted.plan(source)
         place = _announced(source, planned, out, on_plan)
         return run(source, planned, place, resources, **modes, progress=progress)
 
@@ -122,7 +119,7 @@ def _announced(
     source: Headers, planned: Plan, out: str | Path | None, on_plan: Callable[[Plan, Path], None] | None
 ) -> Path:
     """Where the artifact goes, once the caller knows."""
-    place = check_places(source.root, _place(planned, out))
+    place = check_places(source.root, place_of(planned, out))
     if on_plan is not None:
         on_plan(planned, place)
     return place
@@ -148,7 +145,7 @@ def describe_plan(
     from hqconv.inspection.plan import describe_plan as describe
     from hqconv.inspection.plan import output_notes
 
-    place, resources = _place(planned, out), _resources(device, max_memory, max_gpu_memory, threads)
+    place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
     try:
         check_places(Path(planned.source.folder), place)
         notes = output_notes(place, planned.num_bytes_out, resume=resume, overwrite=overwrite)
@@ -185,7 +182,7 @@ def verify(
     from hqconv.verification.run import Options
     from hqconv.verification.run import verify as run
 
-    resources = _resources(device, max_memory, None, threads)
+    resources = resources_of(device, max_memory, None, threads)
     options = Options(
         checks=None if checks is None else tuple(checks),
         layers=None if layers is None else frozenset(layers),
@@ -245,54 +242,3 @@ def dequantize(path: str | Path, *, block: str) -> dict[str, torch.Tensor]:
     from hqconv.artifact.load import dequantize as run
 
     return run(path, block)
-
-
-# --- what the functions share --------------------------------------------------------------------------------
-
-
-@without_gc()
-def _plan(
-    source: Headers,
-    schema: str | Path | TargetSchema,
-    dtype: str | None,
-    grid: Grid,
-    target: Target,
-    layout: str,
-    input_schema: str | Path | InputSchema,
-) -> Plan:
-    from hqconv.planning.plan import make_plan
-    from hqconv.planning.request import make_request
-
-    chosen = schema if isinstance(schema, TargetSchema) else None
-    if chosen is None and schema != SOURCE:
-        chosen = resolve_schema(str(schema))
-    experts = source.map_experts()
-    inputs = input_schema if isinstance(input_schema, InputSchema) else resolve_inputs(str(input_schema))
-    words = {"target": target, "layout": layout, "inputs": inputs}
-    request = make_request(experts, source.config, chosen, dtype, grid, **words)
-    return make_plan(source, experts, request)
-
-
-def _place(planned: Plan, out: str | Path | None) -> Path:
-    if out is not None:
-        return Path(out)
-    request = planned.request
-    name = SOURCE if request.must_be_direct else request.schema.name
-    return default_out(planned.source.name, name, request.grid.tp, request.grid.ep)
-
-
-def _resources(
-    device: str,
-    max_memory: str | int,
-    max_gpu_memory: str | int | None,
-    threads: int | None,
-    *,
-    in_team: bool = False,
-) -> Resources:
-    """What may be used; a process of a team has a GPU of its own, and its part of the processors."""
-    from hqconv.pipeline.resources import Resources, default_threads
-
-    number, num_here = local_place() if in_team else (0, 1)
-    gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
-    num_threads = max(1, default_threads() // num_here) if threads is None else threads
-    return Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)

@@ -79,7 +79,8 @@ LIGHT = (
         "hqconv.serving.versions",
         "hqconv.serving.tuning",
     ),
-    *("hqconv.pipeline.options", "hqconv.pipeline.progress", "hqconv.pipeline.resources"),
+    *("hqconv.pipeline.options", "hqconv.pipeline.wanted"),
+    *("hqconv.pipeline.progress", "hqconv.pipeline.resources"),
 )
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")
 # A server serves; what plans, converts, verifies and shows stays out of its processes, also in functions.

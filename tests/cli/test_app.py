@@ -22,6 +22,7 @@ import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import hqconv
 from hqconv.cli.app import app
 from hqconv.cli.progress import ConversionProgress, human_bytes, human_seconds, line_of
 from hqconv.errors import RequestError
@@ -299,17 +300,13 @@ def test_without_a_gpu_the_target_must_be_named(
     assert "the kernel layout depends on the GPU" in result.stderr
 
 
-def test_with_a_gpu_the_target_is_its_architecture(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hqconv.pipeline.options.has_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 9 - 3 * index))
     for device, target in (("cpu", "sm89"), ("auto", "sm89"), ("cuda:1", "sm86")):
-        words = ("--schema", "int4", "--device", device, "--dry-run", "--json")
-        result = call("convert", model, "-o", tmp_path / "o", *words)
-        assert json.loads(result.stdout)["target"] == target
+        assert hqconv.plan(model, schema="int4", device=device).request.target.name == target
 
 
 def test_corrupt_source_exits_with_3(model: Path, tmp_path: Path) -> None:
