@@ -434,4 +434,5 @@ def test_circles_are_found() -> None:
 def test_long_functions_are_found() -> None:
     body = "    pass\n" * 44
     assert not long_functions({"a": f"def f():\n{body}"}, 45)
-    assert long_functions({"a": f"@x\ndef f():\n{body}"}, 45) == ["a:2 f has 46 lines, more than 45"]
+    assert not long_functions({"a": f"@x\ndef f(\n    a,\n    b,\n):\n{body}"}, 45)
+    assert long_functions({"a": f"def f():\n    y\n{body}"}, 45) == ["a:1 f has 46 lines, more than 45"]
