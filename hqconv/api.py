@@ -22,6 +22,7 @@ from hqconv.pipeline.wanted import Wanted, place_of, resources_of
 from hqconv.schemas.artifact import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.inputs import InputSchema
+from hqconv.schemas.recipe import Override
 from hqconv.schemas.target import TargetSchema
 from hqconv.serving.warm import warm as warm
 
@@ -49,20 +50,21 @@ def plan(
     layout: str = KERNEL,
     input_schema: str | Path | InputSchema = "a16",
     cuda: str | None = None,
+    overrides: Sequence[Override] = (),
     revision: str | None = None,
     device: str = "auto",
 ) -> Plan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
-    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, cuda, revision: as
-    of `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes the target from.
+    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, cuda, overrides,
+    revision: as of `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes it from.
 
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
         on = choose_target(target, cuda, layout, choose_device(device))
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        return Wanted(schema, dtype, grid, on, layout, input_schema).plan(source)
+        return Wanted(schema, dtype, grid, on, layout, input_schema, tuple(overrides)).plan(source)
 
 
 def convert(
@@ -79,6 +81,7 @@ def convert(
     layout: str = KERNEL,
     input_schema: str | Path | InputSchema = "a16",
     cuda: str | None = None,
+    overrides: Sequence[Override] = (),
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -98,7 +101,7 @@ def convert(
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
     input_schema: as schema. cuda: "13.0", where layouts depend on it. device: auto, cpu, cuda, cuda:N; same bytes.
     max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go on; replace. on_plan,
-    progress: called. in_team: share under torchrun.
+    progress: called. in_team: share under torchrun. overrides: of blocks, from `hqconv.schemas.recipe.load_recipe`.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
@@ -107,7 +110,7 @@ def convert(
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     on = choose_target(target, cuda, layout, resources.device_name)
     grid = Grid(tp, ep, expert_placement, redundant_experts)
-    wanted = Wanted(schema, dtype, grid, on, layout, input_schema)
+    wanted = Wanted(schema, dtype, grid, on, layout, input_schema, tuple(overrides))
     modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
     with open_source(src, revision) as source:
         planned = wanted.plan(source)

@@ -12,6 +12,7 @@ from typing import Any
 from hqconv import __version__
 from hqconv.planning.groups import PlannedBlock
 from hqconv.planning.plan import Plan
+from hqconv.planning.request import Request
 from hqconv.schemas import artifact
 from hqconv.sources.source import Source
 
@@ -25,6 +26,11 @@ class FileRecord:
     sha256: str
 
 
+def is_mixed(plan: Plan) -> bool:
+    """Whether blocks differ from each other, which readers of format version 1 do not expect."""
+    return bool(plan.request.of_blocks or plan.experts.left)
+
+
 def artifact_config(source: Source, plan: Plan) -> dict[str, Any]:
     """The source's config.json plus the artifact's quantization_config; in the kernel layout not for transformers."""
     request = plan.request
@@ -34,7 +40,9 @@ def artifact_config(source: Source, plan: Plan) -> dict[str, Any]:
         words["quantization_config"] = artifact.humming_quantization_config(request.schema, names)
     else:
         words = artifact.refuse_transformers(words)
-        words["quantization_config"] = artifact.hqconv_quantization_config(request.kind, source.quantization)
+        words["quantization_config"] = artifact.hqconv_quantization_config(
+            request.kind, source.quantization, is_mixed=is_mixed(plan)
+        )
     return words
 
 
@@ -42,7 +50,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
     """What the manifest says before anything is converted: versions, source and request."""
     request = plan.request
     return {
-        "format_version": artifact.FORMAT_VERSION,
+        "format_version": artifact.MIXED_VERSION if is_mixed(plan) else artifact.FORMAT_VERSION,
         "hqconv_version": __version__,
         "humming_kernels_version": version("humming-kernels"),
         "source": {
@@ -63,6 +71,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
         "ep": request.grid.ep,
         "expert_placement": request.grid.placement,
         "redundant_experts": request.grid.redundant,
+        **({"left_blocks": list(plan.experts.left)} if plan.experts.left else {}),
         "family": plan.experts.family,
         "family_chosen_because": plan.experts.chosen_because,
     }
@@ -77,7 +86,10 @@ def build_manifest(
     """
     return {
         **request_words(source, plan),
-        "blocks": {block.name: _block_words(block, measured[block.name]) for block in plan.blocks},
+        "blocks": {
+            block.name: _override_words(block.name, plan.request) | _block_words(block, measured[block.name])
+            for block in plan.blocks
+        },
         "files": {
             record.path: {"size_bytes": record.size_bytes, "sha256": record.sha256}
             for record in sorted(files, key=lambda record: record.path)
@@ -88,6 +100,12 @@ def build_manifest(
             "dropped": plan.experts.dropped,
         },
     }
+
+
+def _override_words(block: str, request: Request) -> dict[str, Any]:
+    """What a block has for itself."""
+    kind = request.of_blocks.get(block)
+    return {} if kind is None else {"schema_name": kind.schema.name, **artifact.kind_words(kind)}
 
 
 def _block_words(group: PlannedBlock, errors: dict[str, Any]) -> dict[str, Any]:

@@ -133,15 +133,15 @@ def _check(path: Path, words: Any) -> None:
     if not isinstance(words, dict):
         raise _damaged(path, "a JSON object", type(words).__name__)
     version = words.get("format_version")
-    if type(version) is int and version > artifact.FORMAT_VERSION:
+    if type(version) is int and version > artifact.MIXED_VERSION:
         raise RequestError(
             "The artifact was made by a newer hqconv.",
             where=f"{path}: format_version",
-            expected=f"at most {artifact.FORMAT_VERSION}",
+            expected=f"at most {artifact.MIXED_VERSION}",
             found=f"{version} (hqconv {words.get('hqconv_version', '?')})",
             remedy="Upgrade hqconv.",
         )
-    if type(version) is not int or version != artifact.FORMAT_VERSION:
+    if type(version) is not int or version not in (artifact.FORMAT_VERSION, artifact.MIXED_VERSION):
         raise _damaged(f"{path}: format_version", str(artifact.FORMAT_VERSION), repr(version))
     _check_keys(path, "", words, _MANIFEST_KEYS)
     quantization = words["source"].get("quantization_config")

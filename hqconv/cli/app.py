@@ -18,7 +18,7 @@ import typer
 
 import hqconv
 from hqconv import api
-from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes
+from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.profile import profile_writer
 from hqconv.cli.text import printable
 from hqconv.errors import (
@@ -103,9 +103,19 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 @app.command()
 @_guarded
-@takes(api.convert, "dry_run", "profile", "json", "quiet")
-def convert(*, dry_run: bool, profile: Path | None, json: bool, quiet: bool, **options: Any) -> None:
+@takes(api.convert, "config", "dry_run", "profile", "json", "quiet", optional=("schema",))
+def convert(
+    *,
+    context: typer.Context,
+    config: Path | None,
+    dry_run: bool,
+    profile: Path | None,
+    json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Convert the experts of SRC and write an artifact."""
+    options |= recipe_options(config, context)
     if dry_run:
         _show(_dry_run(options), json=json)
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hqconv.errors import RequestError
+from hqconv.schemas.recipe import load_recipe
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ OPTIONS: dict[str, Option] = {
     "cuda": Option(
         str | None, "CUDA compiler that will serve, such as 13.0; asked for where the layout depends on it."
     ),
+    "config": Option(
+        Path | None,
+        "Recipe: these options in a TOML file, with other schemas for some blocks.",
+        settings=_ANY_PATH,
+    ),
     "target": Option(
         str | None,
         "Serving GPU, sm75 … sm121.  [default: the CUDA device here; --layout checkpoint needs none]",
@@ -96,17 +102,22 @@ _ARTIFACT = Option(Path, "Artifact.", metavar="OUT", settings=_ANY_PATH)
 
 
 def takes(
-    function: Callable[..., Any], *own: str, is_artifact: bool = False
+    function: Callable[..., Any], *own: str, is_artifact: bool = False, optional: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the parameters of an API function, callbacks aside, and its `own` ones, all as keywords.
 
-    `is_artifact`: its `out` is an artifact to look at, not a place to write to.
+    `is_artifact`: its `out` is an artifact to look at, not a place to write to. `optional`: what it may go without,
+    though the function may not.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         found = [p for p in inspect.signature(function).parameters.values() if p.name in OPTIONS]
         parameters = [_parameter(p.name, p.default, is_artifact) for p in found]
+        parameters = [p.replace(default=None) if p.name in optional else p for p in parameters]
         parameters += [_parameter(n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in own]
+        if "context" in inspect.signature(command).parameters:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter("context", kind, annotation=typer.Context))
         # Required ones first, as Python has it.
         parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -150,3 +161,24 @@ def parse_tokens(text: str) -> tuple[int, ...]:
         expected = "batch sizes from 1 to 999999, such as 1,17,256"
         raise RequestError("The batch sizes cannot be read.", where="--tokens", expected=expected, found=text)
     return tuple(int(part) for part in parts)
+
+
+def recipe_options(config: Path | None, context: typer.Context) -> dict[str, Any]:
+    """What a recipe says of the options that were not given with the command of `context`, and its overrides.
+
+    Raises RequestError as `load_recipe`, and where neither names a schema.
+    """
+
+    def is_given(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name != "DEFAULT"
+
+    found: dict[str, Any] = {}
+    if config is not None:
+        recipe = load_recipe(config)
+        found = {name: value for name, value in recipe.options.items() if not is_given(name)}
+        found["overrides"] = recipe.overrides
+    if not is_given("schema") and "schema" not in found:
+        what, expected = "No schema is named.", "--schema NAME, or a recipe that names one"
+        raise RequestError(what, where="--schema", expected=expected, remedy="`hqconv schemas` shows them.")
+    return found

@@ -6,8 +6,8 @@ not understood is refused: copied as if it were dense, it would leave a model th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from hqconv.experts.checks import Found
 from hqconv.experts.facts import activation_of, bounded, layer_indices, number, sizes_of, top_k
 from hqconv.experts.names import choose_family, looks_like_expert, name_pattern, unmatched_error
 from hqconv.formats.declared import Declared, declared_formats
-from hqconv.formats.format import PLAIN, SourceFormat
+from hqconv.formats.format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.families import Config, Family, text_config
 from hqconv.schemas.tensors import TensorRef
@@ -34,6 +34,35 @@ class ExpertMap:
     converted: dict[str, str]
     copied: tuple[str, ...]
     dropped: dict[str, str]
+    left: tuple[str, ...] = ()  # blocks whose tensors are copied as they are
+
+    def without(self, names: Collection[str], order: Iterable[str]) -> ExpertMap:
+        """The same with the tensors of some blocks copied, in the source's `order` of all tensors.
+
+        Raises RequestError where no block would be converted, and for sources whose experts are no tensors to copy.
+        """
+        kept = tuple(block for block in self.blocks if block.name not in names)
+        foreign = next(
+            (b for b in self.blocks if b.name in names and b.format.decoder in KNOWN_BY_SOURCE), None
+        )
+        if foreign is not None:
+            what = "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files."
+            raise RequestError(what, where=foreign.name, remedy="Convert the original checkpoint.")
+        if not kept:
+            raise RequestError(
+                "All experts would be left as they are: nothing to convert.", where="overrides"
+            )
+        moved = {name for name, block in self.converted.items() if block in names}
+        copied = moved.union(self.copied)
+        converted = {name: block for name, block in self.converted.items() if name not in moved}
+        left = tuple(block.name for block in self.blocks if block.name in names)
+        return replace(
+            self,
+            blocks=kept,
+            converted=converted,
+            copied=tuple(name for name in order if name in copied),
+            left=left,
+        )
 
 
 def map_experts(

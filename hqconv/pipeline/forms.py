@@ -19,7 +19,7 @@ def check_forms(plan: Plan) -> None:
     Raises RequestError where it does not: it is another Humming than the one that hqconv was made for.
     """
     request = plan.request
-    if is_compatible(request.kind):
+    if all(is_compatible(kind) for kind in request.kinds):
         wrong = next((block for block in plan.blocks if not _is_as_planned(block, request)), None)
         if wrong is None:
             return
@@ -40,10 +40,10 @@ def check_forms(plan: Plan) -> None:
 def _is_as_planned(planned: PlannedBlock, request: Request) -> bool:
     block = planned.block
     if request.layout == artifact.KERNEL:
-        shapes = gemm_shapes(block, request.grid.tp, request.schema)
+        kind = request.kind_of(block.name)
+        shapes = gemm_shapes(block, request.grid.tp, kind.schema)
         return all(
-            is_as_planned(planned.forms[gemm], n, k, request.kind, block.has_bias)
-            for gemm, (n, k) in shapes.items()
+            is_as_planned(planned.forms[gemm], n, k, kind, block.has_bias) for gemm, (n, k) in shapes.items()
         )
     words = (request.schema, request.param_dtype, block.has_bias)
     facts = [(*block.shape(role), *words) for role in block.roles]

@@ -12,6 +12,7 @@ from hqconv.pipeline.options import choose_device, default_out, parse_bytes
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import InputSchema, resolve_inputs
+from hqconv.schemas.recipe import Override, assign
 from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Wanted:
     target: Target
     layout: str
     inputs: str | Path | InputSchema
+    overrides: tuple[Override, ...] = ()
 
     @without_gc()
     def plan(self, source: Headers) -> Plan:
@@ -42,8 +44,12 @@ class Wanted:
             chosen = resolve_schema(str(self.schema))
         inputs = self.inputs if isinstance(self.inputs, InputSchema) else resolve_inputs(str(self.inputs))
         experts = source.map_experts()
+        choices = assign(self.overrides, {block.name: block.layer for block in experts.blocks})
+        left = {name for name, choice in choices.items() if choice.is_left}
+        if left:
+            experts = experts.without(left, source.tensors)
         words = {"target": self.target, "layout": self.layout, "inputs": inputs}
-        request = make_request(experts, source.config, chosen, self.dtype, self.grid, **words)
+        request = make_request(experts, source.config, chosen, self.dtype, self.grid, choices, **words)
         return make_plan(source, experts, request)
 
 

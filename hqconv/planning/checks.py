@@ -29,17 +29,13 @@ def check_request(experts: ExpertMap, request: Request) -> None:
 
     What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.pipeline.forms`).
     """
-    schema = request.schema
-    if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != request.param_dtype:
-        raise RequestError(
-            "A 16-bit scale dtype must be the parameter dtype.",
-            where=f"schema {schema.name}: bs_dtype",
-            expected=request.param_dtype,
-            found=schema.bs_dtype,
-            remedy="Leave bs_dtype out of the schema, or change --dtype.",
-        )
-    if request.layout == artifact.KERNEL:
-        _check_kind(request.kind)
+    for kind in request.kinds:
+        _check_scales(kind)
+        if request.layout == artifact.KERNEL:
+            _check_kind(kind)
+    if request.layout == artifact.CHECKPOINT and request.of_blocks:
+        what, remedy = "The checkpoint layout has one schema for all blocks.", "Use --layout kernel."
+        raise RequestError(what, where="--layout checkpoint", found="overrides", remedy=remedy)
     if request.layout == artifact.CHECKPOINT and request.grid != Grid():
         raise RequestError(
             "The checkpoint layout is unsharded: it serves at any TP and EP.",
@@ -48,6 +44,18 @@ def check_request(experts: ExpertMap, request: Request) -> None:
         )
     for block in experts.blocks:
         _check_sizes(block, request)
+
+
+def _check_scales(kind: KernelKind) -> None:
+    schema = kind.schema
+    if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != kind.param_dtype:
+        raise RequestError(
+            "A 16-bit scale dtype must be the parameter dtype.",
+            where=f"schema {schema.name}: bs_dtype",
+            expected=kind.param_dtype,
+            found=schema.bs_dtype,
+            remedy="Leave bs_dtype out of the schema, or change --dtype.",
+        )
 
 
 def _check_kind(kind: KernelKind) -> None:
@@ -75,7 +83,7 @@ def _check_kind(kind: KernelKind) -> None:
 
 def _check_sizes(block: ExpertBlock, request: Request) -> None:
     sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
-    schema = request.schema
+    schema = request.kind_of(block.name).schema
     try:
         check_grid(block.name, *sizes, schema, request.grid, pads_last_rank=block.pads_last_rank)
     except RequestError as error:
@@ -129,7 +137,7 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
     name, warnings = request.schema.name, []
     for dtype in PARAM_DTYPES:
         kept, here = (
-            [b for b in experts.blocks if not why_not_direct(b.format, request.schema, param)]
+            [b for b in experts.blocks if not why_not_direct(b.format, request.kind_of(b.name).schema, param)]
             for param in (dtype, request.param_dtype)
         )
         if len(kept) > len(here):

@@ -128,9 +128,10 @@ def gemm_shapes(block: ExpertBlock, tp: int, schema: TargetSchema) -> dict[str, 
 
 def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
     """The rank files of one block."""
+    kind = request.kind_of(block.name)
     forms = {
-        gemm: planned_kernel_form(n, k, request.kind, block.has_bias)
-        for gemm, (n, k) in gemm_shapes(block, request.grid.tp, request.schema).items()
+        gemm: planned_kernel_form(n, k, kind, block.has_bias)
+        for gemm, (n, k) in gemm_shapes(block, request.grid.tp, kind.schema).items()
     }
     files = []
     for number, (tp_rank, ep_rank) in enumerate(request.grid.ranks):
@@ -143,13 +144,16 @@ def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
         metadata = {"format": "pt", "rank": artifact.rank_name(tp_rank, ep_rank)}
         metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
         files.append(build_file(artifact.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number))
-    slices = tp_slices(block.intermediate_size, request.grid.tp, request.schema)
+    slices = tp_slices(block.intermediate_size, request.grid.tp, kind.schema)
     return PlannedBlock(block, _encoding(block, request), tuple(files), forms, request.grid, slices)
 
 
 def _encoding(block: ExpertBlock, request: Request) -> Encoding:
     return encoding_of(
-        block.format, request.schema, request.param_dtype, must_be_direct=request.must_be_direct
+        block.format,
+        request.kind_of(block.name).schema,
+        request.param_dtype,
+        must_be_direct=request.must_be_direct,
     )
 
 
@@ -170,7 +174,8 @@ def expert_shards(block: ExpertBlock, request: Request) -> list[Shard]:
     """The checkpoint layout's shards of one block, cut between experts."""
 
     def form(n: int, k: int) -> dict[str, TensorSpec]:
-        return planned_packed_form(n, k, request.schema, request.param_dtype, block.has_bias)
+        schema = request.kind_of(block.name).schema
+        return planned_packed_form(n, k, schema, request.param_dtype, block.has_bias)
 
     forms = {role: form(*block.shape(role)) for role in block.roles}
     expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())

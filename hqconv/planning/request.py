@@ -16,6 +16,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import A16, InputSchema
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.layer import needs_cuda
+from hqconv.schemas.recipe import Choice
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 
 
@@ -23,7 +24,8 @@ from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 class Request:
     """What the user asked for, resolved: everything that decides the bytes of the artifact.
 
-    `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales.
+    `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales. `of_blocks` are the blocks
+    that are made of something else; `schema` and `inputs` are of all others.
     """
 
     schema: TargetSchema
@@ -33,6 +35,7 @@ class Request:
     layout: str = artifact.KERNEL
     inputs: InputSchema = A16
     must_be_direct: bool = False
+    of_blocks: Mapping[str, KernelKind] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -45,8 +48,17 @@ class Request:
 
     @property
     def kind(self) -> KernelKind:
-        """What decides the kernel layout, for every block."""
+        """What decides the kernel layout of a block that no override is for."""
         return KernelKind(self.schema, self.param_dtype, self.target, self.inputs)
+
+    def kind_of(self, block: str) -> KernelKind:
+        """What decides the kernel layout of one block."""
+        return self.of_blocks.get(block, self.kind)
+
+    @property
+    def kinds(self) -> list[KernelKind]:
+        """The distinct kinds, the first of them `kind`."""
+        return list(dict.fromkeys((self.kind, *self.of_blocks.values())))
 
 
 def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
@@ -66,18 +78,32 @@ def make_request(
     schema: TargetSchema | None,
     param_dtype: str | None,
     grid: Grid,
+    choices: Mapping[str, Choice] | None = None,
     **words: Any,
 ) -> Request:
     """A request with what was left open filled in.
 
-    `schema`: None for the source's own; `param_dtype`: None for the source's own; `words` are the other
-    fields of `Request`. Raises RequestError as `source_schema` does.
+    `schema`: None for the source's own; `param_dtype`: None for the source's own; `choices`: of blocks, what they
+    are made of instead; `words` are the other fields of `Request`. Raises RequestError as `source_schema` does.
     """
     own_dtype = source_param_dtype(experts) if schema is None else None
     dtype = param_dtype if param_dtype is not None else own_dtype or default_param_dtype(config, experts)
     chosen = schema or source_schema(experts, dtype, grid.tp)
     request = Request(chosen, dtype, grid=grid, must_be_direct=schema is None, **words)
+    request = replace(request, of_blocks=_of_blocks(experts, request, choices or {}))
     target = request.target
-    if target.cuda is not None and not needs_cuda(request.kind):  # the same bytes: the same words
-        return replace(request, target=replace(target, cuda=None))
-    return request
+    if target.cuda is not None and not any(needs_cuda(kind) for kind in request.kinds):
+        target = replace(target, cuda=None)  # the same bytes: the same words
+    of_blocks = {name: replace(kind, target=target) for name, kind in request.of_blocks.items()}
+    return replace(request, target=target, of_blocks=of_blocks)
+
+
+def _of_blocks(experts: ExpertMap, request: Request, choices: Mapping[str, Choice]) -> dict[str, KernelKind]:
+    """The kinds of blocks that are made of something else; of left ones `ExpertMap.without` knows."""
+    kind, found = request.kind, {}
+    for block in experts.blocks:
+        choice = choices.get(block.name, Choice())
+        found[block.name] = replace(
+            kind, schema=choice.schema or kind.schema, inputs=choice.inputs or kind.inputs
+        )
+    return {name: of_block for name, of_block in found.items() if of_block != kind}

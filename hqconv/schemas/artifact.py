@@ -14,6 +14,7 @@ from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.target import TargetSchema
 
 FORMAT_VERSION = 1
+MIXED_VERSION = 2  # of an artifact whose blocks differ, or some of whose experts are left as they are
 MANIFEST = "hqconv.json"
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -121,15 +122,18 @@ def kind_of_words(words: Mapping[str, Any], schema: TargetSchema, param_dtype: s
     return KernelKind(schema, param_dtype, parse_target(words["target"], words.get("cuda")), inputs)
 
 
-def hqconv_quantization_config(kind: KernelKind, source: Mapping[str, Any] | None) -> dict[str, Any]:
+def hqconv_quantization_config(
+    kind: KernelKind, source: Mapping[str, Any] | None, *, is_mixed: bool = False
+) -> dict[str, Any]:
     """`quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
 
-    `source` is the source's own: what the copied tensors (attention, shared experts …) are still stored in.
+    `source` is the source's own: what the copied tensors (attention, shared experts …) are still stored in. is_mixed:
+    `kind` is not that of every block.
     """
     dense = {} if source is None else {"source_quantization_config": dict(source)}
     return {
         "quant_method": "hqconv",
-        "format_version": FORMAT_VERSION,
+        "format_version": MIXED_VERSION if is_mixed else FORMAT_VERSION,
         "manifest": MANIFEST,
         **kind_words(kind),
         **dense,

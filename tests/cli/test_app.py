@@ -40,6 +40,7 @@ OPTIONS = {
         "--out -o",
         "--input-schema",
         "--cuda",
+        "--config",
         "--target",
         "--dtype",
         "--tp",
