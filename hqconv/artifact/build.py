@@ -16,6 +16,10 @@ from hqconv.planning.request import Request
 from hqconv.schemas import artifact
 from hqconv.sources.source import Source
 
+# Keys that are there only where they say something.
+_OPTIONAL = ("activation_schema", "cuda", "left_blocks")
+_OF_BLOCK = ("schema_name", "weight_schema", "input_schema", "activation_schema", "target", "cuda")
+
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -87,7 +91,7 @@ def build_manifest(
     return {
         **request_words(source, plan),
         "blocks": {
-            block.name: _override_words(block.name, plan.request) | _block_words(block, measured[block.name])
+            block.name: override_words(block.name, plan.request) | _block_words(block, measured[block.name])
             for block in plan.blocks
         },
         "files": {
@@ -102,10 +106,24 @@ def build_manifest(
     }
 
 
-def _override_words(block: str, request: Request) -> dict[str, Any]:
+def override_words(block: str, request: Request) -> dict[str, Any]:
     """What a block has for itself."""
     kind = request.of_blocks.get(block)
     return {} if kind is None else {"schema_name": kind.schema.name, **artifact.kind_words(kind)}
+
+
+def first_difference(source: Source, plan: Plan, manifest: Mapping[str, Any]) -> str | None:
+    """What a finished artifact's manifest says otherwise than one of this source and plan would."""
+    words = request_words(source, plan)
+    for key in (*words, *_OPTIONAL):
+        if manifest.get(key) != words.get(key):
+            return key
+    for block in plan.blocks:
+        own, found = override_words(block.name, plan.request), manifest["blocks"].get(block.name, {})
+        for key in _OF_BLOCK:
+            if found.get(key) != own.get(key):
+                return f"{key} of {block.name}"
+    return None
 
 
 def _block_words(group: PlannedBlock, errors: dict[str, Any]) -> dict[str, Any]:

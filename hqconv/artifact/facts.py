@@ -17,6 +17,7 @@ from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family
 from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
+from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.pairs import why_not
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 from hqconv.schemas.tensors import TensorSpec
@@ -61,12 +62,26 @@ class Facts:
         schema = self.schema
         try:
             kind = names.kind_of_words(words, schema, words["dtype"])
-            request = Request(schema, words["dtype"], kind.target, self.grid, words["layout"], kind.inputs)
+            of_blocks = {
+                name: names.kind_of_words(block, schema_of(self.root, block), words["dtype"])
+                for name, block in self.blocks.items()
+                if "weight_schema" in block
+            }
+            request = Request(
+                schema,
+                words["dtype"],
+                kind.target,
+                self.grid,
+                words["layout"],
+                kind.inputs,
+                of_blocks=of_blocks,
+            )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error
         except (KeyError, TypeError) as error:
             raise _impossible("input_schema, activation_schema", error) from error
-        if request.layout == names.KERNEL and (reason := why_not(kind)) is not None:
+        reasons = (why_not(one) for one in request.kinds if request.layout == names.KERNEL)
+        if (reason := next(filter(None, reasons), None)) is not None:
             raise _impossible("weight_schema, input_schema, target", reason)
         if request.layout == names.CHECKPOINT and request.grid != Grid():
             raise _impossible("tp, ep", f"{request.grid} in the checkpoint layout")
@@ -83,6 +98,24 @@ class Facts:
             )
         return known[self.manifest["family"]]
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether blocks may differ from each other, or be left as they were."""
+        return bool(self.manifest["format_version"] == names.MIXED_VERSION)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Blocks whose experts were copied as they are."""
+        return tuple(self.manifest.get("left_blocks", ()))
+
+    def kind_of(self, name: str) -> KernelKind:
+        """What decides the layout of one block. Raises VerificationError as `request`."""
+        return self.request.kind_of(name)
+
+    def schema_of(self, name: str) -> TargetSchema:
+        """The weight schema of one block's experts; errors as `kind_of`."""
+        return self.kind_of(name).schema
+
     def expert_block(self, name: str) -> ExpertBlock:
         """One block as the manifest's facts imply it, without `sources`.
 
@@ -97,7 +130,7 @@ class Facts:
         try:
             sizes = (num_experts, hidden, inner)
             pads = family.pads_last_rank
-            check_grid(name, *sizes, self.request.schema, self.request.grid, pads_last_rank=pads)
+            check_grid(name, *sizes, self.schema_of(name), self.request.grid, pads_last_rank=pads)
         except RequestError as error:
             raise _impossible(error.where, f"{error.what} {error.found}") from error
         try:
@@ -130,11 +163,12 @@ class Facts:
         from hqconv.backends.layout import is_compatible, kernel_form  # with torch: only a check needs them
 
         request = self.request
+        kind = request.kind_of(block.name)
         with _humming_errors(block.name):
-            if not is_compatible(request.kind):
-                raise _impossible("weight_schema", f"no kernel for {request.kind}")
-            shapes = gemm_shapes(block, request.grid.tp, request.schema)
-            return {gemm: kernel_form(n, k, request.kind, block.has_bias) for gemm, (n, k) in shapes.items()}
+            if not is_compatible(kind):
+                raise _impossible("weight_schema", f"no kernel for {kind}")
+            shapes = gemm_shapes(block, request.grid.tp, kind.schema)
+            return {gemm: kernel_form(n, k, kind, block.has_bias) for gemm, (n, k) in shapes.items()}
 
     def packed_forms(self, block: ExpertBlock) -> dict[str, dict[str, TensorSpec]]:
         """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""

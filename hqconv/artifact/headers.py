@@ -73,7 +73,7 @@ class ArtifactHeaders(SafetensorsHeaders):
             for e in range(block.num_experts)
         )
         weight = parts["w2"]["weight"]
-        return replace(block, format=self.format, dtype=weight.dtype, parts=parts, sources=sources)
+        return replace(block, format=self.format_of(name), dtype=weight.dtype, parts=parts, sources=sources)
 
     def _parts(self, block: str, gemm: str) -> dict[str, PartSource]:
         """The rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
@@ -100,10 +100,9 @@ class ArtifactHeaders(SafetensorsHeaders):
             return replace(ref, num_bytes=0)
         return ref.entry(local)
 
-    @property
-    def format(self) -> SourceFormat:
-        """The artifact's schema as a source's format."""
-        schema, param = self.artifact.schema, self.artifact.param_dtype
+    def format_of(self, block: str) -> SourceFormat:
+        """A block's schema as a source's format."""
+        schema, param = self.artifact.schema_of(block), self.artifact.param_dtype
         group_n, group_k = schema.scale_group()
         options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
         return SourceFormat(

@@ -103,7 +103,7 @@ def expert_floats(artifact: Artifact, reader: BlockReader, expert: int) -> dict[
     found, param = {}, artifact.param_dtype
     for gemm in names.GEMMS:
         for role, matrix in reader.read(gemm, expert, refuse).items():
-            found[role] = floats(matrix, artifact.schema, param)
+            found[role] = floats(matrix, reader.schema, param)
             if matrix.bias is not None:
                 found["b" + role[1:]] = to_float32(matrix.bias, code_of(param))
     return found

@@ -24,19 +24,19 @@ def read_packed_expert(
 ) -> Matrix | None:
     """One projection from the checkpoint layout; `shards` is tensor name → file. None where it cannot be read."""
     base = block.module(expert, role) + "."
-    shape = (block.hidden_size, block.intermediate_size)
+    shape, schema = (block.hidden_size, block.intermediate_size), artifact.schema_of(block.name)
     try:
         dtypes, bits = artifact.read_module(base, shards)
     except (HqconvError, OSError) as error:
         note_error(f"tensors {base}*", error, note)
         return None
-    expected = packed_shapes(shape if role == "w2" else shape[::-1], artifact.schema, artifact.param_dtype)
+    expected = packed_shapes(shape if role == "w2" else shape[::-1], schema, artifact.param_dtype)
     found = {name: (dtypes[name], array.shape) for name, array in bits.items() if name != "bias"}
     if found != expected:
         where = f"{shards.get(base + 'weight', 'no file')}, tensors {base}*"
         note(where, "Packed tensors are not those of the manifest's schema.", expected, found)
         return None
-    return unpack(bits, artifact.schema, dtypes["weight_scale"])
+    return unpack(bits, schema, dtypes["weight_scale"])
 
 
 def unpack(bits: Mapping[str, Array], schema: TargetSchema, scale_dtype: str) -> Matrix:

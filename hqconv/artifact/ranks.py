@@ -29,10 +29,12 @@ def check_rank_headers(artifact: Artifact, block: ExpertBlock, note: Note) -> Go
     for tp_rank, ep_rank in artifact.grid.ranks:
         path = names.rank_file(block.name, tp_rank, ep_rank)
         num_local = len(artifact.grid.local_experts(block.num_experts, ep_rank))
-        for gemm, shape in gemm_shapes(block, artifact.grid.tp, artifact.schema).items():
+        for gemm, shape in gemm_shapes(block, artifact.grid.tp, artifact.schema_of(block.name)).items():
             try:
                 config = artifact.layer_config(block.name, gemm, tp_rank, ep_rank)
-                found, expected = _forms(artifact, config, artifact.flags(block.name, gemm), shape)
+                found, expected = _forms(
+                    artifact, block.name, config, artifact.flags(block.name, gemm), shape
+                )
                 for name, dtype in _dtypes(expected).items():
                     _check_entry(artifact, path, f"{block.name}.{gemm}_{name}", dtype, num_local, note)
             except (HqconvError, OSError) as error:
@@ -51,13 +53,17 @@ def check_rank_headers(artifact: Artifact, block: ExpertBlock, note: Note) -> Go
 
 
 def _forms(
-    artifact: Artifact, config: Mapping[str, Any], flags: Mapping[str, Any], shape: tuple[int, int]
+    artifact: Artifact,
+    block: str,
+    config: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    shape: tuple[int, int],
 ) -> tuple[KernelTensors, KernelTensors]:
     """What a LayerConfig says, and what it would say if it followed the manifest; padding is its own."""
     found = read_config(config, flags)
-    param = artifact.param_dtype
-    words = {**config, **artifact.schema.humming_fields(), "a_dtype": param, "c_dtype": param}
-    if (artifact.schema.bs_dtype, param) == ("float8e8m0", "float16"):
+    schema, param = artifact.schema_of(block), artifact.param_dtype
+    words = {**config, **schema.humming_fields(), "a_dtype": param, "c_dtype": param}
+    if (schema.bs_dtype, param) == ("float8e8m0", "float16"):
         words["weight_scale_2_type"] = "tensor"
     return found, replace(read_config(words, flags), shape=shape)
 
@@ -103,6 +109,7 @@ class BlockReader:
     def __init__(self, artifact: Artifact, block: ExpertBlock, note: Note) -> None:
         """Looks at the headers of all ranks first; what is wrong with them is noted, the others are `good`."""
         self._artifact, self._block = artifact, block
+        self.schema = artifact.schema_of(block.name)
         self.good = check_rank_headers(artifact, block, note)
 
     def read(self, gemm: str, expert: int, note: Note) -> dict[str, Matrix]:
@@ -121,7 +128,7 @@ class BlockReader:
         ]
         if len(slices) < artifact.grid.tp:
             return {}
-        size, schema = block.intermediate_size, artifact.schema
+        size, schema = block.intermediate_size, self.schema
         if gemm == "w2":
             return {"w2": trim(join(slices, 1, schema, home), 1, size, home)}
         roles = [role for role in ("w1", "w3") if role in block.roles]

@@ -23,6 +23,7 @@ from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import InputError
 from hqconv.experts.block import ExpertBlock
 from hqconv.schemas.dtypes import code_of, torch_dtype
+from hqconv.schemas.target import TargetSchema
 from hqconv.sources.raw import RawExperts
 from hqconv.sources.safetensors import SafetensorsSource
 
@@ -54,26 +55,26 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
             if set(of_gemm).intersection(roles):
                 found |= reader.read(gemm, expert, refuse)
         return {
-            role: self._coded(f"{block.name}, {role} of expert {expert}", found[role], device)
+            role: self._coded(block, f"{block.name}, {role} of expert {expert}", found[role], device)
             for role in roles
         }
 
-    def _coded(self, where: str, matrix: Matrix, device: torch.device) -> SourceMatrix:
+    def _coded(self, block: ExpertBlock, where: str, matrix: Matrix, device: torch.device) -> SourceMatrix:
         if matrix.flushed is not None and bool(matrix.flushed.any()):
             raise InputError(
                 "The artifact lost scales when it was made for float16: its source's values cannot be told.",
                 where=where,
                 remedy="Convert the original model.",
             )
-        format_ = self.format
+        schema, format_ = self.artifact.schema_of(block.name), block.format
         coded = Coded(
             b_dtype=format_.b_dtype,
-            packed=codec.pack(torch.from_numpy(matrix.codes), self.artifact.schema.num_bits).to(device),
+            packed=codec.pack(torch.from_numpy(matrix.codes), schema.num_bits).to(device),
             scale=_tensor(matrix.scale, matrix.scale_dtype, device),
             group_n=format_.group_n,
             group_k=format_.group_k,
-            zero_point=self._zero_point(matrix, device),
-            scale_2=self._scale_2(matrix, device),
+            zero_point=self._zero_point(matrix, schema, device),
+            scale_2=self._scale_2(matrix, schema, device),
         )
         bias = None if matrix.bias is None else _tensor(matrix.bias, self._param_code, device)
         return SourceMatrix({"weight": where, "bias": where}, coded=coded, bias=bias)
@@ -82,16 +83,16 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
     def _param_code(self) -> str:
         return code_of(self.artifact.param_dtype)
 
-    def _zero_point(self, matrix: Matrix, device: torch.device) -> torch.Tensor | None:
+    def _zero_point(self, matrix: Matrix, schema: TargetSchema, device: torch.device) -> torch.Tensor | None:
         if matrix.zero_point is None:
             return None
-        code = self._param_code if self.artifact.schema.is_fp_zero_point else "U8"
+        code = self._param_code if schema.is_fp_zero_point else "U8"
         return _tensor(matrix.zero_point, code, device)
 
-    def _scale_2(self, matrix: Matrix, device: torch.device) -> torch.Tensor | None:
+    def _scale_2(self, matrix: Matrix, schema: TargetSchema, device: torch.device) -> torch.Tensor | None:
         if matrix.scale_2 is None:
             return None
-        is_tensor = self.artifact.schema.weight_scale_2_type == "tensor"
+        is_tensor = schema.weight_scale_2_type == "tensor"
         return _tensor(matrix.scale_2, "F32" if is_tensor else self._param_code, device)
 
 

@@ -150,7 +150,7 @@ class StackReader:
             axis = 1 if gemm == "w2" else 0
             for index, role in enumerate(roles):
                 parts = [_run_of_rows(one, index, len(roles)) for one in slices]
-                whole = _join(parts, axis, self.artifact.schema)
+                whole = _join(parts, axis, self.artifact.schema_of(self.block.name))
                 found[role] = _trim(whole, axis, self.block.intermediate_size)
         return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, json_bytes, request_words
+from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, first_difference, json_bytes
 from hqconv.artifact.manifest import read_manifest, requantized
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
@@ -250,13 +250,13 @@ def _identity(source: Source, plan: Plan) -> dict[str, Any]:
 def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[str, Any]]:
     """The errors that a finished artifact records. Raises OutputError where it was made by another request."""
     manifest = read_manifest(out)
-    for key, words in request_words(source, plan).items():
-        if manifest.get(key) != words:
-            raise OutputError(
-                f"The output folder holds a finished artifact that differs from this request in: {key}.",
-                where=str(out),
-                remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
-            )
+    key = first_difference(source, plan, manifest)
+    if key is not None:
+        raise OutputError(
+            f"The output folder holds a finished artifact that differs from this request in: {key}.",
+            where=str(out),
+            remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
+        )
     return {name: dict(words["quantization_error"]) for name, words in manifest["blocks"].items()}
 
 

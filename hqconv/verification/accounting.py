@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -122,6 +122,7 @@ def _map_again(
     refs = {name: known.get(name) or TensorRef(name, *unknown) for name in listed}
     try:
         experts = map_experts(refs, config, artifact.manifest["source"].get("quantization_config"))
+        experts = with_left(artifact, experts, refs)
     except HqconvError as error:
         what = "The manifest's tensors and config.json contradict each other."
         result.add(f"{names.MANIFEST}: {error.where}", what, error.expected, f"{error.what}: {error.found}")
@@ -139,6 +140,14 @@ def source_tensors(block: ExpertBlock) -> dict[str, TensorRef]:
         for part in parts.values()
         for e in (range(1) if part.is_stacked else range(block.num_experts))
     }
+
+
+def with_left(artifact: Artifact, experts: ExpertMap, order: Iterable[str]) -> ExpertMap:
+    """A mapping of the source with the blocks copied that the artifact left as they were.
+
+    Raises RequestError where that cannot be.
+    """
+    return experts.without(artifact.left, order) if artifact.left else experts
 
 
 def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: CheckResult) -> None:
@@ -173,6 +182,6 @@ def _facts(block: ExpertBlock, artifact: Artifact) -> dict[str, Any]:
     facts["source_format"] = block.format.words()
     facts["source_parts"] = block.parts_words()
     with suppress(VerificationError):  # reported already
-        schema, dtype = artifact.request.schema, artifact.param_dtype
+        schema, dtype = artifact.schema_of(block.name), artifact.param_dtype
         facts["conversion"] = conversion_of(block.format, schema, dtype)
     return facts

@@ -168,7 +168,7 @@ class BatchedJob:
     ) -> list[Outcome | None]:
         """Launch all there is to do, and wait once for the figures of all of it."""
         job, original = self.job, self.job.original
-        schema, param = job.artifact.schema, job.artifact.param_dtype
+        schema, param = job.artifact.schema_of(job.block.name), job.artifact.param_dtype
         done: EncodedBatch | None = None
         if original is not None:
             device = self._staging.device
@@ -199,7 +199,7 @@ class BatchedJob:
         if not all(map(math.isfinite, row)):
             return None
         outcome = Outcome(expected={role: of_role[index] for role, of_role in hashes.items()})
-        group = self.job.artifact.schema.weight_scale_group_size
+        group = self.job.artifact.schema_of(self.job.block.name).weight_scale_group_size
         for number, (role, stack) in enumerate(stacks.items()):
             *sums, wrong = row[number * _NUM_COLUMNS : (number + 1) * _NUM_COLUMNS]
             if wrong:

@@ -48,7 +48,7 @@ class GemmPlace:
         if self.artifact.manifest["layout"] == names.CHECKPOINT:
             return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
         size = self.block.intermediate_size
-        share = tp_share(size, self.tp, self.artifact.schema)
+        share = tp_share(size, self.tp, self.artifact.schema_of(self.block.name))
         # A value's place in its tensor, told in rows or columns of the matrix.
         is_cut = self.axis < len(shape) and shape[self.axis] > 1
         tp_rank = index[self.axis] * size // shape[self.axis] // share if is_cut else 0
@@ -130,7 +130,7 @@ def diagnose(
         for other, part in enumerate(slices):
             if other != t and np.array_equal(left[slices[t]], right[part]):
                 return f": tp rank {t} holds the slice of tp rank {other}"
-        group = place.artifact.schema.weight_scale_group_size or 32
+        group = place.artifact.schema_of(place.block.name).weight_scale_group_size or 32
         for axis, step in ((0, 1), (0, -1), (1, 1), (1, -1), (1, group), (1, -group)):
             if _is_shifted(left, right, slices[t], axis, step):
                 return f": tp rank {t} is shifted by {step:+d} {'columns' if axis else 'rows'}"

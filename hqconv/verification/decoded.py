@@ -96,7 +96,9 @@ def _load_stacks(
     stacks = reader.stacks(stored, host.to(device, non_blocking=True))
     values = {}
     for role, stack in stacks.items():
-        values[role] = decode(stack, reader.artifact.schema, reader.artifact.param_dtype)
+        values[role] = decode(
+            stack, reader.artifact.schema_of(reader.block.name), reader.artifact.param_dtype
+        )
         if stack.bias is not None:
             values[f"b{role[1:]}"] = float_values(stack.bias, code_of(reader.artifact.param_dtype))
     wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()

@@ -61,7 +61,7 @@ class Job:
     ) -> None:
         """`shards`: tensor name → file, of the checkpoint layout. Looks at the headers of all ranks."""
         self.artifact, self.block, self.original = artifact, block, original
-        self.shards = shards
+        self.shards, self.schema = shards, artifact.schema_of(block.name)
         self.findings: list[Finding] = []
         is_kernel = artifact.request.layout == names.KERNEL
         self.reader = BlockReader(artifact, block, self._note) if is_kernel else None
@@ -83,7 +83,7 @@ class Job:
                 continue
             for role, matrix in found.items():
                 source = stored[role].values() if stored else None
-                figures = measure(matrix, source, self.artifact.schema, self.artifact.param_dtype)
+                figures = measure(matrix, source, self.schema, self.artifact.param_dtype)
                 outcome.figures[role] = figures
                 if not math.isfinite(figures.decoded_power):
                     where = f"block {self.block.name}, {role} of expert {expert}"
@@ -113,7 +113,7 @@ class Job:
         expert: int,
         outcome: Outcome,
     ) -> None:
-        expected = {role: as_matrix(one, self.artifact.schema) for role, one in results.items()}
+        expected = {role: as_matrix(one, self.schema) for role, one in results.items()}
         place = GemmPlace(self.artifact, self.block, gemm, expert, self.shards)
         for role, matrix in expected.items():
             outcome.expected[role] = fingerprint(matrix.codes)

@@ -215,7 +215,7 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     except VerificationError:  # reported already
         return config
     own = artifact.manifest["source"].get("quantization_config")
-    expected = names.hqconv_quantization_config(request.kind, own)
+    expected = names.hqconv_quantization_config(request.kind, own, is_mixed=artifact.is_mixed)
     if request.layout == names.CHECKPOINT:
         expected = names.humming_quantization_config(request.schema, list(artifact.blocks))
     what = "The config does not describe the manifest's quantization."

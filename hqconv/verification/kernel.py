@@ -208,7 +208,7 @@ def _compare_kernel(
             out += part.double()
             mine = (ids >= 0).reshape(-1)
             if mine.any():
-                _, begin, end, _ = tp_slices(size, tp, artifact.schema)[tp_rank]
+                _, begin, end, _ = tp_slices(size, tp, artifact.schema_of(block))[tp_rank]
                 tally.add(inner[mine, : end - begin].double(), hidden[mine, begin:end])
         del gemms
     for reference, out in zip(references, outputs, strict=True):

@@ -123,7 +123,9 @@ def _tasks(
     with suppress(HqconvError, OSError):  # the checks come upon it
         device = _weights_device(options.device)
         if "weights" in asked and source is not None and device is not None:
-            tasks.append(partial(why_not, artifact.schema, artifact.param_dtype, torch.bfloat16, device))
+            schemas = {kind.schema: None for kind in artifact.request.kinds}
+            words = (artifact.param_dtype, torch.bfloat16, device)
+            tasks += [partial(why_not, schema, *words) for schema in schemas]
         device, _ = _kernel_device(artifact, options.device) if "kernel" in asked else (None, "")
         if device is not None:
             tasks += kernel_tasks(artifact, _sample(layers, options), options.tokens, device)

@@ -47,11 +47,13 @@ def check_weights(
     result = CheckResult("weights")
     blocks = _blocks(artifact, layers, result)
     sources = _source_blocks(source, result)
-    for name in sorted((sources or {}).keys() - artifact.blocks.keys()) if layers is None else ():
+    for name in (
+        sorted((sources or {}).keys() - artifact.blocks.keys() - set(artifact.left)) if layers is None else ()
+    ):
         result.add(
             f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent"
         )
-    need = max((_working_bytes(block, artifact.schema) for block in blocks), default=1)
+    need = max((_working_bytes(block, artifact.schema_of(block.name)) for block in blocks), default=1)
     _check_memory(need, max_memory_bytes)
     shards = _shards(artifact)
     if device is not None and (obstacle := _obstacle(artifact, sources, device)):
@@ -123,7 +125,8 @@ def _obstacle(artifact: Artifact, sources: Mapping[str, ExpertBlock] | None, dev
     if of_source is None:
         return ""
     dtype = torch_dtype(of_source.dtype) if of_source.format.is_float else torch.float32
-    return why_not(artifact.schema, artifact.param_dtype, dtype, device)
+    reasons = (why_not(k.schema, artifact.param_dtype, dtype, device) for k in artifact.request.kinds)
+    return next(filter(None, reasons), "")
 
 
 def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckResult) -> list[ExpertBlock]:
@@ -179,7 +182,7 @@ def _original(
         ]
         findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
-    encoding = encoding_of(found.format, artifact.schema, artifact.param_dtype)
+    encoding = encoding_of(found.format, artifact.schema_of(block.name), artifact.param_dtype)
     conversion = artifact.blocks[block.name]["conversion"]
     if conversion != encoding.conversion:
         what = "The block was not converted as its source's format asks for."
