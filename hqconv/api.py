@@ -50,20 +50,23 @@ def plan(
     redundant_experts: int = 0,
     layout: str = KERNEL,
     input_schema: str = "a16",
+    round_scales: bool = False,
     revision: str | None = None,
     device: str = "auto",
 ) -> Plan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
-    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, revision: as of
-    `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes the target from.
+    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, round_scales,
+    revision: as of `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes the target
+    from.
 
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
         sm_version = choose_target(target, layout, choose_device(device))
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        return _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
+        words = {"layout": layout, "input_schema": input_schema, "round_scales": round_scales}
+        return _plan(source, schema, dtype, grid, sm_version=sm_version, **words)
 
 
 def convert(
@@ -79,6 +82,7 @@ def convert(
     redundant_experts: int = 0,
     layout: str = KERNEL,
     input_schema: str = "a16",
+    round_scales: bool = False,
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -96,8 +100,9 @@ def convert(
     `./<model>-<schema>[-tpT][-epP]`. schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or
     "source". target: the serving GPU, sm75 …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
-    input_schema: a16. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
-    threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
+    input_schema: a16. round_scales: keep codes whose scales the dtype cannot hold, and round those. device: auto, cpu,
+    cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go
+    on; replace. on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
@@ -108,7 +113,8 @@ def convert(
     modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
     with open_source(src, revision) as source:
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        planned = _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
+        words = {"layout": layout, "input_schema": input_schema, "round_scales": round_scales}
+        planned = _plan(source, schema, dtype, grid, sm_version=sm_version, **words)
         place = _announced(source, planned, out, on_plan)
         return run(source, planned, place, resources, **modes, progress=progress)
 
@@ -251,10 +257,9 @@ def _plan(
     schema: str | Path | TargetSchema,
     dtype: str | None,
     grid: Grid,
-    sm_version: int,
-    layout: str,
-    input_schema: str,
+    **words: Any,
 ) -> Plan:
+    """`words`: the other options of `make_request`."""
     from hqconv.planning.plan import make_plan
     from hqconv.planning.request import make_request
 
@@ -262,7 +267,6 @@ def _plan(
     if chosen is None and schema != SOURCE:
         chosen = resolve_schema(str(schema))
     experts = source.map_experts()
-    words = {"sm_version": sm_version, "layout": layout, "input_schema": input_schema}
     request = make_request(experts, source.config, chosen, dtype, grid, **words)
     return make_plan(source, experts, request)
 

@@ -61,6 +61,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
         "schema_name": request.schema.name,
         "weight_schema": request.schema.humming_fields(),
         "input_schema": request.input_schema,
+        **({"round_scales": True} if request.round_scales else {}),
         "dtype": request.param_dtype,
         "target": f"sm{request.sm_version}",
         "tp": request.grid.tp,

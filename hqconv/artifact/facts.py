@@ -51,6 +51,7 @@ class Facts:
             "dtype": words["dtype"] in PARAM_DTYPES,
             "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
             "input_schema": words["input_schema"] == "a16",
+            "round_scales": words.get("round_scales", True) is True,
             "target": words["target"] in [f"sm{sm}" for sm in SUPPORTED_TARGETS],
             "tp": 0 < words["tp"] <= MAX_COUNT,
             "ep": 0 < words["ep"] <= MAX_COUNT,
@@ -58,7 +59,7 @@ class Facts:
         }
         for key, holds in facts.items():
             if not holds:
-                raise _impossible(key, words[key])
+                raise _impossible(key, words.get(key))
         schema = self.schema
         try:
             request = Request(
@@ -68,6 +69,7 @@ class Facts:
                 self.grid,
                 words["layout"],
                 words["input_schema"],
+                round_scales="round_scales" in words,
             )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error

@@ -52,6 +52,11 @@ OPTIONS: dict[str, Option] = {
         str, "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
     ),
     "input_schema": Option(str, "What activations are quantized to when serving."),
+    "round_scales": Option(
+        bool,
+        "Keep codes whose scales the parameter dtype cannot hold, and round those; with --schema source, too.",
+        ("--round-scales",),
+    ),
     "target": Option(
         str | None,
         "Serving GPU, sm75 … sm120.  [default: the CUDA device here; --layout checkpoint needs none]",

@@ -8,6 +8,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.experts.map import ExpertMap
+from hqconv.formats.format import conversion_of
 from hqconv.planning.own_schema import source_param_dtype, source_schema
 from hqconv.schemas import artifact
 from hqconv.schemas.family import text_config
@@ -19,7 +20,8 @@ from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 class Request:
     """What the user asked for, resolved: everything that decides the bytes of the artifact.
 
-    `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales.
+    `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales. `round_scales`: scales of
+    another 16-bit dtype than the parameters' are rounded, and the codes kept; set only where it changes something.
     """
 
     schema: TargetSchema
@@ -29,6 +31,7 @@ class Request:
     layout: str = artifact.KERNEL
     input_schema: str = "a16"
     must_be_direct: bool = False
+    round_scales: bool = False
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -57,14 +60,22 @@ def make_request(
     schema: TargetSchema | None,
     param_dtype: str | None,
     grid: Grid,
+    *,
+    round_scales: bool = False,
     **words: Any,
 ) -> Request:
     """A request with what was left open filled in.
 
-    `schema`: None for the source's own; `param_dtype`: None for the source's own; `words` are the other
-    fields of `Request`. Raises RequestError as `source_schema` does.
+    `schema`: None for the source's own; `param_dtype`: None for the source's own; `round_scales`: as `--round-scales`;
+    `words` are the other fields of `Request`. Raises RequestError as `source_schema` does.
     """
     own_dtype = source_param_dtype(experts) if schema is None else None
     dtype = param_dtype if param_dtype is not None else own_dtype or default_param_dtype(config, experts)
-    chosen = schema or source_schema(experts, dtype, grid.tp)
-    return Request(chosen, dtype, grid=grid, must_be_direct=schema is None, **words)
+    chosen = schema or source_schema(experts, dtype, grid.tp, round_scales=round_scales)
+    changes_something = round_scales and any(
+        conversion_of(block.format, chosen, dtype, round_scales=True)
+        != conversion_of(block.format, chosen, dtype)
+        for block in experts.blocks
+    )
+    words |= {"must_be_direct": schema is None, "round_scales": changes_something}
+    return Request(chosen, dtype, grid=grid, **words)

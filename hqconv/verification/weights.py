@@ -179,7 +179,10 @@ def _original(
         ]
         findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
-    encoding = encoding_of(found.format, artifact.schema, artifact.param_dtype)
+    request = artifact.request
+    encoding = encoding_of(
+        found.format, request.schema, request.param_dtype, round_scales=request.round_scales
+    )
     conversion = artifact.blocks[block.name]["conversion"]
     if conversion != encoding.conversion:
         what = "The block was not converted as its source's format asks for."
