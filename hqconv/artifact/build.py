@@ -15,6 +15,8 @@ from hqconv.planning.plan import Plan
 from hqconv.schemas import artifact
 from hqconv.sources.source import Source
 
+OPTIONAL_WORDS = ("round_scales",)  # of a request, there only where they decide something
+
 
 @dataclass(frozen=True)
 class FileRecord:

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, json_bytes, request_words
+from hqconv.artifact.build import (
+    OPTIONAL_WORDS,
+    FileRecord,
+    artifact_config,
+    build_manifest,
+    json_bytes,
+    request_words,
+)
 from hqconv.artifact.manifest import read_manifest, requantized, scale_changes
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
@@ -251,8 +258,9 @@ def _identity(source: Source, plan: Plan) -> dict[str, Any]:
 def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[str, Any]]:
     """The errors that a finished artifact records. Raises OutputError where it was made by another request."""
     manifest = read_manifest(out)
-    for key, words in request_words(source, plan).items():
-        if manifest.get(key) != words:
+    words = request_words(source, plan)
+    for key in (*words, *OPTIONAL_WORDS):
+        if manifest.get(key) != words.get(key):
             raise OutputError(
                 f"The output folder holds a finished artifact that differs from this request in: {key}.",
                 where=str(out),
