@@ -63,19 +63,16 @@ def source_schema(
 def _keeping(
     block: ExpertBlock, param_dtype: str, tp: int, round_scales: bool = False
 ) -> tuple[TargetSchema | None, str]:
-    """The closest schema that keeps the block's format when it is cut for `tp` ranks, or None and why.
-
-    One that keeps its scales comes before one that rounds them.
-    """
+    """The closest schema that keeps the block's format when it is cut for `tp` ranks, or None and why."""
     obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
     if block.intermediate_size % tp and not block.pads_last_rank:
         return None, f"{block.intermediate_size} columns are not {tp} equal slices"
-    for rounded in ((), ROUNDED_IF_ASKED) if round_scales else ((),):
-        for schema in _candidates(block, tp, may_round=bool(rounded)):
-            why = why_not_direct(block.format, schema, param_dtype, rounded=rounded)
-            if not why:
-                return schema, ""
-            obstacle = obstacle or why
+    rounded = ROUNDED_IF_ASKED if round_scales else ()
+    for schema in _candidates(block, tp, may_round=round_scales):
+        why = why_not_direct(block.format, schema, param_dtype, rounded=rounded)
+        if not why:
+            return schema, ""
+        obstacle = obstacle or why
     return None, obstacle or "no kernel loads scales cut like this"
 
 
