@@ -63,10 +63,9 @@ def plan(
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
-        sm_version = choose_target(target, layout, choose_device(device))
-        grid = Grid(tp, ep, expert_placement, redundant_experts)
         words = {"layout": layout, "input_schema": input_schema, "round_scales": round_scales}
-        return _plan(source, schema, dtype, grid, sm_version=sm_version, **words)
+        words["sm_version"] = choose_target(target, layout, choose_device(device))
+        return _plan(source, schema, dtype, Grid(tp, ep, expert_placement, redundant_experts), **words)
 
 
 def convert(
@@ -96,27 +95,24 @@ def convert(
 ) -> ConversionReport:
     """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
-    src: a model folder, a Hub repo id (at `revision`), a folder with GGUF files, or an artifact. out: None is
-    `./<model>-<schema>[-tpT][-epP]`. schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or
-    "source". target: the serving GPU, sm75 …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
-    tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
-    input_schema: a16. round_scales: keep codes whose scales the dtype cannot hold, and round those. device: auto, cpu,
-    cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go
-    on; replace. on_plan, progress: called. in_team: share under torchrun.
+    src: a model or GGUF folder, a Hub repo id (at `revision`), or an artifact. out: None is
+    `./<model>-<schema>[-tpT][-epP]`. schema: preset, shorthand, .toml path, `TargetSchema` or "source". target: the
+    serving GPU; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's. tp, ep: ranks.
+    expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint. input_schema: a16.
+    round_scales: codes kept, scales rounded. device: auto, cpu, cuda, cuda:N. max_memory, max_gpu_memory: bytes or
+    "4GiB". threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: of torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
-    check_modes(resume=resume, overwrite=overwrite)
+    modes = check_modes(resume=resume, overwrite=overwrite)
     resources = _resources(device, max_memory, max_gpu_memory, threads, in_team=in_team)
-    sm_version = choose_target(target, layout, resources.device_name)
-    modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
+    words = {"layout": layout, "input_schema": input_schema, "round_scales": round_scales}
+    words["sm_version"] = choose_target(target, layout, resources.device_name)
     with open_source(src, revision) as source:
-        grid = Grid(tp, ep, expert_placement, redundant_experts)
-        words = {"layout": layout, "input_schema": input_schema, "round_scales": round_scales}
-        planned = _plan(source, schema, dtype, grid, sm_version=sm_version, **words)
+        planned = _plan(source, schema, dtype, Grid(tp, ep, expert_placement, redundant_experts), **words)
         place = _announced(source, planned, out, on_plan)
-        return run(source, planned, place, resources, **modes, progress=progress)
+        return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
 
 
 def _announced(

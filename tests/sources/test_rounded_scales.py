@@ -59,6 +59,8 @@ CASES: dict[str, tuple[str, str]] = {
     "fp8-channel-f32": ("fp8", "fp8"),
     "fbgemm-fp8": ("fp8", "fp8"),
     "fused-fbgemm-fp8": ("fp8", "fp8"),
+    "fused-fp8-expert": ("fp8", "fp8-block"),
+    "fused-fp8-projection": ("fp8", "fp8-block"),
     "quark-fp8-channel": ("fp8", "fp8"),
     "quark-int8": ("int8", "int8"),
     "ct-naive-int8": ("int8", "int8"),
@@ -123,27 +125,31 @@ def one_matrix(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torc
     return codes * grid.to(dtype).float(), codes * grid, scale
 
 
+def fused(
+    tensors: dict[str, torch.Tensor], block: str, dtype: torch.dtype
+) -> dict[str, list[tuple[torch.Tensor, ...]]]:
+    """Stacks [E, in, out] with float32 scales of rows, of projections or of experts."""
+    each: dict[str, list[tuple[torch.Tensor, ...]]] = {role: [] for role in WORDS}
+    for stack, roles in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+        weight = tensors[f"{block}.{stack}"]
+        names = [f"{block}.{stack}{suffix}" for suffix in ("_scale", "_weight_scale")]
+        scales = next(tensors[name] for name in names if name in tensors).reshape(len(weight), -1)
+        for one, scale in zip(weight, scales, strict=True):
+            matrices = one.t().chunk(len(roles))
+            own = scale.chunk(len(roles)) if len(scale) > 1 else [scale] * len(roles)
+            for role, matrix, of_role in zip(roles, matrices, own, strict=True):
+                each[role].append(one_matrix({"weight": matrix, "weight_scale": of_role}, dtype))
+    return each
+
+
 def oracle(folder: Path, dtype: torch.dtype) -> dict[str, dict[str, list[tuple[torch.Tensor, ...]]]]:
     """Block → role → each expert's `one_matrix`."""
     found: dict[str, dict[str, list[tuple[torch.Tensor, ...]]]] = {}
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
         block, _, rest = name.partition(".experts.")
-        if rest.startswith("gate_up_proj") and rest.endswith("_proj"):  # fbgemm's stacks [E, in, out]
-            block += ".experts"
-            gate_up, down = tensors[f"{block}.gate_up_proj"], tensors[f"{block}.down_proj"]
-            scale, inner = tensors[f"{block}.gate_up_proj_scale"].flatten(1), gate_up.size(2) // 2
-            rows = {"w1": slice(0, inner), "w3": slice(inner, None)}
-            each = {
-                role: [
-                    {"weight": w[:, part].t(), "weight_scale": s[part]}
-                    for w, s in zip(gate_up, scale, strict=True)
-                ]
-                for role, part in rows.items()
-            }
-            down_scale = tensors[f"{block}.down_proj_scale"].flatten(1)
-            each["w2"] = [{"weight": w.t(), "weight_scale": s} for w, s in zip(down, down_scale, strict=True)]
-            found[block] = {role: [one_matrix(p, dtype) for p in parts] for role, parts in each.items()}
+        if rest == "gate_up_proj":
+            found[f"{block}.experts"] = fused(tensors, f"{block}.experts", dtype)
         elif rest and rest[0].isdigit():
             found[f"{block}.experts"] = {}
     for block, roles in found.items():
