@@ -51,20 +51,23 @@ def plan(
     input_schema: str | Path | InputSchema = "a16",
     cuda: str | None = None,
     overrides: Sequence[Override] = (),
+    round_scales: bool = False,
     revision: str | None = None,
     device: str = "auto",
 ) -> Plan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
     src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, cuda, overrides,
-    revision: as of `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes it from.
+    round_scales, revision: as of `convert`; of a Hub repo nothing but headers is read. device: where `target` None
+    takes it from.
 
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
         on = choose_target(target, cuda, layout, choose_device(device))
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        return Wanted(schema, dtype, grid, on, layout, input_schema, tuple(overrides)).plan(source)
+        wanted = Wanted(schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
+        return wanted.plan(source)
 
 
 def convert(
@@ -82,6 +85,7 @@ def convert(
     input_schema: str | Path | InputSchema = "a16",
     cuda: str | None = None,
     overrides: Sequence[Override] = (),
+    round_scales: bool = False,
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -99,23 +103,23 @@ def convert(
     schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or "source". target: the serving GPU, sm75
     …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
-    input_schema: as schema. cuda: "13.0", where layouts depend on it. device: auto, cpu, cuda, cuda:N; same bytes.
-    max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go on; replace. on_plan,
-    progress: called. in_team: share under torchrun. overrides: of blocks, from `hqconv.schemas.recipe.load_recipe`.
+    input_schema: as schema. cuda: "13.0", where layouts depend on it. overrides: of blocks, from
+    `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. device: auto, cpu, cuda, cuda:N;
+    same bytes. max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go on; replace.
+    on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
-    check_modes(resume=resume, overwrite=overwrite)
+    modes = check_modes(resume=resume, overwrite=overwrite)
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     on = choose_target(target, cuda, layout, resources.device_name)
     grid = Grid(tp, ep, expert_placement, redundant_experts)
-    wanted = Wanted(schema, dtype, grid, on, layout, input_schema, tuple(overrides))
-    modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
+    wanted = Wanted(schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
     with open_source(src, revision) as source:
         planned = wanted.plan(source)
         place = _announced(source, planned, out, on_plan)
-        return run(source, planned, place, resources, **modes, progress=progress)
+        return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
 
 
 def _announced(

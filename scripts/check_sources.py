@@ -139,6 +139,9 @@ schema (tests/artifact/test_source.py); experts in GGUF files, decoded by the `g
 (tests/sources/test_gguf.py). Mixed checkpoints are read block by block: a block that has the requested schema already
 is kept.
 
+Refused for its float32 scales means: without `--round-scales`, which keeps the codes and rounds the scales
+(tests/sources/test_rounded_scales.py; on CPUs only so far).
+
 ## Formats
 """
 FAMILY_INTRO = """

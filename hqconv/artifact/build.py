@@ -17,7 +17,7 @@ from hqconv.schemas import artifact
 from hqconv.sources.source import Source
 
 # Keys that are there only where they say something.
-_OPTIONAL = ("activation_schema", "cuda", "left_blocks")
+_OPTIONAL = ("activation_schema", "cuda", "left_blocks", "round_scales")
 _OF_BLOCK = ("schema_name", "weight_schema", "input_schema", "activation_schema", "target", "cuda")
 
 
@@ -70,6 +70,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
         "layout": request.layout,
         "schema_name": request.schema.name,
         **artifact.kind_words(request.kind),
+        **({"round_scales": True} if request.round_scales else {}),
         "dtype": request.param_dtype,
         "tp": request.grid.tp,
         "ep": request.grid.ep,

@@ -52,13 +52,14 @@ class Facts:
         facts = {
             "dtype": words["dtype"] in PARAM_DTYPES,
             "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
+            "round_scales": words.get("round_scales", True) is True,
             "tp": 0 < words["tp"] <= MAX_COUNT,
             "ep": 0 < words["ep"] <= MAX_COUNT,
             "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
         }
         for key, holds in facts.items():
             if not holds:
-                raise _impossible(key, words[key])
+                raise _impossible(key, words.get(key))
         schema = self.schema
         try:
             kind = names.kind_of_words(words, schema, words["dtype"])
@@ -75,6 +76,7 @@ class Facts:
                 words["layout"],
                 kind.inputs,
                 of_blocks=of_blocks,
+                round_scales="round_scales" in words,
             )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error

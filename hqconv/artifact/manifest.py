@@ -172,6 +172,19 @@ def _damaged(where: object, expected: str, found: object) -> VerificationError:
     )
 
 
+def scale_changes(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Projection → the largest relative change of a scale over all blocks, where scales were rounded.
+
+    `errors`: block → projection → the words on its quantization error.
+    """
+    found: dict[str, float] = {}
+    for projections in errors.values():
+        for projection, words in projections.items():
+            if "largest_scale_change" in words:
+                found[projection] = max(found.get(projection, 0.0), words["largest_scale_change"])
+    return found
+
+
 def requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     """Over all blocks and projections of a quantized source: what was quantized anew, and what of it is exact.
 

@@ -17,7 +17,8 @@ class Cost:
 
     `error`, `power`: float64 sums of (w - decoded)**2 and of w**2, in one folding order on every device.
     `num_exact`: of `num_groups` scale groups (per row), those without any error, where they were counted. `is_direct`:
-    the source's codes and scales were kept, and nothing was measured.
+    the source's codes and scales were kept, and nothing was measured. `scale_change`: where codes were kept and scales
+    rounded, and so measured, the largest relative change of a scale.
     """
 
     error: float = 0.0
@@ -25,6 +26,12 @@ class Cost:
     num_exact: int = 0
     num_groups: int = 0
     is_direct: bool = False
+    scale_change: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the matrix is the source's, codes and scales."""
+        return self.is_direct and self.scale_change is None
 
     @property
     def is_finite(self) -> bool:
@@ -49,7 +56,8 @@ class QuantizedStack:
     """E matrices of one projection in Humming's packed form, and what each cost, on one device.
 
     `tensors` as in `Quantized`, with the experts in front: tensor-level scales are [E], all others [E, …].
-    `error`, `power`: float64 [E]; `num_exact`: int64 [E]; as in `Cost`, and so is `is_direct`.
+    `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `Cost`, and so is
+    `is_direct`.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -58,16 +66,23 @@ class QuantizedStack:
     num_exact: torch.Tensor
     num_groups: int = 0
     is_direct: bool = False
+    scale_change: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
         """What `costs` is told from: float64 [3, E] on the device."""
-        return torch.stack([self.error, self.power, self.num_exact.double()])
+        last = self.num_exact.double() if self.scale_change is None else self.scale_change
+        return torch.stack([self.error, self.power, last])
 
     def costs(self, sums: torch.Tensor | None = None) -> list[Cost]:
         """What each matrix lost, from `sums` where they are on the host already; else waits for the device."""
-        if self.is_direct:
+        if self.is_direct and self.scale_change is None:
             return [Cost(is_direct=True)] * len(self.error)
         each = (self.sums() if sums is None else sums).tolist()
+        if self.is_direct:
+            return [
+                Cost(error, power, is_direct=True, scale_change=change)
+                for error, power, change in zip(*each, strict=True)
+            ]
         return [
             Cost(error, power, int(exact), self.num_groups) for error, power, exact in zip(*each, strict=True)
         ]
@@ -101,9 +116,18 @@ class QuantizedStack:
         ]
 
 
-def stack_direct(matrices: Sequence[Mapping[str, torch.Tensor]]) -> QuantizedStack:
-    """Packed tensors of one projection of E experts whose codes and scales were kept."""
+def stack_direct(
+    matrices: Sequence[Mapping[str, torch.Tensor]], rounding: torch.Tensor | None = None
+) -> QuantizedStack:
+    """Packed tensors of one projection of E experts whose codes were kept, and scales.
+
+    rounding: where scales were rounded, float64 [3, E]: error, power and scale change of each.
+    """
     tensors = stack_tensors(matrices)
+    if rounding is not None:
+        error, power, change = rounding
+        exact = torch.zeros_like(error, dtype=torch.int64)
+        return QuantizedStack(tensors, error, power, exact, is_direct=True, scale_change=change)
     nothing = torch.zeros(len(matrices), dtype=torch.float64, device=tensors["weight"].device)
     return QuantizedStack(tensors, nothing, nothing, nothing.long(), is_direct=True)
 

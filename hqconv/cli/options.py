@@ -58,6 +58,11 @@ OPTIONS: dict[str, Option] = {
     "cuda": Option(
         str | None, "CUDA compiler that will serve, such as 13.0; asked for where the layout depends on it."
     ),
+    "round_scales": Option(
+        bool,
+        "Keep codes whose scales the parameter dtype cannot hold, and round those; with --schema source, too.",
+        ("--round-scales",),
+    ),
     "config": Option(
         Path | None,
         "Recipe: these options in a TOML file, with other schemas for some blocks.",

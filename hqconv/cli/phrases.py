@@ -73,6 +73,7 @@ def conversion(words: Words) -> str:
     meaning = {
         "quantized": "quantized",
         "direct": "direct: codes and scales kept",
+        "direct, scales rounded": "direct, scales rounded: codes kept, scales in the parameter dtype",
         "requantized": "requantized from exactly decoded float32",
     }
     found = words["conversion"].items()
@@ -85,6 +86,12 @@ def exact(counts: Mapping[str, int]) -> str:
         return ""
     text = f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
     return f"{counts['num_matrices']} matrices requantized; {text}"
+
+
+def scale_changes(changes: Mapping[str, float]) -> str:
+    """How far rounded scales moved: `rounded, moved by at most 0.387% (w1), 0.385% (w2)`."""
+    each = (f"{value:.3%} ({name})" for name, value in changes.items())
+    return f"rounded, moved by at most {', '.join(each)}" if changes else ""
 
 
 def resumed(words: Words) -> str:

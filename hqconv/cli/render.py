@@ -130,6 +130,7 @@ def _show_summary(console: Console, words: Words) -> None:
             ("schema", f"{words['schema']}, {words['layout']} layout"),
             ("conversion", phrases.conversion(words)),
             ("requantized", phrases.exact(words["requantized"])),
+            ("scales", phrases.scale_changes(words["largest_scale_change"])),
             ("blocks", f"{words['num_blocks']}, for {words['num_ranks']} rank(s)"),
             (
                 "size",
@@ -178,6 +179,7 @@ def _show_artifact(console: Console, words: Words) -> None:
             ("schema", phrases.schema(words["schema"])),
             ("conversion", phrases.conversion(words)),
             ("requantized", phrases.exact(words["requantized"])),
+            ("scales", phrases.scale_changes(words["largest_scale_change"])),
             ("for", phrases.target(words)),
             ("experts", phrases.ranks(words["rank_bytes"])),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in words["tensors"].items())),

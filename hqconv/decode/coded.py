@@ -62,7 +62,8 @@ def refuse(what: str, where: str, expected: object, found: object, remedy: str =
 
 
 @functools.cache
-def _table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """What each code stands for before its zero point and scale, float32 [2**bits]."""
     kind, bits, exponent, mantissa = twins.parse_dtype(b_dtype)
     codes = torch.arange(2**bits, dtype=torch.int32)
     if kind == loops.SYM_INT:
@@ -108,7 +109,7 @@ def dequantize(coded: Coded) -> torch.Tensor:
     arguments = (
         codec.as_bytes(coded.packed).numpy(),
         coded.num_bits,
-        _table(coded.b_dtype, coded.zero_point is None),
+        code_table(coded.b_dtype, coded.zero_point is None),
         zero.contiguous().numpy(),
         scale.contiguous().numpy(),
         scale_2.contiguous().numpy(),
@@ -123,7 +124,7 @@ def dequantize(coded: Coded) -> torch.Tensor:
 def _dequantize_cuda(
     coded: Coded, scale: torch.Tensor, zero: torch.Tensor, scale_2: torch.Tensor
 ) -> torch.Tensor:
-    table = torch.from_numpy(_table(coded.b_dtype, coded.zero_point is None).copy()).to(scale.device)
+    table = torch.from_numpy(code_table(coded.b_dtype, coded.zero_point is None).copy()).to(scale.device)
     codes = codec.unpack(coded.packed, coded.num_bits)
     values = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
     num_rows, num_columns = values.shape
@@ -161,7 +162,7 @@ def checked(coded: Coded, names: Mapping[str, str]) -> Coded:
     is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
     if is_any(scale == 0) and (not is_narrow or bool((scale == 0).all())):
         _check_zero_scales(coded, scale == 0, where)
-    largest = float(_table(coded.b_dtype, True).max())
+    largest = float(code_table(coded.b_dtype, True).max())
     if is_any(scale.abs().max().double() * largest > torch.finfo(torch.float32).max):
         refuse(
             "A scale is too large: weights would be infinite.", where, "finite weights", scale.max().item()
@@ -213,7 +214,7 @@ def _check_zero_scales(coded: Coded, is_zero: torch.Tensor, where: str) -> None:
         zero = coded.zero_point[rows]
         has_value = codes != (zero if zero.size(1) == 1 else zero[:, columns])
     else:
-        table = torch.from_numpy(_table(coded.b_dtype, True).copy()).to(codes.device)
+        table = torch.from_numpy(code_table(coded.b_dtype, True).copy()).to(codes.device)
         has_value = (table != 0)[codes.long()]
     zeros = is_zero[rows // size]
     lost = has_value & (zeros if zeros.size(1) == 1 else zeros[:, columns])

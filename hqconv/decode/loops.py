@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hqconv.backends.codec_loops import unpack_row
+from hqconv.backends.loops import fold_squares
 from hqconv.compiled import compiled, inlined
 
 # Rows of the source that one pass of a transposition reads: the 16 words it writes per row are a cache line.
@@ -79,6 +80,29 @@ def dequantize_columns(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N,
         for k in range(num_columns):
             g = group_K[k]
             out[k] = (table[codes[k]] - zeros[min(g, zeros.size - 1)]) * scales[g] * scale_2
+
+
+@compiled
+def rounding_sums(packed_NB, num_bits, table, zero_NG, scale_NG, kept_NG, group_size, sums_2N):
+    """Each row's sums of (w - d)**2 and of w**2, as `fold_squares`: w is decoded with `scale_NG`, d with `kept_NG`.
+
+    The rows of `zero_NG`, `scale_NG` and `kept_NG` may be fewer than N where they are all the same (one row).
+    """
+    num_rows, num_columns = packed_NB.shape[0], packed_NB.shape[1] * 8 // num_bits
+    codes = np.empty(num_columns, np.uint8)
+    weights, decoded = np.empty((2, num_columns), np.float32)
+    scratch = np.empty((2, num_columns // 8))
+    for n in range(num_rows):
+        unpack_row(packed_NB[n], num_bits, codes)
+        scales, kept = scale_NG[min(n, scale_NG.shape[0] - 1)], kept_NG[min(n, kept_NG.shape[0] - 1)]
+        zeros = zero_NG[min(n, zero_NG.shape[0] - 1)]
+        for g in range(scales.size):
+            scale, rounded, zero = scales[g], kept[g], zeros[min(g, zeros.size - 1)]
+            for k in range(g * group_size, min((g + 1) * group_size, num_columns)):
+                value = table[codes[k]] - zero
+                weights[k] = value * scale
+                decoded[k] = value * rounded
+        sums_2N[0, n], sums_2N[1, n] = fold_squares(weights, decoded, scratch[0], scratch[1])
 
 
 @inlined

@@ -6,17 +6,18 @@ otherwise is brought to it by its decoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 
 FLOAT = "float"  # decoder of experts that are not quantized
 LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.artifact.source` reads
 GGUF = "gguf"  # of experts in GGUF files, which `hqconv.sources.gguf` reads
 KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # their tensors' names alone do not tell which experts they are
 QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a block is converted
+DIRECT_ROUNDED = "direct, scales rounded"  # codes kept, scales rounded to the parameter dtype
 ANY = -1  # a group size that the config leaves to the tensors' shapes
 
 # What each scale dtype's values can be stored as without a change. e8m0 is a power of two, 2**-127 … 2**127.
@@ -29,6 +30,12 @@ _HOLDS = {
     "float8e5m3": {"float8e5m3"},
     "float8e8m0": {"float8e8m0"},
 }
+# Scales that are rounded to the parameter dtype, as a server does at load: float32 ones always, those of another
+# parameter dtype where it is asked for (`--round-scales`), since --dtype may keep them.
+ROUNDED_ALWAYS: tuple[str, ...] = ("float32",)
+ROUNDED_IF_ASKED: tuple[str, ...] = (*ROUNDED_ALWAYS, *PARAM_DTYPES)
+# The most that a scale moves by rounding, relative to itself: half a unit in the last place.
+LARGEST_CHANGE = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @dataclass(frozen=True)
@@ -96,10 +103,13 @@ class SourceFormat:
 PLAIN = SourceFormat("not quantized", FLOAT)
 
 
-def why_not_direct(source: SourceFormat, schema: TargetSchema, param_dtype: str) -> str:
+def why_not_direct(
+    source: SourceFormat, schema: TargetSchema, param_dtype: str, *, rounded: Collection[str] = ()
+) -> str:
     """ "" if `schema` can hold the source's codes and scales as they are, else what it cannot hold.
 
-    A scale may be repeated into smaller groups, and widened into a dtype that holds it exactly.
+    A scale may be repeated into smaller groups, and widened into a dtype that holds it exactly. Scales of a dtype in
+    `rounded` may also be rounded to the parameter dtype.
     """
     if source.is_float:
         return "the source is not quantized"
@@ -116,14 +126,28 @@ def why_not_direct(source: SourceFormat, schema: TargetSchema, param_dtype: str)
     for what, have, want in (("rows", source.group_n, rows), ("columns", source.group_k, columns)):
         if have != 0 and (want == 0 or have % want):
             return f"a scale of the schema would span several of the source's along {what}"
-    stored = schema.scale_dtype(param_dtype)
-    if source.scale_dtype not in _HOLDS[stored]:
-        return f"{stored} scales cannot hold its {source.scale_dtype} scales"
-    return ""
+    return _why_not_scales(source, schema.scale_dtype(param_dtype), rounded)
 
 
-def conversion_of(source: SourceFormat, schema: TargetSchema, param_dtype: str) -> str:
-    """How a block is converted: `quantized` from floats, `direct` or `requantized` from a quantized format."""
+def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str]) -> str:
+    """ "" if scales of the dtype `stored` can hold the source's, or those rounded; float zero points never are."""
+    if source.scale_dtype in _HOLDS[stored]:
+        return ""
+    is_fp_zero_point = bool(source.option("is_fp_zero_point", False))
+    if stored in PARAM_DTYPES and source.scale_dtype in rounded and not is_fp_zero_point:
+        return ""
+    return f"{stored} scales cannot hold its {source.scale_dtype} scales"
+
+
+def conversion_of(
+    source: SourceFormat, schema: TargetSchema, param_dtype: str, *, round_scales: bool = False
+) -> str:
+    """How a block is converted: `quantized` from floats; of a quantized format `direct`, `requantized`, or its codes
+    kept and its scales rounded. `round_scales`: also scales of another 16-bit dtype, which are else not rounded.
+    """
     if source.is_float:
         return QUANTIZED
-    return REQUANTIZED if why_not_direct(source, schema, param_dtype) else DIRECT
+    if not why_not_direct(source, schema, param_dtype):
+        return DIRECT
+    rounded = ROUNDED_IF_ASKED if round_scales else ROUNDED_ALWAYS
+    return REQUANTIZED if why_not_direct(source, schema, param_dtype, rounded=rounded) else DIRECT_ROUNDED

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import check_details, read_manifest, requantized, schema_of
+from hqconv.artifact.manifest import check_details, read_manifest, requantized, scale_changes, schema_of
 from hqconv.formats.format import SourceFormat
 from hqconv.inspection.words import Words, block_runs, quant_method, schema_words, summarize_errors
 from hqconv.schemas import artifact
@@ -43,6 +43,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "conversion": dict(Counter(block["conversion"] for block in manifest["blocks"].values())),
         "quantization_error": summarize_errors(errors),
         "requantized": requantized(errors),
+        "largest_scale_change": scale_changes(errors),
         "num_files": len(manifest["files"]),
         "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
         "rank_bytes": _rank_bytes(manifest),

@@ -10,10 +10,11 @@ from hqconv.backends.quantize import Cost
 
 
 def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict[str, Any]:
-    """Relative Frobenius error of each projection over all experts that were quantized, and of the worst expert.
+    """Relative Frobenius error of each projection over all experts that are not the source's, and of the worst expert.
 
     Where the source `is_coded`, also how many experts were quantized anew, and how many of their scale groups came
-    out without any error. `math.fsum` is exact, so the order of the experts does not matter.
+    out without any error; where scales were rounded, how far one moved at most. `math.fsum` is exact, so the order of
+    the experts does not matter.
     """
     errors: dict[str, Any] = {}
     for role in costs[0]:
@@ -27,7 +28,7 @@ def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict
             "worst_expert": worst,
             "worst_relative_error": each[worst],
         }
-        errors[role] |= requantized_counts(of_role) if is_coded else {}
+        errors[role] |= (requantized_counts(of_role) if is_coded else {}) | scale_changes(of_role)
     return errors
 
 
@@ -39,6 +40,12 @@ def requantized_counts(costs: Sequence[Cost]) -> dict[str, int]:
         "num_groups": sum(cost.num_groups for cost in anew),
         "num_exact_groups": sum(cost.num_exact for cost in anew),
     }
+
+
+def scale_changes(costs: Sequence[Cost]) -> dict[str, float]:
+    """Of one projection: the largest relative change of a scale, where scales were rounded."""
+    changes = [cost.scale_change for cost in costs if cost.scale_change is not None]
+    return {"largest_scale_change": max(changes)} if changes else {}
 
 
 def relative_error(error: float, power: float) -> float:

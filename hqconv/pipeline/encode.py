@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hqconv.backends.encoded import stack_direct, stack_tensors
+from hqconv.backends.encoded import stack_tensors
 from hqconv.backends.quantize import Cost, Quantized, QuantizedStack, quantize_stacks
 from hqconv.decode.coded import Coded
 from hqconv.decode.doubts import assuming_good, is_any
-from hqconv.decode.express import express, share_scale
 from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import InputError
 from hqconv.experts.block import ExpertBlock
+from hqconv.pipeline.kept import codes_of, keep, stack_kept
 from hqconv.planning.encoding import Encoding
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.sources.raw import RawExperts
@@ -133,10 +133,10 @@ def _encode_together(
     done: dict[str, QuantizedStack] = {}
     for roles in _coupled(block):
         each = [source.read_expert(block, expert, roles, device, raw) for expert in experts]
-        kept = [_kept(matrices, encoding) if encoding.is_direct else None for matrices in each]
+        kept = [keep(matrices, encoding) if encoding.is_direct else None for matrices in each]
         direct = [one for one in kept if one is not None]
         if len(direct) == len(each):
-            done |= {role: stack_direct([one[role].tensors for one in direct]) for role in roles}
+            done |= {role: stack_kept([one[role] for one in direct]) for role in roles}
         else:  # none of them, while checks are put down
             done |= _quantized_stacks(each, encoding)
         for role in roles:
@@ -174,35 +174,13 @@ def encode(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str
     Each is taken alone and at full size. Raises InputError where a weight is no number, cannot be represented, or
     where gate and up of a source to be kept as it is have different tensor-level scales.
     """
-    results = _kept(matrices, encoding) if encoding.is_direct else None
-    if results is None:
+    kept = keep(matrices, encoding) if encoding.is_direct else None
+    if kept is not None:
+        results = {role: one.quantized() for role, one in kept.items()}
+    else:
         results = _quantized(matrices, encoding)
-        _check_numbers({matrices[role].name: one.cost for role, one in results.items()}, encoding)
+    _check_numbers({matrices[role].name: one.cost for role, one in results.items()}, encoding)
     return {role: _with_bias(result, matrices[role], encoding) for role, result in results.items()}
-
-
-def _kept(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, Quantized] | None:
-    """The source's own codes and scales; None where gate and up would have to share a scale and do not."""
-    coded = {role: _codes(one) for role, one in matrices.items()}
-    if share_scale(list(coded.values()), encoding.schema):
-        return {
-            role: Quantized(express(one, encoding.schema, encoding.param_dtype), Cost(is_direct=True))
-            for role, one in coded.items()
-        }
-    if encoding.must_be_direct:
-        names = [one.name for one in matrices.values()]
-        raise InputError(
-            "Gate and up of an expert have different tensor-level scales: the kernel has one for both.",
-            where=f"tensor {names[0]} and {names[-1]}",
-            expected="equal scales",
-            remedy=f"Convert with --schema {encoding.schema.name}: such experts are quantized anew, and counted.",
-        )
-    return None
-
-
-def _codes(matrix: SourceMatrix) -> Coded:
-    assert matrix.coded is not None, f"{matrix.name}: planned to be kept, but its format has no codes"
-    return matrix.coded
 
 
 def _quantized(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, Quantized]:
@@ -216,7 +194,9 @@ def _quantized_stacks(
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
         size = encoding.schema.weight_scale_group_size
-        powers = [_stack([_scales_per(_codes(matrices[role]), size) for matrices in each]) for role in roles]
+        powers = [
+            _stack([_scales_per(codes_of(matrices[role]), size) for matrices in each]) for role in roles
+        ]
     values = [_stack([matrices[role].values() for matrices in each]) for role in roles]
     done = quantize_stacks(
         values, encoding.schema, encoding.param_dtype, powers, count_exact=encoding.is_coded

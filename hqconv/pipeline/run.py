@@ -13,7 +13,7 @@ from typing import Any
 
 from hqconv import __version__
 from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, first_difference, json_bytes
-from hqconv.artifact.manifest import read_manifest, requantized
+from hqconv.artifact.manifest import read_manifest, requantized, scale_changes
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
 from hqconv.pipeline.executor import Destination, Executor
@@ -73,6 +73,7 @@ class ConversionReport:
             "warnings": list(self.warnings),
             "conversion": dict(Counter(block.encoding.conversion for block in self.plan.blocks)),
             "requantized": requantized(self.errors),
+            "largest_scale_change": scale_changes(self.errors),
             "serve_command": serve_command(str(self.out), request.layout, request.grid),
         }
 

@@ -32,6 +32,7 @@ class Wanted:
     layout: str
     inputs: str | Path | InputSchema
     overrides: tuple[Override, ...] = ()
+    round_scales: bool = False
 
     @without_gc()
     def plan(self, source: Headers) -> Plan:
@@ -49,7 +50,16 @@ class Wanted:
         if left:
             experts = experts.without(left, source.tensors)
         words = {"target": self.target, "layout": self.layout, "inputs": inputs}
-        request = make_request(experts, source.config, chosen, self.dtype, self.grid, choices, **words)
+        request = make_request(
+            experts,
+            source.config,
+            chosen,
+            self.dtype,
+            self.grid,
+            choices,
+            round_scales=self.round_scales,
+            **words,
+        )
         return make_plan(source, experts, request)
 
 

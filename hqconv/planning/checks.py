@@ -9,7 +9,7 @@ from hqconv.checkpoint.described import Described
 from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
-from hqconv.formats.format import why_not_direct
+from hqconv.formats.format import DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid, check_grid
@@ -134,8 +134,8 @@ def check_copied(checkpoint: Described, experts: ExpertMap, request: Request) ->
 
 def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
     """What converts, but is known not to run well, or loses what another option would keep."""
-    name, warnings = request.schema.name, []
-    for dtype in PARAM_DTYPES:
+    name, warnings = request.schema.name, _rounding_warnings(experts, request)
+    for dtype in PARAM_DTYPES if not request.round_scales else ():
         kept, here = (
             [b for b in experts.blocks if not why_not_direct(b.format, request.kind_of(b.name).schema, param)]
             for param in (dtype, request.param_dtype)
@@ -155,6 +155,21 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
             f"Humming's kernel overflows on '{name}' with float16 and gives NaN; use --dtype bfloat16."
         )
     return tuple(warnings)
+
+
+def _rounding_warnings(experts: ExpertMap, request: Request) -> list[str]:
+    """Which scales are rounded although nobody asked for it: where the schema's codes are the source's."""
+    schema, dtype = request.schema, request.param_dtype
+    kinds = {
+        block.format.scale_dtype
+        for block in experts.blocks
+        if not request.must_be_direct and conversion_of(block.format, schema, dtype) == DIRECT_ROUNDED
+    }
+    return [
+        f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "
+        f"by {LARGEST_CHANGE[dtype]:.2%} at most."
+        for kind in sorted(kinds)
+    ]
 
 
 def _stock_vllm_warnings(experts: ExpertMap, request: Request) -> list[str]:

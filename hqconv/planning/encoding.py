@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hqconv.formats.format import DIRECT, SourceFormat, conversion_of
+from hqconv.formats.format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
 from hqconv.schemas.target import TargetSchema
 
 
@@ -12,7 +12,7 @@ from hqconv.schemas.target import TargetSchema
 class Encoding:
     """One block's encoding.
 
-    conversion: direct, requantized or quantized. must_be_direct: a matrix that cannot keep its codes is an error.
+    conversion: of `hqconv.formats.format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
     """
@@ -26,18 +26,28 @@ class Encoding:
 
     @property
     def is_direct(self) -> bool:
-        """Whether codes and scales are kept, where gate and up share what they must share."""
-        return self.conversion == DIRECT
+        """Whether codes are kept, and scales or those rounded, where gate and up share what they must share."""
+        return self.conversion in (DIRECT, DIRECT_ROUNDED)
+
+    @property
+    def rounds_scales(self) -> bool:
+        """Whether codes are kept, and scales rounded to the parameter dtype."""
+        return self.conversion == DIRECT_ROUNDED
 
 
 def encoding_of(
-    source: SourceFormat, schema: TargetSchema, param_dtype: str, *, must_be_direct: bool = False
+    source: SourceFormat,
+    schema: TargetSchema,
+    param_dtype: str,
+    *,
+    must_be_direct: bool = False,
+    round_scales: bool = False,
 ) -> Encoding:
-    """The encoding of a block that is stored in `source`."""
+    """The encoding of a block that is stored in `source`; `round_scales` as of `conversion_of`."""
     return Encoding(
         schema,
         param_dtype,
-        conversion_of(source, schema, param_dtype),
+        conversion_of(source, schema, param_dtype, round_scales=round_scales),
         must_be_direct,
         takes_powers_of_two(source, schema),
         not source.is_float,

@@ -154,6 +154,7 @@ def _encoding(block: ExpertBlock, request: Request) -> Encoding:
         request.kind_of(block.name).schema,
         request.param_dtype,
         must_be_direct=request.must_be_direct,
+        round_scales=request.round_scales,
     )
 
 

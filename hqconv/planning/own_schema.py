@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hqconv.errors import RequestError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
-from hqconv.formats.format import LAID_OUT, SourceFormat, why_not_direct
+from hqconv.formats.format import LAID_OUT, ROUNDED_ALWAYS, ROUNDED_IF_ASKED, SourceFormat, why_not_direct
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.target import PARAM_DTYPES, PRESETS, SOURCE, TargetSchema, resolve_schema
 
@@ -20,11 +20,14 @@ _MAX_BLOCK = 128  # of scales that serve whole matrices
 _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
 
-def source_schema(experts: ExpertMap, param_dtype: str, tp: int) -> TargetSchema:
+def source_schema(
+    experts: ExpertMap, param_dtype: str, tp: int, *, round_scales: bool = False
+) -> TargetSchema:
     """The schema in which every block of the source keeps its codes and scales, cut for `tp` ranks.
 
-    Scales of blocks are repeated into smaller blocks where a slice would cut them. Raises RequestError where the
-    source is not quantized, its blocks differ, or no schema of Humming holds it exactly.
+    Scales of blocks are repeated into smaller blocks where a slice would cut them. With `round_scales` it may also be
+    one that keeps the codes, and the scales rounded to the parameter dtype, where none keeps both. Raises RequestError
+    where the source is not quantized, its blocks differ, or there is no such schema.
     """
     first = experts.blocks[0]
     for block in experts.blocks:
@@ -43,27 +46,30 @@ def source_schema(experts: ExpertMap, param_dtype: str, tp: int) -> TargetSchema
             found=first.dtype,
             remedy="Name the schema to quantize to, such as mxfp4.",
         )
-    schema, obstacle = _keeping(first, param_dtype, tp)
+    schema, obstacle = _keeping(first, param_dtype, tp, round_scales)
     if schema is not None:
         return named(schema)
-    others = [t for t in _TP_SIZES if t != tp and _keeping(first, param_dtype, t)[0]]
+    others = [t for t in _TP_SIZES if t != tp and _keeping(first, param_dtype, t, round_scales)[0]]
     works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
     raise RequestError(
         "No schema of Humming keeps the source's experts exactly.",
         where=f"--schema source, --tp {tp}, {first.name}",
         expected=f"scales in {param_dtype}, an 8-bit dtype, or float32 for blocks",
         found=f"{first.format.describe()}: {obstacle}",
-        remedy=_remedy(first.format, param_dtype) + works,
+        remedy=_remedy(first, param_dtype, tp) + works,
     )
 
 
-def _keeping(block: ExpertBlock, param_dtype: str, tp: int) -> tuple[TargetSchema | None, str]:
+def _keeping(
+    block: ExpertBlock, param_dtype: str, tp: int, round_scales: bool = False
+) -> tuple[TargetSchema | None, str]:
     """The closest schema that keeps the block's format when it is cut for `tp` ranks, or None and why."""
     obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
     if block.intermediate_size % tp and not block.pads_last_rank:
         return None, f"{block.intermediate_size} columns are not {tp} equal slices"
-    for schema in _candidates(block, tp):
-        why = why_not_direct(block.format, schema, param_dtype)
+    rounded = ROUNDED_IF_ASKED if round_scales else ()
+    for schema in _candidates(block, tp, may_round=round_scales):
+        why = why_not_direct(block.format, schema, param_dtype, rounded=rounded)
         if not why:
             return schema, ""
         obstacle = obstacle or why
@@ -92,18 +98,32 @@ def _shorthand(schema: TargetSchema) -> Iterator[TargetSchema]:
 
 
 def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
-    """The presets, and `source`, that keep the codes and scales of every block."""
-    found = [
-        name
-        for name, schema in PRESETS.items()
-        if all(not why_not_direct(block.format, schema, param_dtype) for block in experts.blocks)
-        and all(_fits(block, schema) for block in experts.blocks)
-    ]
+    """The presets, and `source`, that keep the codes of every block: with their scales first, then rounded ones."""
+
+    def presets(rounded: tuple[str, ...]) -> list[str]:
+        return [
+            name
+            for name, schema in PRESETS.items()
+            if all(not why_not_direct(b.format, schema, param_dtype, rounded=rounded) for b in experts.blocks)
+            and all(_fits(block, schema) for block in experts.blocks)
+        ]
+
+    exact = presets(())
+    others = [f"{name} (scales rounded)" for name in presets(ROUNDED_ALWAYS) if name not in exact]
+    if own := _own_words(experts, param_dtype, round_scales=False):
+        return [*exact, f"{SOURCE} ({own})", *others]
+    own = _own_words(experts, param_dtype, round_scales=True)
+    return [*exact, *others, *([f"{SOURCE} --round-scales ({own})"] if own else [])]
+
+
+def _own_words(experts: ExpertMap, param_dtype: str, *, round_scales: bool) -> str:
+    """What `source` stands for; "" where it is refused."""
+    dtype = source_param_dtype(experts) or param_dtype
     try:
-        own = source_schema(experts, source_param_dtype(experts) or param_dtype, 1)
+        own = source_schema(experts, dtype, 1, round_scales=round_scales)
     except RequestError:
-        return found
-    return [*found, f"{SOURCE} ({own.name if own.name != SOURCE else own.describe()})"]
+        return ""
+    return own.name if own.name != SOURCE else own.describe()
 
 
 def _fits(block: ExpertBlock, schema: TargetSchema) -> bool:
@@ -116,7 +136,7 @@ def _kind(source: SourceFormat) -> tuple[object, ...]:
     return tuple(words[key] for key in sorted(words) if key not in ("name", "options", "decoder"))
 
 
-def _candidates(block: ExpertBlock, tp: int) -> Iterator[TargetSchema]:
+def _candidates(block: ExpertBlock, tp: int, *, may_round: bool) -> Iterator[TargetSchema]:
     """Schemas that may hold the block's format, the closest first; those that no kernel loads are left out."""
     source = block.format
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
@@ -138,7 +158,7 @@ def _candidates(block: ExpertBlock, tp: int) -> Iterator[TargetSchema]:
         blocks = {"weight_scale_type": "block", "bs_dtype": "float32"}
         if rows >= _MIN_BLOCK_N and columns >= _MIN_BLOCK_K:
             makers.append({**blocks, "weight_scale_group_size_n": rows, "weight_scale_group_size": columns})
-        if source.group_k == 0 and source.scale_dtype != "float32":
+        if source.group_k == 0 and (may_round or source.scale_dtype != "float32"):
             makers.append({"weight_scale_type": "channel"})
         if small == "float8e8m0":
             makers.append({"weight_scale_type": "group", "weight_scale_group_size": 32, "bs_dtype": small})
@@ -161,7 +181,12 @@ def _power_of_two(number: int) -> int:
     return number & -number
 
 
-def _remedy(source: SourceFormat, param_dtype: str) -> str:
-    if source.scale_dtype in PARAM_DTYPES and source.scale_dtype != param_dtype:
-        return f"Use --dtype {source.scale_dtype}, or name the schema to requantize to."
-    return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."
+def _remedy(block: ExpertBlock, param_dtype: str, tp: int) -> str:
+    ways = []
+    if block.format.scale_dtype in PARAM_DTYPES and block.format.scale_dtype != param_dtype:
+        ways.append(f"Use --dtype {block.format.scale_dtype}")
+    if _keeping(block, param_dtype, tp, round_scales=True)[0] is not None:
+        ways.append(f"{'add' if ways else 'Add'} --round-scales: codes kept, scales rounded to {param_dtype}")
+    if not ways:
+        return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."
+    return f"{', or '.join(ways)}; or name another schema to requantize to."

@@ -103,6 +103,7 @@ class Plan:
             "--tp, --ep or the placement": vars(request.grid),
             "--layout": request.layout,
             "--input-schema": request.inputs.humming_fields(),
+            "--round-scales": request.round_scales,
             "the overrides": {name: artifact.kind_words(kind) for name, kind in request.of_blocks.items()},
         }
         words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}

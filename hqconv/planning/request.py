@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hqconv.errors import RequestError
+from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
+from hqconv.formats.format import conversion_of
 from hqconv.planning.own_schema import source_param_dtype, source_schema
 from hqconv.schemas import artifact
 from hqconv.schemas.family import text_config
@@ -25,7 +27,8 @@ class Request:
     """What the user asked for, resolved: everything that decides the bytes of the artifact.
 
     `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales. `of_blocks` are the blocks
-    that are made of something else; `schema` and `inputs` are of all others.
+    that are made of something else; `schema` and `inputs` are of all others. `round_scales`: scales of another 16-bit
+    dtype than the parameters' are rounded, and the codes kept; set only where it changes something.
     """
 
     schema: TargetSchema
@@ -36,6 +39,7 @@ class Request:
     inputs: InputSchema = A16
     must_be_direct: bool = False
     of_blocks: Mapping[str, KernelKind] = field(default_factory=dict)
+    round_scales: bool = False
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -79,23 +83,33 @@ def make_request(
     param_dtype: str | None,
     grid: Grid,
     choices: Mapping[str, Choice] | None = None,
+    *,
+    round_scales: bool = False,
     **words: Any,
 ) -> Request:
     """A request with what was left open filled in.
 
     `schema`: None for the source's own; `param_dtype`: None for the source's own; `choices`: of blocks, what they
-    are made of instead; `words` are the other fields of `Request`. Raises RequestError as `source_schema` does.
+    are made of instead; `round_scales`: as `--round-scales`; `words` are the other fields of `Request`. Raises
+    RequestError as `source_schema` does.
     """
     own_dtype = source_param_dtype(experts) if schema is None else None
     dtype = param_dtype if param_dtype is not None else own_dtype or default_param_dtype(config, experts)
-    chosen = schema or source_schema(experts, dtype, grid.tp)
+    chosen = schema or source_schema(experts, dtype, grid.tp, round_scales=round_scales)
     request = Request(chosen, dtype, grid=grid, must_be_direct=schema is None, **words)
     request = replace(request, of_blocks=_of_blocks(experts, request, choices or {}))
     target = request.target
     if target.cuda is not None and not any(needs_cuda(kind) for kind in request.kinds):
         target = replace(target, cuda=None)  # the same bytes: the same words
     of_blocks = {name: replace(kind, target=target) for name, kind in request.of_blocks.items()}
-    return replace(request, target=target, of_blocks=of_blocks)
+    changes_something = round_scales and any(_rounds(block, request) for block in experts.blocks)
+    return replace(request, target=target, of_blocks=of_blocks, round_scales=changes_something)
+
+
+def _rounds(block: ExpertBlock, request: Request) -> bool:
+    """Whether `--round-scales` decides about a block."""
+    words = (block.format, request.kind_of(block.name).schema, request.param_dtype)
+    return conversion_of(*words, round_scales=True) != conversion_of(*words)
 
 
 def _of_blocks(experts: ExpertMap, request: Request, choices: Mapping[str, Choice]) -> dict[str, KernelKind]:

@@ -35,6 +35,7 @@ _KEYS = ("blocks", "layers", "schema", "input_schema")
 _OPTIONS: dict[str, type] = {
     **dict.fromkeys(("schema", "input_schema", "target", "cuda", "dtype", "expert_placement", "layout"), str),
     **dict.fromkeys(("tp", "ep", "redundant_experts"), int),
+    "round_scales": bool,
 }
 
 

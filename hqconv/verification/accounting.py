@@ -13,6 +13,7 @@ from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.formats.format import KNOWN_BY_SOURCE, conversion_of
 from hqconv.schemas import artifact as names
 from hqconv.schemas.tensors import TensorRef
+from hqconv.verification.recorded import check_changes
 from hqconv.verification.result import CheckResult, compare_names, compare_words
 
 _FACTS = {
@@ -57,6 +58,7 @@ def check_accounting(
         if block_words.get("w13_order") != order:
             where, found = f"{names.MANIFEST}: {name}: w13_order", block_words.get("w13_order")
             result.add(where, "The rows of w13 are in another order.", order, found)
+        check_changes(name, block_words, artifact.param_dtype, result)
     # The tensors of rank files and GGUF files say nothing by their names: only a source of that kind can map them.
     if config is not None and any(_is_known_by_names(block) for block in blocks.values()):
         _map_again(artifact, blocks, words, copied, config, result)
@@ -182,6 +184,7 @@ def _facts(block: ExpertBlock, artifact: Artifact) -> dict[str, Any]:
     facts["source_format"] = block.format.words()
     facts["source_parts"] = block.parts_words()
     with suppress(VerificationError):  # reported already
-        schema, dtype = artifact.schema_of(block.name), artifact.param_dtype
-        facts["conversion"] = conversion_of(block.format, schema, dtype)
+        request = artifact.request
+        words = (block.format, artifact.schema_of(block.name), request.param_dtype)
+        facts["conversion"] = conversion_of(*words, round_scales=request.round_scales)
     return facts

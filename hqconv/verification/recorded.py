@@ -8,11 +8,13 @@ from typing import Any
 
 from hqconv.backends.quantize import Cost
 from hqconv.experts.block import ExpertBlock
-from hqconv.pipeline.costs import requantized_counts
+from hqconv.formats.format import DIRECT_ROUNDED, LARGEST_CHANGE
+from hqconv.pipeline.costs import requantized_counts, scale_changes
 from hqconv.schemas import artifact as names
 from hqconv.verification.figures import Figures, summarize
 from hqconv.verification.result import CheckResult, compare_words
 
+_DECODED = 2.0**-20  # of a weight: what float32 products may add to its scale's change
 _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
 
 
@@ -33,9 +35,9 @@ def check_recorded(
             )
         elif len(of_role) == block.num_experts:
             each = [one.recorded_error() for one in of_role]
-            # Experts that were kept have no error; the total is of the others.
-            anew = [one for one in of_role if one.quantizer is None or not one.quantizer.is_direct]
-            total = summarize(anew, as_recorded=True)["relative_error"] if anew else 0.0
+            # Experts that were kept as they are have no error; the total is of the others.
+            changed = [one for one in of_role if one.quantizer is None or not one.quantizer.is_exact]
+            total = summarize(changed, as_recorded=True)["relative_error"] if changed else 0.0
             worst = words.get("worst_expert")
             at_worst = each[worst] if isinstance(worst, int) and 0 <= worst < len(each) else None
             expected = {"relative_error": total, "worst_relative_error": max(each)}
@@ -45,11 +47,32 @@ def check_recorded(
             _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
 
 
+def check_changes(block: str, words: Mapping[str, Any], param_dtype: str, result: CheckResult) -> None:
+    """How far a block's scales moved: said where they were rounded and nowhere else, and no more than rounding does."""
+    is_rounded = words["conversion"] == DIRECT_ROUNDED
+    limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # of no other dtype is an artifact
+    for role, error in words["quantization_error"].items():
+        change = error.get("largest_scale_change") if isinstance(error, dict) else None
+        where = f"{names.MANIFEST}: {block}: quantization_error: {role}: largest_scale_change"
+        if not is_rounded or not isinstance(change, float | int) or isinstance(change, bool):
+            if is_rounded or change is not None:
+                what = "A change of scales is recorded where none is rounded, or none where they are."
+                result.add(where, what, "a number" if is_rounded else "none", change)
+            continue
+        if not 0 <= change <= limit:
+            what = "Scales moved further than rounding moves them."
+            result.add(where, what, f"at most {limit} for {param_dtype}", change)
+        worst = error.get("worst_relative_error")
+        if not isinstance(worst, float | int) or not worst <= change + _DECODED:
+            what = "The recorded error is larger than the change of scales explains."
+            result.add(where, what, f"at most {change}", worst)
+
+
 def _check_counts(
     where: str, words: Mapping[str, Any], costs: Sequence[Cost], is_coded: bool, result: CheckResult
 ) -> None:
-    """The manifest's counts of what was quantized anew, and of what came out without an error."""
-    expected = requantized_counts(costs) if is_coded else {}
+    """The manifest's counts of what was quantized anew, of what came out without an error, and how far scales moved."""
+    expected = (requantized_counts(costs) if is_coded else {}) | scale_changes(costs)
     known = {"relative_error", "worst_expert", "worst_relative_error"}
     compare_words(
         where, "The recorded count is not the counted one.", expected, _without(words, known), result

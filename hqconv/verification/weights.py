@@ -182,7 +182,9 @@ def _original(
         ]
         findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
-    encoding = encoding_of(found.format, artifact.schema_of(block.name), artifact.param_dtype)
+    request = artifact.request
+    schema = artifact.schema_of(block.name)
+    encoding = encoding_of(found.format, schema, request.param_dtype, round_scales=request.round_scales)
     conversion = artifact.blocks[block.name]["conversion"]
     if conversion != encoding.conversion:
         what = "The block was not converted as its source's format asks for."

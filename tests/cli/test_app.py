@@ -30,6 +30,7 @@ from hqconv.pipeline import run as conversion
 from hqconv.pipeline.options import default_out, parse_bytes
 from hqconv.pipeline.progress import Progress
 from hqconv.schemas.gpu_target import Target, parse_target
+from tests.make.formats import write
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
 
@@ -41,6 +42,7 @@ OPTIONS = {
         "--input-schema",
         "--cuda",
         "--config",
+        "--round-scales",
         "--target",
         "--dtype",
         "--tp",
@@ -195,6 +197,28 @@ def test_json_is_one_document_with_the_whole_summary(model: Path, tmp_path: Path
     assert words.keys() >= SUMMARY_KEYS
     assert words["out"] == str(tmp_path / "out")
     assert set(words["errors"]) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+
+
+def test_scales_are_rounded_where_asked_and_said_so(tmp_path: Path) -> None:
+    source = write(tmp_path / "src", "quark-int8", hidden=128, inner=128).folder
+    request = ("convert", source, "--schema", "source", "--target", "sm90", "--device", "cpu")
+    refused = call(*request, "-o", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "what to do: Add --round-scales" in refused.stderr
+    planned = call(*request, "--round-scales", "--dry-run", "--json", "-o", tmp_path / "out")
+    assert json.loads(planned.stdout)["conversion"] == {"direct, scales rounded": 1}
+    done = call(*request, "--round-scales", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert "warning" not in done.stderr
+    for said in (done, call("inspect", tmp_path / "out")):
+        text = " ".join(said.stdout.split())
+        assert "direct, scales rounded: codes kept, scales in the parameter dtype (1 block)" in text
+        assert re.search(r"scales rounded, moved by at most 0\.3\d\d% \(w1\), 0\.3", text), text
+    by_itself = call(*request[:3], "int8", *request[4:], "-o", tmp_path / "int8")
+    assert (
+        "warning: the source's codes are kept, and its float32 scales rounded to bfloat16" in by_itself.stderr
+    )
+    assert call("inspect", source).stdout.count("--round-scales") == 1
 
 
 def test_default_place_is_named_after_model_and_schema(model: Path, tmp_path: Path) -> None:

@@ -217,11 +217,17 @@ def _integers(
     return draw.codes(n, k, bits), scale, zero
 
 
-def pack_quantized(bits: int, size: int, asymmetric: bool = False, is_ordered: bool = False) -> Encoder:
-    """compressed-tensors: words along K, zero points along N, bfloat16 scales [N, G]; g_idx if `is_ordered`."""
+def pack_quantized(
+    bits: int,
+    size: int,
+    asymmetric: bool = False,
+    is_ordered: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Encoder:
+    """compressed-tensors: words along K, zero points along N, scales [N, G] of a dtype; g_idx if `is_ordered`."""
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
-        codes, scale, zero = _integers(draw, n, k, bits, size, torch.bfloat16, asymmetric)
+        codes, scale, zero = _integers(draw, n, k, bits, size, dtype, asymmetric)
         parts = {
             "weight_packed": little_endian(codes, bits),
             "weight_scale": scale,
@@ -238,11 +244,11 @@ def pack_quantized(bits: int, size: int, asymmetric: bool = False, is_ordered: b
     return encode
 
 
-def int8(asymmetric: bool = False, per_tensor: bool = False) -> Encoder:
-    """Plain int8 with a bfloat16 scale per row, or a float32 one for all."""
+def int8(asymmetric: bool = False, per_tensor: bool = False, dtype: torch.dtype = torch.bfloat16) -> Encoder:
+    """Plain int8 with a scale of a dtype per row, or a float32 one for all."""
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
-        codes, scale, zero = _integers(draw, n, k, 8, 0, torch.bfloat16, asymmetric)
+        codes, scale, zero = _integers(draw, n, k, 8, 0, dtype, asymmetric)
         scale = second.reshape(1, 1) if per_tensor else scale
         parts = {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}
         if asymmetric:

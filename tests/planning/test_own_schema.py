@@ -64,12 +64,14 @@ def test_direct_schemas_are_those_that_convert_directly(tmp_path: Path) -> None:
     expected = {
         "fp8-block": ["fp8-block", "source (fp8-block)"],
         "fp8-block-e8m0": ["mxfp8", "fp8-block", "source (fp8-block)"],
-        "fp8-tensor": ["fp8-block", "fp8-tensor", "source (fp8-block)"],
+        "fp8-tensor": ["fp8-block", "fp8-tensor", "source (fp8-block)", "fp8 (scales rounded)"],
         "mxfp4-gpt-oss": ["mxfp4", "source (mxfp4)"],
         "ct-int4-g32": ["source (int4-g32)"],
         "ct-int4-channel": ["int4", "source (int4-c)"],
         "gptq-desc-act": [],
-        "fp8-channel-f32": [],
+        "fp8-channel-f32": ["fp8 (scales rounded)", "source --round-scales (fp8)"],
+        "quark-int8": ["int8 (scales rounded)", "source --round-scales (int8)"],
+        "ct-naive-int8": ["int8 (scales rounded)", "source --round-scales (int8)"],
     }
     for name, schemas in expected.items():
         folder = write(tmp_path / name, name, hidden=512, inner=256).folder

@@ -19,12 +19,14 @@ from hqconv.schemas.grid import Grid
 from hqconv.verification import decoded as module
 from hqconv.verification.batches import Batch
 from hqconv.verification.decoded import InOrder, decoded_experts, source_experts
-from hqconv.verification.kernel import _compare_source
+from hqconv.verification.kernel import Limits, _compare_source, _judge, _recorded
 from hqconv.verification.preparation import begun, kernel_tasks
 from hqconv.verification.reference import Routing, moe_forward
+from hqconv.verification.result import CheckResult
 from tests.make.artifacts import make_source
 from tests.make.conversions import run
 from tests.make.damage import BLOCK, Damaged
+from tests.make.formats import write
 from tests.make.qwen import write_qwen3_moe
 
 CPU = torch.device("cpu")
@@ -87,6 +89,34 @@ def test_errors_of_decoded_weights_are_plain_arithmetic(src: Path, tmp_path: Pat
         w = torch.stack([one[role].values().double() for one in exact])
         assert error == pytest.approx(float((values[role].double() - w).norm() / w.norm()), rel=1e-12)
     assert 0 < measured["against_source"] < 0.5
+
+
+@pytest.mark.parametrize("expert", [0, 1, 2])
+def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: Path) -> None:
+    """One scale a matrix: the experts' errors differ, and a batch may see the worst one only."""
+    src = write(tmp_path / "src", "ct-naive-int8").folder
+    run(src, tmp_path / "out", "int8")
+    generator = torch.Generator().manual_seed(expert)
+    ids = torch.full((16, 1), expert)
+    batch = Batch(torch.randn(16, 384, generator=generator).bfloat16(), Routing(ids, torch.ones(16, 1)), "")
+    good = {"kernel": 0.0, "channel": 0.0, "batch": 0.0, "worst_rank": "-", "worst_channel": "-"}
+    with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
+        block = source.map_experts().blocks[0]
+        decoded = decoded_experts(artifact, artifact.expert_block(block.name), CPU, pool)
+        found, _ = moe_forward(batch.x.double(), batch.routing, decoded, "silu")
+        original = source_experts(source, block, CPU, pool)
+        measured = good | _compare_source("silu", batch, found, decoded, original)
+        errors = artifact.blocks[block.name]["quantization_error"]
+    recorded = {role: _recorded(words) for role, words in errors.items()}
+    for role, words in errors.items():
+        assert recorded[role] >= words["worst_relative_error"] * (1 - 1e-6)
+        assert recorded[role] == words["largest_scale_change"] > 1.01 * words["relative_error"]
+    for factor in (1.0, 1.3 * 2.0**-8 / max(measured["weights_against_source"].values())):
+        worse = {role: factor * e for role, e in measured["weights_against_source"].items()}
+        result = CheckResult("kernel")
+        limits = Limits.of("a16", "bfloat16")
+        _judge(result, block.name, {**measured, "weights_against_source": worse}, limits, recorded)
+        assert bool(result.findings) == (factor > 1), result.findings
 
 
 def test_batches_are_loaded_once_and_let_go() -> None:

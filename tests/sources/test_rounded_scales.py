@@ -1,0 +1,486 @@
+"""Scales that the parameter dtype cannot hold are rounded, and the codes kept: every format that has such scales.
+
+What is expected is read from the source with safetensors and rounded with torch's `.to(dtype)`, by code of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hqconv
+from hqconv import dequantize
+from hqconv.api import open_source
+from hqconv.artifact.opened import Artifact
+from hqconv.errors import InputError, OutputError, RequestError
+from hqconv.schemas.grid import Grid
+from hqconv.verification.files import check_files
+from hqconv.verification.result import CheckResult
+from tests.make import configs, conversions
+from tests.make import packing as pack
+from tests.make.damage import Damaged, check_both_ways
+from tests.make.formats import FORMATS, write
+from tests.make.spec import FormatSpec
+from tests.make.tensors import snapshot
+
+F32 = torch.float32
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+ROUNDED = "direct, scales rounded"
+WORDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def compressed(encode: pack.Encoder, storage: str, bits: int, strategy: str, **weights: object) -> FormatSpec:
+    kind = "float" if storage == "float-quantized" else "int"
+    return FormatSpec(encode, configs.compressed(storage, bits, kind, strategy, **weights), "")
+
+
+# Beside the formats of `FORMATS`: compressed-tensors with float32 scales.
+MORE = {
+    "ct-fp8-channel": compressed(pack.fp8("weight_scale"), "float-quantized", 8, "channel"),
+    "ct-w8-channel": compressed(pack.int8(dtype=F32), "int-quantized", 8, "channel"),
+    "ct-w8-channel-zp": compressed(
+        pack.int8(asymmetric=True, dtype=F32), "int-quantized", 8, "channel", symmetric=False
+    ),
+    "ct-int8-channel": compressed(pack.pack_quantized(8, 0, dtype=F32), "pack-quantized", 8, "channel"),
+    "ct-int4-g128": compressed(
+        pack.pack_quantized(4, 128, dtype=F32), "pack-quantized", 4, "group", group_size=128
+    ),
+}
+# The schema that has the source's codes; what `--schema source --round-scales` chooses, where that is another.
+CASES: dict[str, tuple[str, str]] = {
+    "fp8-channel-f32": ("fp8", "fp8"),
+    "fbgemm-fp8": ("fp8", "fp8"),
+    "fused-fbgemm-fp8": ("fp8", "fp8"),
+    "fused-fp8-expert": ("fp8", "fp8-block"),
+    "fused-fp8-projection": ("fp8", "fp8-block"),
+    "quark-fp8-channel": ("fp8", "fp8"),
+    "quark-int8": ("int8", "int8"),
+    "ct-naive-int8": ("int8", "int8"),
+    "fp8-tensor": ("fp8", "fp8-block"),
+    "fp8-tensor-apart": ("fp8", "fp8-block"),
+    "modelopt-fp8": ("fp8", "fp8-block"),
+    "quark-fp8-tensor": ("fp8", "fp8-block"),
+    "ct-fp8-channel": ("fp8", "fp8"),
+    "ct-w8-channel": ("int8", "int8"),
+    "ct-w8-channel-zp": ("int8-c-zp", "int8-c-zp"),
+    "ct-int8-channel": ("int8", "int8"),
+    "ct-int4-g128": ("int4", "int4"),
+}
+Get = Callable[[str], Path]
+
+
+def stretch(folder: Path, factor: float) -> Path:
+    """Multiply float32 scales by a power of two, so that float16 holds them too."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if tensor.dtype == F32 and "scale" in name and "input" not in name:
+            tensors[name] = tensor * factor
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def get(tmp_path_factory: pytest.TempPathFactory) -> Get:
+    """The checkpoint of a case, written once."""
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        spec = MORE.get(name) or FORMATS[name]
+        return stretch(write(tmp_path_factory.mktemp("rounded") / name, spec).folder, 64.0)
+
+    return folder
+
+
+# --- the oracle --------------------------------------------------------------------------------------------
+
+
+def integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Little-endian codes of int32 words."""
+    data = packed.contiguous().view(torch.uint8)
+    return data if bits == 8 else torch.stack([data & 15, data >> 4], -1).flatten(-2)
+
+
+def one_matrix(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """float32 [N, K] with the scale rounded, the same as it was, and the scale as it is stored."""
+    if "weight_packed" in parts:
+        num_groups = parts["weight_scale"].size(1)
+        bits = 32 * parts["weight_packed"].size(1) // int(parts["weight_shape"][1])
+        codes = integers(parts["weight_packed"], bits).float() - 2 ** (bits - 1)
+    else:
+        num_groups, codes = 1, parts["weight"].float()
+        if "weight_zero_point" in parts:
+            codes = codes - parts["weight_zero_point"].float()
+    scale = parts["weight_scale"]
+    grid = scale.reshape(-1, num_groups) if scale.numel() > 1 else scale.reshape(1, 1)
+    grid = grid.repeat_interleave(codes.size(1) // num_groups, 1) if num_groups > 1 else grid
+    return codes * grid.to(dtype).float(), codes * grid, scale
+
+
+def fused(
+    tensors: dict[str, torch.Tensor], block: str, dtype: torch.dtype
+) -> dict[str, list[tuple[torch.Tensor, ...]]]:
+    """Stacks [E, in, out] with float32 scales of rows, of projections or of experts."""
+    each: dict[str, list[tuple[torch.Tensor, ...]]] = {role: [] for role in WORDS}
+    for stack, roles in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+        weight = tensors[f"{block}.{stack}"]
+        names = [f"{block}.{stack}{suffix}" for suffix in ("_scale", "_weight_scale")]
+        scales = next(tensors[name] for name in names if name in tensors).reshape(len(weight), -1)
+        for one, scale in zip(weight, scales, strict=True):
+            matrices = one.t().chunk(len(roles))
+            own = scale.chunk(len(roles)) if len(scale) > 1 else [scale] * len(roles)
+            for role, matrix, of_role in zip(roles, matrices, own, strict=True):
+                each[role].append(one_matrix({"weight": matrix, "weight_scale": of_role}, dtype))
+    return each
+
+
+def oracle(folder: Path, dtype: torch.dtype) -> dict[str, dict[str, list[tuple[torch.Tensor, ...]]]]:
+    """Block → role → each expert's `one_matrix`."""
+    found: dict[str, dict[str, list[tuple[torch.Tensor, ...]]]] = {}
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        block, _, rest = name.partition(".experts.")
+        if rest == "gate_up_proj":
+            found[f"{block}.experts"] = fused(tensors, f"{block}.experts", dtype)
+        elif rest and rest[0].isdigit():
+            found[f"{block}.experts"] = {}
+    for block, roles in found.items():
+        num_experts = len({n[len(block) + 1 :].split(".")[0] for n in tensors if n.startswith(f"{block}.")})
+        for role, word in WORDS.items() if not roles else ():
+            roles[role] = []
+            for e in range(num_experts):
+                prefix = f"{block}.{e}.{word}."
+                parts = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+                roles[role].append(one_matrix(parts, dtype))
+    return found
+
+
+def scale_change(scale: torch.Tensor, dtype: torch.dtype) -> float:
+    exact = scale.double()
+    return float(((scale.to(dtype).double() - exact).abs() / exact.abs()).max())
+
+
+def assert_as_the_oracle_says(out: Path, folder: Path, dtype: str) -> None:
+    """Weights bit for bit, and the figures that the manifest records."""
+    blocks = conversions.manifest(out)["blocks"]
+    expected = oracle(folder, DTYPES[dtype])
+    assert blocks.keys() == expected.keys()
+    for name, roles in expected.items():
+        found = dequantize(out, block=name)
+        for role, each in roles.items():
+            rounded, exact, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
+            assert torch.equal(found[role], rounded), (name, role)
+            error = blocks[name]["quantization_error"][role]
+            assert error["largest_scale_change"] == scale_change(scales, DTYPES[dtype])
+            assert 0 < error["largest_scale_change"] <= HALF_ULP[dtype]
+            relative = (rounded.double() - exact.double()).norm() / exact.double().norm()
+            assert error["relative_error"] == pytest.approx(float(relative), rel=1e-9)
+            assert error["num_experts_requantized"] == 0
+
+
+def expert_files(out: Path) -> dict[str, bytes]:
+    return {p.relative_to(out).as_posix(): p.read_bytes() for p in sorted((out / "experts").rglob("*.*"))}
+
+
+# --- every format ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_codes_are_kept_and_scales_rounded(name: str, dtype: str, get: Get, tmp_path: Path) -> None:
+    folder, (schema, own) = get(name), CASES[name]
+    report = conversions.run(folder, tmp_path / "out", schema, Grid(2), dtype=dtype)
+    assert set(report.words()["conversion"]) == {ROUNDED}
+    assert "float32 scales rounded to " + dtype in report.warnings[0]
+    assert all(b["conversion"] == ROUNDED for b in conversions.manifest(tmp_path / "out")["blocks"].values())
+    assert_as_the_oracle_says(tmp_path / "out", folder, dtype)
+    conversions.assert_verified(tmp_path / "out", folder)
+    source = conversions.run(folder, tmp_path / "source", "source", Grid(2), dtype=dtype, round_scales=True)
+    assert source.plan.request.schema.name == own
+    if own == schema:
+        assert not any("rounded" in warning for warning in source.warnings)
+        assert expert_files(tmp_path / "source") == expert_files(tmp_path / "out")
+        manifests = [conversions.manifest(tmp_path / place) for place in ("source", "out")]
+        assert manifests[0] == manifests[1]
+    else:  # float32 blocks hold the scale as it is: nothing is rounded that need not be
+        assert source.words()["conversion"] == {"direct": 1}
+
+
+@pytest.mark.parametrize("name", ["fp8-channel-f32", "ct-w8-channel-zp", "fused-fbgemm-fp8"])
+def test_judged_together_as_on_a_gpu(
+    name: str, get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stacks of experts whose figures are looked at in the end; the same bytes, and the manifest's."""
+    folder, schema = get(name), CASES[name][0]
+    conversions.run(folder, tmp_path / "alone", schema)
+    monkeypatch.setattr("hqconv.pipeline.encode._ASYNCHRONOUS", ("cpu",))
+    conversions.run(folder, tmp_path / "together", schema)
+    assert expert_files(tmp_path / "together") == expert_files(tmp_path / "alone")
+    assert conversions.manifest(tmp_path / "together") == conversions.manifest(tmp_path / "alone")
+    with Artifact(tmp_path / "alone") as artifact, open_source(folder) as source:
+        assert not check_both_ways(artifact, source).findings
+
+
+def test_the_checkpoint_layout_and_artifacts_as_sources(get: Get, tmp_path: Path) -> None:
+    """Through either layout the bytes are those of the short way, and kept as they are from then on."""
+    folder = get("fused-fbgemm-fp8")
+    out, packed, cut = tmp_path / "out", tmp_path / "packed", tmp_path / "cut"
+    conversions.run(folder, out, "fp8")
+    conversions.run(folder, packed, "fp8", layout="checkpoint")
+    conversions.assert_verified(packed, folder)
+    assert {scale.dtype for _, scale in packed_scales(packed)} == {torch.bfloat16}
+    conversions.run(folder, cut, "source", Grid(2, 2), round_scales=True)
+    for through in (packed, cut):
+        again = tmp_path / f"from-{through.name}"
+        report = conversions.run(through, again, "source")
+        assert report.words()["conversion"] == {"direct": 1}
+        assert expert_files(again) == expert_files(out)
+        conversions.assert_verified(again, through)
+
+
+def packed_scales(packed: Path) -> list[tuple[Path, torch.Tensor]]:
+    """The scales of a checkpoint layout, each with its shard."""
+    return [
+        (path, tensor)
+        for path in sorted(packed.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+        if name.endswith(".weight_scale")
+    ]
+
+
+def test_hummings_own_layout_with_float32_scales(get: Get, tmp_path: Path) -> None:
+    packed, out = tmp_path / "packed", tmp_path / "out"
+    conversions.run(get("fused-fbgemm-fp8"), packed, "fp8", layout="checkpoint")
+    (packed / "hqconv.json").unlink()
+    for path in {path for path, _ in packed_scales(packed)}:
+        tensors = load_file(path)
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            tensors[name] = tensors[name].float() * (1 + 2.0**-10)  # which rounds to what it was
+        save_file(tensors, path, {"format": "pt"})
+    report = conversions.run(packed, out, "fp8")
+    assert report.words()["conversion"] == {ROUNDED: 1}
+    assert set(report.words()["largest_scale_change"].values()) == {2.0**-10 / (1 + 2.0**-10)}
+    conversions.assert_verified(out, packed)
+    conversions.run(get("fused-fbgemm-fp8"), tmp_path / "short", "fp8")
+    assert expert_files(out) == expert_files(tmp_path / "short")
+
+
+def test_without_the_flag_source_is_refused_and_names_it(get: Get, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="bfloat16 scales cannot hold its float32 scales") as caught:
+        conversions.run(get("quark-int8"), tmp_path / "out", "source")
+    assert caught.value.remedy == (
+        "Add --round-scales: codes kept, scales rounded to bfloat16; or name another schema to requantize to."
+    )
+    report = conversions.run(get("quark-int8"), tmp_path / "other", "int4")  # other codes: as ever
+    assert report.words()["conversion"] == {"requantized": 1}
+    assert report.warnings == ()
+
+
+def test_the_plan_and_inspect_say_so(get: Get, tmp_path: Path) -> None:
+    folder = get("fp8-channel-f32")
+    words = hqconv.inspect(folder)
+    assert words["direct_schemas"] == ["fp8 (scales rounded)", "source --round-scales (fp8)"]
+    plan = hqconv.plan(folder, schema="source", round_scales=True, target="sm90")
+    assert [block.encoding.conversion for block in plan.blocks] == [ROUNDED]
+    report = conversions.run(folder, tmp_path / "out", "fp8")
+    words = hqconv.inspect(tmp_path / "out")
+    assert words["conversion"] == {ROUNDED: 1}
+    changes = words["largest_scale_change"]
+    assert changes == report.words()["largest_scale_change"]
+    assert changes.keys() == WORDS.keys()
+
+
+# --- another 16-bit dtype: only where it is asked for ------------------------------------------------------
+
+
+def test_float16_scales_are_rounded_to_bfloat16_where_asked(tmp_path: Path) -> None:
+    written = write(tmp_path / "gptq", "gptq-int4-zp")
+    conversions.run(written.folder, tmp_path / "anew", "int4-g128-zp", dtype="bfloat16")
+    assert "round_scales" not in conversions.manifest(tmp_path / "anew")
+    for schema in ("int4-g128-zp", "source"):
+        out = tmp_path / schema
+        report = conversions.run(written.folder, out, schema, dtype="bfloat16", round_scales=True)
+        assert report.words()["conversion"] == {ROUNDED: 1}
+        assert report.warnings == ()
+        assert conversions.manifest(out)["round_scales"] is True
+        assert all(change <= 2.0**-8 for change in report.words()["largest_scale_change"].values())
+        conversions.assert_verified(out, written.folder)
+        for block, truth in written.truth.items():
+            found = dequantize(out, block=block)
+            for role in WORDS:
+                assert (found[role] - truth[role]).abs().le(truth[role].abs() * 2.0**-8).all()
+                assert not torch.equal(found[role], truth[role])
+    with pytest.raises(OutputError, match="differs from this request in: round_scales"):
+        conversions.run(written.folder, tmp_path / "source", "int4-g128-zp", dtype="bfloat16", resume=True)
+    exact = conversions.run(written.folder, tmp_path / "f16", "source", round_scales=True)  # the source's own
+    assert exact.words()["conversion"] == {"direct": 1}
+    assert "round_scales" not in conversions.manifest(tmp_path / "f16")
+
+
+def test_bfloat16_scales_fit_float16_or_are_refused(tmp_path: Path) -> None:
+    """float16 has more digits and a smaller range: nothing moves, or a scale is named."""
+    folder = write(tmp_path / "src", "ct-w8-channel").folder
+    report = conversions.run(folder, tmp_path / "out", "source", dtype="float16", round_scales=True)
+    assert set(report.words()["largest_scale_change"].values()) == {0.0}
+    conversions.assert_verified(tmp_path / "out", folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.endswith("experts.1.up_proj.weight_scale"))
+    tensors[name].view(-1)[5] = 1e-6
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(InputError, match="out of range") as caught:
+        conversions.run(folder, tmp_path / "no", "source", dtype="float16", round_scales=True)
+    assert caught.value.where == name
+    assert "at [5, 0]" in caught.value.found
+
+
+# --- out of range ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e-6), ("float16", 1e-9), ("float16", 7e4)])
+def test_a_scale_out_of_range_is_refused(
+    dtype: str, value: float, is_together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same words where checks are judged together, as on a GPU."""
+    folder = stretch(write(tmp_path / "src", "quark-int8").folder, 64.0)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.endswith("experts.2.down_proj.weight_scale"))
+    tensors[name][7] = value
+    save_file(tensors, path, {"format": "pt"})
+    if is_together:
+        monkeypatch.setattr("hqconv.pipeline.encode._ASYNCHRONOUS", ("cpu",))
+    with pytest.raises(InputError, match="A scale is out of range") as caught:
+        conversions.run(folder, tmp_path / "out", "int8", dtype=dtype)
+    assert caught.value.where == name
+    assert "at [7, 0]" in caught.value.found
+    assert "--dtype bfloat16" in caught.value.remedy
+    assert not (tmp_path / "out" / "hqconv.json").exists()
+
+
+# --- what verify finds -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(get: Get, tmp_path: Path) -> Damaged:
+    folder = get("fp8-channel-f32")
+    conversions.run(folder, tmp_path / "out", "fp8", Grid(2))
+    return Damaged(tmp_path / "out", folder, "fp8")
+
+
+def weights_check(damaged: Damaged) -> CheckResult:
+    with Artifact(damaged.root) as artifact, open_source(damaged.source) as source:
+        return check_both_ways(artifact, source)
+
+
+@pytest.mark.parametrize("tensor", ["weight_scale", "weight"])
+@pytest.mark.parametrize("gemm", ["w13", "w2"])
+def test_one_changed_bit_is_found(tensor: str, gemm: str, damaged: Damaged) -> None:
+    """A scale off by one unit in the last place, or a code."""
+    block = next(iter(conversions.manifest(damaged.root)["blocks"]))
+    # TP cuts w2 along K: its scales are the same on both ranks.
+    ranks = (0, 1) if (gemm, tensor) == ("w2", "weight_scale") else (1,)
+    paths = [damaged.rank_file(block, rank, 0) for rank in ranks]
+    for path in paths:
+        damaged.flip(path, f"{block}.{gemm}_{tensor}", local=2, byte=40)
+    findings = [f for f in weights_check(damaged).findings if f"{gemm}_{tensor}," in f.where]
+    assert [f.what for f in findings] == [
+        f"The {'scale' if tensor == 'weight_scale' else 'codes'} of the source, quantized, "
+        f"{'is' if tensor == 'weight_scale' else 'are'} not in the artifact."
+    ]
+    assert paths[0] in findings[0].where
+    assert "expert 2 (local 2)" in findings[0].where
+    for path in paths:
+        damaged.flip(path, f"{block}.{gemm}_{tensor}", local=2, byte=40)
+    assert not weights_check(damaged).findings
+
+
+def of_role(edit: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    return lambda words: edit(next(iter(words["blocks"].values()))["quantization_error"]["w3"])
+
+
+def of_block(**words: object) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: next(iter(manifest["blocks"].values())).update(words)
+
+
+# An edit of the manifest, what is found of it without a source, and whether the weights check finds it against one.
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str, bool]] = {
+    "too far": (of_role(lambda e: e.update(largest_scale_change=0.004)), "moved further than rounding", True),
+    "a little": (of_role(lambda e: e.update(largest_scale_change=0.0039)), "", True),
+    "missing": (of_role(lambda e: e.pop("largest_scale_change")), "none where they are", True),
+    "no number": (of_role(lambda e: e.update(largest_scale_change=True)), "none where they are", True),
+    "an error": (of_role(lambda e: e.update(worst_relative_error=0.01)), "larger than the change", True),
+    "direct": (of_block(conversion="direct"), "A block's fact", True),
+    "anew": (of_block(conversion="requantized"), "A block's fact", True),
+    "no flag": (lambda words: words.update(round_scales=False), "describes what cannot be", True),
+    "null": (lambda words: words.update(round_scales=None), "describes what cannot be", True),
+}
+
+
+@pytest.mark.parametrize("key", EDITS)
+def test_a_changed_manifest_is_found(key: str, damaged: Damaged) -> None:
+    edit, text, is_wrong_for_weights = EDITS[key]
+    damaged.edit_manifest(edit)
+    with Artifact(damaged.root) as artifact:
+        alone = check_files(artifact, None, 2).findings
+    assert any(text in finding.what for finding in alone) if text else not alone
+    report = conversions.check(damaged.root, damaged.source, "weights")
+    assert report.passed != is_wrong_for_weights
+
+
+def test_a_change_of_scales_where_none_is_rounded_is_found(tmp_path: Path) -> None:
+    folder = write(tmp_path / "src", "fp8-channel").folder
+    conversions.run(folder, tmp_path / "out", "source")
+    damaged = Damaged(tmp_path / "out", folder, "fp8")
+    damaged.edit_manifest(of_role(lambda e: e.update(largest_scale_change=0.001)))
+    with Artifact(damaged.root) as artifact:
+        (finding,) = check_files(artifact, None, 2).findings
+    assert "largest_scale_change" in finding.where
+    assert (finding.expected, finding.found) == ("none", "0.001")
+
+
+def test_another_source_of_the_same_codes_is_found(get: Get, damaged: Damaged, tmp_path: Path) -> None:
+    """Scales moved by less than rounding would show are found where they round to something else."""
+    other = tmp_path / "other"
+    other.mkdir()
+    tensors = load_file(get("fp8-channel-f32") / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("experts.1.gate_proj.weight_scale"))
+    tensors[name][3] *= 1 + 2.0**-6
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    (other / "config.json").write_bytes((get("fp8-channel-f32") / "config.json").read_bytes())
+    findings = conversions.check(damaged.root, other, "weights").results[0].findings
+    assert any("The scale of the source" in f.what and "w1 of expert 1" in f.where for f in findings)
+
+
+def test_threads_change_no_byte(get: Get, tmp_path: Path) -> None:
+    """Nor does the manifest's largest change depend on them; of sixteen, several work on one matrix."""
+    for threads in (1, 3, 16):
+        conversions.run(get("fused-fbgemm-fp8"), tmp_path / str(threads), "fp8", threads=threads)
+    first, *others = (snapshot(tmp_path / str(threads)) for threads in (1, 3, 16))
+    assert all(other == first for other in others)
+
+
+def test_zero_scales_stay_zero(tmp_path: Path) -> None:
+    """A dead row: its codes all mean zero."""
+    spec = replace(FORMATS["quark-int8"], sizes=replace(FORMATS["quark-int8"].sizes, experts=1))
+    folder = write(tmp_path / "src", spec).folder
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.endswith("experts.0.up_proj.weight_scale"))
+    tensors[name][3] = 0.0
+    tensors[name.removesuffix("_scale")][3] = 0
+    save_file(tensors, path, {"format": "pt"})
+    report = conversions.run(folder, tmp_path / "out", "int8")
+    assert set(report.words()["conversion"]) == {ROUNDED}
+    block = next(iter(conversions.manifest(tmp_path / "out")["blocks"]))
+    assert not dequantize(tmp_path / "out", block=block)["w3"][0, 3].any()
+    conversions.assert_verified(tmp_path / "out", folder)
