@@ -25,6 +25,18 @@ def schema(words: Mapping[str, Any]) -> str:
     return f"{words['name']}: {words['description']}; {words['bits_per_weight']:g} bits per weight"
 
 
+def otherwise(words: Mapping[str, Any]) -> str:
+    """`fp8, a16 activations in 2 blocks; 1 left as it is`; "" where all blocks are made of the same."""
+    parts = [f"{what} in {_blocks(len(names))}" for what, names in words["otherwise"].items()]
+    if words["left_blocks"]:
+        parts.append(f"{_blocks(len(words['left_blocks']))} left as in the source")
+    return "; ".join(parts)
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' if count > 1 else ''}"
+
+
 def stock_vllm(words: Mapping[str, Any]) -> str:
     """Whether a stock vLLM serves the checkpoint layout of a schema: `yes`, `with bfloat16`, or why not."""
     served = words["stock_vllm_param_dtypes"]

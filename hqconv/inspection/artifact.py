@@ -10,7 +10,7 @@ from typing import Any
 
 from hqconv.artifact.manifest import check_details, read_manifest, requantized, scale_changes, schema_of
 from hqconv.formats.format import SourceFormat
-from hqconv.inspection.words import Words, block_runs, quant_method, schema_words, summarize_errors
+from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, schema_words, summarize_errors
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.serving import serve_command
@@ -33,6 +33,12 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "kind": "artifact",
         "folder": str(root),
         "schema": schema_words(schema_of(root, manifest), manifest["dtype"]),
+        "otherwise": otherwise(
+            (name, block["schema_name"], block["input_schema"])
+            for name, block in manifest["blocks"].items()
+            if "weight_schema" in block
+        ),
+        "left_blocks": manifest.get("left_blocks", []),
         **{key: manifest[key] for key in ("layout", "target", "dtype", "input_schema", "tp", "ep")},
         **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
         **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},

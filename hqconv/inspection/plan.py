@@ -8,7 +8,7 @@ from pathlib import Path
 from hqconv.artifact.manifest import is_artifact
 from hqconv.errors import OutputError
 from hqconv.inspection.source import block_words, source_words, tensor_words
-from hqconv.inspection.words import Words, block_runs, schema_words
+from hqconv.inspection.words import Words, block_runs, otherwise, schema_words
 from hqconv.pipeline.clearing import check_strays, listed_files
 from hqconv.pipeline.durable import check_space
 from hqconv.pipeline.folder import check_replaceable, place_of_work
@@ -26,6 +26,8 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
         "family": experts.family,
         "family_chosen_because": experts.chosen_because,
         "schema": schema_words(request.schema, request.param_dtype),
+        "otherwise": otherwise((n, k.schema.name, k.inputs.name) for n, k in request.of_blocks.items()),
+        "left_blocks": list(experts.left),
         "layout": request.layout,
         "target": request.target.name,
         "dtype": request.param_dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -96,3 +96,11 @@ def schema_words(schema: TargetSchema, param_dtype: str) -> Words:
             dtype for dtype in PARAM_DTYPES if not stock_vllm_obstacle(schema, dtype)
         ],
     }
+
+
+def otherwise(named: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
+    """Blocks (name, schema, input schema) that are made of something else than the others, by what."""
+    found: dict[str, list[str]] = {}
+    for block, schema, inputs in named:
+        found.setdefault(f"{schema}, {inputs} activations", []).append(block)
+    return found
