@@ -50,20 +50,21 @@ def plan(
     redundant_experts: int = 0,
     layout: str = KERNEL,
     input_schema: str = "a16",
+    quantizer: str = "rtn",
     revision: str | None = None,
     device: str = "auto",
 ) -> Plan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
-    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, revision: as of
-    `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes the target from.
+    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, quantizer, revision:
+    as of `convert`; of a Hub repo nothing but headers is read. device: where `target` None takes the target from.
 
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
         sm_version = choose_target(target, layout, choose_device(device))
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        return _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
+        return _plan(source, schema, dtype, grid, sm_version, layout, input_schema, quantizer)
 
 
 def convert(
@@ -79,6 +80,7 @@ def convert(
     redundant_experts: int = 0,
     layout: str = KERNEL,
     input_schema: str = "a16",
+    quantizer: str = "rtn",
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -96,7 +98,7 @@ def convert(
     `./<model>-<schema>[-tpT][-epP]`. schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or
     "source". target: the serving GPU, sm75 …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
-    input_schema: a16. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
+    input_schema: a16. quantizer: rtn, mse. device: auto, cpu, cuda, cuda:N. max_memory, max_gpu_memory: "4GiB" or bytes.
     threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
@@ -105,12 +107,16 @@ def convert(
     check_modes(resume=resume, overwrite=overwrite)
     resources = _resources(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     sm_version = choose_target(target, layout, resources.device_name)
-    modes = {"resume": resume, "overwrite": overwrite, "in_team": in_team}
+    modes: dict[str, Any] = {
+        "resume": resume,
+        "overwrite": overwrite,
+        "in_team": in_team,
+        "progress": progress,
+    }
     with open_source(src, revision) as source:
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        planned = _plan(source, schema, dtype, grid, sm_version, layout, input_schema)
-        place = _announced(source, planned, out, on_plan)
-        return run(source, planned, place, resources, **modes, progress=progress)
+        planned = _plan(source, schema, dtype, grid, sm_version, layout, input_schema, quantizer)
+        return run(source, planned, _announced(source, planned, out, on_plan), resources, **modes)
 
 
 def _announced(
@@ -254,6 +260,7 @@ def _plan(
     sm_version: int,
     layout: str,
     input_schema: str,
+    quantizer: str,
 ) -> Plan:
     from hqconv.planning.plan import make_plan
     from hqconv.planning.request import make_request
@@ -262,8 +269,8 @@ def _plan(
     if chosen is None and schema != SOURCE:
         chosen = resolve_schema(str(schema))
     experts = source.map_experts()
-    words = {"sm_version": sm_version, "layout": layout, "input_schema": input_schema}
-    request = make_request(experts, source.config, chosen, dtype, grid, **words)
+    words = {"layout": layout, "input_schema": input_schema, "quantizer": quantizer}
+    request = make_request(experts, source.config, chosen, dtype, grid, sm_version=sm_version, **words)
     return make_plan(source, experts, request)
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hqconv import __version__
+from hqconv.planning.encoding import RTN
 from hqconv.planning.groups import PlannedBlock
 from hqconv.planning.plan import Plan
 from hqconv.schemas import artifact
@@ -61,6 +62,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
         "schema_name": request.schema.name,
         "weight_schema": request.schema.humming_fields(),
         "input_schema": request.input_schema,
+        **({} if request.quantizer == RTN else {"quantizer": request.quantizer}),
         "dtype": request.param_dtype,
         "target": f"sm{request.sm_version}",
         "tp": request.grid.tp,

@@ -12,6 +12,7 @@ from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.formats.format import SourceFormat
+from hqconv.planning.encoding import QUANTIZERS, RTN
 from hqconv.planning.groups import gemm_shapes
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
@@ -56,6 +57,9 @@ class Facts:
             "ep": 0 < words["ep"] <= MAX_COUNT,
             "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
         }
+        quantizer = words.get("quantizer", RTN)
+        if quantizer not in QUANTIZERS:
+            raise _impossible("quantizer", repr(quantizer))
         for key, holds in facts.items():
             if not holds:
                 raise _impossible(key, words[key])
@@ -68,6 +72,7 @@ class Facts:
                 self.grid,
                 words["layout"],
                 words["input_schema"],
+                quantizer=quantizer,
             )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error

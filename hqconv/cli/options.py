@@ -52,6 +52,10 @@ OPTIONS: dict[str, Option] = {
         str, "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
     ),
     "input_schema": Option(str, "What activations are quantized to when serving."),
+    "quantizer": Option(
+        Literal["rtn", "mse"],
+        "How scales are chosen: round-to-nearest's, or searched for the least squared error.",
+    ),
     "target": Option(
         str | None,
         "Serving GPU, sm75 … sm120.  [default: the CUDA device here; --layout checkpoint needs none]",

@@ -91,6 +91,7 @@ def _show_plan(console: Console, words: Words) -> None:
             ("family", converted),
             ("schema", phrases.schema(words["schema"])),
             ("conversion", phrases.conversion(words)),
+            ("quantizer", phrases.quantizer(words)),
             ("for", phrases.target(words)),
             ("tensors", phrases.tensors(words["tensors"])),
             ("dropped", phrases.dropped(words["tensors"])),
@@ -129,6 +130,7 @@ def _show_summary(console: Console, words: Words) -> None:
         (
             ("schema", f"{words['schema']}, {words['layout']} layout"),
             ("conversion", phrases.conversion(words)),
+            ("quantizer", phrases.quantizer(words)),
             ("requantized", phrases.exact(words["requantized"])),
             ("blocks", f"{words['num_blocks']}, for {words['num_ranks']} rank(s)"),
             (
@@ -177,6 +179,7 @@ def _show_artifact(console: Console, words: Words) -> None:
             ("family", words["family"]),
             ("schema", phrases.schema(words["schema"])),
             ("conversion", phrases.conversion(words)),
+            ("quantizer", phrases.quantizer(words)),
             ("requantized", phrases.exact(words["requantized"])),
             ("for", phrases.target(words)),
             ("experts", phrases.ranks(words["rank_bytes"])),

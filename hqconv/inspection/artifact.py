@@ -11,6 +11,7 @@ from typing import Any
 from hqconv.artifact.manifest import check_details, read_manifest, requantized, schema_of
 from hqconv.formats.format import SourceFormat
 from hqconv.inspection.words import Words, block_runs, quant_method, schema_words, summarize_errors
+from hqconv.planning.encoding import RTN
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.serving import serve_command
@@ -34,6 +35,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "folder": str(root),
         "schema": schema_words(schema_of(root, manifest), manifest["dtype"]),
         **{key: manifest[key] for key in ("layout", "target", "dtype", "input_schema", "tp", "ep")},
+        "quantizer": manifest.get("quantizer", RTN),
         **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
         **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
         "source": {key: manifest["source"].get(key) for key in ("name", "revision")},

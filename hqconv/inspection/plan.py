@@ -30,6 +30,7 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
         "target": f"sm{request.sm_version}",
         "dtype": request.param_dtype,
         "input_schema": request.input_schema,
+        "quantizer": request.quantizer,
         "tp": request.grid.tp,
         "ep": request.grid.ep,
         "expert_placement": request.grid.placement,

@@ -68,6 +68,7 @@ class ConversionReport:
             "layout": request.layout,
             "target": f"sm{request.sm_version}",
             "dtype": request.param_dtype,
+            "quantizer": request.quantizer,
             "tp": request.grid.tp,
             "ep": request.grid.ep,
             "warnings": list(self.warnings),

@@ -151,7 +151,11 @@ def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
 
 def _encoding(block: ExpertBlock, request: Request) -> Encoding:
     return encoding_of(
-        block.format, request.schema, request.param_dtype, must_be_direct=request.must_be_direct
+        block.format,
+        request.schema,
+        request.param_dtype,
+        must_be_direct=request.must_be_direct,
+        quantizer=request.quantizer,
     )
 
 

@@ -103,6 +103,7 @@ class Plan:
             "--tp, --ep or the placement": vars(request.grid),
             "--layout": request.layout,
             "--input-schema": request.input_schema,
+            "--quantizer": request.quantizer,
         }
         words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
         return {**words, "layout of the output files": digest.hexdigest()}

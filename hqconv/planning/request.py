@@ -8,6 +8,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.experts.map import ExpertMap
+from hqconv.planning.encoding import QUANTIZERS, RTN
 from hqconv.planning.own_schema import source_param_dtype, source_schema
 from hqconv.schemas import artifact
 from hqconv.schemas.family import text_config
@@ -29,11 +30,13 @@ class Request:
     layout: str = artifact.KERNEL
     input_schema: str = "a16"
     must_be_direct: bool = False
+    quantizer: str = RTN
 
     def __post_init__(self) -> None:
         for option, value, known in (
             ("--dtype", self.param_dtype, PARAM_DTYPES),
             ("--layout", self.layout, (artifact.KERNEL, artifact.CHECKPOINT)),
+            ("--quantizer", self.quantizer, QUANTIZERS),
         ):
             if value not in known:
                 what, expected = "The option does not know this value.", ", ".join(known)
