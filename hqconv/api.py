@@ -95,28 +95,23 @@ def convert(
     """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
     src: a model folder, a Hub repo id (at `revision`), a folder with GGUF files, or an artifact. out: None is
-    `./<model>-<schema>[-tpT][-epP]`. schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or
-    "source". target: the serving GPU, sm75 …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
-    tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
-    input_schema: a16. quantizer: rtn, mse. device: auto, cpu, cuda, cuda:N. max_memory, max_gpu_memory: "4GiB" or bytes.
-    threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
+    `./<model>-<schema>[-tpT][-epP]`. schema: a preset, a shorthand, a .toml path, a `TargetSchema`, or "source".
+    target: the serving GPU, sm75 …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's. tp, ep:
+    ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint. input_schema:
+    a16. quantizer: rtn, mse. device: auto, cpu, cuda, cuda:N. max_memory, max_gpu_memory: bytes or "4GiB". threads:
+    None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
-    check_modes(resume=resume, overwrite=overwrite)
+    modes = check_modes(resume=resume, overwrite=overwrite)
     resources = _resources(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     sm_version = choose_target(target, layout, resources.device_name)
-    modes: dict[str, Any] = {
-        "resume": resume,
-        "overwrite": overwrite,
-        "in_team": in_team,
-        "progress": progress,
-    }
     with open_source(src, revision) as source:
         grid = Grid(tp, ep, expert_placement, redundant_experts)
         planned = _plan(source, schema, dtype, grid, sm_version, layout, input_schema, quantizer)
-        return run(source, planned, _announced(source, planned, out, on_plan), resources, **modes)
+        place = _announced(source, planned, out, on_plan)
+        return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
 
 
 def _announced(

@@ -101,10 +101,11 @@ def default_out(name: str, schema: str, tp: int, ep: int) -> Path:
     return Path(f"{name}-{schema}" + (f"-tp{tp}" if tp > 1 else "") + (f"-ep{ep}" if ep > 1 else ""))
 
 
-def check_modes(*, resume: bool, overwrite: bool) -> None:
-    """Raises RequestError where an artifact is both to be resumed and to be replaced."""
+def check_modes(*, resume: bool, overwrite: bool) -> dict[str, bool]:
+    """Both by name. Raises RequestError where an artifact is both to be resumed and to be replaced."""
     if resume and overwrite:
         raise RequestError("--resume and --overwrite exclude each other.", remedy="Give one of the two.")
+    return {"resume": resume, "overwrite": overwrite}
 
 
 def check_places(source_folder: Path, out: Path) -> Path:
