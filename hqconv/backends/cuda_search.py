@@ -5,7 +5,8 @@ Legend: E experts, N output rows, K input columns, R rows of scales, G groups al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,11 +14,14 @@ from hqconv.backends import loops
 from hqconv.backends.candidates import Scales, scales_of, tensors_of
 from hqconv.backends.cpu_groups import code_of
 from hqconv.backends.encoded import fold_sum
+from hqconv.backends.layout import humming_schema
 from hqconv.backends.runtime import humming
 from hqconv.backends.search import Found, Start, search
 from hqconv.schemas.target import TargetSchema
 
-CHUNK = 1 << 20  # weights whose errors are worked out at once, in float64
+CHUNK = 1 << 20  # weights whose errors torch works out at once, in float64
+_BUILDING = threading.Lock()  # one lane builds a kernel, the others find it
+CANNOT_BUILD = threading.Event()
 
 
 def improved(
@@ -42,26 +46,62 @@ def _start(
     schema: TargetSchema,
     importance: torch.Tensor | None,
 ) -> Start:
-    bits = schema.num_bits
     weights = None if importance is None else importance.to(stack.device).double()
     scales = scales_of(packed, schema)
-    num_groups = stack.size(2) // (schema.weight_scale_group_size or stack.size(2))
 
-    def errors(tried: Scales, words: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty(*stack.shape[:2], num_groups, dtype=torch.float64, device=stack.device)
-        for e, rows in _chunks(stack):
-            values, groups = stack[e, rows].float(), _of_rows(tried, stack, e, rows)
-            if words is None:
-                numbers = _numbers(values, groups, schema)
-            else:
-                numbers = _meaning(humming().ops.unpack_weight(words[e, rows].contiguous(), bits), schema)
-            terms = (values.double() - _decode(numbers, groups).double()).square_()
-            if weights is not None:
-                terms *= weights
-            out[e, rows] = fold_sum(terms.view(len(values), num_groups, -1))
-        return out
+    def errors(tried: Scales, words: torch.Tensor | None = None) -> torch.Tensor:
+        def by_kernel() -> torch.Tensor | None:
+            from hqconv.backends import cuda_scores, cuda_sums  # load Triton
 
-    return Start(scales, errors(scales, packed["weight"]), lambda tried: errors(tried, None))
+            if not cuda_scores.covers(stack, tried):
+                return None
+            table = None if words is None else cuda_sums.code_values(humming_schema(schema), stack.device)
+            return cuda_scores.errors(stack, tried, words, table, schema, weights)
+
+        done = _built(stack, by_kernel)
+        return row_errors(stack, tried, words, schema, weights) if done is None else done
+
+    return Start(scales, errors(scales, packed["weight"]), errors)
+
+
+def _built(stack: torch.Tensor, launch: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    """What a kernel of our own gives on a GPU; None where none can be built, or it does not cover the groups."""
+    if not stack.is_cuda or CANNOT_BUILD.is_set():
+        return None
+    with _BUILDING:
+        try:
+            return launch()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever keeps Triton from building; torch gives the same bits
+            CANNOT_BUILD.set()
+            return None
+
+
+def row_errors(
+    stack: torch.Tensor,
+    scales: Scales,
+    words: torch.Tensor | None,
+    schema: TargetSchema,
+    importance: torch.Tensor | None,
+) -> torch.Tensor:
+    """Float64 [E, N, G]: what each row of each group loses under `scales`, by torch's operations.
+
+    `words`: packed codes to take; None: codes are chosen for the scales. `importance`: float64 [K].
+    """
+    num_groups, ops = scales.scale.size(2), humming().ops
+    out = torch.empty(*stack.shape[:2], num_groups, dtype=torch.float64, device=stack.device)
+    for e, rows in _chunks(stack):
+        values, groups = stack[e, rows].float(), _of_rows(scales, stack, e, rows)
+        if words is None:
+            numbers = _numbers(values, groups, schema)
+        else:
+            numbers = _meaning(ops.unpack_weight(words[e, rows].contiguous(), schema.num_bits), schema)
+        terms = (values.double() - _decode(numbers, groups).double()).square_()
+        if importance is not None:
+            terms *= importance
+        out[e, rows] = fold_sum(terms.view(len(values), num_groups, -1))
+    return out
 
 
 def _chunks(stack: torch.Tensor) -> list[tuple[int, slice]]:
@@ -173,13 +213,30 @@ def _replaced(
     param_dtype: str,
 ) -> dict[str, torch.Tensor]:
     """The tensors with what was found; groups that did not change keep their codes."""
-    bits, ops = schema.num_bits, humming().ops
-    weight = torch.empty_like(packed["weight"])
-    changed = Scales(found.changed, found.changed, None, None)
-    for e, rows in _chunks(stack):
-        values = stack[e, rows].float()
-        mask = _spread(_of_rows(changed, stack, e, rows).scale, values.size(1))
-        codes = _codes(_numbers(values, _of_rows(found.scales, stack, e, rows), schema), schema)
-        kept = ops.unpack_weight(packed["weight"][e, rows].contiguous(), bits)
-        weight[e, rows] = ops.pack_weight(torch.where(mask, codes, kept).contiguous(), bits)
+    ops, words = humming().ops, packed["weight"]
+
+    def by_kernel() -> torch.Tensor | None:
+        from hqconv.backends import cuda_scores
+
+        if not cuda_scores.covers(stack, found.scales):
+            return None
+        return cuda_scores.codes(stack, found.scales, found.changed, words, schema)
+
+    codes = _built(stack, by_kernel)
+    codes = chosen_codes(stack, found.scales, found.changed, words, schema) if codes is None else codes
+    weight = ops.pack_weight(codes, schema.num_bits)
     return {**packed, **tensors_of(found.scales, schema, param_dtype), "weight": weight}
+
+
+def chosen_codes(
+    stack: torch.Tensor, scales: Scales, changed: torch.Tensor, words: torch.Tensor, schema: TargetSchema
+) -> torch.Tensor:
+    """Int32 [E, N, K]: codes of groups that `changed`, of the others those packed in `words`; by torch's operations."""
+    codes = torch.empty(stack.shape, dtype=torch.int32, device=stack.device)
+    for e, rows in _chunks(stack):
+        values, groups = stack[e, rows].float(), _of_rows(scales, stack, e, rows)
+        mask = _of_rows(Scales(changed, changed, None, None), stack, e, rows).scale
+        kept = humming().ops.unpack_weight(words[e, rows].contiguous(), schema.num_bits)
+        new = _codes(_numbers(values, groups, schema), schema)
+        codes[e, rows] = torch.where(_spread(mask, values.size(1)), new, kept)
+    return codes
