@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hqconv.backends import cpu, cuda
+from hqconv.backends.candidates import Scales
 from hqconv.backends.encoded import QuantizedStack
 from hqconv.backends.helpers import Helpers
 from hqconv.backends.layout import humming_schema
 from hqconv.backends.quantize import quantize_stacks
 from hqconv.backends.quantizer import MSE, RTN, Quantizer
 from hqconv.backends.runtime import resident
+from hqconv.backends.search import Start, search
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
 from tests.make.tensors import assert_same, same_bits
@@ -256,3 +258,28 @@ def test_the_choice_is_the_best_of_all_that_is_tried(name: str, codes: np.ndarra
         assert found[0, n, g] >= least * (1 - 1e-5)
         num_moved += found[0, n, g] < before[0, n, g]
     assert num_moved > 24
+
+
+def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_taken() -> None:
+    """Errors as said here, whatever the weights: of rtn 1, of the candidates one after the other."""
+    schema = resolve_schema("int8-g128")  # the same scale, 127/128 and 129/128, 126/128 and 130/128 of it
+    stored = torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
+    start = Scales(stored, stored.float(), None, None)
+    for errors, chosen in (
+        ((1.0, 1 - 2.0**-21, 1.0, 2.0, 1.0), None),
+        ((1.0, 1 - 2.0**-19, 1.0, 2.0, 1.0), 1),
+        ((1.0, 0.5, 0.25, 0.25, 0.3), 2),
+        ((np.nan, np.inf, np.nan, 0.9, 0.9), 3),
+    ):
+        tried: list[Scales] = []
+
+        def score(
+            scales: Scales, tried: list[Scales] = tried, errors: tuple[float, ...] = errors
+        ) -> torch.Tensor:
+            tried.append(scales)
+            return torch.full((1, 1, 1), errors[len(tried) - 1], dtype=torch.float64)
+
+        [found] = search([Start(start, torch.ones(1, 1, 1, dtype=torch.float64), score)], schema, "bfloat16")
+        assert bool(found.changed) is (chosen is not None)
+        expected = start if chosen is None else tried[chosen]
+        assert float(found.scales.scale) == float(expected.scale)

@@ -37,6 +37,7 @@ OPTIONS = {
         "--schema",
         "--out -o",
         "--input-schema",
+        "--quantizer",
         "--target",
         "--dtype",
         "--tp",
