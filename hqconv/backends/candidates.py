@@ -16,8 +16,6 @@ from hqconv.backends.runtime import humming
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
 
-VERSION = 1  # of the candidates: others may give other bytes
-
 _E8M0_STEPS = (-1,)
 _FP8_STEPS = (-6, -5, -4, -3, -2, -1, 1, 2, 3)
 _FLOAT_STEPS = tuple(j / 16 for j in (15, 17, 14, 18, 13, 12, 11, 10, 9, 8))
