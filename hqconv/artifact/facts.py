@@ -12,6 +12,7 @@ from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.formats.format import SourceFormat
+from hqconv.planning.encoding import QUANTIZERS, RTN
 from hqconv.planning.groups import gemm_shapes
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
@@ -57,17 +58,15 @@ class Facts:
             "ep": 0 < words["ep"] <= MAX_COUNT,
             "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
         }
+        quantizer = words.get("quantizer", RTN)
+        if quantizer not in QUANTIZERS:
+            raise _impossible("quantizer", repr(quantizer))
         for key, holds in facts.items():
             if not holds:
                 raise _impossible(key, words.get(key))
         schema = self.schema
         try:
             kind = names.kind_of_words(words, schema, words["dtype"])
-            of_blocks = {
-                name: names.kind_of_words(block, schema_of(self.root, block), words["dtype"])
-                for name, block in self.blocks.items()
-                if "weight_schema" in block
-            }
             request = Request(
                 schema,
                 words["dtype"],
@@ -75,8 +74,9 @@ class Facts:
                 self.grid,
                 words["layout"],
                 kind.inputs,
-                of_blocks=of_blocks,
+                of_blocks=self._of_blocks(),
                 round_scales="round_scales" in words,
+                quantizer=quantizer,
             )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error
@@ -99,6 +99,15 @@ class Facts:
                 what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found
             )
         return known[self.manifest["family"]]
+
+    def _of_blocks(self) -> dict[str, KernelKind]:
+        """What blocks are made of that differ from the others."""
+        dtype = self.manifest["dtype"]
+        return {
+            name: names.kind_of_words(block, schema_of(self.root, block), dtype)
+            for name, block in self.blocks.items()
+            if "weight_schema" in block
+        }
 
     @property
     def is_mixed(self) -> bool:

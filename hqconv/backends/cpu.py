@@ -7,34 +7,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from hqconv.backends import loops, twins
+from hqconv.backends.cpu_groups import LEAST_ROWS, Groups, Ranges, code_of, per_row
+from hqconv.backends.cpu_search import improved
 from hqconv.backends.encoded import QuantizedStack, num_groups
 from hqconv.backends.encoders import BFLOAT16, E8M0, GIVEN, encoder
 from hqconv.backends.helpers import in_parts
+from hqconv.backends.quantizer import RTN, Quantizer
 from hqconv.backends.runtime import humming
 from hqconv.backends.scales import GivenScales, two_level
 from hqconv.backends.twins import Array
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.target import TargetSchema
-
-_ROWS = 64  # of a part, at least
-
-
-@dataclass
-class _Ranges:
-    """Highest and lowest value per group, float32 [R, G]: a row for each row, block of rows, or matrix of the stack."""
-
-    source: Array
-    shape: tuple[int, int, int]
-    highest: Array
-    lowest: Array
-    fused: bool  # see `twins.FUSED_GROUP_SIZE`
 
 
 def quantize_stacks(
@@ -43,9 +32,11 @@ def quantize_stacks(
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
+    quantizer: Quantizer = RTN,
 ) -> list[QuantizedStack]:
     """`hqconv.backends.quantize.quantize_stacks` on the CPU."""
-    if (scales := _own_scales(schema, param_dtype)) != GIVEN:
+    is_plain = quantizer.name == RTN.name
+    if is_plain and (scales := _own_scales(schema, param_dtype)) != GIVEN:
         return [_encode_at_once(stack, schema, scales, count_exact) for stack in stacks]
     ranges = [_measure(stack, schema) for stack in stacks]
     shared = None
@@ -53,60 +44,40 @@ def quantize_stacks(
         widest = [np.maximum(r.highest, -r.lowest).reshape(len(stacks[0]), -1).max(axis=1) for r in ranges]
         shared = np.max(widest, axis=0).astype(np.float32)
     each: Sequence[GivenScales | None] = given or [None] * len(ranges)
-    return [
-        _encode(r, _groups(r, schema, param_dtype, shared, g), schema, count_exact)
-        for r, g in zip(ranges, each, strict=True)
-    ]
+    groups = [_groups(r, schema, param_dtype, shared, g) for r, g in zip(ranges, each, strict=True)]
+    if given is None and not is_plain:
+        groups = improved(ranges, groups, schema, param_dtype, quantizer.importance)
+    return [_encode(r, g, schema, count_exact) for r, g in zip(ranges, groups, strict=True)]
 
 
-def _measure(stack: torch.Tensor, schema: TargetSchema) -> _Ranges:
+def _measure(stack: torch.Tensor, schema: TargetSchema) -> Ranges:
     num_experts, num_rows, num_columns = stack.shape
     source = twins.as_bits(stack).reshape(-1, num_columns)
     group = schema.weight_scale_group_size or num_columns
     highest, lowest = np.empty((2, len(source), num_columns // group), np.float32)
     in_parts(
-        lambda rows: loops.group_ranges(source[rows], group, highest[rows], lowest[rows]), len(source), _ROWS
+        lambda rows: loops.group_ranges(source[rows], group, highest[rows], lowest[rows]),
+        len(source),
+        LEAST_ROWS,
     )
     if schema.weight_scale_type in ("block", "tensor"):
         rows = schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
         blocks = (len(source) // rows, rows, -1)
         highest, lowest = highest.reshape(blocks).max(axis=1), lowest.reshape(blocks).min(axis=1)
     fused = stack.dtype == torch.float32 and group <= twins.FUSED_GROUP_SIZE
-    return _Ranges(source, (num_experts, num_rows, num_columns), highest, lowest, fused)
-
-
-@dataclass
-class _Groups:
-    """What the loop reads of each group, [R, G] as in `_Ranges`, and the tensors that are stored of it.
-
-    The names are those of `encoders.encoder`; `scale_2` has a row for each row or matrix, or is None.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    inverse: Array
-    lowest: Array
-    scale: Array
-    zero: Array
-    scale_2: Array | None
-    limit: float
-
-
-def _code(schema: TargetSchema) -> tuple[int, int, int, int]:
-    kind, *rest = twins.parse_dtype(schema.b_dtype)
-    bits, exponent, mantissa = rest
-    return loops.ASYM_INT if schema.has_zero_point else kind, bits, exponent, mantissa
+    return Ranges(source, (num_experts, num_rows, num_columns), highest, lowest, fused)
 
 
 @np.errstate(all="ignore")
 def _groups(
-    ranges: _Ranges, schema: TargetSchema, param_dtype: str, shared: Any, given: GivenScales | None
-) -> _Groups:
+    ranges: Ranges, schema: TargetSchema, param_dtype: str, shared: Any, given: GivenScales | None
+) -> Groups:
     """Scales and zero points of a stack as they are stored, and what encoding with them needs."""
     highest, lowest, num_experts = ranges.highest, ranges.lowest, ranges.shape[0]
     if schema.weight_scale_type == "tensor":
         highest, lowest = shared[:, None], -shared[:, None]
     scale, lowest, zero = twins.group_scales(
-        _code(schema),
+        code_of(schema),
         highest,
         lowest,
         e8m0=schema.bs_dtype == "float8e8m0",
@@ -119,29 +90,20 @@ def _groups(
     if scale_2 is None:
         inverse = np.float32(1) / scale
     else:
-        inverse = decode_scale * _per_row(scale_2, len(decode_scale))
+        inverse = decode_scale * per_row(scale_2, len(decode_scale))
         np.divide(np.float32(1), inverse, out=inverse, where=inverse > 0)  # else 0, as it is, or NaN
         inverse[~(inverse > 0)] = 0
     if schema.has_zero_point:
         stored, zero = _store_zero_point(zero, schema, param_dtype)
         tensors["zero_point"] = stored.reshape(num_experts, -1, stored.size(-1))
-    return _Groups(tensors, inverse, lowest, decode_scale, zero, scale_2, limit)
+    return Groups(tensors, inverse, lowest, decode_scale, zero, scale_2, limit)
 
 
-def _per_row(values: Array, num_rows: int) -> Array:
-    """Values [R, …] with a row for each of `num_rows` rows."""
-    block_rows = num_rows // len(values)
-    return np.ascontiguousarray(np.repeat(values, block_rows, axis=0) if block_rows > 1 else values)
-
-
-def _encode(ranges: _Ranges, groups: _Groups, schema: TargetSchema, count_exact: bool) -> QuantizedStack:
+def _encode(ranges: Ranges, groups: Groups, schema: TargetSchema, count_exact: bool) -> QuantizedStack:
     """Codes of a stack, packed, and what each matrix cost."""
-    num_rows = len(ranges.source)
-    scale_2 = np.ones((1, 1), np.float32) if groups.scale_2 is None else groups.scale_2
-    values = (groups.inverse, groups.lowest, groups.scale, groups.zero)
-    given = (*(_per_row(one, num_rows) for one in values), _per_row(scale_2, num_rows).reshape(-1))
+    given = groups.per_row(len(ranges.source))
     out = _Out(ranges.source, schema, count_exact)
-    _run(encoder(_code(schema)), ranges.source, np.float32(groups.limit), given, out.arrays)
+    _run(encoder(code_of(schema)), ranges.source, np.float32(groups.limit), given, out.arrays)
     return out.stack(groups.tensors, ranges.shape)
 
 
@@ -176,7 +138,7 @@ def _encode_at_once(
         np.ones(len(source), np.float32),
     )
     out = _Out(source, schema, count_exact)
-    _run(encoder(_code(schema), scales), source, twins.NO_LIMIT, groups, out.arrays)
+    _run(encoder(code_of(schema), scales), source, twins.NO_LIMIT, groups, out.arrays)
     kept = torch.from_numpy(scale).view(num_experts, num_rows, -1)
     if scales == E8M0:
         stored = (kept.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
@@ -191,7 +153,9 @@ def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out:
     def of(arrays: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
         return tuple(one[rows] if len(one) == len(source) else one for one in arrays)
 
-    in_parts(lambda rows: encode(source[rows], limit, of(groups, rows), of(out, rows)), len(source), _ROWS)
+    in_parts(
+        lambda rows: encode(source[rows], limit, of(groups, rows), of(out, rows)), len(source), LEAST_ROWS
+    )
 
 
 class _Out:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from hqconv.backends import loops, twins
+from hqconv.backends.cuda_search import improved
 from hqconv.backends.encoded import QuantizedStack, fold_sum, num_groups
 from hqconv.backends.layout import humming_schema
+from hqconv.backends.quantizer import RTN, Quantizer
 from hqconv.backends.runtime import humming
 from hqconv.backends.scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
@@ -29,11 +31,14 @@ def quantize_stacks(
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
+    quantizer: Quantizer = RTN,
 ) -> list[QuantizedStack]:
     """`hqconv.backends.quantize.quantize_stacks` on a CUDA device."""
     shared = None
     if schema.is_coupled or schema.weight_scale_2_type != "none":
         shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
+    if given is None and quantizer.name != RTN.name:
+        return _quantize_best(stacks, schema, param_dtype, shared, count_exact, quantizer.importance)
     if given is None and (joined := _joined(stacks)) is not None:
         repeated = None if shared is None else shared.repeat(len(stacks))
         return _quantize(joined, schema, param_dtype, repeated, None, count_exact).cut(len(stacks))
@@ -64,13 +69,37 @@ def _quantize(
     given: GivenScales | None,
     count_exact: bool,
 ) -> QuantizedStack:
+    packed = _rounded(stack, schema, param_dtype, shared, given)
+    return _with_error(stack, packed, schema, count_exact)
+
+
+def _quantize_best(
+    stacks: Sequence[torch.Tensor],
+    schema: TargetSchema,
+    param_dtype: str,
+    shared: torch.Tensor | None,
+    count_exact: bool,
+    importance: torch.Tensor | None,
+) -> list[QuantizedStack]:
+    """With the scales of the least squared error."""
+    packed = [_rounded(stack, schema, param_dtype, shared, None) for stack in stacks]
+    best = improved(stacks, packed, schema, param_dtype, importance)
+    return [_with_error(stack, one, schema, count_exact) for stack, one in zip(stacks, best, strict=True)]
+
+
+def _rounded(
+    stack: torch.Tensor,
+    schema: TargetSchema,
+    param_dtype: str,
+    shared: torch.Tensor | None,
+    given: GivenScales | None,
+) -> dict[str, torch.Tensor]:
+    """The packed tensors of a stack, rounded to nearest."""
+    if shared is not None:
+        return _encode_shared(stack, schema, param_dtype, shared, given)
     target = humming_schema(schema)
-    if shared is None:
-        packed = target.quant_tensor(stack, target, torch_dtype_of(param_dtype))
-    else:
-        packed = _encode_shared(stack, schema, param_dtype, shared, given)
-    counted = num_groups((stack.size(1), stack.size(2)), schema) if count_exact else 0
-    return _with_error(stack, packed, target, counted)
+    packed: dict[str, torch.Tensor] = target.quant_tensor(stack, target, torch_dtype_of(param_dtype))
+    return packed
 
 
 def _encode_shared(
@@ -112,9 +141,10 @@ def _encode_shared(
 
 
 def _with_error(
-    stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any, counted: int
+    stack: torch.Tensor, tensors: dict[str, torch.Tensor], target: TargetSchema, count_exact: bool
 ) -> QuantizedStack:
-    num_experts = len(stack)
+    num_experts, schema = len(stack), humming_schema(target)
+    counted = num_groups((stack.size(1), stack.size(2)), target) if count_exact else 0
     exact = torch.zeros(num_experts, dtype=torch.int64, device=stack.device)
     sums = None if counted else _sums_at_once(stack, tensors, schema)
     if sums is None:

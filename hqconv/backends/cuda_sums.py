@@ -49,7 +49,7 @@ def _fold_rows(
 
 
 @triton.jit
-def _load_codes(words, place, is_inside, BITS: tl.constexpr):
+def load_codes(words, place, is_inside, BITS: tl.constexpr):
     """Packed codes of a row at `place`, little-endian in 32-bit words; one may straddle two of them."""
     first = place * BITS // 32
     shift = place * BITS % 32
@@ -91,7 +91,7 @@ def _sum_rows(
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     place = tl.arange(0, SIZE)[:, None] * width + column[None, :]
     is_inside = (column < width)[None, :] & (place < num_columns)
-    decoded = tl.load(table + _load_codes(codes + row * (num_columns * BITS // 32), place, is_inside, BITS))
+    decoded = tl.load(table + load_codes(codes + row * (num_columns * BITS // 32), place, is_inside, BITS))
     if HAS_ZERO:
         decoded -= tl.load(zero + row * num_zeros + place // zero_size, mask=is_inside, other=0.0)
     if HAS_SCALE:
@@ -120,12 +120,12 @@ def error_sums(
     scale, scale_2 = _scales(tensors, schema)
     zero = _zero_points(tensors, schema)
     none = stack.new_empty(1, dtype=torch.float32)
-    size, width, tile = _cut(num_columns)
+    size, width, tile = cut(num_columns)
     sums = torch.empty(2, total, width, dtype=torch.float64, device=stack.device)
     _sum_rows[total, triton.cdiv(width, tile)](
         stack.contiguous(),
         tensors["weight"].contiguous(),
-        _code_values(schema, stack.device),
+        code_values(schema, stack.device),
         *(none if one is None else one for one in (zero, scale, scale_2)),
         sums,
         num_columns,
@@ -143,21 +143,21 @@ def error_sums(
         NUM_LEVELS=size.bit_length() - 1,
         enable_fp_fusion=False,  # or the GPU would round a product and a sum at once, and the CPU twice
     )
-    error, power = _folded(_folded(sums).view(2, num_experts, num_rows))
+    error, power = folded(folded(sums).view(2, num_experts, num_rows))
     return error, power
 
 
-def _cut(length: int) -> tuple[int, int, int]:
+def cut(length: int) -> tuple[int, int, int]:
     """`length` as SIZE times width: what a power of two folds at once, what is left, and how much a program takes."""
     size = min(length & -length, _TILE)
     width = length // size
     return size, width, min(triton.next_power_of_2(width), max(1, _TILE // size))
 
 
-def _folded(terms: torch.Tensor) -> torch.Tensor:
+def folded(terms: torch.Tensor) -> torch.Tensor:
     """Float64 [..., L] folded over L: the power of two in L by a kernel, the little that is left by torch."""
     if terms.size(-1) > 1 and terms.size(-1) % 2 == 0:
-        size, width, tile = _cut(terms.size(-1))
+        size, width, tile = cut(terms.size(-1))
         flat = terms.contiguous().view(-1, terms.size(-1))
         out = flat.new_empty(len(flat), width)
         levels = size.bit_length() - 1
@@ -189,7 +189,7 @@ def _zero_points(tensors: dict[str, torch.Tensor], schema: Any) -> torch.Tensor 
     return zero.float().contiguous()
 
 
-def _code_values(schema: Any, device: torch.device) -> torch.Tensor:
+def code_values(schema: Any, device: torch.device) -> torch.Tensor:
     """What every code stands for before zero point and scale, float32 [2**bits]; made once for a device."""
     key = (str(schema.b_dtype), bool(schema.has_zero_point), device)
     if key not in _tables:

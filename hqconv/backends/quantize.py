@@ -16,6 +16,7 @@ import torch
 
 from hqconv.backends import cpu, cuda
 from hqconv.backends.encoded import Cost, Quantized, QuantizedStack
+from hqconv.backends.quantizer import RTN, Quantizer
 from hqconv.backends.runtime import resident
 from hqconv.backends.scales import split_powers
 from hqconv.schemas.target import TargetSchema
@@ -30,19 +31,20 @@ def quantize_stacks(
     powers: Sequence[torch.Tensor] | None = None,
     *,
     count_exact: bool = False,
+    quantizer: Quantizer = RTN,
 ) -> list[QuantizedStack]:
     """Quantize stacks [E, N, K]; the matrices of one expert share their tensor-level scale, if the schema has one.
 
     Inputs are bfloat16, float16 or float32 on one device; each matrix is quantized alone and at full size.
     A matrix with NaN or Inf comes back with a power that is no number and meaningless codes. `powers`, float32
     [E, N, G] powers of two, are the group scales to take instead of the recipe's, where a tensor-level second scale
-    lets them. On CUDA nothing waits for the device.
+    lets them; then `quantizer` says nothing. On CUDA nothing waits for the device.
     """
     given = None if powers is None else split_powers(stacks, powers, schema)
     if stacks[0].is_cuda:
         with resident(stacks[0].device):
-            return cuda.quantize_stacks(stacks, schema, param_dtype, given, count_exact)
-    return cpu.quantize_stacks(stacks, schema, param_dtype, given, count_exact)
+            return cuda.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer)
+    return cpu.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer)
 
 
 def quantize(
@@ -52,9 +54,10 @@ def quantize(
     powers: Sequence[torch.Tensor] | None = None,
     *,
     count_exact: bool = False,
+    quantizer: Quantizer = RTN,
 ) -> list[Quantized]:
     """`quantize_stacks` of the matrices [N, K] of one expert."""
     stacks = [matrix.unsqueeze(0) for matrix in matrices]
     given = None if powers is None else [one.unsqueeze(0) for one in powers]
-    done = quantize_stacks(stacks, schema, param_dtype, given, count_exact=count_exact)
+    done = quantize_stacks(stacks, schema, param_dtype, given, count_exact=count_exact, quantizer=quantizer)
     return [stack.split()[0] for stack in done]

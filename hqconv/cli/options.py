@@ -63,6 +63,10 @@ OPTIONS: dict[str, Option] = {
         "Keep codes whose scales the parameter dtype cannot hold, and round those; with --schema source, too.",
         ("--round-scales",),
     ),
+    "quantizer": Option(
+        Literal["rtn", "mse"],
+        "How scales are chosen: round-to-nearest's, or searched for the least squared error.",
+    ),
     "config": Option(
         Path | None,
         "Recipe: these options in a TOML file, with other schemas for some blocks.",

@@ -55,6 +55,11 @@ def target(words: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def quantizer(words: Mapping[str, Any]) -> str:
+    """How scales were chosen, where it is not by rounding to nearest."""
+    return "mse: scales of the least squared error" if words["quantizer"] == "mse" else ""
+
+
 def source(words: Mapping[str, Any]) -> str:
     """`Qwen3-30B-A3B: 18867 tensors, 61.07 GB in 16 files`."""
     revision = f" at {words['revision']}" if words["revision"] else ""

@@ -92,6 +92,7 @@ def _show_plan(console: Console, words: Words) -> None:
             ("schema", phrases.schema(words["schema"])),
             ("but", phrases.otherwise(words)),
             ("conversion", phrases.conversion(words)),
+            ("quantizer", phrases.quantizer(words)),
             ("for", phrases.target(words)),
             ("tensors", phrases.tensors(words["tensors"])),
             ("dropped", phrases.dropped(words["tensors"])),
@@ -130,6 +131,7 @@ def _show_summary(console: Console, words: Words) -> None:
         (
             ("schema", f"{words['schema']}, {words['layout']} layout"),
             ("conversion", phrases.conversion(words)),
+            ("quantizer", phrases.quantizer(words)),
             ("requantized", phrases.exact(words["requantized"])),
             ("scales", phrases.scale_changes(words["largest_scale_change"])),
             ("blocks", f"{words['num_blocks']}, for {words['num_ranks']} rank(s)"),
@@ -180,6 +182,7 @@ def _show_artifact(console: Console, words: Words) -> None:
             ("schema", phrases.schema(words["schema"])),
             ("but", phrases.otherwise(words)),
             ("conversion", phrases.conversion(words)),
+            ("quantizer", phrases.quantizer(words)),
             ("requantized", phrases.exact(words["requantized"])),
             ("scales", phrases.scale_changes(words["largest_scale_change"])),
             ("for", phrases.target(words)),

@@ -11,6 +11,7 @@ from typing import Any
 from hqconv.artifact.manifest import check_details, read_manifest, requantized, scale_changes, schema_of
 from hqconv.formats.format import SourceFormat
 from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, schema_words, summarize_errors
+from hqconv.planning.encoding import RTN
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.serving import serve_command
@@ -40,6 +41,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         ),
         "left_blocks": manifest.get("left_blocks", []),
         **{key: manifest[key] for key in ("layout", "target", "dtype", "input_schema", "tp", "ep")},
+        "quantizer": manifest.get("quantizer", RTN),
         **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
         **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
         "source": {key: manifest["source"].get(key) for key in ("name", "revision")},

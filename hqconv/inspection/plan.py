@@ -32,6 +32,7 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
         "target": request.target.name,
         "dtype": request.param_dtype,
         "input_schema": request.inputs.name,
+        "quantizer": request.quantizer,
         "tp": request.grid.tp,
         "ep": request.grid.ep,
         "expert_placement": request.grid.placement,

@@ -13,6 +13,7 @@ import torch
 
 from hqconv.backends.encoded import stack_tensors
 from hqconv.backends.quantize import Cost, Quantized, QuantizedStack, quantize_stacks
+from hqconv.backends.quantizer import Quantizer
 from hqconv.decode.coded import Coded
 from hqconv.decode.doubts import assuming_good, is_any
 from hqconv.decode.matrix import SourceMatrix
@@ -69,7 +70,8 @@ def encode_batch(
         done: dict[str, QuantizedStack] = {}
         for roles in _coupled(block):
             floats = [stacks[role] for role in roles]
-            results = quantize_stacks(floats, encoding.schema, encoding.param_dtype)
+            quantizer = Quantizer(encoding.quantizer)
+            results = quantize_stacks(floats, encoding.schema, encoding.param_dtype, quantizer=quantizer)
             done |= dict(zip(roles, results, strict=True))
         return _judged_later(block, experts, done, encoding)
     if device.type in _ASYNCHRONOUS and not is_careful:
@@ -199,7 +201,12 @@ def _quantized_stacks(
         ]
     values = [_stack([matrices[role].values() for matrices in each]) for role in roles]
     done = quantize_stacks(
-        values, encoding.schema, encoding.param_dtype, powers, count_exact=encoding.is_coded
+        values,
+        encoding.schema,
+        encoding.param_dtype,
+        powers,
+        count_exact=encoding.is_coded,
+        quantizer=Quantizer(encoding.quantizer),
     )
     return dict(zip(roles, done, strict=True))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hqconv.errors import RequestError
 from hqconv.formats.format import QUANTIZED
+from hqconv.planning.encoding import MSE
 from hqconv.planning.groups import PlannedBlock
 from hqconv.sources.raw import RawLayout
 
@@ -26,11 +27,16 @@ _CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
 _PIECE_BYTES = 8 << 20
 _MEASURED_BYTES = 1 << 10  # of an expert: its sums, and a flag for each check
 _GROUP_BYTES = 80  # ranges, scales and zero points of one scale group, while they are worked out
+_SEARCH_GROUP_BYTES = 120  # and while other scales are tried
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may come
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides what is
 # stored of it, and how much of it torch's allocator leaves unused between blocks.
 _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
+_GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (
+    64,
+    1 << 20,
+)  # for each weight of those that a search looks at together
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,8 @@ def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
         widened = stored + numbers  # codes in Humming's packing, maybe unpacked before
     else:  # and floats, since they are quantized anew, or may be where gate and up must share a scale
         widened = stored + numbers * 5
-    groups = _GROUP_BYTES / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
+    group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer == MSE)
+    groups = group_bytes / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
     num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
     packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
     # Two matrices in flight, and one more that was widened and is not given back yet; three packed; a TP slice cut,
@@ -180,6 +187,8 @@ def gpu_working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
     block = planned.block
     numbers = block.intermediate_size * block.hidden_size * num_experts
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
+    if planned.encoding.quantizer == MSE:
+        live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, block.hidden_size))
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)
 
 

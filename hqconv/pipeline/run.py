@@ -68,6 +68,7 @@ class ConversionReport:
             "layout": request.layout,
             "target": request.target.name,
             "dtype": request.param_dtype,
+            "quantizer": request.quantizer,
             "tp": request.grid.tp,
             "ep": request.grid.ep,
             "warnings": list(self.warnings),

@@ -33,6 +33,7 @@ class Wanted:
     inputs: str | Path | InputSchema
     overrides: tuple[Override, ...] = ()
     round_scales: bool = False
+    quantizer: str = "rtn"
 
     @without_gc()
     def plan(self, source: Headers) -> Plan:
@@ -49,7 +50,7 @@ class Wanted:
         left = {name for name, choice in choices.items() if choice.is_left}
         if left:
             experts = experts.without(left, source.tensors)
-        words = {"target": self.target, "layout": self.layout, "inputs": inputs}
+        words = {"target": self.target, "layout": self.layout, "inputs": inputs, "quantizer": self.quantizer}
         request = make_request(
             experts,
             source.config,

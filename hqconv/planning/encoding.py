@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from hqconv.formats.format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
 from hqconv.schemas.target import TargetSchema
 
+RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched for the least squared error
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -15,6 +17,7 @@ class Encoding:
     conversion: of `hqconv.formats.format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
+    quantizer: of QUANTIZERS, for what is not kept.
     """
 
     schema: TargetSchema
@@ -23,6 +26,7 @@ class Encoding:
     must_be_direct: bool = False
     takes_powers_of_two: bool = False
     is_coded: bool = False
+    quantizer: str = RTN
 
     @property
     def is_direct(self) -> bool:
@@ -42,6 +46,7 @@ def encoding_of(
     *,
     must_be_direct: bool = False,
     round_scales: bool = False,
+    quantizer: str = RTN,
 ) -> Encoding:
     """The encoding of a block that is stored in `source`; `round_scales` as of `conversion_of`."""
     return Encoding(
@@ -51,6 +56,7 @@ def encoding_of(
         must_be_direct,
         takes_powers_of_two(source, schema),
         not source.is_float,
+        quantizer,
     )
 
 

@@ -155,6 +155,7 @@ def _encoding(block: ExpertBlock, request: Request) -> Encoding:
         request.param_dtype,
         must_be_direct=request.must_be_direct,
         round_scales=request.round_scales,
+        quantizer=request.quantizer,
     )
 
 

@@ -104,6 +104,7 @@ class Plan:
             "--layout": request.layout,
             "--input-schema": request.inputs.humming_fields(),
             "--round-scales": request.round_scales,
+            "--quantizer": request.quantizer,
             "the overrides": {name: artifact.kind_words(kind) for name, kind in request.of_blocks.items()},
         }
         words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}

@@ -10,6 +10,7 @@ from hqconv.errors import RequestError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
 from hqconv.formats.format import conversion_of
+from hqconv.planning.encoding import QUANTIZERS, RTN
 from hqconv.planning.own_schema import source_param_dtype, source_schema
 from hqconv.schemas import artifact
 from hqconv.schemas.family import text_config
@@ -40,11 +41,13 @@ class Request:
     must_be_direct: bool = False
     of_blocks: Mapping[str, KernelKind] = field(default_factory=dict)
     round_scales: bool = False
+    quantizer: str = RTN
 
     def __post_init__(self) -> None:
         for option, value, known in (
             ("--dtype", self.param_dtype, PARAM_DTYPES),
             ("--layout", self.layout, (artifact.KERNEL, artifact.CHECKPOINT)),
+            ("--quantizer", self.quantizer, QUANTIZERS),
         ):
             if value not in known:
                 what, expected = "The option does not know this value.", ", ".join(known)

@@ -33,7 +33,9 @@ _SECTION = "override"
 _KEYS = ("blocks", "layers", "schema", "input_schema")
 # What a recipe may say: all that decides about the artifact, and nothing about the machine that makes it.
 _OPTIONS: dict[str, type] = {
-    **dict.fromkeys(("schema", "input_schema", "target", "cuda", "dtype", "expert_placement", "layout"), str),
+    **dict.fromkeys(
+        ("schema", "input_schema", "target", "cuda", "dtype", "expert_placement", "layout", "quantizer"), str
+    ),
     **dict.fromkeys(("tp", "ep", "redundant_experts"), int),
     "round_scales": bool,
 }

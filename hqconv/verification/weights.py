@@ -16,7 +16,7 @@ import torch
 from hqconv.artifact.opened import Artifact
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock
-from hqconv.planning.encoding import encoding_of
+from hqconv.planning.encoding import RTN, encoding_of
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.target import TargetSchema
@@ -53,7 +53,8 @@ def check_weights(
         result.add(
             f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent"
         )
-    need = max((_working_bytes(block, artifact.schema_of(block.name)) for block in blocks), default=1)
+    quantizer = artifact.request.quantizer
+    need = max((_working_bytes(b, artifact.schema_of(b.name), quantizer) for b in blocks), default=1)
     _check_memory(need, max_memory_bytes)
     shards = _shards(artifact)
     if device is not None and (obstacle := _obstacle(artifact, sources, device)):
@@ -183,8 +184,13 @@ def _original(
         findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
     request = artifact.request
-    schema = artifact.schema_of(block.name)
-    encoding = encoding_of(found.format, schema, request.param_dtype, round_scales=request.round_scales)
+    encoding = encoding_of(
+        found.format,
+        artifact.schema_of(block.name),
+        request.param_dtype,
+        round_scales=request.round_scales,
+        quantizer=request.quantizer,
+    )
     conversion = artifact.blocks[block.name]["conversion"]
     if conversion != encoding.conversion:
         what = "The block was not converted as its source's format asks for."
@@ -208,7 +214,7 @@ def _shards(artifact: Artifact) -> dict[str, str]:
     return shards
 
 
-def _working_bytes(block: ExpertBlock, schema: TargetSchema) -> int:
+def _working_bytes(block: ExpertBlock, schema: TargetSchema, quantizer: str) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
     numbers = block.intermediate_size * block.hidden_size
     # Read, and widened to float32; a fused share is read as a whole, codes are unpacked on the way.
@@ -217,7 +223,7 @@ def _working_bytes(block: ExpertBlock, schema: TargetSchema) -> int:
         6 if not block.format.is_float or any(p["weight"].is_stacked for p in block.parts.values()) else 0
     )
     packed = schema.num_bits / 8
-    scales = 56 / (schema.weight_scale_group_size or block.hidden_size)
+    scales = (56 if quantizer == RTN else 176) / (schema.weight_scale_group_size or block.hidden_size)
     # Gate and up together: sources, codes decoded (padded, then joined) and expected, packed codes on both sides.
     return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + (16 << 20)
 

@@ -17,7 +17,16 @@ RECORDED = GOLDEN / "layouts.json"  # by scripts/record_layouts.py
 def test_there_is_a_case_for_every_layout() -> None:
     names = list(cases())
     assert len(names) > 300
-    for word in ("int4/int8/", "int4/int4/", "mxfp4/fp8/", "fp8-g128", "nvfp4/nvfp4", "sm120", "sm100, CUDA 13.2", "sm75"):
+    for word in (
+        "int4/int8/",
+        "int4/int4/",
+        "mxfp4/fp8/",
+        "fp8-g128",
+        "nvfp4/nvfp4",
+        "sm120",
+        "sm100, CUDA 13.2",
+        "sm75",
+    ):
         assert any(word in name for name in names), word
 
 

@@ -43,6 +43,7 @@ OPTIONS = {
         "--cuda",
         "--config",
         "--round-scales",
+        "--quantizer",
         "--target",
         "--dtype",
         "--tp",

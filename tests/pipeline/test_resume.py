@@ -197,6 +197,7 @@ def changed_config(src: Path, tmp_path: Path) -> Path:
         ({"grid": Grid(2, 2, ROUND_ROBIN)}, "--tp, --ep or the placement"),
         ({"grid": Grid(), "layout": "checkpoint"}, "--tp, --ep or the placement"),
         ({"dtype": "float16"}, "--dtype"),
+        ({"quantizer": "mse"}, "--quantizer"),
     ],
     ids=str,
 )

@@ -1,0 +1,139 @@
+"""Compare `--quantizer mse` on the CPU and on a GPU, bit for bit, and measure what the search costs on the GPU.
+
+    python scripts/check_quantizer.py [--schemas mxfp4,int4-g64-zp] [--experts 16] [--log FILE.md]
+
+Needs a CUDA device. Every schema, both parameter dtypes, sources in bfloat16 and float32, hard and plain matrices, with
+and without importance; by the kernels and, once, by torch's operations alone. Exit 1 on any difference.
+Speed: gate and up of some experts of 2048 x 4096 in bfloat16, median of five runs after one, for rtn and mse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hqconv.backends import cuda_search
+from hqconv.backends.encoded import QuantizedStack
+from hqconv.backends.quantize import quantize_stacks
+from hqconv.backends.quantizer import RTN, Quantizer
+from hqconv.schemas.target import TargetSchema
+from scripts.shared import SCHEMAS
+from tests.make.matrices import RARE_SCHEMAS, any_schema, hard_matrix
+
+SHAPE = (128, 768)
+
+
+def stacks_of(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Gate and up of three experts: hard ones, and a plain one."""
+    plain = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(1)) * 0.02
+    return [
+        torch.stack(
+            [hard_matrix(*SHAPE, dtype, 10 * i), hard_matrix(*SHAPE, dtype, 10 * i + 1), plain[i].to(dtype)]
+        )
+        for i in range(2)
+    ]
+
+
+def differences(ours: list[QuantizedStack], theirs: list[QuantizedStack]) -> list[str]:
+    """Names of tensors and sums that are not the same bits; NaN equals NaN."""
+    wrong = []
+    for one, other in zip(ours, theirs, strict=True):
+        for name, tensor in one.tensors.items():
+            if not torch.equal(tensor.view(torch.uint8), other.tensors[name].cpu().view(torch.uint8)):
+                wrong.append(name)
+        if not torch.equal(one.error.nan_to_num(-1), other.error.cpu().nan_to_num(-1)):
+            wrong.append("error")
+    return wrong
+
+
+def compare(schema: TargetSchema) -> list[str]:
+    """What differs between the devices."""
+    wrong = []
+    importance = (torch.arange(SHAPE[1]) % 7).float()
+    for dtype, param, given in itertools.product(
+        (torch.bfloat16, torch.float32), ("bfloat16", "float16"), (None, importance)
+    ):
+        stacks, quantizer = stacks_of(dtype), Quantizer("mse", given)
+        expected = quantize_stacks(stacks, schema, param, quantizer=quantizer)
+        found = quantize_stacks([s.cuda() for s in stacks], schema, param, quantizer=quantizer)
+        kind = f"{dtype}, {param}, {'weighted' if given is not None else 'plain'}"
+        wrong += [f"{kind}: {name}" for name in differences(expected, found)]
+    return wrong
+
+
+def compare_without_kernels(schema: TargetSchema) -> list[str]:
+    """The same by torch's operations, as where there is no compiler."""
+    had_failed = cuda_search.CANNOT_BUILD.is_set()
+    cuda_search.CANNOT_BUILD.set()
+    try:
+        stacks, quantizer = stacks_of(torch.bfloat16), Quantizer("mse")
+        expected = quantize_stacks(stacks, schema, "bfloat16", quantizer=quantizer)
+        found = quantize_stacks([s.cuda() for s in stacks], schema, "bfloat16", quantizer=quantizer)
+        return [f"without kernels: {name}" for name in differences(expected, found)]
+    finally:
+        if not had_failed:
+            cuda_search.CANNOT_BUILD.clear()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Median of five runs, after one."""
+    runs = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        runs.append(time.perf_counter() - started)
+    return sorted(runs[1:])[2]
+
+
+def speed(schema: TargetSchema, num_experts: int) -> list[float]:
+    """GB/s of the bfloat16 source, by rtn and by mse."""
+    stacks = list(torch.randn(2, num_experts, 2048, 4096, device="cuda").bfloat16())
+    num_bytes = sum(stack.numel() * 2 for stack in stacks)
+    return [
+        num_bytes
+        / 1e9
+        / seconds(lambda q=quantizer: quantize_stacks(stacks, schema, "bfloat16", quantizer=q))  # type: ignore[misc]
+        for quantizer in (RTN, Quantizer("mse"))
+    ]
+
+
+def main() -> None:
+    """Compare everything and print a table; exit 1 on any difference, or where no kernel could be built."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schemas", default=",".join((*SCHEMAS, *RARE_SCHEMAS)))
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--log", type=Path, default=None)
+    args = parser.parse_args()
+    rows, failed = [], 0
+    for name in args.schemas.split(","):
+        schema = any_schema(name)
+        wrong = compare(schema) + compare_without_kernels(schema)
+        failed += len(wrong)
+        rtn, mse = speed(schema, args.experts)
+        verdict = wrong[0] if wrong else "same bits"
+        rows.append(f"| `{name}` | {verdict} | {rtn:.0f} | {mse:.0f} | {mse / rtn:.2f} |")
+        print(rows[-1], flush=True)
+    if cuda_search.CANNOT_BUILD.is_set():
+        print("No kernel could be built: speeds are those of torch's operations.")
+        failed += 1
+    if args.log:
+        head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n"
+        head += (
+            "| schema | CPU and GPU | rtn, GB/s | mse, GB/s | mse of rtn |\n| --- | --- | --- | --- | --- |\n"
+        )
+        args.log.write_text(head + "\n".join(rows) + "\n")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

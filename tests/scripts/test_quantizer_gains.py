@@ -1,0 +1,28 @@
+"""docs/quantizers.md shows what scripts/quantizer_gains.py measures, of every schema, and what is said of it there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from scripts.quantizer_gains import PAGE, SCHEMAS, row, weights
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_every_schema_has_a_row() -> None:
+    assert re.findall(r"^\| `([\w-]+)` \|", TEXT, re.MULTILINE) == list(SCHEMAS)
+
+
+@pytest.mark.parametrize("schema", ["mxfp4", "int4"])
+def test_a_row_is_what_is_measured(schema: str) -> None:
+    assert row(schema, weights()) in TEXT
+
+
+@pytest.mark.parametrize("schema", ["mxfp4", "int4"])
+def test_the_gain_is_about_what_the_changelog_says_for_the_common_schemas(schema: str) -> None:
+    """Of Gaussian weights, the squared error."""
+    found = re.search(rf"^\| `{schema}` \| [\d.]+ → [\d.]+: [\d.]+ %, ([\d.]+) %", TEXT, re.MULTILINE)
+    assert found is not None
+    assert float(found[1]) > 8
