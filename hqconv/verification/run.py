@@ -19,6 +19,7 @@ from hqconv.sources.source import Source
 from hqconv.verification.batched import why_not
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
+from hqconv.verification.limits import kind_of_inputs
 from hqconv.verification.preparation import begun, kernel_tasks
 from hqconv.verification.result import FAIL, CheckResult
 from hqconv.verification.weights import check_weights
@@ -229,6 +230,8 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
     """The device to run the kernel on, or None and why not."""
     if artifact.manifest["layout"] != names.KERNEL:
         return None, "the checkpoint layout has no kernel tensors"
+    if kind_of_inputs(artifact.request.inputs) is None:
+        return None, f"there is no reference for {artifact.request.inputs.a_dtype} activations"
     if wanted is not None and wanted.type != "cuda":
         return None, f"it needs a CUDA device, and --device {wanted.type} was asked for"
     if not torch.cuda.is_available():
