@@ -38,6 +38,14 @@ def check_request(experts: ExpertMap, request: Request) -> None:
             found=schema.bs_dtype,
             remedy="Leave bs_dtype out of the schema, or change --dtype.",
         )
+    if request.inputs.is_static:
+        raise RequestError(
+            "Activation scales that were measured beforehand are not carried into artifacts yet.",
+            where=f"input schema {request.inputs.name}: input_quant_mode",
+            expected="dynamic_token, dynamic_group or dynamic_group_token",
+            found=request.inputs.input_quant_mode,
+            remedy="Use an input schema whose scales are found while serving, such as fp8.",
+        )
     if request.layout == artifact.KERNEL:
         _check_kind(request.kind)
     if request.layout == artifact.CHECKPOINT and request.grid != Grid():

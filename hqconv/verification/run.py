@@ -230,8 +230,6 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
     """The device to run the kernel on, or None and why not."""
     if artifact.manifest["layout"] != names.KERNEL:
         return None, "the checkpoint layout has no kernel tensors"
-    if kind_of_inputs(artifact.request.inputs) is None:
-        return None, f"there is no reference for {artifact.request.inputs.a_dtype} activations"
     if wanted is not None and wanted.type != "cuda":
         return None, f"it needs a CUDA device, and --device {wanted.type} was asked for"
     if not torch.cuda.is_available():
@@ -240,4 +238,6 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
     major, minor = torch.cuda.get_device_capability(device)
     if major * 10 + minor != artifact.sm_version:
         return None, f"the artifact is for sm{artifact.sm_version}, this device is sm{major}{minor}"
+    if kind_of_inputs(artifact.request.inputs) is None:
+        return None, f"there is no reference for {artifact.request.inputs.a_dtype} activations"
     return device, ""

@@ -233,6 +233,8 @@ def test_quantized_activations_are_vllms_own(
         for key in ("quant_dtype", "block_shape", "is_block_quantized", "per_act_token_quant"):
             assert getattr(quant, key) == getattr(theirs, key), key
         assert quant.is_block_quantized == (inputs == "fp8-g128")
+        kernels = layer.quant_method.moe_kernel.fused_experts
+        assert kernels.expects_unquantized_inputs == (inputs != "fp8-g128")
 
 
 def gpt_oss_layer(out: Path, **words: Any) -> Any:
@@ -313,8 +315,8 @@ def test_another_gpu_is_refused_before_anything_else(
     tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(sources["bfloat16"], tmp_path / "out", "int8")
-    monkeypatch.setattr(vllm_cpu.Pretended, "capability", vllm_cpu.DeviceCapability(10, 0))
-    with pytest.raises(RequestError, match=r"sm90(.|\n)*sm100(.|\n)*sm90 alone"):
+    monkeypatch.setattr(vllm_cpu.Pretended, "capability", vllm_cpu.DeviceCapability(11, 0))
+    with pytest.raises(RequestError, match=r"sm90(.|\n)*sm110(.|\n)*makes artifacts for .* alone"):
         open_config(tmp_path / "out")
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.artifact.opened import Artifact
-from hqconv.backends.moe import Gemm, fused_moe, layer_config
+from hqconv.backends.moe import Gemm, fused_moe, layer_config, load_gemm
 from hqconv.schemas.grid import Grid, tp_slices
 from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
 from hqconv.schemas.pairs import why_not
@@ -22,6 +24,7 @@ from hqconv.verification.limits import KERNEL_ERROR, Limits, kind_of_inputs
 from hqconv.verification.reference import Routing, moe_forwards
 from hqconv.verification.result import CheckResult
 from hqconv.verification.rounding import Rounding
+from hqconv.verification.run import _kernel_device
 from scripts.shared import SCHEMAS
 from tests.make import standin
 from tests.make.conversions import kind_of, run
@@ -219,6 +222,56 @@ def test_a_kernel_that_rounds_otherwise_is_found(tmp_path: Path, monkeypatch: py
         result = checked(artifact, monkeypatch, other)
     assert result.measured[BLOCK]["kernel"] < 1.4 * KERNEL_ERROR["fp8", "bfloat16"].exact
     assert [f.what for f in result.findings if "rounded activations" in f.what]
+
+
+def test_static_scales_are_read_and_what_they_cut_off_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales that were measured beforehand lie in every rank's file; nothing is said of exact activations then."""
+    with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
+        path = artifact.root / "experts" / "tp0-ep0" / f"{BLOCK}.safetensors"
+        with safe_open(path, "pt") as file:
+            metadata, names = file.metadata(), list(file.keys())
+        static = {"w13": torch.tensor([2 / 448]), "w2": torch.tensor([0.04])}
+        scales = {f"{BLOCK}.{gemm}_input_scale": scale for gemm, scale in static.items()}
+        save_file({**load_file(path), **scales}, path, metadata)
+        assert not set(scales) & set(names)
+        stored = artifact.layer_config
+
+        def config(*where: Any) -> dict[str, Any]:
+            return {**stored(*where), "input_quant_mode": "static_tensor"}
+
+        def with_scales(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
+            return {gemm: replace(one, input_scale=static[gemm]) for gemm, one in gemms.items()}
+
+        monkeypatch.setattr(artifact, "layer_config", config)
+        inputs = replace(artifact.request.inputs, input_quant_mode="static_tensor")
+        monkeypatch.setattr(artifact, "request", replace(artifact.request, inputs=inputs))
+        found = BlockInputs.of(artifact, BLOCK, torch.device("cpu"))
+        assert found is not None
+        assert {gemm: scale.tolist() for gemm, scale in found.static.items()} == {
+            gemm: scale.tolist() for gemm, scale in static.items()
+        }
+        result = checked(artifact, monkeypatch, with_scales)
+    assert not result.findings, result.findings
+    clipped = result.measured[BLOCK]["clipped"]
+    assert clipped["w13"] == pytest.approx(0.0455, rel=0.1)  # beyond two standard deviations
+    assert clipped["w2"] == 0.0
+    assert any("w13: its scale cuts off 4." in note for note in result.notes)
+    assert load_gemm(config(BLOCK, "w13", 0, 0), {"input_scale": static["w13"]}).input_scale is static["w13"]
+    assert not load_gemm(config(BLOCK, "w13", 0, 0), {"input_scale": static["w13"]}).tensors
+
+
+def test_activations_without_a_reference_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encodings that are documented nowhere, on a GPU that runs them."""
+    with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        device = torch.device("cuda", 0)
+        assert _kernel_device(artifact, device) == (device, "")
+        inputs = InputSchema("x", "float8e3m4")
+        monkeypatch.setattr(artifact, "request", replace(artifact.request, inputs=inputs))
+        assert _kernel_device(artifact, device) == (None, "there is no reference for float8e3m4 activations")
 
 
 def test_every_preset_has_limits() -> None:
