@@ -1,13 +1,16 @@
 """Convert a checkpoint for every schema and verify each artifact with the production kernel, on a GPU.
 
     python scripts/check_kernels.py [--work FOLDER] [--schemas mxfp4,int4-g64-zp] [--log FILE.md]
+    python scripts/check_kernels.py --inputs quantized --log FILE.md
 
+`--inputs`: activations, by name; `quantized` for all that are, over the schemas that run with them on the GPU's target.
 Needs a CUDA device of the target architecture. Prints and logs the measured kernel errors; exit 1 on a failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
@@ -19,6 +22,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
+from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.inputs import INPUT_PRESETS, resolve_inputs
+from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.pairs import why_not
+from hqconv.schemas.target import resolve_schema
 from scripts.shared import SCHEMAS, make_source
 
 GRIDS: tuple[dict[str, Any], ...] = (
@@ -27,47 +35,68 @@ GRIDS: tuple[dict[str, Any], ...] = (
 )
 
 
-def check(source: Path, work: Path, name: str, dtype: str) -> tuple[str, bool]:
-    """Convert and verify one schema over all grids; returns a table row and whether all passed."""
-    worst = {"kernel": 0.0, "channel": 0.0, "against_source": 0.0}
+# Integers that have kernels of their own under quantized activations.
+MORE_SCHEMAS = ("int4-c", "int4-g128-zp", "int2", "int5", "int6", "int8-g128")
+FIGURES = ("rounded_kernel", "rounded_channel", "kernel", "channel", "against_source")
+HEAD = (
+    "| activations | schema | dtype | kernel vs rounded | worst channel | kernel vs decoded | worst channel "
+    "| decoded vs source | verdict |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+)
+
+
+def check(source: Path, work: Path, kind: KernelKind) -> tuple[str, bool]:
+    """Convert and verify one pair over all grids; returns a table row and whether all passed."""
+    worst = dict.fromkeys(FIGURES, 0.0)
     passed = True
     started = time.monotonic()
     for grid in GRIDS:
         out = work / "out"
-        request = {"schema": name, "dtype": dtype, "target": "sm90", **grid}
-        hqconv.convert(source, out, **request, device="cuda:0", threads=8, overwrite=out.exists())
+        request = {"schema": kind.schema, "dtype": kind.param_dtype, "target": kind.target.name, **grid}
+        words = {**request, "input_schema": kind.inputs, "overwrite": out.exists()}
+        hqconv.convert(source, out, **words, device="cuda:0", threads=8)
         report = hqconv.verify(out, source, threads=8)
         for result in report.results:
             for finding in result.findings[:5]:
                 print("   ", result.name, finding, flush=True)
             for measured in result.measured.values() if result.name == "kernel" else ():
                 for key in worst:
-                    worst[key] = worst[key] if measured[key] <= worst[key] else measured[key]
+                    found = measured.get(key, 0.0)
+                    worst[key] = worst[key] if found <= worst[key] else found
         passed = passed and report.passed
-    figures = " | ".join(f"{worst[key]:.4f}" for key in worst)
-    row = f"| {name} | {dtype} | {figures} | {'pass' if passed else 'FAIL'} |"
+    figures = " | ".join(f"{worst[key]:.4f}" if worst[key] else "-" for key in FIGURES)
+    name = f"{kind.inputs.name} | {kind.schema.name} | {kind.param_dtype}"
+    row = f"| {name} | {figures} | {'pass' if passed else 'FAIL'} |"
     print(row, f"{time.monotonic() - started:.1f} s", flush=True)
     return row, passed
+
+
+def pairs(inputs: str, schemas: str, dtypes: str) -> list[KernelKind]:
+    """What is asked for and runs on this GPU's target."""
+    major, minor = torch.cuda.get_device_capability()
+    target = Target(major * 10 + minor)
+    chosen = [name for name in INPUT_PRESETS if name != "a16"] if inputs == "quantized" else inputs.split(",")
+    asked = itertools.product(dtypes.split(","), chosen, schemas.split(","))
+    kinds = [KernelKind(resolve_schema(s), d, target, resolve_inputs(i)) for d, i, s in asked]
+    return [kind for kind in kinds if why_not(kind) is None]
 
 
 def main() -> None:
     """Check everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=None)
-    parser.add_argument("--schemas", default=",".join(SCHEMAS))
+    parser.add_argument("--inputs", default="a16")
+    parser.add_argument("--schemas", default=",".join((*SCHEMAS, *MORE_SCHEMAS)))
     parser.add_argument("--dtypes", default="bfloat16,float16")
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp())
     sizes = {"hidden": 1024, "intermediate": 512, "layers": 2, "experts": 8, "top_k": 2, "vocab": 512}
     source = make_source(work / "source", **sizes, shard_size="16MB")
-    done = [check(source, work, n, d) for d in args.dtypes.split(",") for n in args.schemas.split(",")]
+    done = [check(source, work, kind) for kind in pairs(args.inputs, args.schemas, args.dtypes)]
     if args.log:
-        head = "| schema | dtype | kernel vs decoded | worst channel | decoded vs source | verdict |\n"
-        head += "| --- | --- | --- | --- | --- | --- |\n"
         title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n"
-        args.log.write_text(title + head + "\n".join(row for row, _ in done) + "\n")
-    sys.exit(0 if all(passed for _, passed in done) else 1)
+        args.log.write_text(title + HEAD + "\n".join(row for row, _ in done) + "\n")
+    sys.exit(0 if done and all(passed for _, passed in done) else 1)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ INDEPENDENT = {
     "hqconv.artifact.unlayout": ("hqconv.errors", "hqconv.schemas", "hqconv.compiled"),
     "hqconv.artifact.stacked": ("hqconv.errors", "hqconv.schemas", "hqconv.experts", "hqconv.artifact"),
     "hqconv.verification.reference": (),
+    "hqconv.verification.rounding": (),
 }
 # Libraries that only some modules may import at all.
 ONLY_IN = {

@@ -33,6 +33,11 @@ _UNARY = {
     "relu2": _RELU2,
 }
 _OPERAND = r"\ba\b"
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NIBBLES = {
+    "float4e2m1": (*_FP4, *(-value for value in _FP4)),
+    "int4": (*map(float, range(8)), *map(float, range(-8, 0))),
+}
 # `silu_clamp10`: gate and up cut off before the function; `silu_bound7`: its value, and up, cut off.
 _LIMITED = re.compile(r"(?P<function>\w+)_(?P<kind>clamp|bound)(?P<limit>\d+(?:\.\d+)?)")
 _CLAMPED_SWIGLU = "fminf(a, 7.f) / (1.f + expf(-1.702f * fminf(a, 7.f))) * (fmaxf(fminf(b, 7.f), -7.f) + 1.f)"
@@ -59,15 +64,33 @@ def activation_words(name: str, gated: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM of a rank: Humming's LayerConfig and its kernel tensors [E, …] on the device."""
+    """One GEMM of a rank: Humming's LayerConfig and its kernel tensors [E, …] on the device.
+
+    input_scale: of its activations, float32 [1], where it was measured beforehand.
+    """
 
     config: Any
     tensors: Mapping[str, torch.Tensor]
+    input_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A GEMM's activations as its kernel takes them: rows of codes, or of 16-bit numbers without scales.
+
+    group_scale: float32 [rows, G], or int32 [rows, ceil(G / 4)] of four 8-bit scales each, the first lowest.
+    token_scale: float32 [rows, 1], or the one that was measured beforehand, [1].
+    """
+
+    codes: torch.Tensor
+    group_scale: torch.Tensor | None = None
+    token_scale: torch.Tensor | None = None
 
 
 def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Gemm:
     """A GEMM from LayerConfig words, as a rank file's metadata holds them, and its tensors."""
-    return Gemm(layer_config(words), tensors)
+    plain = {name: tensor for name, tensor in tensors.items() if name != "input_scale"}
+    return Gemm(layer_config(words), plain, tensors.get("input_scale"))
 
 
 @functools.lru_cache(maxsize=64)
@@ -99,21 +122,63 @@ def compile_kernels(configs: Iterable[Any], tuned_for_m: int, device: torch.devi
         list(pool.map(compile_one, distinct))
 
 
-def compile_activation(
+def compile_input_kernels(
     w13: Any,
     w2: Any,
     activation: str,
     gated: bool,
-    num_routes: Iterable[int],
+    num_tokens: Iterable[int],
+    top_k: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compile the kernels between two GEMMs, given as LayerConfigs, for some numbers of routes."""
-    width = w13.shape_n - w13.pad_shape_n
+    """Compile the kernels before each of two GEMMs, given as LayerConfigs, for some numbers of tokens."""
+    width, hidden = w13.shape_n - w13.pad_shape_n, w13.shape_k - w13.pad_shape_k
+    scale = torch.ones(1, dtype=torch.float32, device=device)
     with torch.cuda.device(device):
-        for count in num_routes:
-            wide = torch.zeros(count, width, dtype=dtype, device=device)
-            humming_gpu().forward.may_process_input(w2, inputs=wide, **activation_words(activation, gated))
+        for count in num_tokens:
+            x = torch.zeros(count, hidden, dtype=dtype, device=device)
+            process_input(Gemm(w13, {}, scale), x)
+            wide = torch.zeros(count * top_k, width, dtype=dtype, device=device)
+            process_input(Gemm(w2, {}, scale), wide, **activation_words(activation, gated))
+
+
+def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> Inputs:
+    """Rows of the parameter dtype as a GEMM takes them: activated, if that is asked for, and quantized."""
+    mode = gemm.config.input_quant_mode
+    static = gemm.input_scale if mode.value.startswith("static_tensor") else None
+    return Inputs(
+        *humming_gpu().forward.may_process_input(
+            gemm.config, inputs=values, token_scales=static, **activation
+        )
+    )
+
+
+def input_values(config: Any, inputs: Inputs) -> torch.Tensor:
+    """What the codes stand for, float32 [rows, K]; 16-bit activations as they are."""
+    if not config.input_quant_mode.should_quantize:
+        return inputs.codes
+    values = _decoded(config.a_dtype.dtype_str, inputs.codes)
+    if inputs.group_scale is not None:
+        size = config.input_scale_group_size
+        num_groups = -(-values.size(1) // size)
+        scales = _group_scales(config.as_dtype.dtype_str, inputs.group_scale)[:, :num_groups]
+        values = values * scales.repeat_interleave(size, dim=1)[:, : values.size(1)]
+    return values if inputs.token_scale is None else values * inputs.token_scale
+
+
+def _decoded(dtype: str, codes: torch.Tensor) -> torch.Tensor:
+    """Codes as float32; of 4 bits, two in a byte, the first lower."""
+    if dtype not in _NIBBLES:
+        return codes.float()
+    packed = codes.view(torch.uint8)
+    nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return torch.tensor(_NIBBLES[dtype], device=codes.device)[nibbles.int()]
+
+
+def _group_scales(dtype: str, scales: torch.Tensor) -> torch.Tensor:
+    types = {"float8e8m0": torch.float8_e8m0fnu, "float8e4m3": torch.float8_e4m3fn}
+    return scales.view(types[dtype]).float() if dtype in types else scales
 
 
 def align(local_ids: torch.Tensor, num_experts: int, block_size: int) -> dict[str, torch.Tensor]:
@@ -154,8 +219,9 @@ def fused_moe(
     """One rank's share of a MoE block on tokens `x` [T, H] of the parameter dtype.
 
     `local_ids` int64 [T, k] are this rank's expert indices, -1 for routes of other ranks; `weights` float32
-    [T, k]. Returns float32 partial sums [T, H] and the activated intermediate [T * k, I] (zero rows for other
-    ranks' routes). `tuned_for_m` picks the tuning entry, so that batches of several sizes compile one kernel.
+    [T, k]. Returns float32 partial sums [T, H] and the activated intermediate [T * k, I] as the second GEMM saw it,
+    so after quantization (zero rows for other ranks' routes). `tuned_for_m` picks the tuning entry, so that batches of
+    several sizes compile one kernel.
     """
     num_tokens, top_k = local_ids.shape
     is_local = (local_ids >= 0).reshape(-1, 1)
@@ -165,38 +231,37 @@ def fused_moe(
     if not num_local:
         return x.new_zeros(x.shape, dtype=torch.float32), x.new_zeros(num_tokens * top_k, inner)
     width = w13.config.shape_n - w13.config.pad_shape_n
-    wide = _gemm(w13, x, local_ids, top_k, x.new_zeros(num_tokens * top_k, width), num_local, tuned_for_m)
-    hidden, group_scale, token_scale = humming_gpu().forward.may_process_input(
-        w2.config, inputs=wide, **activation_words(activation, gated)
-    )
-    scale = group_scale if group_scale is not None else token_scale
+    wide = x.new_zeros(num_tokens * top_k, width)
+    wide = _gemm(w13, process_input(w13, x), local_ids, top_k, wide, num_local, tuned_for_m)
+    hidden = process_input(w2, wide, **activation_words(activation, gated))
     out = x.new_zeros(num_tokens * top_k, x.size(1))
-    out = _gemm(w2, hidden, local_ids, 1, out, num_local, tuned_for_m, scale)
+    out = _gemm(w2, hidden, local_ids, 1, out, num_local, tuned_for_m)
     routed = torch.where(is_local, out.float(), 0.0).view(num_tokens, top_k, -1)
-    inner_values = torch.where(is_local, hidden, 0.0) if hidden.dtype == x.dtype else hidden
+    inner_values = torch.where(is_local, input_values(w2.config, hidden), 0.0)
     return (routed * weights.unsqueeze(-1)).sum(1), inner_values
 
 
 def _gemm(
     gemm: Gemm,
-    inputs: torch.Tensor,
+    inputs: Inputs,
     local_ids: torch.Tensor,
     top_k: int,
     outputs: torch.Tensor,
     num_local: int,
     tuned_for_m: int,
-    input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    lib = humming_gpu()
+    lib, device = humming_gpu(), inputs.codes.device
+    both = inputs.group_scale is not None
     entry = _tuning_entry(gemm.config, tuned_for_m)
     aligned = align(local_ids, gemm.config.num_experts, entry["block_shape"][0])
-    num_sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     result: torch.Tensor = lib.forward.humming_forward(
         gemm.config,
-        inputs=inputs,
+        inputs=inputs.codes,
         outputs=outputs,
-        input_scale=input_scale,
-        locks=torch.zeros(num_sms * 8, dtype=torch.int32, device=inputs.device),
+        input_scale=inputs.group_scale if both else inputs.token_scale,
+        input_scale_2=inputs.token_scale if both else None,
+        locks=torch.zeros(num_sms * 8, dtype=torch.int32, device=device),
         top_k=top_k,
         valid_shape_m=num_local,
         compute_config=_COMPUTE,

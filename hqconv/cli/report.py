@@ -94,11 +94,15 @@ def _weight_rows(measured: Words) -> Table:
 
 def _kernel_rows(measured: Words) -> Table:
     blocks = sorted(measured, key=lambda block: -measured[block]["kernel"])
-    headers = ("block", "kernel vs decoded", "worst channel", "output vs source", "tokens routed by")
+    headers = (
+        *("block", "kernel vs decoded", "vs rounded activations", "worst channel", "output vs source"),
+        "tokens routed by",
+    )
     return headers, [
         (
             block,
             _number(measured[block]["kernel"]),
+            _number(measured[block].get("rounded_kernel")),
             _number(measured[block]["channel"]),
             _number(measured[block].get("against_source")),
             measured[block]["routed_by"],

@@ -13,6 +13,7 @@ from hqconv.formats.format import DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of,
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.inputs import InputSchema
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.layer import needs_cuda
 from hqconv.schemas.pairs import nearest, why_not
@@ -31,6 +32,7 @@ def check_request(experts: ExpertMap, request: Request) -> None:
     """
     for kind in request.kinds:
         _check_scales(kind)
+        _check_dynamic(kind.inputs)
         if request.layout == artifact.KERNEL:
             _check_kind(kind)
     if request.layout == artifact.CHECKPOINT and request.of_blocks:
@@ -55,6 +57,17 @@ def _check_scales(kind: KernelKind) -> None:
             expected=kind.param_dtype,
             found=schema.bs_dtype,
             remedy="Leave bs_dtype out of the schema, or change --dtype.",
+        )
+
+
+def _check_dynamic(inputs: InputSchema) -> None:
+    if inputs.is_static:
+        raise RequestError(
+            "Activation scales that were measured beforehand are not carried into artifacts yet.",
+            where=f"input schema {inputs.name}: input_quant_mode",
+            expected="dynamic_token, dynamic_group or dynamic_group_token",
+            found=inputs.input_quant_mode,
+            remedy="Use an input schema whose scales are found while serving, such as fp8.",
         )
 
 

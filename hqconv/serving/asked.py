@@ -204,7 +204,7 @@ def input_kernels(
     config = importlib.import_module("humming.config").LayerConfig(**words)
     mode = config.input_quant_mode
     scatters = activation is None and asking.gemm_type == CONTIGUOUS
-    if activation is None and not (mode.should_quantize or scatters):
+    if activation is None and (_comes_quantized(config) or not (mode.should_quantize or scatters)):
         return []
     layout = "scatter" if scatters else "grouped_mask" if asking.gemm_type == MASKED else "normal"
     options: dict[str, Any] = {
@@ -223,6 +223,12 @@ def input_kernels(
         input_dtype=config.c_dtype, hidden_size=config.shape_k - config.pad_shape_k, **options
     )
     return _input_kernels(problem, config)
+
+
+def _comes_quantized(config: Any) -> bool:
+    """Whether vLLM quantizes a layer's tokens itself, before it sends them to other ranks (`utils/humming/moe.py`)."""
+    words = config.a_dtype.dtype_str, config.input_quant_mode.value, config.input_scale_group_size
+    return bool(words == ("float8e4m3", "dynamic_group", 128))
 
 
 def _input_kernels(problem: Any, config: Any) -> list[KernelSource]:

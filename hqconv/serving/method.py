@@ -29,6 +29,7 @@ from hqconv.serving.refusals import (
     check_block,
     check_dtype,
     check_flags,
+    check_inputs,
     check_ranks,
     no_deployment,
     other_model,
@@ -56,6 +57,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         check_dtype(served, asked.dtype)
         check_ranks(served, asked)
         check_block(served, block, asked)
+        check_inputs(served, block)
         _set_activation(served, block, layer)
         self.config, self.served, self.block, self.layer = config, served, block, layer
         self.vllm_config = get_current_vllm_config_or_none()
@@ -80,10 +82,10 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         Raises RequestError where vLLM has padded the layer's sizes.
         """
         check_block(self.served, self.block, _asked(layer, hidden_size=words["hidden_size"]))
-        fields = self.served.schema.humming_fields().items()
-        schema = humming.HummingWeightSchema(**{key: value for key, value in fields if value is not None})
+        schema = humming.HummingWeightSchema(**_given(self.served.schema.humming_fields()))
         layer.weight_schemas = dict.fromkeys(names.GEMMS, schema)
-        layer.input_schemas = dict.fromkeys(names.GEMMS, humming.HummingInputSchema())
+        inputs = humming.HummingInputSchema(**_given(self.served.inputs.humming_fields()))
+        layer.input_schemas = dict.fromkeys(names.GEMMS, inputs)
         layer.humming_configs = self.humming_configs
         for name, ref in self.file.tensors.items():
             data = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
@@ -125,6 +127,10 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             if _model_of(self.vllm_config) != self.model:
                 raise other_model(self.served, _model_of(self.vllm_config))
             self._fill()
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _asked(layer: RoutedExperts, hidden_size: int | None = None) -> Asked:

@@ -12,6 +12,9 @@ from typing import Any
 from hqconv.checkpoint.safetensors import read_header
 from hqconv.errors import InputError, VerificationError
 from hqconv.schemas import artifact as names
+from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.layer import resolve
 from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.served import Served
 
@@ -53,8 +56,21 @@ def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFil
         tensors[own] = ref
     configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
     for gemm, config in configs.items():
-        _check_config(name, gemm, config, served.blocks[block].shapes[gemm], tensors)
+        expected = {**served.blocks[block].shapes[gemm], **_activation_words(served)}
+        _check_config(name, gemm, config, expected, tensors)
     return RankFile(path, name, sha256, tensors, configs)
+
+
+def _activation_words(served: Served) -> dict[str, Any]:
+    """What a LayerConfig says of activations, for those of the manifest."""
+    kind = KernelKind(served.schema, served.dtype, Target(served.sm_version), served.inputs)
+    layer = resolve(kind)
+    return {
+        "a_dtype": kind.a_dtype,
+        "as_dtype": layer.as_dtype,
+        "input_quant_mode": layer.input_quant_mode,
+        "input_scale_group_size": served.inputs.input_scale_group_size,
+    }
 
 
 def check_digest(file: RankFile) -> None:
@@ -82,13 +98,13 @@ def _check_config(
     name: str,
     gemm: str,
     config: Mapping[str, Any],
-    shapes: Mapping[str, int],
+    expected: Mapping[str, Any],
     tensors: Mapping[str, TensorRef],
 ) -> None:
     """Hold a LayerConfig to the manifest, and its number of experts to the tensors'."""
-    for key, expected in shapes.items():
-        if config.get(key) != expected:
-            raise _damaged(name, f"{gemm} of {key} {expected}", config.get(key))
+    for key, value in expected.items():
+        if config.get(key) != value:
+            raise _damaged(name, f"{gemm} of {key} {value}", config.get(key))
     own = {key: ref for key, ref in tensors.items() if key.startswith(f"{gemm}_")}
     if f"{gemm}_weight" not in own:
         raise _damaged(name, f"a tensor {gemm}_weight", ", ".join(tensors) or "no tensors")

@@ -14,6 +14,7 @@ from pathlib import Path
 from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import A16, INPUT_PRESETS, InputSchema
 from hqconv.schemas.serving import serve_options
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.serving.place import Place
@@ -81,6 +82,25 @@ def check_ranks(served: Served, asked: Asked) -> None:
             expected=0,
             found=f"{grid.redundant} in the artifact, {asked.redundant} asked for",
             remedy=" ".join(remedies),
+        )
+
+
+def check_inputs(served: Served, block: ServedBlock) -> None:
+    """Refuse quantized activations that vLLM would prepare otherwise than the kernel reads. Raises RequestError.
+
+    fp8 in groups of 128 is quantized by vLLM itself, before tokens are sent to other ranks.
+    """
+    inputs = served.inputs
+    if inputs.input_scale_group_size != 128 or inputs.a_dtype not in ("float8e4m3", "float8e5m2"):
+        return
+    if inputs.a_dtype == "float8e5m2" or block.hidden_size % 128:
+        is_wide = inputs.a_dtype == "float8e4m3"
+        raise RequestError(
+            "Activations in groups of 128, as vLLM quantizes them itself, are not this artifact's.",
+            where=f"{served.place.name}: {block.name}",
+            expected="a hidden size that is a multiple of 128" if is_wide else "float8e4m3 activations",
+            found=block.hidden_size if is_wide else inputs.a_dtype,
+            remedy="Convert the original again with another --input-schema, such as fp8.",
         )
 
 
@@ -206,11 +226,14 @@ def _options(served: Served) -> dict[str, object]:
         "ep": grid.ep,
         "placement": grid.placement,
         "redundant": grid.redundant,
+        "inputs": _inputs_word(served.inputs),
     }
 
 
 def _convert(source: str, out: str, schema: str, options: Mapping[str, object]) -> list[str]:
     words = ["hqconv", "convert", source, "-o", out, "--schema", schema]
+    if options["inputs"] != A16.name:
+        words += ["--input-schema", str(options["inputs"])]
     words += ["--target", str(options["target"]), "--tp", str(options["tp"])]
     if options["ep"] != 1:
         words += ["--ep", str(options["ep"]), "--expert-placement", str(options["placement"])]
@@ -235,6 +258,11 @@ def _schema_word(schema: TargetSchema) -> str:
     except RequestError:
         is_known = False
     return schema.name if is_known else f"{schema.name}.toml"
+
+
+def _inputs_word(inputs: InputSchema) -> str:
+    """What `--input-schema` takes, likewise."""
+    return inputs.name if INPUT_PRESETS.get(inputs.name) == inputs else f"{inputs.name}.toml"
 
 
 def _flags(flags: Mapping[str, bool]) -> str:

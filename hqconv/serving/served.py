@@ -14,10 +14,10 @@ from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact as names
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import InputSchema
 from hqconv.schemas.target import TargetSchema
 from hqconv.serving.place import Place
 
-_INPUTS = "a16"  # 16-bit activations, as they come
 _SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
 
 
@@ -47,6 +47,7 @@ class Served:
     source_name: str
     humming_version: str
     schema: TargetSchema
+    inputs: InputSchema
     dtype: str
     sm_version: int
     grid: Grid
@@ -57,19 +58,20 @@ class Served:
 def open_served(place: Place) -> Served:
     """Read an artifact's manifest, from a folder or from the Hub.
 
-    Raises RequestError where there is none, where it is of the checkpoint layout, a newer version or for quantized
-    activations,
-    VerificationError where it is damaged or the conversion unfinished, and as `Place.fetch`.
+    Raises RequestError where there is none, where it is of the checkpoint layout or a newer version, VerificationError
+    where it is damaged or the conversion unfinished, and as `Place.fetch`.
     """
     root = Path(place.name) if place.is_folder else place.fetch(names.MANIFEST).parent
     words = read_manifest(root)
     _check_kind(place, words)
     try:
+        schema = schema_of(root, words)
         return Served(
             place=place,
             source_name=str(words["source"].get("name", "the original model")),
             humming_version=words["humming_kernels_version"],
-            schema=schema_of(root, words),
+            schema=schema,
+            inputs=names.kind_of_words(words, schema, words["dtype"]).inputs,
             dtype=words["dtype"],
             sm_version=int(words["target"].removeprefix("sm")),
             grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
@@ -97,14 +99,6 @@ def _check_kind(place: Place, words: Mapping[str, Any]) -> None:
             expected=names.KERNEL,
             found=words["layout"],
             remedy="Its config.json was changed: with quant_method humming vLLM serves it without this plugin.",
-        )
-    if words["input_schema"] != _INPUTS:
-        raise RequestError(
-            "The artifact is laid out for activations that this plugin does not serve.",
-            where=place.name,
-            expected=_INPUTS,
-            found=words["input_schema"],
-            remedy="Upgrade hqconv in the server's environment.",
         )
 
 

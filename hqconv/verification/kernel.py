@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from hqconv.artifact.load import load_rank
 from hqconv.artifact.opened import Artifact
 from hqconv.backends.moe import (
     Gemm,
-    compile_activation,
+    compile_input_kernels,
     compile_kernels,
     fused_moe,
     layer_config,
@@ -30,39 +29,13 @@ from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.grid import tp_slices
 from hqconv.sources.source import Source
+from hqconv.verification.activations import BlockInputs
 from hqconv.verification.batches import Batch, local_ids, make_batch, together
 from hqconv.verification.decoded import decoded_experts, source_experts
-from hqconv.verification.reference import ACTIVATIONS, Expert, is_known, moe_forward
+from hqconv.verification.limits import Limits, judge
+from hqconv.verification.reference import ACTIVATIONS, EXACT, Expert, is_known, moe_forward, moe_forwards
 from hqconv.verification.result import CheckResult
 from hqconv.verification.tally import Tally, relative_error, worst
-
-# Relative error of Humming's kernel against its own decoded weights, measured on an H200 (docs/kernels.md), by input
-# schema and parameter dtype; three times that fails. One output channel may be noisier than the whole.
-KERNEL_ERROR = {("a16", "bfloat16"): 0.0035, ("a16", "float16"): 0.0008}
-TOLERANCE_FACTOR, CHANNEL_FACTOR = 3.0, 12.0
-# Against the source: the output's error may exceed the recorded errors of the projections in quadrature by the first
-# factor; the decoded weights' error, over the experts that were hit, the recorded one by the second.
-SOURCE_FACTOR, WEIGHT_FACTOR = 2.0, 1.25
-# Or, if that is more, their plain sum by this factor: where errors are not random but of one direction, as rounded
-# scales over ternary weights give, they add up so, and an activation may amplify the gate's a little.
-SUM_FACTOR = 1.25
-# Where scales were rounded, the experts that are hit may have lost more than the average: up to the largest change.
-# Codes and scales that were kept decode to the same numbers, but for e8m0 scales that float16 flushes to zero.
-DIRECT_ERROR = 1e-6
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What decides, for one artifact."""
-
-    kernel: float
-    channel: float
-
-    @classmethod
-    def of(cls, input_schema: str, param_dtype: str) -> Limits:
-        """The limits for activations of an input schema and parameters of a dtype."""
-        error = KERNEL_ERROR[input_schema, param_dtype]
-        return cls(TOLERANCE_FACTOR * error, CHANNEL_FACTOR * error)
 
 
 def check_kernel(
@@ -77,14 +50,14 @@ def check_kernel(
 
     `measured[block]` gets `kernel` (relative error against the decoded weights over all batches: the worst of the
     summed output and each rank's activated intermediate), `channel` (the same for the worst single channel),
-    `batch` (for the worst single batch) and, with a source, `against_source` (decoded weights in the same block
-    against the source's) and `weights_against_source` (per projection).
+    `batch` (for the worst single batch), where activations are quantized the same three after `rounded_` (against the
+    decoded weights with activations that the reference rounds), `clipped` for scales measured beforehand and, with a
+    source, `against_source` (decoded weights in the same block against the source's) and `weights_against_source`
+    (per projection).
     """
     result = CheckResult("kernel")
-    limits = Limits.of(artifact.manifest["input_schema"], artifact.param_dtype)
-    result.notes.append(
-        f"fails above {limits.kernel:.4f} against the decoded weights ({limits.channel:.3f} in one channel or batch)"
-    )
+    of_kind = {k.inputs: Limits.of(k.inputs, artifact.param_dtype) for k in artifact.request.kinds}
+    result.notes += [limits.note() for limits in of_kind.values()]
     of_source = {} if source is None else {block.name: block for block in source.map_experts().blocks}
     with ThreadPoolExecutor(num_threads, "hqconv-verify", partial(_begin_thread, device)) as pool:
         for block in blocks:
@@ -97,7 +70,11 @@ def check_kernel(
             measured = _measure(artifact, block, batches, source, of_source, pool)
             result.measured[block] = measured
             recorded = {p: _recorded(e) for p, e in words["quantization_error"].items()}
-            _judge(result, block, measured, limits, recorded)
+            judge(result, block, measured, of_kind[artifact.kind_of(block).inputs], recorded)
+            result.notes += [
+                f"{block}.{gemm}: its scale cuts off {share:.2%} of these tokens' activations"
+                for gemm, share in measured.get("clipped", {}).items()
+            ]
     return result
 
 
@@ -124,57 +101,17 @@ def _measure(
     device, activation = batches[0].x.device, artifact.blocks[block]["activation"]
     decoded = decoded_experts(artifact, artifact.expert_block(block), device, pool)
     everything = together(batches)
-    expected = moe_forward(everything.x.double(), everything.routing, decoded, activation)
-    measured = _compare_kernel(artifact, block, batches, expected, device)
+    inputs = BlockInputs.of(artifact, block, device)
+    roundings = [EXACT] if inputs is None else [EXACT, inputs.reference()]
+    expected = moe_forwards(everything.x.double(), everything.routing, decoded, activation, roundings)
+    exact, *rounded = _compare_kernel(artifact, block, batches, expected, device)
+    measured = exact | {f"rounded_{key}": value for words in rounded for key, value in words.items()}
+    if inputs is not None and inputs.static:
+        measured["clipped"] = inputs.clipped({"w13": everything.x, "w2": expected[0][1]})
     if source is not None:
         original = source_experts(source, of_source[block], device, pool)
-        measured |= _compare_source(activation, everything, expected[0], decoded, original)
+        measured |= _compare_source(activation, everything, expected[0][0], decoded, original)
     return {**measured, "routed_by": batches[0].routed_by}
-
-
-def _judge(
-    result: CheckResult, block: str, measured: dict[str, Any], limits: Limits, recorded: dict[str, float]
-) -> None:
-    """NaN never passes: every comparison is written so that it fails then."""
-    if not measured["kernel"] <= limits.kernel:
-        what = f"The kernel's output is off (rank {measured['worst_rank']})."
-        result.add(block, what, f"relative error <= {limits.kernel:.4f}", f"{measured['kernel']:.4g}")
-    if not measured["channel"] <= limits.channel:
-        where = f"{block}, {measured['worst_channel']}"
-        result.add(
-            where,
-            "One channel of the kernel's output is off.",
-            f"relative error <= {limits.channel:.3f}",
-            f"{measured['channel']:.4g}",
-        )
-    if not measured["batch"] <= limits.channel:
-        result.add(
-            block,
-            "One batch of the kernel's output is off.",
-            f"relative error <= {limits.channel:.3f}",
-            f"{measured['batch']:.4g}",
-        )
-    if "against_source" in measured:
-        _judge_source(result, block, measured, recorded)
-
-
-def _judge_source(
-    result: CheckResult, block: str, measured: dict[str, Any], recorded: dict[str, float]
-) -> None:
-    """Hold the decoded weights, and the output they give, to the errors that the conversion measured."""
-    errors = list(recorded.values())
-    random, alike = SOURCE_FACTOR * math.hypot(*errors), SUM_FACTOR * sum(errors)
-    limit = max(random, alike, DIRECT_ERROR)
-    measured["limit_against_source"] = limit
-    if not measured["against_source"] <= limit:
-        found = f"{measured['against_source']:.4g}"
-        result.add(block, "The output is off the source's.", f"relative error <= {limit:.4f}", found)
-    for projection, error in measured["weights_against_source"].items():
-        limit = max(WEIGHT_FACTOR * recorded.get(projection, 0.0), DIRECT_ERROR)
-        if not error <= limit:
-            where = f"{block}, {projection}"
-            expected = f"relative error <= {limit:.4f}"
-            result.add(where, "The decoded weights are off the source's.", expected, f"{error:.4g}")
 
 
 # --- the two comparisons -----------------------------------------------------------------------------------
@@ -184,42 +121,43 @@ def _compare_kernel(
     artifact: Artifact,
     block: str,
     batches: list[Batch],
-    expected: tuple[torch.Tensor, torch.Tensor],
+    expected: list[tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Kernel against decoded weights: whole output, every rank's intermediate, and the worst channel.
 
-    `expected` are the reference's output and intermediate of all batches together.
+    `expected` are references' outputs and intermediates of all batches together; each gives its own figures.
     """
     words = artifact.blocks[block]
     counts = [b.x.size(0) for b in batches]
-    references = torch.split(expected[0], counts)
-    hiddens = torch.split(expected[1], [count * words["top_k"] for count in counts])
-    outputs = [torch.zeros_like(reference) for reference in references]
-    tallies = {"output": Tally()}
-    size, tp = words["intermediate_size"], artifact.grid.tp
+    routes = [count * words["top_k"] for count in counts]
+    split = [(torch.split(out, counts), torch.split(hidden, routes)) for out, hidden in expected]
+    outputs = [torch.zeros_like(reference) for reference in split[0][0]]
+    tallies = [{"output": Tally()} for _ in expected]
+    slices = tp_slices(words["intermediate_size"], artifact.grid.tp, artifact.schema_of(block))
     tuned_for_m = _tuned_for_m(artifact, block, counts)
     compile_kernels(
         [config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device
     )
     for tp_rank, ep_rank in artifact.grid.ranks:
         gemms = _load_rank(artifact, block, tp_rank, ep_rank, device)
-        tally = tallies.setdefault(f"tp{tp_rank}-ep{ep_rank}, intermediate", Tally())
-        for batch, hidden, out in zip(batches, hiddens, outputs, strict=True):
+        _, begin, end, _ = slices[tp_rank]
+        for index, (batch, out) in enumerate(zip(batches, outputs, strict=True)):
             ids = local_ids(artifact, batch.routing.ids, words["num_experts"], ep_rank)
-            weights = batch.routing.weights
             part, inner = fused_moe(
-                gemms, batch.x, ids, weights, words["activation"], words["gated"], tuned_for_m
+                gemms, batch.x, ids, batch.routing.weights, words["activation"], words["gated"], tuned_for_m
             )
             out += part.double()
             mine = (ids >= 0).reshape(-1)
-            if mine.any():
-                _, begin, end, _ = tp_slices(size, tp, artifact.schema_of(block))[tp_rank]
-                tally.add(inner[mine, : end - begin].double(), hidden[mine, begin:end])
+            for tally, (_, hiddens) in zip(tallies, split, strict=True):
+                of_rank = tally.setdefault(f"tp{tp_rank}-ep{ep_rank}, intermediate", Tally())
+                if mine.any():
+                    of_rank.add(inner[mine, : end - begin].double(), hiddens[index][mine, begin:end])
         del gemms
-    for reference, out in zip(references, outputs, strict=True):
-        tallies["output"].add(out, reference)
-    return worst(tallies)
+    for tally, (references, _) in zip(tallies, split, strict=True):
+        for reference, out in zip(references, outputs, strict=True):
+            tally["output"].add(out, reference)
+    return [worst(tally) for tally in tallies]
 
 
 def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
@@ -237,10 +175,11 @@ def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device:
     words, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
     with torch.cuda.device(device):
         configs = gemm_configs(artifact, block)
-    counts = [count * words["top_k"] for count in tokens]
-    act = partial(compile_activation, num_routes=counts, dtype=dtype, device=device)
+    kernels = partial(
+        compile_input_kernels, num_tokens=tokens, top_k=words["top_k"], dtype=dtype, device=device
+    )
     with ThreadPoolExecutor(1) as pool:
-        activation = pool.submit(act, *configs[0].values(), words["activation"], words["gated"])
+        activation = pool.submit(kernels, *configs[0].values(), words["activation"], words["gated"])
         both = [config for pair in configs for config in pair.values()]
         compile_kernels(both, _tuned_for_m(artifact, block, tokens), device)
         activation.result()

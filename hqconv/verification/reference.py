@@ -6,7 +6,7 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,28 @@ def cover_all_experts(routing: Routing, num_experts: int) -> Routing:
     return Routing(ids, routing.weights)
 
 
-def expert_forward(expert: Expert, x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _as_it_is(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """What a kernel rounds between its steps: w13's input [t, H], its output [t, I], w2's input [t, I]."""
+
+    inputs: Step = _as_it_is
+    wide: Step = _as_it_is
+    hidden: Step = _as_it_is
+
+
+EXACT = Roundings()
+
+
+def expert_forward(
+    expert: Expert, x: torch.Tensor, activation: str, roundings: Roundings = EXACT
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One expert on its tokens [t, H]: the activated intermediate [t, I] and the output [t, H], in x's dtype."""
 
     def project(name: str, inputs: torch.Tensor) -> torch.Tensor:
@@ -144,8 +165,9 @@ def expert_forward(expert: Expert, x: torch.Tensor, activation: str) -> tuple[to
             inputs, expert[name].to(inputs.dtype), None if bias is None else bias.to(inputs.dtype)
         )
 
-    gate = project("w1", x) if "w1" in expert else None
-    hidden = activate(activation, gate, project("w3", x))
+    rounded = roundings.inputs(x)
+    gate = roundings.wide(project("w1", rounded)) if "w1" in expert else None
+    hidden = roundings.hidden(activate(activation, gate, roundings.wide(project("w3", rounded))))
     return hidden, project("w2", hidden)
 
 
@@ -157,9 +179,19 @@ def moe_forward(
     `experts(e)` gives one expert's weights; it is called once for each expert that has tokens. Returns the
     block's output [T, H] and every route's activated intermediate [T * k, I].
     """
+    return moe_forwards(x, routing, experts, activation, (EXACT,))[0]
+
+
+def moe_forwards(
+    x: torch.Tensor,
+    routing: Routing,
+    experts: Callable[[int], Expert],
+    activation: str,
+    roundings: Sequence[Roundings],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`moe_forward` once for each of `roundings`; each expert is asked for once."""
     num_tokens, top_k = routing.ids.shape
-    out = torch.zeros_like(x)
-    hidden: torch.Tensor | None = None
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
     flat = routing.ids.reshape(-1)
     weights = routing.weights.reshape(-1, 1).to(x.dtype)
     by_expert = torch.argsort(flat, stable=True)
@@ -167,10 +199,12 @@ def moe_forward(
     for expert, routes in enumerate(torch.split(by_expert, counts)):
         if not counts[expert]:
             continue
-        inner, outer = expert_forward(experts(expert), x[routes // top_k], activation)
-        if hidden is None:
-            hidden = x.new_zeros(num_tokens * top_k, inner.size(1))
-        hidden[routes] = inner
-        out.index_add_(0, routes // top_k, outer * weights[routes])
-    assert hidden is not None
-    return out, hidden
+        tokens, parts = routes // top_k, experts(expert)
+        for index, rounded in enumerate(roundings):
+            inner, outer = expert_forward(parts, x[tokens], activation, rounded)
+            if index == len(found):
+                found.append((torch.zeros_like(x), x.new_zeros(num_tokens * top_k, inner.size(1))))
+            out, hidden = found[index]
+            hidden[routes] = inner
+            out.index_add_(0, tokens, outer * weights[routes])
+    return found

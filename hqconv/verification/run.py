@@ -19,6 +19,7 @@ from hqconv.sources.source import Source
 from hqconv.verification.batched import why_not
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
+from hqconv.verification.limits import kind_of_inputs
 from hqconv.verification.preparation import begun, kernel_tasks
 from hqconv.verification.result import FAIL, CheckResult
 from hqconv.verification.weights import check_weights
@@ -128,15 +129,20 @@ def _tasks(
             tasks += [partial(why_not, schema, *words) for schema in schemas]
         device, _ = _kernel_device(artifact, options.device) if "kernel" in asked else (None, "")
         if device is not None:
-            tasks += kernel_tasks(artifact, _sample(layers, options), options.tokens, device)
+            tasks += kernel_tasks(artifact, _sample(artifact, layers, options), options.tokens, device)
     return tasks
 
 
-def _sample(blocks: list[str], options: Options) -> list[str]:
-    """The blocks that the kernel runs on: the first, the middle and the last, unless layers were asked for."""
-    if options.layers is None and len(blocks) > 3:
-        return [blocks[0], blocks[len(blocks) // 2], blocks[-1]]
-    return blocks
+def _sample(artifact: Artifact, blocks: list[str], options: Options) -> list[str]:
+    """The blocks for the kernel, unless layers were asked for: the first, middle and last, and the first of each kind."""
+    if options.layers is not None or len(blocks) <= 3:
+        return blocks
+    chosen = {blocks[0], blocks[len(blocks) // 2], blocks[-1]}
+    with suppress(VerificationError):  # the check of files says it
+        firsts = {artifact.kind_of(name): name for name in reversed(blocks)}
+        known = {artifact.kind_of(name) for name in chosen}
+        chosen.update(name for kind, name in firsts.items() if kind not in known)
+    return [name for name in blocks if name in chosen]
 
 
 def _check_options(options: Options) -> None:
@@ -217,7 +223,7 @@ def _kernel(
         if options.checks and "kernel" in options.checks:
             raise RequestError("The kernel check cannot run here.", where="--checks kernel", found=obstacle)
         return CheckResult("kernel", skipped=obstacle)
-    chosen = _sample(blocks, options)
+    chosen = _sample(artifact, blocks, options)
     finish()
     with torch.cuda.device(device):
         result = check_kernel(artifact, source, chosen, options.tokens, device, options.num_threads)
@@ -239,4 +245,8 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
     major, minor = torch.cuda.get_device_capability(device)
     if major * 10 + minor != artifact.sm_version:
         return None, f"the artifact is for sm{artifact.sm_version}, this device is sm{major}{minor}"
+    with suppress(VerificationError):  # the check itself comes upon it
+        for kind in artifact.request.kinds:
+            if kind_of_inputs(kind.inputs) is None:
+                return None, f"there is no reference for {kind.inputs.a_dtype} activations"
     return device, ""

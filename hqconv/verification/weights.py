@@ -53,8 +53,9 @@ def check_weights(
         result.add(
             f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent"
         )
-    quantizer = artifact.request.quantizer
-    need = max((_working_bytes(b, artifact.schema_of(b.name), quantizer) for b in blocks), default=1)
+    need = max(
+        (_working_bytes(b, artifact.schema_of(b.name), artifact.request.quantizer) for b in blocks), default=1
+    )
     _check_memory(need, max_memory_bytes)
     shards = _shards(artifact)
     if device is not None and (obstacle := _obstacle(artifact, sources, device)):

@@ -31,7 +31,7 @@ from hqconv.schemas import artifact
 from hqconv.schemas.dtypes import DTYPES, num_bits
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
-from hqconv.schemas.inputs import INPUT_PRESETS
+from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
 from hqconv.schemas.target import TargetSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from tests.make.conversions import open_plan, schema_of
@@ -317,6 +317,10 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
         (
             {"inputs": INPUT_PRESETS["fp8"], "schema": schema_of("nvfp4")},
             "nvfp4 with --input-schema a16; fp8 activations with --schema mxfp4",
+        ),
+        (
+            {"inputs": InputSchema("x", "float8e4m3", input_quant_mode="static_tensor")},
+            "not carried into artifacts yet",
         ),
         ({"target": Target(100), "param_dtype": "float16"}, "--cuda"),
         ({"layout": "checkpoint", "grid": Grid(tp=2)}, "--layout checkpoint"),

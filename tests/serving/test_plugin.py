@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.quantization.utils.humming import convert_to_humming_moe_kernel_format
+from vllm.model_executor.layers.quantization.utils.humming.moe import get_humming_moe_quant_config
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.utils import weights_already_processed
@@ -30,10 +31,12 @@ from vllm.utils import humming
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import resolve_inputs
+from hqconv.schemas.pairs import why_not
 from hqconv.schemas.target import resolve_schema
 from hqconv.serving.plugin import register
 from tests.make import small
-from tests.make.conversions import run
+from tests.make.conversions import kind_of, run
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 from tests.make.vllm_cpu import build_layer, parallel
@@ -105,7 +108,15 @@ def cut(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
     return tensor.chunk(ranks, dim)[rank]
 
 
-def processed_by_vllm(folder: Path, schema: str, dtype: torch.dtype, grid: Any) -> tuple[Any, Any]:
+def input_schema(name: str) -> Any:
+    """vLLM's words for one of ours."""
+    fields = resolve_inputs(name).humming_fields()
+    return humming.HummingInputSchema(**{key: value for key, value in fields.items() if value is not None})
+
+
+def processed_by_vllm(
+    folder: Path, schema: str, dtype: torch.dtype, grid: Any, inputs: str = "a16"
+) -> tuple[Any, Any]:
     """What vLLM makes of the packed experts of one TP rank: its layer and Humming's LayerConfigs.
 
     Its loader, which refuses some schemas, is left out: the packed tensors are cut and stacked here.
@@ -134,7 +145,8 @@ def processed_by_vllm(folder: Path, schema: str, dtype: torch.dtype, grid: Any) 
             "w2": {"shape_n": SIZES["hidden"], "shape_k": inner},
         },
         weight_schema=humming.HummingWeightSchema(**fields),
-        input_schema=humming.HummingInputSchema(),
+        input_schema=input_schema(inputs),
+        allow_input_schema_fallback=False,
     )
     return layer, configs
 
@@ -183,6 +195,46 @@ def test_the_bytes_are_those_of_vllms_own_processing(
         }
         assert layer.weight_schemas == wanted.weight_schemas
         assert layer.input_schemas == wanted.input_schemas
+
+
+QUANTIZED = [
+    (inputs, schema, dtype)
+    for inputs in ("fp8", "fp8-g128", "fp8-e5m2", "int8")
+    for schema in SCHEMAS
+    for dtype in ("bfloat16", "float16")
+    if why_not(kind_of(schema, dtype, inputs=inputs)) is None
+]
+
+
+@pytest.mark.parametrize(("inputs", "schema", "dtype"), QUANTIZED)
+def test_quantized_activations_are_vllms_own(
+    tmp_path: Path, sources: dict[str, Path], inputs: str, schema: str, dtype: str
+) -> None:
+    """The same parameters, LayerConfigs, schemas and kernel arguments as where vLLM processes the packed weights."""
+    source, param = sources["bfloat16"], getattr(torch, dtype)
+    run(source, tmp_path / "packed", schema, layout="checkpoint", dtype=dtype)
+    run(source, tmp_path / "kernel", schema, Grid(tp=2), dtype=dtype, input_schema=inputs)
+    is_split = resolve_schema(schema).bs_dtype == "float8e8m0" and dtype == "float16"
+    for rank in range(2):
+        grid = parallel(tp=2, tp_rank=rank)
+        layer = load(tmp_path / "kernel", grid=grid, dtype=param)
+        assert_holds_its_file(layer)
+        wanted, configs = processed_by_vllm(tmp_path / "packed", schema, param, grid, inputs)
+        assert layer.input_schemas == wanted.input_schemas
+        assert layer.input_schemas["w13"].a_dtype is not None
+        found = {g: c.to_str() for g, c in layer.humming_configs.items()}
+        if found == {g: c.to_str() for g, c in configs.items()}:
+            for name, value in wanted.named_parameters():
+                assert torch.equal(as_bytes(getattr(layer, name)), as_bytes(value)), name
+        else:
+            assert is_split, (inputs, schema)  # vLLM never splits these scales
+        quant = layer.quant_method.moe_quant_config
+        theirs = get_humming_moe_quant_config(wanted, configs)
+        for key in ("quant_dtype", "block_shape", "is_block_quantized", "per_act_token_quant"):
+            assert getattr(quant, key) == getattr(theirs, key), key
+        assert quant.is_block_quantized == (inputs == "fp8-g128")
+        kernels = layer.quant_method.moe_kernel.fused_experts
+        assert kernels.expects_unquantized_inputs == (inputs != "fp8-g128")
 
 
 def gpt_oss_layer(out: Path, **words: Any) -> Any:
@@ -263,8 +315,8 @@ def test_another_gpu_is_refused_before_anything_else(
     tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(sources["bfloat16"], tmp_path / "out", "int8")
-    monkeypatch.setattr(vllm_cpu.Pretended, "capability", vllm_cpu.DeviceCapability(10, 0))
-    with pytest.raises(RequestError, match=r"sm90(.|\n)*sm100(.|\n)*sm90 alone"):
+    monkeypatch.setattr(vllm_cpu.Pretended, "capability", vllm_cpu.DeviceCapability(11, 0))
+    with pytest.raises(RequestError, match=r"sm90(.|\n)*sm110(.|\n)*makes artifacts for .* alone"):
         open_config(tmp_path / "out")
 
 

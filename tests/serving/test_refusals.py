@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
+from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
 from hqconv.schemas.target import resolve_schema
 from hqconv.serving import refusals
 from hqconv.serving.place import Place
@@ -24,6 +26,7 @@ from hqconv.serving.refusals import (
     check_block,
     check_dtype,
     check_flags,
+    check_inputs,
     check_machine,
     check_ranks,
     recut,
@@ -220,10 +223,37 @@ def test_a_schema_of_a_file_is_named_by_its_file(served: Served) -> None:
     assert command[command.index("--schema") + 1] == "mxfp4.toml"
 
 
+def test_activations_are_in_the_commands(served: Served) -> None:
+    assert "--input-schema" not in recut(served)
+    for inputs, word in (
+        (INPUT_PRESETS["fp8-g128"], "fp8-g128"),
+        (InputSchema("mine", "int8"), "mine.toml"),
+        (InputSchema("fp8", "int8"), "fp8.toml"),
+    ):
+        own = replace(served, inputs=inputs)
+        for command in (recut(own), refused(check_dtype, own, "float16").remedy):
+            assert f"--input-schema {word} " in command
+
+
+def test_groups_that_vllm_quantizes_itself_must_be_its_own(served: Served) -> None:
+    """It does so for 128 columns, in e4m3 alone, and leaves no columns over."""
+    block = served.blocks[BLOCK]
+    wide, odd = replace(block, hidden_size=384), replace(block, hidden_size=192)
+    for inputs in ("fp8-g128", "fp8", "fp8-e5m2", "mxfp8"):
+        check_inputs(replace(served, inputs=INPUT_PRESETS[inputs]), wide)
+    for inputs in ("a16", "fp8", "int8"):
+        check_inputs(replace(served, inputs=INPUT_PRESETS[inputs]), odd)
+    error = refused(check_inputs, replace(served, inputs=INPUT_PRESETS["fp8-g128"]), odd)
+    assert error.found == "192"
+    error = refused(check_inputs, replace(served, inputs=InputSchema("x", "float8e5m2", 128)), wide)
+    assert error.found == "float8e5m2"
+
+
 def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(served: Served) -> None:
-    error = refused(check_machine, served, 100)
-    assert (error.expected, error.found) == ("sm90", "sm100")
-    assert error.remedy == "Serve it on such a GPU; this hqconv makes artifacts for sm90 alone."
+    error = refused(check_machine, served, 110)
+    assert (error.expected, error.found) == ("sm90", "sm110")
+    known = ", ".join(f"sm{sm}" for sm in TARGETS)
+    assert error.remedy == f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
     error = refused(check_machine, replace(served, sm_version=100), 90)
     command = command_in(error)
     assert command[command.index("--target") + 1] == "sm90"

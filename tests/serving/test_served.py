@@ -14,6 +14,7 @@ import pytest
 
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import A16, INPUT_PRESETS
 from hqconv.schemas.target import resolve_schema
 from hqconv.serving.place import Place
 from hqconv.serving.served import Served, open_served
@@ -139,11 +140,19 @@ def test_what_is_no_manifest_at_all_is_refused(out: Path, text: str) -> None:
         opened(out)
 
 
-def test_quantized_activations_are_refused(out: Path) -> None:
-    """Their layout is another one, and this plugin would hand 16-bit activations to it."""
+@pytest.mark.parametrize("name", ["fp8", "fp8-g128", "int8"])
+def test_quantized_activations_are_known(out: Path, name: str) -> None:
+    assert opened(out).inputs == A16
+    inputs = INPUT_PRESETS[name]
+    edit(out, lambda words: words.update(input_schema=name, activation_schema=inputs.humming_fields()))
+    assert opened(out).inputs == inputs
+
+
+def test_activations_without_their_schema_are_refused(out: Path) -> None:
+    """Their layout is another one, and 16-bit activations would be handed to it."""
     edit(out, lambda words: words.update(input_schema="fp8"))
-    with pytest.raises(RequestError, match=r"expected: a16\n  found: fp8\n(.|\n)*Upgrade hqconv"):
-        open_served(Place(str(out)))
+    with pytest.raises(VerificationError, match=r"describes what cannot be(.|\n)*input_schema"):
+        opened(out)
 
 
 def test_the_checkpoint_layout_is_refused(out: Path) -> None:
@@ -155,8 +164,8 @@ def test_the_checkpoint_layout_is_refused(out: Path) -> None:
 
 
 def test_a_newer_version_is_refused_by_its_number(out: Path) -> None:
-    edit(out, lambda words: words.update(format_version=2, hqconv_version="0.9"))
-    with pytest.raises(RequestError, match=r"newer hqconv(.|\n)*2 \(hqconv 0\.9\)(.|\n)*Upgrade"):
+    edit(out, lambda words: words.update(format_version=3, hqconv_version="0.9"))
+    with pytest.raises(RequestError, match=r"newer hqconv(.|\n)*3 \(hqconv 0\.9\)(.|\n)*Upgrade"):
         opened(out)
 
 

@@ -21,6 +21,7 @@ from hqconv.serving.asked import (
     Asking,
     activation_words,
     gemm_kernels,
+    input_kernels,
     standing_in,
 )
 from hqconv.serving.compiler import compile_kernel, identity, kernel_compiler, toolkit
@@ -185,6 +186,21 @@ def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> No
     with standing_in(KNOWN["h200"]):
         for kind in (CONTIGUOUS, MASKED):
             assert not found["h200"] & {kernel.name for kernel in gemm_kernels(WORDS, Asking(kind))}
+
+
+def test_tokens_that_come_quantized_need_no_kernel() -> None:
+    """vLLM quantizes fp8 in groups of 128 itself; everything else is quantized, and scattered, by Humming's kernel."""
+    fp8 = {**WORDS, "a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"}
+    grouped = {**fp8, "input_quant_mode": "dynamic_group", "input_scale_group_size": 128}
+    silu = activation_words("silu", gated=True)
+    with standing_in(KNOWN["h200"]):
+        for kind in (INDEXED, CONTIGUOUS, MASKED):
+            asking = Asking(kind)
+            assert input_kernels(fp8, asking, None, 2)
+            assert not input_kernels(grouped, asking, None, 2)
+            both = [input_kernels(words, asking, silu, 2) for words in (fp8, grouped)]
+            assert all(both)
+            assert not {k.name for k in both[0]} & {k.name for k in both[1]}
 
 
 def test_activations_are_those_of_the_families() -> None:

@@ -16,10 +16,12 @@ from hqconv.api import open_source
 from hqconv.artifact.opened import Artifact
 from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import A16
 from hqconv.verification import decoded as module
 from hqconv.verification.batches import Batch
 from hqconv.verification.decoded import InOrder, decoded_experts, source_experts
-from hqconv.verification.kernel import Limits, _compare_source, _judge, _recorded
+from hqconv.verification.kernel import _compare_source, _recorded
+from hqconv.verification.limits import Limits, judge
 from hqconv.verification.preparation import begun, kernel_tasks
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
@@ -114,8 +116,8 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
     for factor in (1.0, 1.3 * 2.0**-8 / max(measured["weights_against_source"].values())):
         worse = {role: factor * e for role, e in measured["weights_against_source"].items()}
         result = CheckResult("kernel")
-        limits = Limits.of("a16", "bfloat16")
-        _judge(result, block.name, {**measured, "weights_against_source": worse}, limits, recorded)
+        limits = Limits.of(A16, "bfloat16")
+        judge(result, block.name, {**measured, "weights_against_source": worse}, limits, recorded)
         assert bool(result.findings) == (factor > 1), result.findings
 
 

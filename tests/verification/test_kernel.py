@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import A16
 from hqconv.verification import run as module
-from hqconv.verification.kernel import Limits, _judge
+from hqconv.verification.limits import Limits, judge
 from hqconv.verification.result import CheckResult
 from hqconv.verification.run import VerificationReport
 from hqconv.verification.tally import Tally
@@ -152,11 +153,11 @@ def test_what_is_no_number_never_passes() -> None:
     good = {"kernel": 0.001, "channel": 0.001, "batch": 0.001, "worst_rank": "-", "worst_channel": "-"}
     source = {"against_source": 0.1, "weights_against_source": {"w2": 0.1}}
     bad = {"kernel": tally.error(), "channel": tally.worst_channel()[0], "batch": tally.worst_batch}
-    limits, recorded = Limits.of("a16", "bfloat16"), {"w2": 0.1}
+    limits, recorded = Limits.of(A16, "bfloat16"), {"w2": 0.1}
 
     def findings(**words: Any) -> int:
         result = CheckResult("kernel")
-        _judge(result, BLOCK, {**good, **source, **words}, limits, recorded)
+        judge(result, BLOCK, {**good, **source, **words}, limits, recorded)
         return len(result.findings)
 
     assert findings() == 0

@@ -1,0 +1,311 @@
+"""The kernel check with quantized activations: on the CPU with kernels that stand in, on a GPU with Humming's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import hqconv
+from hqconv.artifact.opened import Artifact
+from hqconv.backends.moe import Gemm, fused_moe, layer_config, load_gemm
+from hqconv.schemas.grid import Grid, tp_slices
+from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
+from hqconv.schemas.pairs import why_not
+from hqconv.verification import kernel as module
+from hqconv.verification.activations import BlockInputs
+from hqconv.verification.limits import KERNEL_ERROR, Limits, kind_of_inputs
+from hqconv.verification.reference import Routing, moe_forwards
+from hqconv.verification.result import CheckResult
+from hqconv.verification.rounding import Rounding
+from hqconv.verification.run import _kernel_device
+from scripts.shared import SCHEMAS
+from tests.make import standin
+from tests.make.conversions import kind_of, run
+from tests.make.models import save_model
+
+NUM_EXPERTS, HIDDEN, INNER = 4, 256, 128
+BLOCK = "model.layers.0.mlp.experts"
+SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": 2 * INNER, "num_experts": NUM_EXPERTS}
+QUANTIZED = {
+    "fp8": {"a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
+    "fp8-g128": {
+        "a_dtype": "float8e4m3",
+        "as_dtype": "float32",
+        "input_quant_mode": "dynamic_group",
+        "input_scale_group_size": 128,
+    },
+    "fp8-e5m2": {"a_dtype": "float8e5m2", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
+    "fp8-static": {"a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "static_tensor"},
+    "int8": {"a_dtype": "int8", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
+    "int4": {"a_dtype": "int4", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
+    "mxfp8": {
+        "a_dtype": "float8e4m3",
+        "as_dtype": "float8e8m0",
+        "input_quant_mode": "dynamic_group",
+        "input_scale_group_size": 32,
+    },
+    "mxfp4": {
+        "a_dtype": "float4e2m1",
+        "as_dtype": "float8e8m0",
+        "input_quant_mode": "dynamic_group",
+        "input_scale_group_size": 32,
+    },
+    "nvfp4": {
+        "a_dtype": "float4e2m1",
+        "as_dtype": "float8e4m3",
+        "input_quant_mode": "dynamic_group_token",
+        "input_scale_group_size": 16,
+    },
+}
+
+
+class Config:
+    """What `backends/moe` and the stand-in ask of a LayerConfig, for activations of any target."""
+
+    def __init__(self, words: dict[str, Any], n: int, k: int) -> None:
+        from humming.config import InputQuantizationMode
+        from humming.dtypes import DataType
+
+        self.a_dtype, self.as_dtype = (
+            DataType.from_str(words["a_dtype"]),
+            DataType.from_str(words["as_dtype"]),
+        )
+        self.input_quant_mode = InputQuantizationMode(words["input_quant_mode"])
+        self.input_scale_group_size = words.get("input_scale_group_size", 0)
+        self.shape_n, self.shape_k, self.pad_shape_n, self.pad_shape_k = n, k, 0, 0
+        self.num_experts = NUM_EXPERTS
+
+
+def experts() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"w1": (INNER, HIDDEN), "w3": (INNER, HIDDEN), "w2": (HIDDEN, INNER)}
+    return [
+        {role: torch.randn(shape, generator=generator) * 0.05 for role, shape in shapes.items()}
+        for _ in range(NUM_EXPERTS)
+    ]
+
+
+def errors(
+    found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]
+) -> list[float]:
+    return [float((f.double() - w).norm() / w.norm()) for f, w in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to scale reaches the GEMMs as their launcher wants it, and the intermediate comes back decoded."""
+    standin.use(monkeypatch)
+    words, weights = QUANTIZED[name], experts()
+    stacks = {
+        "w13": torch.stack([torch.cat([e["w1"], e["w3"]]) for e in weights]),
+        "w2": torch.stack([e["w2"] for e in weights]),
+    }
+    static = {"w13": torch.tensor([0.012]), "w2": torch.tensor([0.012])} if name == "fp8-static" else {}
+    gemms = {g: Gemm(Config(words, *w.shape[1:]), {"weight": w}, static.get(g)) for g, w in stacks.items()}
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(19, HIDDEN, generator=generator).bfloat16()
+    ids = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:2] for _ in range(19)])
+    routing = Routing(ids, torch.rand(19, 2, generator=generator))
+    found = fused_moe(gemms, x, ids, routing.weights, "silu", True, 38)
+    scheme = Rounding.of(words)
+    assert scheme is not None
+    inputs = BlockInputs({"w13": scheme, "w2": scheme}, static, ((0, INNER),), torch.bfloat16)
+    exact, rounded = moe_forwards(
+        x.double(), routing, lambda e: weights[e], "silu", [module.EXACT, inputs.reference()]
+    )
+    assert max(errors(found, rounded)) < 0.004  # bfloat16 outputs
+    kind = name.removesuffix("-static")
+    error = KERNEL_ERROR[kind, "bfloat16"].exact
+    for found_error in errors(found, exact):
+        assert 0.7 * error < found_error < 1.4 * error
+    some = torch.where(ids < 2, -1, ids)  # the others are another rank's
+    away = fused_moe(gemms, x, some, routing.weights, "silu", True, 38)
+    assert not away[1][(ids < 2).reshape(-1)].any()
+
+
+def small(tmp_path: Path, inputs: str, schema: str, grid: Grid) -> Artifact:
+    source = save_model(tmp_path / "source", "qwen3_moe", **SIZES)
+    run(source, tmp_path / "out", schema, grid, input_schema=inputs)
+    return Artifact(tmp_path / "out")
+
+
+Damage = Callable[[dict[str, Gemm]], dict[str, Gemm]]
+
+
+def checked(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage = lambda gemms: gemms
+) -> CheckResult:
+    """`check_kernel` on the CPU, with weights that are made up, cut for each rank and maybe damaged."""
+    standin.use(monkeypatch)
+    generator = torch.Generator().manual_seed(2)
+    inner = SIZES["moe_intermediate_size"]
+    shapes = {"w1": (inner, HIDDEN), "w3": (inner, HIDDEN), "w2": (HIDDEN, inner)}
+    weights = [
+        {role: torch.randn(shape, generator=generator) * 0.05 for role, shape in shapes.items()}
+        for _ in range(NUM_EXPERTS)
+    ]
+
+    def load(_: Artifact, block: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
+        _, begin, end, _ = tp_slices(inner, artifact.grid.tp, artifact.schema)[tp_rank]
+        mine = [weights[e] for e in artifact.grid.local_experts(NUM_EXPERTS, ep_rank)]
+        stacks = {
+            "w13": [torch.cat([e["w1"][begin:end], e["w3"][begin:end]]) for e in mine],
+            "w2": [e["w2"][:, begin:end] for e in mine],
+        }
+        gemms = {}
+        for gemm, parts in stacks.items():
+            config = layer_config(artifact.layer_config(block, gemm, tp_rank, ep_rank))
+            gemms[gemm] = Gemm(config, {"weight": torch.stack(parts)})
+        return damage(gemms)
+
+    monkeypatch.setattr(module, "_load_rank", load)
+    monkeypatch.setattr(module, "decoded_experts", lambda *_: lambda expert: weights[expert])
+    monkeypatch.setattr(module, "compile_kernels", lambda *_: None)
+    return module.check_kernel(artifact, None, [BLOCK], [1, 24], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("grid", [Grid(), Grid(2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("inputs", "schema"), [("fp8", "mxfp4"), ("fp8-g128", "fp8-block"), ("int8", "int4")]
+)
+def test_the_check_knows_the_rounding(
+    inputs: str, schema: str, grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TP ranks each of which rounds its own columns, and with parts of the experts."""
+    with small(tmp_path, inputs, schema, grid) as artifact:
+        result = checked(artifact, monkeypatch)
+    assert not result.findings, result.findings
+    measured = result.measured[BLOCK]
+    error = KERNEL_ERROR[inputs, "bfloat16"].exact
+    assert 0.7 * error < measured["kernel"] < 1.4 * error
+    assert measured["rounded_kernel"] < 0.005
+    assert "rounded activations" in result.notes[0]
+
+
+def exchanged(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
+    """Two experts' weights changed places."""
+    return {g: replace(one, tensors={"weight": one.tensors["weight"].roll(1, 0)}) for g, one in gemms.items()}
+
+
+def slightly_larger(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
+    """A scale is off by less than the activations' own rounding."""
+    return {**gemms, "w2": replace(gemms["w2"], tensors={"weight": gemms["w2"].tensors["weight"] * 1.04})}
+
+
+@pytest.mark.parametrize("damage", [exchanged, slightly_larger])
+def test_the_check_finds_less_than_the_rounding_hides(
+    damage: Damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
+        result = checked(artifact, monkeypatch, damage)
+    assert any("rounded activations" in finding.what for finding in result.findings)
+
+
+def test_a_kernel_that_rounds_otherwise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales per group where they should be per token, say: as near to the exact activations as a good kernel."""
+
+    def other(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
+        words = {**QUANTIZED["fp8-g128"]}
+        return {
+            g: replace(one, config=Config(words, one.config.shape_n, one.config.shape_k))
+            for g, one in gemms.items()
+        }
+
+    with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
+        result = checked(artifact, monkeypatch, other)
+    assert result.measured[BLOCK]["kernel"] < 1.4 * KERNEL_ERROR["fp8", "bfloat16"].exact
+    assert [f.what for f in result.findings if "rounded activations" in f.what]
+
+
+def test_static_scales_are_read_and_what_they_cut_off_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales that were measured beforehand lie in every rank's file; nothing is said of exact activations then."""
+    with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
+        path = artifact.root / "experts" / "tp0-ep0" / f"{BLOCK}.safetensors"
+        with safe_open(path, "pt") as file:
+            metadata, names = file.metadata(), list(file.keys())
+        static = {"w13": torch.tensor([2 / 448]), "w2": torch.tensor([0.04])}
+        scales = {f"{BLOCK}.{gemm}_input_scale": scale for gemm, scale in static.items()}
+        save_file({**load_file(path), **scales}, path, metadata)
+        assert not set(scales) & set(names)
+        stored = artifact.layer_config
+
+        def config(*where: Any) -> dict[str, Any]:
+            return {**stored(*where), "input_quant_mode": "static_tensor"}
+
+        def with_scales(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
+            return {gemm: replace(one, input_scale=static[gemm]) for gemm, one in gemms.items()}
+
+        monkeypatch.setattr(artifact, "layer_config", config)
+        inputs = replace(artifact.request.inputs, input_quant_mode="static_tensor")
+        monkeypatch.setattr(artifact, "request", replace(artifact.request, inputs=inputs))
+        found = BlockInputs.of(artifact, BLOCK, torch.device("cpu"))
+        assert found is not None
+        assert {gemm: scale.tolist() for gemm, scale in found.static.items()} == {
+            gemm: scale.tolist() for gemm, scale in static.items()
+        }
+        result = checked(artifact, monkeypatch, with_scales)
+    assert not result.findings, result.findings
+    clipped = result.measured[BLOCK]["clipped"]
+    assert clipped["w13"] == pytest.approx(0.0455, rel=0.1)  # beyond two standard deviations
+    assert clipped["w2"] == 0.0
+    assert any("w13: its scale cuts off 4." in note for note in result.notes)
+    assert load_gemm(config(BLOCK, "w13", 0, 0), {"input_scale": static["w13"]}).input_scale is static["w13"]
+    assert not load_gemm(config(BLOCK, "w13", 0, 0), {"input_scale": static["w13"]}).tensors
+
+
+def test_activations_without_a_reference_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encodings that are documented nowhere, on a GPU that runs them."""
+    with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        device = torch.device("cuda", 0)
+        assert _kernel_device(artifact, device) == (device, "")
+        inputs = InputSchema("x", "float8e3m4")
+        monkeypatch.setattr(artifact, "request", replace(artifact.request, inputs=inputs))
+        assert _kernel_device(artifact, device) == (None, "there is no reference for float8e3m4 activations")
+
+
+def test_every_preset_has_limits() -> None:
+    for name, inputs in INPUT_PRESETS.items():
+        assert kind_of_inputs(inputs) == name
+        limits = Limits.of(inputs, "bfloat16")
+        assert limits.kernel < limits.channel
+        assert (limits.rounded is None) == (name == "a16")
+        assert limits.rounded is None or limits.rounded < limits.kernel
+    static = Limits.of(InputSchema("x", "int8", input_quant_mode="static_tensor"), "float16")
+    assert static.kernel == float("inf")
+    assert static.rounded == Limits.of(INPUT_PRESETS["int8"], "float16").rounded
+    with pytest.raises(KeyError):
+        Limits.of(InputSchema("x", "float8e3m4"), "bfloat16")
+
+
+PAIRS = [
+    (inputs, schema)
+    for inputs in ("fp8", "fp8-g128", "fp8-e5m2", "int8")
+    for schema in SCHEMAS
+    if why_not(kind_of(schema, inputs=inputs)) is None
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a CUDA device of sm90",
+)
+@pytest.mark.parametrize(("inputs", "schema"), PAIRS)
+def test_the_production_kernel(inputs: str, schema: str, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", "qwen3_moe", **SIZES)
+    run(source, tmp_path / "out", schema, Grid(2, 2), input_schema=inputs)
+    report = hqconv.verify(tmp_path / "out", source, checks=["kernel"], layers=[1])
+    assert report.passed, report.words()
+    (measured,) = report.results[0].measured.values()
+    assert 0 < measured["rounded_kernel"] < measured["kernel"]
