@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import hqconv
-from hqconv.artifact.opening import open_source
 from hqconv.artifact.build import FileRecord
+from hqconv.artifact.opening import open_source
 from hqconv.pipeline.run import ConversionReport
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
