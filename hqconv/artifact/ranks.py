@@ -178,7 +178,8 @@ def to_matrix(unpacked: Unpacked) -> Matrix:
     value, scale_2, flushed = to_float32(bits, dtype), unpacked.weight_scale_2, None
     if dtype in ADAPTED:
         if (second := second_scale(unpacked)) is not None:
-            value = value * second
+            with np.errstate(over="ignore", invalid="ignore"):  # of a damaged one
+                value = value * second
         bits, flushed = e8m0_exponents(unpacked)
         dtype, scale_2 = "F8_E8M0", None
     return Matrix(
