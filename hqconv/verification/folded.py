@@ -117,6 +117,12 @@ def folding_of(artifact: Artifact, block: ExpertBlock) -> Folding | None:
     return Folding(3 if is_int8 else 11, is_int8, slices, is_padded)
 
 
+def folding_bytes(artifact: Artifact, block: ExpertBlock) -> int:
+    """Memory that one expert's folding needs: other codes of gate and up, and the table's indices of a chunk."""
+    weights = 2 * block.hidden_size * block.intermediate_size
+    return weights + 16 * _CHUNK_NUMBERS if is_folded(artifact) else 0
+
+
 def _cut(values: torch.Tensor, axis: int, part: TpSlice, codes: torch.Tensor) -> torch.Tensor:
     """A rank's part of codes, or of scales along the same axis."""
     size, full = values.size(axis), codes.size(axis)

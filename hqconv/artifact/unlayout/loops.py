@@ -15,7 +15,8 @@ from hqconv.compiled import compiled
 
 Array = NDArray[Any]
 _PAIR = np.uint32(0xFFFF)
-_EIGHT = np.uint32(8)
+_ALL = np.uint32(0xFFFFFFFF)
+_NONE, _EIGHT = np.uint32(0), np.uint32(8)
 
 
 @compiled
@@ -28,33 +29,35 @@ def unpack_units(words_ETW, num_bits, activation_bits, pieces, places, units_ENU
     """
     num_experts, num_tiles, num_words = words_ETW.shape
     num_chunks = num_words // (32 * num_bits)
-    width = np.uint64(num_bits)
+    width, bits = np.uint64(num_bits), np.uint64(activation_bits)
     for e in range(num_experts):
         for chunk in range(num_chunks):
-            first_row = chunk * 4 * activation_bits
+            units = units_ENU[e, chunk * 4 * activation_bits : (chunk + 1) * 4 * activation_bits]
             for tile in range(num_tiles):
                 words = words_ETW[e, tile, chunk * 32 * num_bits : (chunk + 1) * 32 * num_bits]
-                units = units_ENU[e, first_row : first_row + 4 * activation_bits]
-                for unit in range(activation_bits):
+                for unit in range(bits):
                     first, shift, mask, left, second, shift_2, mask_2 = pieces[unit]
-                    row = np.uint64(places[unit, 0] * 8)
-                    column = np.uint64(tile * 8 + places[unit, 1] * 4)
+                    row, column = np.uint64(places[unit, 0] * 8), np.uint64(tile * 8 + places[unit, 1] * 4)
+                    if activation_bits == 4:
+                        for lane in range(np.uint64(32)):
+                            at = lane * width
+                            value = np.uint32(words[at + first] >> shift) & mask
+                            low = np.uint32(words[at + second] >> shift_2) & mask_2
+                            wide = np.uint64(np.uint32(value << left) | low)
+                            wide = (wide | (wide << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+                            wide = (wide | (wide << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+                            wide = (wide | (wide << np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+                            units[row + lane // np.uint64(4), column + lane % np.uint64(4)] = wide
+                        continue
+                    # 16-bit activations have two codes 16 bits apart, 8-bit ones four, which need not be moved.
+                    join, kept = (_EIGHT, _PAIR) if activation_bits == 16 else (_NONE, _ALL)
                     for r in range(np.uint64(8)):  # lane 4 r + c
                         for c in range(np.uint64(4)):
                             at = (np.uint64(4) * r + c) * width
                             value = np.uint32(words[at + first] >> shift) & mask
                             low = np.uint32(words[at + second] >> shift_2) & mask_2
                             value = np.uint32(np.uint32(value << left) | low)
-                            if activation_bits == 16:
-                                value = (value | (value >> _EIGHT)) & _PAIR
-                            if activation_bits == 4:
-                                wide = np.uint64(value)
-                                wide = (wide | (wide << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
-                                wide = (wide | (wide << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
-                                wide = (wide | (wide << np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-                                units[row + r, column + c] = wide
-                            else:
-                                units[row + r, column + c] = value
+                            units[row + r, column + c] = (value | (value >> join)) & kept
 
 
 @compiled
