@@ -77,7 +77,7 @@ def inner_of(schema: str) -> int:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     @functools.cache
     def make(inner: int) -> Path:
-        """Weights whose exponents lie further apart than fp8 or int8 can add."""
+        """Weights whose exponents lie further apart than fp8 or int8 can add, and all below the 1.0 of padding."""
         folder = tmp_path_factory.mktemp("pairs") / "src"
         sizes = {"hidden_size": HIDDEN, "intermediate_size": inner}
         write_qwen3_moe(folder, num_layers=1, num_experts=NUM_EXPERTS, **sizes)
@@ -85,7 +85,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         generator = torch.Generator().manual_seed(7)
         for name, tensor in tensors.items():
             if name.startswith(BLOCK):
-                groups = torch.randint(-16, 2, (tensor.size(0), tensor.size(1) // 32), generator=generator)
+                groups = torch.randint(-20, -2, (tensor.size(0), tensor.size(1) // 32), generator=generator)
                 tensors[name] = (tensor * 2.0 ** groups.repeat_interleave(32, 1)).bfloat16()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
