@@ -11,22 +11,41 @@ from pathlib import Path
 from hqconv.artifact.opened import Artifact
 from hqconv.checkpoint.folder import SourceFile
 from hqconv.checkpoint.safetensors import read_header
-from hqconv.errors import InputError, VerificationError
+from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.experts.map import ExpertMap
 from hqconv.formats.format import LAID_OUT, SourceFormat
 from hqconv.schemas import artifact as names
+from hqconv.schemas.layer import resolve
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.headers import SafetensorsHeaders
+
+
+def _refuse_fused(artifact: Artifact) -> None:
+    """mxfp4 for fp8 or int8 activations has other codes on every TP rank; what they were is lost."""
+    if artifact.manifest["layout"] != names.KERNEL:
+        return
+    folded = next((n for n in artifact.blocks if resolve(artifact.kind_of(n)).use_fused_e8m0_scale), None)
+    if folded is not None:
+        raise RequestError(
+            "The exponents were folded into the codes: the artifact cannot be a source.",
+            where=f"{artifact.root}: {folded}",
+            found=str(artifact.kind_of(folded)),
+            remedy="Convert the original again.",
+        )
 
 
 class ArtifactHeaders(SafetensorsHeaders):
     """An artifact opened as a checkpoint. Rank tensors are named `<rank file>:<tensor>`."""
 
     def __init__(self, root: Path, *, name: str) -> None:
-        """Read manifest and headers. Raises RequestError, VerificationError or InputError for what is not whole."""
+        """Read manifest and headers. Raises VerificationError or InputError for what is not whole.
+
+        RequestError, too, for an artifact whose codes are not those of its schema any more.
+        """
         super().__init__(root, name=name)
         self.artifact = Artifact(root)
+        _refuse_fused(self.artifact)
         self.quantization = self.artifact.manifest["source"].get("quantization_config")
         self.config = names.admit_transformers(self.config)
         self.config.pop("quantization_config", None)

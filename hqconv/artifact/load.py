@@ -13,7 +13,7 @@ from safetensors import safe_open
 from hqconv.artifact.matrix import floats
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import BlockReader
-from hqconv.artifact.unlayout.form import to_float32
+from hqconv.artifact.unlayout.numbers import to_float32
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import code_of

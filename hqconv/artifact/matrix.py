@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hqconv.artifact.unlayout import loops
-from hqconv.artifact.unlayout.form import code_values, read_config, to_float32
+from hqconv.artifact.unlayout.numbers import code_values, to_float32
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import code_of
 from hqconv.schemas.target import TargetSchema
@@ -28,7 +28,8 @@ class Matrix:
     """One projection of one expert, or a slice of it, in logical order; floats as unsigned bit patterns.
 
     codes uint8 [N, K]; scale [N, G], [N, 1] (channel), [N/bn, K/bk] (block) or [1, 1] (tensor), its dtype, and
-    what the kernels take it for, float32 (with a float16 e8m0's second scale multiplied in); zero_point
+    what the kernels take it for, float32 (with the second scale multiplied in of e8m0 scales that were adapted to
+    float16, or fused into the codes, which then are not the source's any more); zero_point
     [N, G | 1]; scale_2 [1] or [N]; bias [N]; flushed [N, G]: the kernels take this e8m0 scale for zero, and the
     original was at most what `scale` says.
     """
@@ -170,7 +171,7 @@ def decoded_rows(
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """(first row, decoded float32 rows), a few at a time; the array is used again."""
     num_rows, num_columns = matrix.codes.shape
-    values = code_table(schema, param_dtype)
+    values = code_table(schema)
     scale = np.repeat(matrix.scale_value, num_rows // matrix.scale_value.shape[0], axis=0)[None]
     zero, scale_2 = np.zeros((1, num_rows, 1), np.float32), np.ones((1, num_rows), np.float32)
     if matrix.zero_point is not None:
@@ -189,9 +190,6 @@ def decoded_rows(
         yield begin, part[0]
 
 
-def code_table(schema: TargetSchema, param_dtype: str) -> NDArray[np.float32]:
+def code_table(schema: TargetSchema) -> NDArray[np.float32]:
     """What each of 256 codes of the schema stands for."""
-    words = {**schema.humming_fields(), "a_dtype": param_dtype, "c_dtype": param_dtype, "has_bias": False}
-    n, k = max(64, schema.weight_scale_group_size_n), max(64, schema.weight_scale_group_size)
-    sizes = {"shape_n": n, "shape_k": k, "pad_shape_n": 0, "pad_shape_k": 0, "sm_version": 90}
-    return code_values(read_config({**words, **sizes}, {}))
+    return code_values(schema.b_dtype, has_zero_point=schema.has_zero_point)

@@ -12,7 +12,7 @@ import numpy as np
 from hqconv.artifact.matrix import Array, Matrix, Note
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import note_error
-from hqconv.artifact.unlayout.form import to_float32
+from hqconv.artifact.unlayout.numbers import to_float32
 from hqconv.artifact.unlayout.packed import packed_shapes, unpack_codes
 from hqconv.errors import HqconvError
 from hqconv.experts.block import ExpertBlock

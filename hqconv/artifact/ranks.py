@@ -6,19 +6,22 @@ Legend: N rows, K columns, G groups along K.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
 
 from hqconv.artifact.matrix import Home, Matrix, Note, join, run_of_rows, trim
 from hqconv.artifact.opened import Artifact, Tensors
-from hqconv.artifact.unlayout.form import PADDED_E5M0, KernelTensors, read_config, to_float32
-from hqconv.artifact.unlayout.read import Unpacked, e8m0_exponents, unlayout
+from hqconv.artifact.unlayout.form import KernelTensors, read_config
+from hqconv.artifact.unlayout.numbers import to_float32
+from hqconv.artifact.unlayout.read import ADAPTED, Unpacked, e8m0_exponents, second_scale, unlayout
+from hqconv.artifact.unlayout.tensors import expected_tensors
 from hqconv.errors import HqconvError
 from hqconv.experts.block import ExpertBlock
 from hqconv.planning.groups import gemm_shapes
 from hqconv.schemas import artifact as names
+from hqconv.schemas.layer import resolve
 
 Good = set[tuple[str, int, int]]  # GEMM, TP rank, EP rank
 
@@ -35,7 +38,7 @@ def check_rank_headers(artifact: Artifact, block: ExpertBlock, note: Note) -> Go
                 found, expected = _forms(
                     artifact, block.name, config, artifact.flags(block.name, gemm), shape
                 )
-                for name, dtype in _dtypes(expected).items():
+                for name, (dtype, _) in expected_tensors(expected).items():
                     _check_entry(artifact, path, f"{block.name}.{gemm}_{name}", dtype, num_local, note)
             except (HqconvError, OSError) as error:
                 note_error(f"{path}, {gemm}", error, note)
@@ -60,25 +63,32 @@ def _forms(
     shape: tuple[int, int],
 ) -> tuple[KernelTensors, KernelTensors]:
     """What a LayerConfig says, and what it would say if it followed the manifest; padding is its own."""
+    kind = artifact.kind_of(block)
+    layer = asdict(resolve(kind))
+    if (
+        layer["bs_dtype"] == "float8e8m0"
+        and kind.param_dtype == "float16"
+        and not layer["use_block_scaled_mma"]
+    ):
+        # The range of float16 is made up for by a second scale, which fused exponents have anyway.
+        layer["weight_scale_2_type"] = (
+            layer["weight_scale_2_type"] if layer["use_fused_e8m0_scale"] else "tensor"
+        )
+    sizes = {
+        key: config[key]
+        for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
+        if key in config
+    }
+    words = {
+        **kind.schema.humming_fields(),
+        **layer,
+        **sizes,
+        "a_dtype": kind.a_dtype,
+        "c_dtype": kind.param_dtype,
+        "sm_version": kind.target.sm_version,
+    }
     found = read_config(config, flags)
-    schema, param = artifact.schema_of(block), artifact.param_dtype
-    words = {**config, **schema.humming_fields(), "a_dtype": param, "c_dtype": param}
-    if (schema.bs_dtype, param) == ("float8e8m0", "float16"):
-        words["weight_scale_2_type"] = "tensor"
-    return found, replace(read_config(words, flags), shape=shape)
-
-
-def _dtypes(form: KernelTensors) -> dict[str, str]:
-    """Every kernel tensor's dtype in the file's header."""
-    scale = "F8_E8M0" if form.scale_dtype == PADDED_E5M0 else form.scale_dtype
-    dtypes = {"weight": "I32", "weight_scale": scale}
-    if form.zero_kind != "none":
-        dtypes["zero_point"] = "I32" if form.zero_kind == "int" else form.param_dtype
-    if form.scale_2_type != "none":
-        dtypes["weight_scale_2"] = "F32" if form.scale_2_type == "tensor" else form.param_dtype
-    if form.has_bias:
-        dtypes["bias"] = form.param_dtype
-    return dtypes
+    return found, replace(read_config(words, layer), shape=shape)
 
 
 def _check_entry(artifact: Artifact, path: str, name: str, dtype: str, num_local: int, note: Note) -> None:
@@ -173,9 +183,10 @@ def to_matrix(unpacked: Unpacked) -> Matrix:
     """The first expert of a decoded stack as a matrix."""
     bits, dtype = unpacked.weight_scale, unpacked.scale_dtype
     value, scale_2, flushed = to_float32(bits, dtype), unpacked.weight_scale_2, None
-    if dtype == PADDED_E5M0:
-        if scale_2 is not None:
-            value = value * to_float32(scale_2, "F32")[:, None, None]
+    if dtype in ADAPTED:
+        if (second := second_scale(unpacked)) is not None:
+            with np.errstate(over="ignore", invalid="ignore"):  # of a damaged one
+                value = value * second
         bits, flushed = e8m0_exponents(unpacked)
         dtype, scale_2 = "F8_E8M0", None
     return Matrix(

@@ -19,15 +19,10 @@ import torch
 from hqconv.artifact.matrix import code_table
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import Good
-from hqconv.artifact.unlayout.form import KernelTensors, expected_tensors, read_config
-from hqconv.artifact.unlayout.stacks import (
-    Stack,
-    bits_of,
-    float_values,
-    look_up,
-    read_stack,
-    unpack_fields,
-)
+from hqconv.artifact.unlayout.form import KernelTensors, read_config
+from hqconv.artifact.unlayout.stack_scales import float_values, look_up, unpack_fields
+from hqconv.artifact.unlayout.stacks import Stack, bits_of, read_stack
+from hqconv.artifact.unlayout.tensors import expected_tensors
 from hqconv.errors import VerificationError
 from hqconv.experts.block import ExpertBlock
 from hqconv.schemas import artifact as names
@@ -275,7 +270,7 @@ def decode(stack: Stack, schema: TargetSchema, param_dtype: str) -> torch.Tensor
     """The decoded weights ((value - zero) * scale) * scale_2, float32 [E, N, K]; every step is rounded."""
     num_experts, num_rows, num_columns = stack.codes.shape
     _, runs, groups = stack.scale_value.shape
-    values = look_up(_code_values(schema, param_dtype, stack.codes.device), stack.codes)
+    values = look_up(_code_values(schema, stack.codes.device), stack.codes)
     values = values.view(num_experts, runs, num_rows // runs, groups, num_columns // groups)
     if stack.zero_point is not None:
         dtype = code_of(param_dtype) if schema.is_fp_zero_point else "codes"
@@ -292,5 +287,5 @@ def decode(stack: Stack, schema: TargetSchema, param_dtype: str) -> torch.Tensor
 
 
 @functools.lru_cache(maxsize=64)
-def _code_values(schema: TargetSchema, param_dtype: str, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(code_table(schema, param_dtype)).to(device)
+def _code_values(schema: TargetSchema, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(code_table(schema)).to(device)

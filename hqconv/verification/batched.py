@@ -173,19 +173,26 @@ class BatchedJob:
         if original is not None:
             device = self._staging.device
             done = encode_batch(original.source, original.block, experts, raw, original.encoding, device)
-        columns, prints = [], {}
+        columns, prints, expected = [], {}, self._expected(done)
         for role, stack in stacks.items():
             wrong, values = stack.wrong, None
-            if original is not None and done is not None and raw is not None:
-                expected = unpack_stack(done.tensors[role], schema)
-                wrong = differs(stack, expected)
-                prints[role] = expected.codes[:, printed_rows(expected.codes.size(1))]
+            if original is not None and raw is not None:
+                wrong = differs(stack, expected[role])
+                prints[role] = expected[role].codes[:, printed_rows(expected[role].codes.size(1))]
                 values = _values(original, experts, role, raw)
             columns += [measure_stack(stack, values, schema, param), wrong.double().unsqueeze(1)]
         rows = torch.cat(columns, 1).tolist()
         costs = {} if done is None else done.costs([one.cpu() for one in done.measured])
         hashes = {role: [hash_of_rows(one) for one in found.cpu().numpy()] for role, found in prints.items()}
         return [self._outcome(i, rows[i], stacks, costs, hashes) for i in range(len(experts))]
+
+    def _expected(self, done: EncodedBatch | None) -> dict[str, Stack]:
+        """The source's projections, quantized, as the artifact has them."""
+        if done is None:
+            return {}
+        schema, folding = self.job.schema, self.job.folding
+        expected = {role: unpack_stack(tensors, schema) for role, tensors in done.tensors.items()}
+        return expected if folding is None else folding.stacks(expected)
 
     def _outcome(
         self,
@@ -212,6 +219,7 @@ class BatchedJob:
                 has_source=self.job.original is not None,
                 quantizer=costs[role][index] if costs else None,
             )
+            outcome.figures[role].is_folded = self.job.folding is not None
         return outcome
 
 

@@ -15,7 +15,7 @@ from hqconv.artifact.load import expert_floats, refuse
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import BlockReader
 from hqconv.artifact.stacked import StackReader, decode
-from hqconv.artifact.unlayout.stacks import float_values
+from hqconv.artifact.unlayout.stack_scales import float_values
 from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import HqconvError
 from hqconv.experts.block import ExpertBlock

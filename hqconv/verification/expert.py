@@ -25,6 +25,7 @@ from hqconv.schemas.target import TargetSchema
 from hqconv.sources.source import Source
 from hqconv.verification.comparison import GemmPlace, compare, fingerprint
 from hqconv.verification.figures import Figures, measure
+from hqconv.verification.folded import Folding, folding_of
 from hqconv.verification.result import Finding
 
 _CPU = torch.device("cpu")
@@ -65,6 +66,16 @@ class Job:
         self.findings: list[Finding] = []
         is_kernel = artifact.request.layout == names.KERNEL
         self.reader = BlockReader(artifact, block, self._note) if is_kernel else None
+        self.folding = self._folding()
+
+    def _folding(self) -> Folding | None:
+        """How exponents are fused into the codes; without headers that are good there is nothing to compare."""
+        if self.original is None or self.reader is None or not self.reader.good:
+            return None
+        try:
+            return folding_of(self.artifact, self.block)
+        except (HqconvError, KeyError, OSError):  # noted by the reader
+            return None
 
     def _note(self, where: str, what: str, expected: object, found: object) -> None:
         self.findings.append(Finding(where, what, str(expected), str(found)))
@@ -90,6 +101,7 @@ class Job:
                     outcome.note(where, "Decoded weights are not finite.", "numbers", "NaN or infinity")
                 if role in results:
                     figures.quantizer = results[role].cost
+                    figures.is_folded = self.folding is not None
             self._compare(found, results, gemm, expert, outcome)
         return outcome
 
@@ -114,6 +126,7 @@ class Job:
         outcome: Outcome,
     ) -> None:
         expected = {role: as_matrix(one, self.schema) for role, one in results.items()}
+        expected = expected if self.folding is None else self.folding.matrices(expected)
         place = GemmPlace(self.artifact, self.block, gemm, expert, self.shards)
         for role, matrix in expected.items():
             outcome.expected[role] = fingerprint(matrix.codes)

@@ -24,7 +24,7 @@ class Figures:
     """Sums over one matrix in float64: w the source, d the decoded weights; the first four without one are 0.
 
     error (w - d)**2, power w**2, dot w * d, worst (relative error of a group, row, group); decoded_power d**2.
-    quantizer: the cost as the conversion measures it.
+    quantizer: the cost as the conversion measures it. is_folded: exponents were fused into the codes since.
     """
 
     error: float = 0.0
@@ -37,10 +37,11 @@ class Figures:
     num_flushed: int = 0
     has_source: bool = False
     quantizer: Cost | None = None
+    is_folded: bool = False
 
     def recorded_sums(self) -> tuple[float, float]:
-        """Error and power as the manifest records them: before float16 flushes the smallest e8m0 scales."""
-        if self.num_flushed and self.quantizer:
+        """Error and power as the manifest records them: before the layout loses some, of the smallest e8m0 scales."""
+        if (self.num_flushed or self.is_folded) and self.quantizer:
             return self.quantizer.error, self.quantizer.power
         return self.error, self.power
 
@@ -115,10 +116,9 @@ def figures_of(
     """One expert's figures from its row of `measure_stack`; `num_groups` are in a row of the matrix."""
     error, power, dot, decoded_power, ratio, index, num_zero, num_flushed = row
     worst = (math.sqrt(ratio), *divmod(int(index), num_groups)) if ratio > 0 else (0.0, 0, 0)
-    counts = {"num_zero_scales": int(num_zero), "num_flushed": int(num_flushed), "num_scales": num_scales}
-    return Figures(
-        error, power, dot, worst, decoded_power, has_source=has_source, quantizer=quantizer, **counts
-    )
+    figures = Figures(error, power, dot, worst, decoded_power, int(num_zero), num_scales, int(num_flushed))
+    figures.has_source, figures.quantizer = has_source, quantizer
+    return figures
 
 
 def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[
     norm = math.sqrt(power * decoded) if decoded >= 0 else math.nan
     return {
         "relative_error": _number(relative_error(error, power)),
-        "sqnr_db": _number(10 * math.log10(power / error)) if error > 0 and power > 0 else None,
+        "sqnr_db": _number(10 * math.log10(power / error)) if error > 0 < power / error else None,
         "cosine": _number(math.fsum(f.dot for f in of_role) / norm) if norm > 0 else None,
         "worst_expert": worst_expert,
         "worst_relative_error": _number(each[worst_expert]),

@@ -134,7 +134,7 @@ def _tasks(
 
 
 def _sample(artifact: Artifact, blocks: list[str], options: Options) -> list[str]:
-    """The blocks for the kernel, unless layers were asked for: the first, middle and last, and the first of each kind."""
+    """The blocks for the kernel, if no layers were asked for: the first, middle and last, and one of each kind."""
     if options.layers is not None or len(blocks) <= 3:
         return blocks
     chosen = {blocks[0], blocks[len(blocks) // 2], blocks[-1]}

@@ -25,6 +25,7 @@ from hqconv.verification.ahead import ahead
 from hqconv.verification.batched import BatchedJob, Shared, Staging, plan_staging, why_not
 from hqconv.verification.expert import Job, Original, Outcome
 from hqconv.verification.figures import summarize
+from hqconv.verification.folded import folding_bytes
 from hqconv.verification.recorded import check_recorded
 from hqconv.verification.result import CheckResult, Finding
 
@@ -53,9 +54,11 @@ def check_weights(
         result.add(
             f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent"
         )
-    need = max(
-        (_working_bytes(b, artifact.schema_of(b.name), artifact.request.quantizer) for b in blocks), default=1
+    needs = (
+        _working_bytes(b, artifact.schema_of(b.name), artifact.request.quantizer) + folding_bytes(artifact, b)
+        for b in blocks
     )
+    need = max(needs, default=1)
     _check_memory(need, max_memory_bytes)
     shards = _shards(artifact)
     if device is not None and (obstacle := _obstacle(artifact, sources, device)):

@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv.artifact.matrix import floats
-from hqconv.artifact.ranks import to_matrix
 from hqconv.artifact.unlayout import read as module
-from hqconv.artifact.unlayout.form import PADDED_E5M0, read_config, to_float32
-from hqconv.artifact.unlayout.read import Unpacked, e8m0_exponents, unlayout
-from hqconv.artifact.unlayout.stacks import Stack, read_stack, unpack_fields
+from hqconv.artifact.unlayout.numbers import PADDED_E5M0, to_float32
+from hqconv.artifact.unlayout.read import e8m0_exponents, unlayout
+from hqconv.artifact.unlayout.stack_scales import unpack_fields
 from hqconv.backends.layout import humming_schema, kernel_form, to_kernel
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import humming, resident, target_facts
@@ -28,6 +26,15 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema, resolve_schema
 from tests.make.conversions import kind_of
+from tests.make.kernel_tensors import (
+    assert_is_packed,
+    assert_is_twin,
+    field_codes,
+    flipped,
+    raw,
+    stack_of,
+    values_of,
+)
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.places import GOLDEN
 
@@ -109,62 +116,6 @@ def forward(
     return Case(schema, packed, json.loads(form.config_json(NUM_EXPERTS)), kernel)
 
 
-def values_of(unpacked: Unpacked, schema: TargetSchema, param_dtype: str) -> np.ndarray:
-    """The decoded weights [E, N, K] of a stack."""
-    each = [to_matrix(one_of(unpacked, e)) for e in range(len(unpacked.codes))]
-    return np.stack([floats(matrix, schema, param_dtype) for matrix in each])
-
-
-def one_of(unpacked: Unpacked, expert: int) -> Unpacked:
-    """One expert's part."""
-    arrays = ("codes", "weight_scale", "zero_point", "weight_scale_2", "bias")
-    parts = {
-        key: array[expert : expert + 1] for key in arrays if (array := getattr(unpacked, key)) is not None
-    }
-    return dataclasses.replace(unpacked, **parts)
-
-
-def raw(tensor: torch.Tensor) -> np.ndarray:
-    """Bit patterns; written apart from the module's own."""
-    tensor = tensor.contiguous()
-    flat = tensor.flatten().view(torch.uint8).numpy()
-    return flat.view(f"u{tensor.element_size()}").reshape(tensor.shape)
-
-
-def field_codes(words: np.ndarray, num_bits: int) -> np.ndarray:
-    """Little-endian bit fields along the last dimension, any width."""
-    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
-    bits = bits.reshape(*words.shape[:-1], -1, num_bits)
-    return (bits << np.arange(num_bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
-
-
-def assert_is_packed(
-    unpacked: module.Unpacked, packed: dict[str, torch.Tensor], schema: TargetSchema
-) -> None:
-    """Every array equals the packed tensor it came from, and nothing was left over."""
-    assert unpacked.problems == ()
-    assert np.array_equal(unpacked.codes, field_codes(packed["weight"].numpy(), schema.num_bits))
-    if unpacked.scale_dtype == PADDED_E5M0:
-        original, is_flushed = e8m0_exponents(unpacked)
-        expected = raw(packed["weight_scale"])
-        assert np.array_equal(original[~is_flushed], expected[~is_flushed])
-        assert (expected <= original)[is_flushed].all()
-    else:
-        assert np.array_equal(unpacked.weight_scale, raw(packed["weight_scale"]))
-        assert (unpacked.weight_scale_2 is None) == ("weight_scale_2" not in packed)
-        if unpacked.weight_scale_2 is not None:
-            assert np.array_equal(unpacked.weight_scale_2, raw(packed["weight_scale_2"]))
-    assert (unpacked.zero_point is None) == ("zero_point" not in packed)
-    if unpacked.zero_point is not None:
-        expected = raw(packed["zero_point"])
-        if not schema.is_fp_zero_point:
-            expected = field_codes(expected.swapaxes(-1, -2), schema.num_bits).swapaxes(-1, -2)
-        assert np.array_equal(unpacked.zero_point, expected)
-    assert (unpacked.bias is None) == ("bias" not in packed)
-    if unpacked.bias is not None:
-        assert np.array_equal(unpacked.bias, raw(packed["bias"]))
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
 @pytest.mark.parametrize("name", ALL)
@@ -184,28 +135,6 @@ def test_inverts_the_forward_path(name: str, param_dtype: str, size: tuple[int, 
 
 
 # --- the twin for stacks of experts
-
-
-def stack_of(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> Stack:
-    signed = {
-        key: array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
-        for key, array in kernel.items()
-    }
-    return read_stack(read_config(config, flags or {}), {k: torch.from_numpy(v) for k, v in signed.items()})
-
-
-def assert_is_twin(stack: Stack, unpacked: Unpacked) -> None:
-    """Every expert's matrix, bit for bit."""
-    for e in range(len(unpacked.codes)):
-        matrix = to_matrix(one_of(unpacked, e))
-        assert matrix.scale_dtype == stack.scale_dtype
-        for field in ("codes", "scale", "scale_value", "zero_point", "scale_2", "bias", "flushed"):
-            ours, theirs = getattr(stack, field), getattr(matrix, field)
-            assert (ours is None) == (theirs is None), field
-            if ours is not None:
-                array = ours[e].contiguous().numpy()
-                assert array.shape == theirs.shape, field
-                assert array.tobytes() == theirs.tobytes(), field
 
 
 @pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
@@ -252,20 +181,6 @@ def test_the_second_scale_of_e8m0_is_a_power_of_two() -> None:
         e8m0_exponents(unlayout(case.config, kernel))
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int8-g128-zp", "int3-g64", "fp8", "fp8-block"])
-def test_other_targets_with_their_flags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    humming()
-    # Humming asks for the CUDA compiler on every target but sm90; below sm89 the answer changes nothing.
-    monkeypatch.setattr("humming.config.config._cuda_compiler_version", lambda _compiler: (12, 0))
-    case = forward(name, "bfloat16", sm_version=80)
-    flags = {"use_native_dequant": False}
-    unpacked = unlayout(case.config, case.kernel, flags)
-    assert_is_packed(unpacked, case.packed, case.schema)
-    assert_is_twin(stack_of(case.config, case.kernel, flags), unpacked)
-    with pytest.raises(RequestError, match="layout flags"):
-        unlayout(case.config, case.kernel)
-
-
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.npz")))
 def test_recordings_of_a_real_gpu(name: str) -> None:
     schema = resolve_schema(name)
@@ -292,12 +207,6 @@ def test_recordings_of_a_real_gpu(name: str) -> None:
 
 
 # --- one flipped bit, one difference -----------------------------------------------------------------------
-
-
-def flipped(kernel: dict[str, np.ndarray], name: str, bit: int) -> dict[str, np.ndarray]:
-    arrays = {key: array.copy() for key, array in kernel.items()}
-    arrays[name].reshape(-1).view(np.uint8)[bit // 8] ^= np.uint8(1 << bit % 8)
-    return arrays
 
 
 def differing(left: module.Unpacked, right: module.Unpacked) -> dict[str, np.ndarray]:
@@ -407,14 +316,15 @@ def test_unused_bits_are_reported() -> None:
 @pytest.mark.parametrize(
     ("words", "flags", "message"),
     [
-        ({"a_dtype": "float8e4m3"}, {}, "activations in float8e4m3 cannot be read back yet"),
-        ({"a_dtype": "int8"}, {}, "activations in int8 cannot be read back yet"),
-        ({"use_packed_k_layout": True}, {}, "use_packed_k_layout cannot be read back yet"),
-        ({}, {"use_native_dequant": True}, "use_native_dequant cannot be read back yet"),
-        ({"sm_version": 100}, {}, "sm100 is not known without its layout flags"),
+        ({"a_dtype": "float32"}, {}, "activations in float32 cannot be read back"),
+        ({"a_dtype": "int8"}, {}, "sm90 for int8 is not known without its layout flags"),
+        ({"use_int_weight_scale": True}, {}, "use_int_weight_scale cannot be read back"),
+        ({}, {"use_int_weight_scale": True}, "use_int_weight_scale cannot be read back"),
+        ({"sm_version": 100}, {}, "sm100 for bfloat16 is not known without its layout flags"),
+        ({"sm_version": 100}, {"use_native_dequant": False}, "is not known without its layout flags"),
     ],
 )
-def test_layouts_of_the_future_are_refused(
+def test_layouts_that_are_not_known_are_refused(
     words: dict[str, Any], flags: dict[str, Any], message: str
 ) -> None:
     case = forward("mxfp4", "bfloat16")

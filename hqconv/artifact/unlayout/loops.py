@@ -1,6 +1,6 @@
 """Compiled loops of `unlayout`: kernel words to codes, zero-point centring undone, codes to float32.
 
-Shape legend: E experts, N rows, K columns (both padded), T = K / 16, G groups along K.
+Shape legend: E experts, N rows, K columns (both padded), T tiles along K, G groups along K.
 Every loop releases the GIL: callers run one expert (or stack) per thread.
 """
 
@@ -15,56 +15,71 @@ from hqconv.compiled import compiled
 
 Array = NDArray[Any]
 _PAIR = np.uint32(0xFFFF)
-_EIGHT = np.uint32(8)
-
-
-def fragment_pieces(num_bits: int) -> Array:
-    """Where a lane's 16 pairs of codes lie in its `num_bits` words: uint32 [16, 7], see `unpack_pairs`.
-
-    A *plane* is 32 bits of fields, each as wide as the next power of two; a pair is one field in both 16-bit
-    halves of a plane (`dequant_b1248`, `dequant_b3567`). Where the width is no power of two, planes are
-    squeezed: one may straddle two words, its high bits in the first of them (`get_quanted_value_group`).
-    """
-    width = 1 << (num_bits - 1).bit_length()
-    pieces = np.zeros((16, 7), np.uint32)
-    for pair in range(16):
-        plane, field = divmod(pair * width, 16)
-        word, offset = divmod(plane * num_bits, width)
-        num_high = min(num_bits, width - offset)
-        num_low = num_bits - num_high
-        high, low = (0x00010001 * ((1 << count) - 1) for count in (num_high, num_low))
-        pieces[pair] = (word, field + offset, high, num_low, word + (num_low > 0), field, low)
-    return pieces
+_ALL = np.uint32(0xFFFFFFFF)
+_NONE, _EIGHT = np.uint32(0), np.uint32(8)
 
 
 @compiled
-def unpack_pairs(words_ETW, num_bits, pieces, pairs_ENP):  # type: ignore[no-untyped-def]
-    """Write the codes of 16-bit-activation weights, two columns to a uint16, P = K / 2.
+def unpack_units(words_ETW, num_bits, activation_bits, pieces, places, units_ENU):  # type: ignore[no-untyped-def]
+    """Write the codes of a fragment layout, all of a *unit* at once: U = K * activation_bits / 32.
 
-    `words_ETW` uint32 [E, T, N * num_bits / 2]: for 64 rows and 16 columns, `num_bits` words for each of 32
-    lanes (`s2r_loader/loader_b.cuh`, `load`). A lane's fragment of 16 pairs is `pieces[pair]` = (first word,
-    shift, mask, left shift, second word, shift, mask), see `fragment_pieces`.
-    The pair's place is the A operand of `wgmma.m64nNk16`: row lane / 4, columns 2 * (lane % 4) and the next.
+    `words_ETW` uint32 [E, T, W]: for `4 * activation_bits` rows and `256 / activation_bits` columns, `num_bits` words
+    for each of 32 lanes. `pieces`, `places` are of `fragments.unit_pieces` and `unit_places`; a unit lies at row
+    lane / 4 and at its lane % 4 of a half of the columns. `units_ENU` views the codes, as wide as a unit has codes.
     """
     num_experts, num_tiles, num_words = words_ETW.shape
-    num_blocks = num_words // (32 * num_bits)
-    width = np.uint64(num_bits)
+    num_chunks = num_words // (32 * num_bits)
+    width, bits = np.uint64(num_bits), np.uint64(activation_bits)
     for e in range(num_experts):
-        for block in range(num_blocks):
+        for chunk in range(num_chunks):
+            units = units_ENU[e, chunk * 4 * activation_bits : (chunk + 1) * 4 * activation_bits]
             for tile in range(num_tiles):
-                words = words_ETW[e, tile, block * 32 * num_bits : (block + 1) * 32 * num_bits]
-                pairs = pairs_ENP[e, block * 64 : block * 64 + 64]
-                for pair in range(16):
-                    first, shift, mask, left, second, shift_2, mask_2 = pieces[pair]
-                    # Pairs run over (16-row block, row half, column half): WGMMA::transform_b.
-                    row, column = np.uint64(pair // 2 * 8), np.uint64(tile * 8 + pair % 2 * 4)
+                words = words_ETW[e, tile, chunk * 32 * num_bits : (chunk + 1) * 32 * num_bits]
+                for unit in range(bits):
+                    first, shift, mask, left, second, shift_2, mask_2 = pieces[unit]
+                    row, column = np.uint64(places[unit, 0] * 8), np.uint64(tile * 8 + places[unit, 1] * 4)
+                    if activation_bits == 4:
+                        for lane in range(np.uint64(32)):
+                            at = lane * width
+                            value = np.uint32(words[at + first] >> shift) & mask
+                            low = np.uint32(words[at + second] >> shift_2) & mask_2
+                            wide = np.uint64(np.uint32(value << left) | low)
+                            wide = (wide | (wide << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+                            wide = (wide | (wide << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+                            wide = (wide | (wide << np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+                            units[row + lane // np.uint64(4), column + lane % np.uint64(4)] = wide
+                        continue
+                    # 16-bit activations have two codes 16 bits apart, 8-bit ones four, which need not be moved.
+                    join, kept = (_EIGHT, _PAIR) if activation_bits == 16 else (_NONE, _ALL)
                     for r in range(np.uint64(8)):  # lane 4 r + c
                         for c in range(np.uint64(4)):
                             at = (np.uint64(4) * r + c) * width
                             value = np.uint32(words[at + first] >> shift) & mask
                             low = np.uint32(words[at + second] >> shift_2) & mask_2
                             value = np.uint32(np.uint32(value << left) | low)
-                            pairs[row + r, column + c] = (value | (value >> _EIGHT)) & _PAIR
+                            units[row + r, column + c] = (value | (value >> join)) & kept
+
+
+@compiled
+def unpack_singly(words_ETW, num_bits, activation_bits, pieces, places, codes_ENK):  # type: ignore[no-untyped-def]
+    """`unpack_units` code by code, where those of a unit are not alike: `pieces` is of `fragments.code_pieces`."""
+    num_experts, num_tiles, num_words = words_ETW.shape
+    num_chunks, per_unit = num_words // (32 * num_bits), 32 // activation_bits
+    for e in range(num_experts):
+        for chunk in range(num_chunks):
+            for tile in range(num_tiles):
+                words = words_ETW[e, tile, chunk * 32 * num_bits : (chunk + 1) * 32 * num_bits]
+                for index in range(32):
+                    first, shift, mask, left, second, shift_2, mask_2 = pieces[index]
+                    row, half = places[index // per_unit]
+                    row += chunk * activation_bits // 2
+                    column = (tile * 8 + half * 4) * per_unit + index % per_unit
+                    for lane in range(32):
+                        at = np.uint64(lane * num_bits)
+                        value = np.uint32(words[at + first] >> shift) & mask
+                        low = np.uint32(words[at + second] >> shift_2) & mask_2
+                        code = np.uint32(np.uint32(value << left) | low)
+                        codes_ENK[e, row * 8 + lane // 4, column + lane % 4 * per_unit] = code
 
 
 @compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hqconv.artifact.unlayout import loops
-from hqconv.artifact.unlayout.form import Array
+from hqconv.artifact.unlayout.numbers import Array
 from hqconv.schemas.dtypes import code_of
 from hqconv.schemas.target import TargetSchema
 

@@ -4,24 +4,29 @@ A twin of `hqconv.artifact.unlayout.read`, which has loops and words for one exp
 hold something that no conversion writes. Like it, it shares no code with `hqconv.backends`. A test holds each to the
 other bit for bit.
 
-Shape legend: E experts, N rows, K columns, G groups along K, T = K / 16 tiles, B = N / 64 blocks, r row of an 8-row
-chunk, c chunk of a block or column pair of a lane. Floats are bit patterns: uint8, int16 or int32 by their width.
+Shape legend: E experts, N rows, K columns, G groups along K, T tiles along K, B chunks along N, r row of eight, c chunk
+of a block or column of a lane. Floats are bit patterns: uint8, int16 or int32 by their width.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from hqconv.artifact.unlayout import form as forms
-from hqconv.artifact.unlayout.form import PADDED_E5M0, KernelTensors
-from hqconv.artifact.unlayout.loops import fragment_pieces
-
-Tensors = Mapping[str, torch.Tensor]
+from hqconv.artifact.unlayout.form import KernelTensors
+from hqconv.artifact.unlayout.fragments import code_pieces, is_by_units, unit_pieces, unit_places
+from hqconv.artifact.unlayout.numbers import FUSED_INT8, PADDED_E5M0
+from hqconv.artifact.unlayout.stack_scales import (
+    Tensors,
+    float_values,
+    outside,
+    unpack_fields,
+    unpack_scale,
+    unpack_zero_point,
+    unpermute_channels,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +58,18 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def read_stack(form: KernelTensors, bits: Tensors) -> Stack:
     """Kernel tensors [E, …] as the GEMM kernels read them. Shapes and widths must be those of the form."""
     rows, columns = form.shape
-    zero, zero_padded, wrong = _unpack_zero_point(form, bits)
+    zero, zero_padded, wrong = unpack_zero_point(form, bits)
     codes = _unpack_codes(form, bits["weight"], zero_padded)
-    wrong |= _outside(codes, rows, columns, 0)
+    wrong |= outside(codes, rows, columns)
     channels = {}
     for name in ("bias", "weight_scale_2"):
         if name in bits and bits[name].ndim == 2:
-            values = _unpermute_channels(bits[name])
-            wrong |= _outside(values.unsqueeze(2), rows, 1, 0)
+            values = unpermute_channels(bits[name])
+            wrong |= outside(values.unsqueeze(2), rows, 1)
             channels[name] = values[:, :rows]
     scale_2 = channels.get("weight_scale_2", bits.get("weight_scale_2"))
     scale_2 = scale_2.unsqueeze(1) if scale_2 is not None and scale_2.ndim == 1 else scale_2
-    scale, wrong_scale = _unpack_scale(form, bits["weight_scale"])
+    scale, wrong_scale = unpack_scale(form, bits["weight_scale"], scale_2)
     stack = Stack(
         codes=codes[:, :rows, :columns],
         scale=scale,
@@ -75,33 +80,78 @@ def read_stack(form: KernelTensors, bits: Tensors) -> Stack:
         scale_2=scale_2,
         bias=channels.get("bias"),
     )
-    return _undo_rebias(stack) if form.scale_dtype == PADDED_E5M0 else stack
+    return _as_e8m0(stack, form) if form.is_fused or form.scale_dtype == PADDED_E5M0 else stack
 
 
 # --- codes -------------------------------------------------------------------------------------------------
 
 
 def _unpack_codes(form: KernelTensors, words: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-    """uint8 [E, N, K], padding included.
-
-    For 64 rows and 16 columns there are `num_bits` words for each of 32 lanes (4 r + c); each of a lane's 16 pairs of
-    codes lies in one or two of these, see `fragment_pieces`. Pairs run over (16-row block, row half, column half).
-    """
+    """uint8 [E, N, K], padding included."""
     num_experts, (n, k) = words.size(0), form.padded_shape
-    tiles, blocks = k // 16, n // 64
-    lanes = words.view(num_experts, tiles, blocks, 8, 4, form.num_bits)  # E, T, B, r, c
-    out = torch.empty(
-        (num_experts, blocks, 8, 8, tiles, 2, 4), dtype=torch.int16, device=words.device
-    )  # E, B, pair // 2, r, T, pair % 2, c
-    for pair, piece in enumerate(fragment_pieces(form.num_bits).tolist()):
-        first, shift, mask, left, second, shift_2, mask_2 = piece
-        value = (lanes[..., first] >> shift) & mask  # a mask ends where the sign's copies begin
-        if left:
-            value = (value << left) | ((lanes[..., second] >> shift_2) & mask_2)
-        value = (value | (value >> 8)) & 0xFFFF  # one code in each byte
-        out[:, :, pair // 2, :, :, pair % 2] = value.to(torch.int16).permute(0, 2, 3, 1, 4)
-    codes = out.view(torch.uint8).view(num_experts, n, k)
+    if form.order == "fragments":
+        codes = _of_fragments(form, words)
+    else:
+        if form.order == "chunks":  # every row's first 16 bytes come first
+            words = words.view(num_experts, -1, n, 4).transpose(1, 2)
+        codes = unpack_fields(words.reshape(num_experts, n, -1), form.num_bits)
+    if form.is_signed:
+        codes = codes ^ (1 << (form.num_bits - 1))
+    codes = codes.view(num_experts, n, k)
     return _restore_centred(form, codes, zero) if form.is_centred else codes
+
+
+def _of_fragments(form: KernelTensors, words: torch.Tensor) -> torch.Tensor:
+    """For 4 a rows and 256 / a columns there are `num_bits` words for each of 32 lanes (4 r + c), see `fragments`."""
+    num_experts, (n, k), a = words.size(0), form.padded_shape, form.activation_bits
+    tiles, chunks, per_unit = k * a // 256, n // (4 * a), 32 // a
+    if form.is_packed_k:  # 16 rows by two tiles
+        regions = words.view(num_experts, tiles // 2, chunks, 2, 32, 2, form.num_bits // 2)
+        words = regions.permute(0, 1, 5, 2, 4, 3, 6)
+    lanes = words.reshape(num_experts, tiles, chunks, 8, 4, form.num_bits)  # E, T, B, r, c
+    shape = (
+        num_experts,
+        chunks,
+        a // 2,
+        8,
+        tiles,
+        2,
+        4,
+        per_unit,
+    )  # E, B, 8 rows, r, T, half, c, code of a unit
+    out = torch.empty(shape, dtype=torch.uint8, device=words.device)
+    places = unit_places(form).tolist()
+    if not is_by_units(form):
+        for index, piece in enumerate(code_pieces(form).tolist()):
+            row, half = places[index // per_unit]
+            out[:, :, row, :, :, half, :, index % per_unit] = (
+                _field(lanes, piece).byte().permute(0, 2, 3, 1, 4)
+            )
+        return out
+    wide = out.flatten(6).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[per_unit])
+    for piece, (row, half) in zip(unit_pieces(form).tolist(), places, strict=True):
+        codes = _one_a_byte(_field(lanes, piece), a)
+        wide[:, :, row, :, :, half] = codes.to(wide.dtype).permute(0, 2, 3, 1, 4)
+    return out
+
+
+def _field(lanes: torch.Tensor, piece: Sequence[int]) -> torch.Tensor:
+    """One of `fragments`' pieces of every lane's words, int32 [E, T, B, r, c]."""
+    first, shift, mask, left, second, shift_2, mask_2 = piece
+    value = (lanes[..., first] >> shift) & mask  # a mask ends where the sign's copies begin
+    return (value << left) | ((lanes[..., second] >> shift_2) & mask_2) if left else value
+
+
+def _one_a_byte(units: torch.Tensor, activation_bits: int) -> torch.Tensor:
+    """Codes that are `activation_bits` apart, in a byte each."""
+    if activation_bits == 16:
+        return (units | (units >> 8)) & 0xFFFF
+    if activation_bits == 8:
+        return units
+    wide = units.long()
+    for step, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F)):
+        wide = (wide | (wide << step)) & mask
+    return wide
 
 
 def _restore_centred(form: KernelTensors, codes: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
@@ -113,119 +163,34 @@ def _restore_centred(form: KernelTensors, codes: torch.Tensor, zero: torch.Tenso
     return torch.where(grouped <= largest - zero, grouped + zero, largest - grouped).view_as(codes)
 
 
-def unpack_fields(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Little-endian bit fields of int32 words [..., W] as uint8 [..., 32 W / num_bits]."""
-    data = words.contiguous().view(torch.uint8)
-    mask = (1 << num_bits) - 1
-    if 8 % num_bits == 0:
-        fields = [(data >> shift) & mask for shift in range(0, 8, num_bits)]
-        return torch.stack(fields, -1).flatten(-2)
-    runs = data.view(*data.shape[:-1], -1, num_bits).long()  # eight codes fill num_bits whole bytes
-    whole = sum((runs[..., i] << (8 * i) for i in range(1, num_bits)), runs[..., 0])
-    fields = [((whole >> (i * num_bits)) & mask).to(torch.uint8) for i in range(8)]
-    return torch.stack(fields, -1).flatten(-2)
+# --- e8m0 scales that became something else ---------------------------------------------------------------
 
 
-# --- scales and zero points --------------------------------------------------------------------------------
-
-
-def _unpack_scale(form: KernelTensors, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales in logical order, and the experts that hold others than they can."""
-    if form.scale_type == "tensor":
-        return stored.view(-1, 1, 1), torch.zeros(len(stored), dtype=torch.bool, device=stored.device)
-    if form.scale_type == "block":
-        scale = stored.transpose(1, 2)
-    elif form.scale_type == "channel":
-        scale = _unpermute_channels(stored).transpose(1, 2)
+def _as_e8m0(stack: Stack, form: KernelTensors) -> Stack:
+    """Exponents for float16, or fused ones, as the e8m0 scales that they stand for, see `read.e8m0_exponents`."""
+    wrong, value = stack.wrong, stack.scale_value
+    if stack.scale_dtype == PADDED_E5M0:
+        exponent, flushed = (stack.scale.int() >> 3) - 15, stack.scale >> 3 == 0
     else:
-        scale = _unpermute_groups(stored)
-    rows, groups = form.scale_shape(padded=False)
-    wrong = _outside(scale, rows, groups, form.padding_scale)
-    scale = scale[:, :rows, :groups].contiguous()
-    if form.scale_dtype == PADDED_E5M0:
-        wrong |= ((scale & 7 != 0) | (scale >> 3 == 31)).flatten(1).any(1)
-    return scale, wrong
-
-
-def _unpack_zero_point(
-    form: KernelTensors, bits: Tensors
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Zero points without and with padding (the second only for integers), and the experts with impossible ones."""
-    weight = bits["weight"]
-    wrong = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
-    if form.zero_kind == "none":
-        return None, None, wrong
-    stored = bits["zero_point"]
-    if form.zero_kind == "int":
-        stored = unpack_fields(stored, 4 if form.num_bits <= 4 else 8)
-    zero = _unpermute_groups(stored)
-    rows, groups = form.shape[0], form.scale_shape(padded=False)[1]
-    wrong |= _outside(zero, rows, groups, 0)
-    inside = zero[:, :rows, :groups].contiguous()
-    if form.zero_kind == "float":
-        return inside, None, wrong
-    mask = (1 << form.num_bits) - 1  # the kernels take no notice of the bits above
-    wrong |= (inside > mask).flatten(1).any(1)
-    return inside & mask, zero & mask, wrong
-
-
-def _outside(values: torch.Tensor, rows: int, columns: int, expected: int) -> torch.Tensor:
-    """Experts whose padding, outside [E, rows, columns], is not as expected."""
-    below, beside = values[:, rows:] != expected, values[:, :rows, columns:] != expected
-    return below.flatten(1).any(1) | beside.flatten(1).any(1)
-
-
-def _unpermute_groups(stored: torch.Tensor) -> torch.Tensor:
-    """[E, G, N] as a lane reads it, in logical order [E, N, G]: in 64 rows, chunk c of row r is at 8 r + c."""
-    num_experts, groups, rows = stored.shape
-    blocks = stored.view(num_experts, groups, rows // 64, 8, 8)  # E, G, B, r, c
-    return blocks.permute(0, 2, 4, 3, 1).reshape(num_experts, rows, groups)
-
-
-def _unpermute_channels(stored: torch.Tensor) -> torch.Tensor:
-    """Values [E, …, N] that scale the accumulator, in logical order: in 32 rows, row pairs before chunks."""
-    blocks = stored.view(*stored.shape[:-1], -1, 4, 4, 2)  # …, 32 rows, row pair, c, row of the pair
-    return blocks.transpose(-2, -3).reshape(stored.shape)
-
-
-def _undo_rebias(stack: Stack) -> Stack:
-    """float16's exponents as the e8m0 scales that they were made from, see `read.e8m0_exponents`."""
-    exponent, wrong, value = stack.scale.int() >> 3, stack.wrong, stack.scale_value
-    original = exponent + (127 - 15)
+        exponent = stack.scale.int() + (stack.scale_dtype == FUSED_INT8)
+        flushed = torch.zeros_like(stack.scale, dtype=torch.bool)
     if stack.scale_2 is not None:
-        second = float_values(stack.scale_2, "F32")
+        second = float_values(stack.scale_2, "F32" if form.scale_2_type == "tensor" else form.param_dtype)
         fraction, power = torch.frexp(second)
-        wrong = wrong | (fraction != 0.5).flatten(1).any(1)
-        original, value = original + (power - 1).unsqueeze(2), value * second.unsqueeze(2)
+        lost = torch.zeros_like(second, dtype=torch.bool)
+        if (stack.scale_dtype, form.param_dtype) == (FUSED_INT8, "F16"):
+            lost = second == 0
+        wrong = wrong | ((fraction != 0.5) & ~lost).flatten(1).any(1)
+        power = torch.where(lost, -24, power)
+        exponent, value = exponent + (power - 1).unsqueeze(2), value * second.unsqueeze(2)
+        flushed = flushed | lost.unsqueeze(2)
     return Stack(
         codes=stack.codes,
-        scale=original.clamp(0, 255).to(torch.uint8),
+        scale=(exponent + 127).clamp(0, 255).to(torch.uint8),
         scale_dtype="F8_E8M0",
         scale_value=value,
         wrong=wrong,
         zero_point=stack.zero_point,
         bias=stack.bias,
-        flushed=exponent == 0,
+        flushed=flushed,
     )
-
-
-# --- number formats ----------------------------------------------------------------------------------------
-
-
-def float_values(bits: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The float32 values of patterns of a safetensors dtype; `U8` is e5m3, "codes" are plain integers."""
-    if dtype == "codes":
-        return bits.float()
-    if wide := {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(dtype):
-        return bits.view(wide).float()
-    return look_up(_table(dtype, bits.device), bits)
-
-
-def look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """What each uint8 code stands for, of a table of 256."""
-    return table.index_select(0, codes.int().flatten()).view(codes.shape)
-
-
-@functools.lru_cache(maxsize=64)
-def _table(dtype: str, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(forms.to_float32(np.arange(256, dtype=np.uint8), dtype)).to(device)

@@ -1,0 +1,296 @@
+"""Artifacts for every activation and GPU: decoded, verified, damaged and converted again."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hqconv
+from hqconv.api import open_source
+from hqconv.artifact.opened import Artifact
+from hqconv.backends import twins
+from hqconv.backends.layout import humming_schema
+from hqconv.backends.quantize import quantize
+from hqconv.backends.runtime import resident, target_facts
+from hqconv.errors import RequestError
+from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.target import resolve_schema
+from tests.make.artifacts import make_source
+from tests.make.conversions import assert_verified, check, open_plan, run
+from tests.make.damage import BLOCK, Damaged, check_both_ways
+from tests.make.kernel_tensors import field_codes, raw
+from tests.make.qwen import write_qwen3_moe
+
+HIDDEN, NUM_EXPERTS = 384, 4
+WORDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+GRIDS = (Grid(), Grid(tp=2, ep=2))
+Make = Callable[..., Path]
+
+# schema, input schema, target: every order of codes and of scales at least once
+PAIRS = (
+    *(("mxfp4", "fp8", "sm100"), ("mxfp4", "fp8", "sm120"), ("mxfp8", "mxfp8", "sm103")),
+    *(("mxfp4", "mxfp4", "sm120"), ("nvfp4", "nvfp4", "sm100"), ("nvfp4", "nvfp4", "sm121")),
+    *(
+        ("int4", "fp8", "sm90"),
+        ("fp6-e3m2", "fp8", "sm90"),
+        ("int4-g32", "fp8", "sm89"),
+        ("int4-g32-zp", "fp8", "sm90"),
+    ),
+    *(("fp8", "fp8", "sm90"), ("fp8-block", "fp8-g128", "sm90"), ("fp8-block", "fp8-g128", "sm100")),
+    *(("fp8-tensor", "fp8", "sm100"), ("fp8-e5m2", "fp8-e5m2", "sm90"), ("fp8", "fp8", "sm120")),
+    *(
+        ("int8", "int8", "sm80"),
+        ("int8", "int8", "sm100"),
+        ("int4", "int8", "sm90"),
+        ("int2-g64", "int4", "sm89"),
+    ),
+    *(
+        ("int4", "int4", "sm86"),
+        ("int3", "int4", "sm75"),
+        ("mxfp4", "a16", "sm121"),
+        ("mxfp8", "a16", "sm75"),
+    ),
+    *(("int4-g128-fpzp", "a16", "sm80"), ("mxfp8", "fp8", "sm89"), ("int4-c", "fp8", "sm120")),
+)
+FUSED = (
+    ("mxfp4", "fp8", "sm90"),
+    ("mxfp4", "fp8-g128", "sm90"),
+    ("mxfp4", "int8", "sm80"),
+    ("mxfp4", "int8", "sm100"),
+)
+
+
+def inner_of(schema: str) -> int:
+    """An intermediate size of which a rank's rows are padded, if groups can be cut so."""
+    return 256 if resolve_schema(schema).weight_scale_group_size > 32 else 192
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    @functools.cache
+    def make(inner: int) -> Path:
+        """Weights whose exponents lie further apart than fp8 or int8 can add, and all below the 1.0 of padding."""
+        folder = tmp_path_factory.mktemp("pairs") / "src"
+        sizes = {"hidden_size": HIDDEN, "intermediate_size": inner}
+        write_qwen3_moe(folder, num_layers=1, num_experts=NUM_EXPERTS, **sizes)
+        tensors = load_file(folder / "model.safetensors")
+        generator = torch.Generator().manual_seed(7)
+        for name, tensor in tensors.items():
+            if name.startswith(BLOCK):
+                groups = torch.randint(-20, -2, (tensor.size(0), tensor.size(1) // 32), generator=generator)
+                tensors[name] = (tensor * 2.0 ** groups.repeat_interleave(32, 1)).bfloat16()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make(source: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Make:
+    @functools.cache
+    def out(pair: tuple[str, str, str], grid: Grid, dtype: str | None = None) -> Path:
+        folder = tmp_path_factory.mktemp("out") / "out"
+        schema, inputs, target = pair
+        words = {"input_schema": inputs, "target": target, "dtype": dtype or dtype_of(pair)}
+        if (target, inputs) == ("sm121", "a16"):
+            words["cuda"] = "13.2"
+        run(source(inner_of(schema)), folder, schema, grid, **words)
+        return folder
+
+    return out
+
+
+def dtype_of(pair: tuple[str, str, str]) -> str:
+    return "float16" if pair[2] == "sm75" else "bfloat16"
+
+
+def packed_of(src: Path, schema: str, dtype: str) -> dict[str, dict[str, torch.Tensor]]:
+    """The source's experts, quantized: role → packed tensors [E, …]."""
+    tensors, found = load_file(src / "model.safetensors"), {role: [] for role in WORDS}
+    for expert in range(NUM_EXPERTS):
+        of_role = {role: tensors[f"{BLOCK}.{expert}.{word}.weight"] for role, word in WORDS.items()}
+        for roles in (("w1", "w3"), ("w2",)):
+            done = quantize([of_role[role] for role in roles], resolve_schema(schema), dtype)
+            for role, one in zip(roles, done, strict=True):
+                found[role].append(one.tensors)
+    return {role: {key: torch.stack([e[key] for e in one]) for key in one[0]} for role, one in found.items()}
+
+
+def decoded_of(src: Path, schema: str, dtype: str) -> dict[str, torch.Tensor]:
+    """By Humming's own dequantization, before any layout."""
+    found = {}
+    with resident(torch.device("cpu")), target_facts(Target(90)):
+        for role, packed in packed_of(src, schema, dtype).items():
+            flat = {k: v.squeeze(1) if v.shape[1:] == (1,) else v for k, v in packed.items()}
+            found[role] = humming_schema(resolve_schema(schema)).dequant_tensors(flat).float()
+    return found
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=("one", "tp2-ep2"))
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_artifacts_decode_to_the_quantized_source(
+    pair: tuple[str, str, str], grid: Grid, make: Make, source: Callable[[int], Path]
+) -> None:
+    out, dtype = make(pair, grid), dtype_of(pair)
+    src = source(inner_of(pair[0]))
+    found, expected = hqconv.dequantize(out, block=BLOCK), decoded_of(src, pair[0], dtype)
+    for role, values in expected.items():
+        if (pair[0], dtype) == ("mxfp8", "float16"):  # its smallest scales are zeros there
+            values = torch.where(found[role] == 0, found[role], values)
+            assert (found[role] != 0).float().mean() > 0.9
+        assert torch.equal(found[role].view(torch.int32), values.view(torch.int32)), role
+    report = check(out, src, "files", "weights")
+    assert report.passed, [f for result in report.results for f in result.findings]
+    with Artifact(out) as artifact, open_source(src) as opened:
+        assert check_both_ways(artifact, opened).findings == []
+
+
+# --- exponents fused into codes ----------------------------------------------------------------------------
+
+
+def fused_values(packed: dict[str, dict[str, torch.Tensor]], tp: int, inputs: str) -> dict[str, torch.Tensor]:
+    """Every rank's slice through Humming's own shift; float32. The ranges are worked out here."""
+    parts: dict[str, list[np.ndarray]] = {role: [] for role in WORDS}
+    inner = packed["w3"]["weight"].size(1)
+    for rank in range(tp):
+        begin, end = rank * inner // tp, (rank + 1) * inner // tp
+        rows = {r: {k: v[:, begin:end] for k, v in packed[r].items()} for r in ("w1", "w3")}
+        down = {"weight": packed["w2"]["weight"][:, :, begin // 8 : end // 8],
+                "weight_scale": packed["w2"]["weight_scale"][:, :, begin // 32 : end // 32]}  # fmt: skip
+        for slices, num_rows in ((rows, 2 * (end - begin)), ({"w2": down}, HIDDEN)):
+            exponents = {r: raw(one["weight_scale"]).astype(np.int64) for r, one in slices.items()}
+            largest = np.max([one.max(axis=(1, 2)) for one in exponents.values()], axis=0)
+            if num_rows % 256:
+                largest = np.maximum(largest, 127)
+            for role, one in slices.items():
+                of_rows = exponents[role].max(axis=2, keepdims=True) - 3
+                least = of_rows if inputs == "int8" else largest[:, None, None] - 11
+                kept = np.maximum(exponents[role], least)
+                shifts = torch.from_numpy((kept - exponents[role]).astype(np.uint8))
+                weight = twins.process_mxfp4_w4a8_weight(one["weight"].contiguous().clone(), shifts)
+                grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+                values = grid[field_codes(weight.numpy(), 4)] * np.repeat(2.0 ** (kept - 127.0), 32, axis=2)
+                parts[role].append(values)
+    joined = {r: np.concatenate(one, axis=2 if r == "w2" else 1) for r, one in parts.items()}
+    return {role: torch.from_numpy(values).float() for role, values in joined.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("grid", GRIDS, ids=("one", "tp2-ep2"))
+@pytest.mark.parametrize("pair", FUSED, ids="-".join)
+def test_fused_artifacts_decode_to_the_shifted_source(
+    pair: tuple[str, str, str], grid: Grid, dtype: str, make: Make, source: Callable[[int], Path]
+) -> None:
+    src, out = source(inner_of(pair[0])), make(pair, grid, dtype)
+    expected = fused_values(packed_of(src, pair[0], dtype), grid.tp, pair[1])
+    unfused, found = decoded_of(src, pair[0], dtype), hqconv.dequantize(out, block=BLOCK)
+    for role, values in expected.items():
+        assert torch.equal(found[role], values), role
+        assert not torch.equal(found[role], unfused[role])
+        loss = float((found[role] - unfused[role]).norm() / unfused[role].norm())
+        assert loss < 0.02, role  # what is small beside its neighbours
+    report = check(out, src, "files", "weights")
+    assert report.passed, [f for result in report.results for f in result.findings]
+    assert check(out, None, "files", "weights").passed
+    with Artifact(out) as artifact, open_source(src) as opened:
+        assert check_both_ways(artifact, opened).findings == []
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=("one", "tp2-ep2"))
+def test_fused_artifacts_cannot_be_sources(grid: Grid, make: Make, tmp_path: Path) -> None:
+    for pair in FUSED:
+        with pytest.raises(RequestError, match="exponents were folded into the codes") as caught:
+            run(make(pair, grid), tmp_path / "again", "source")
+        assert caught.value.remedy == "Convert the original again."
+        with pytest.raises(RequestError, match="exponents were folded"):
+            open_plan(make(pair, grid), "int4")
+
+
+# --- faults ------------------------------------------------------------------------------------------------
+
+DAMAGED = (*FUSED, *PAIRS[:7], ("fp8", "fp8", "sm90"), ("int8", "int8", "sm100"), ("int4", "int8", "sm90"))
+
+
+def damaged(pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], folder: Path) -> Damaged:
+    """A copy of an artifact of experts 2 and 3 on rank (1, 1)."""
+    shutil.copytree(make(pair, Grid(tp=2, ep=2)), folder)
+    return Damaged(folder, source(inner_of(pair[0])), pair[0])
+
+
+@pytest.mark.parametrize("pair", DAMAGED, ids="-".join)
+def test_faults_are_found(
+    pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """One bit of a weight, of a scale, and two experts exchanged: in batches and one by one."""
+    for index, (gemm, tensor) in enumerate((g, t) for g in ("w13", "w2") for t in ("weight", "weight_scale")):
+        copy = damaged(pair, make, source, tmp_path / str(index))
+        copy.flip(copy.path, f"{BLOCK}.{gemm}_{tensor}", local=1, byte=5, mask=2)
+        weights = copy.check()[1]
+        assert weights.findings
+        assert any("expert 3" in f.where for f in weights.findings), weights.findings
+        assert not any("expert 2" in f.where for f in weights.findings), weights.findings
+        shutil.rmtree(copy.root)
+    copy = damaged(pair, make, source, tmp_path / "swapped")
+    copy.swap_experts(copy.path, ("w13", "w2"))
+    assert copy.check()[1].findings
+
+
+@pytest.mark.parametrize("pair", FUSED, ids="-".join)
+def test_every_bit_of_a_fused_second_scale_counts(
+    pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], tmp_path: Path
+) -> None:
+    copy = damaged(pair, make, source, tmp_path / "copy")
+    name = f"{BLOCK}.w2_weight_scale_2"
+    for bit in range(copy.expert_bytes(copy.path, name, 1).size * 8)[:32]:
+        copy.flip(copy.path, name, local=1, byte=bit // 8, mask=1 << bit % 8)
+        findings = copy.check()[1].findings
+        assert findings, bit
+        assert all("expert 3" in f.where or "quantization_error" in f.where for f in findings), findings
+        copy.flip(copy.path, name, local=1, byte=bit // 8, mask=1 << bit % 8)
+    assert not copy.check()[1].findings
+
+
+@pytest.mark.parametrize("inputs", ["fp8", "int8", "fp8-g128"])
+def test_fused_artifacts_of_a_padded_last_rank(inputs: str, tmp_path: Path) -> None:
+    """GPT-OSS, dealt unevenly: rows and columns that the last rank has not are no matter to the others."""
+    source = make_source("uneven/gpt_oss_floats", tmp_path)
+    run(source, tmp_path / "out", "mxfp4", Grid(4, 2, "round_robin", 2), input_schema=inputs)
+    assert_verified(tmp_path / "out", source)
+    with Artifact(tmp_path / "out") as artifact, open_source(source) as opened:
+        assert check_both_ways(artifact, opened).findings == []
+
+
+def test_whole_experts_exchanged_are_named(make: Make, source: Callable[[int], Path], tmp_path: Path) -> None:
+    for pair in (FUSED[0], FUSED[2], PAIRS[0]):
+        copy = damaged(pair, make, source, tmp_path / "-".join(pair))
+        for tp_rank in range(2):
+            copy.swap_experts(copy.rank_file(BLOCK, tp_rank, 1), ("w13", "w2"))
+        findings = copy.check()[1].findings
+        assert any("swapped" in f.what and f.found == "expert 3's" for f in findings), findings
+
+
+# --- as a source -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_any_pair_becomes_any_other(pair: tuple[str, str, str], make: Make, tmp_path: Path) -> None:
+    """Back to 16-bit activations on sm90, and again to the pair: its own bytes."""
+    if dtype_of(pair) == "float16":
+        pytest.skip("scales are lost for float16")
+    first, words = make(pair, Grid(tp=2, ep=2)), {"input_schema": pair[1], "target": pair[2]}
+    if (pair[2], pair[1]) == ("sm121", "a16"):
+        words["cuda"] = "13.2"
+    run(first, tmp_path / "plain", "source", Grid())
+    run(tmp_path / "plain", tmp_path / "again", "source", Grid(tp=2, ep=2), **words)
+    for path in sorted((first / "experts").rglob("*.safetensors")):
+        again = load_file(tmp_path / "again" / path.relative_to(first))
+        for name, tensor in load_file(path).items():
+            assert np.array_equal(raw(again[name]), raw(tensor)), (path, name)
