@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
 from hqconv.errors import RequestError
-from hqconv.schemas.artifact import FORMAT_VERSION
+from hqconv.schemas.artifact import FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.dense import dense_config
 from hqconv.serving.loader import Loader
 from hqconv.serving.names import find_block
@@ -69,11 +70,11 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any]) -> HqconvConfig:
         """The config of an artifact. Raises RequestError for one of a newer hqconv."""
         found = config.get("format_version")
-        if found != FORMAT_VERSION:
+        if found not in (FORMAT_VERSION, MIXED_VERSION):
             raise RequestError(
                 "The artifact was made by another version of hqconv.",
                 where="config.json: quantization_config: format_version",
-                expected=FORMAT_VERSION,
+                expected=MIXED_VERSION,
                 found=found,
                 remedy="Upgrade hqconv in the server's environment.",
             )
@@ -91,7 +92,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         capability = current_platform.get_device_capability()
         if capability is not None:
             check_machine(self.served, capability.to_int())
-        self.renamed = {name: name for name in self.served.blocks}
+        self.renamed = {name: name for name in (*self.served.blocks, *self.served.left)}
         words = self.words.get("source_quantization_config")
         self.dense = None if words is None else dense_config(words, self.served.place, hf_config)
         self.packed_modules_mapping = self.packed_modules_mapping  # which sets that of `dense`, too
@@ -113,6 +114,9 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
             assert self.served is not None, "vLLM did not say where the model is"
             layers = {name: block.layer for name, block in self.served.blocks.items()}
             block = find_block(prefix, self.renamed, layers)
+            if block in self.served.left:
+                found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
+                return found or UnquantizedFusedMoEMethod(layer.moe_config)
             if not block or self.loader.claimed.setdefault(block, prefix) != prefix:
                 raise no_block(self.served, prefix)
             return HqconvMoEMethod(self, self.served, self.served.blocks[block], layer)

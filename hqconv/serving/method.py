@@ -82,9 +82,9 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         Raises RequestError where vLLM has padded the layer's sizes.
         """
         check_block(self.served, self.block, _asked(layer, hidden_size=words["hidden_size"]))
-        schema = humming.HummingWeightSchema(**_given(self.served.schema.humming_fields()))
+        schema = humming.HummingWeightSchema(**_given(self.block.kind.schema.humming_fields()))
         layer.weight_schemas = dict.fromkeys(names.GEMMS, schema)
-        inputs = humming.HummingInputSchema(**_given(self.served.inputs.humming_fields()))
+        inputs = humming.HummingInputSchema(**_given(self.block.kind.inputs.humming_fields()))
         layer.input_schemas = dict.fromkeys(names.GEMMS, inputs)
         layer.humming_configs = self.humming_configs
         for name, ref in self.file.tensors.items():

@@ -12,7 +12,6 @@ from typing import Any
 from hqconv.checkpoint.safetensors import read_header
 from hqconv.errors import InputError, VerificationError
 from hqconv.schemas import artifact as names
-from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.layer import resolve
 from hqconv.schemas.tensors import TensorRef
@@ -56,20 +55,19 @@ def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFil
         tensors[own] = ref
     configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
     for gemm, config in configs.items():
-        expected = {**served.blocks[block].shapes[gemm], **_activation_words(served)}
+        expected = {**served.blocks[block].shapes[gemm], **_activation_words(served.blocks[block].kind)}
         _check_config(name, gemm, config, expected, tensors)
     return RankFile(path, name, sha256, tensors, configs)
 
 
-def _activation_words(served: Served) -> dict[str, Any]:
+def _activation_words(kind: KernelKind) -> dict[str, Any]:
     """What a LayerConfig says of activations, for those of the manifest."""
-    kind = KernelKind(served.schema, served.dtype, Target(served.sm_version), served.inputs)
     layer = resolve(kind)
     return {
         "a_dtype": kind.a_dtype,
         "as_dtype": layer.as_dtype,
         "input_quant_mode": layer.input_quant_mode,
-        "input_scale_group_size": served.inputs.input_scale_group_size,
+        "input_scale_group_size": kind.inputs.input_scale_group_size,
     }
 
 

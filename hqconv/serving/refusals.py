@@ -15,6 +15,7 @@ from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import A16, INPUT_PRESETS, InputSchema
+from hqconv.schemas.layer import resolve
 from hqconv.schemas.serving import serve_options
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.serving.place import Place
@@ -90,7 +91,7 @@ def check_inputs(served: Served, block: ServedBlock) -> None:
 
     fp8 in groups of 128 is quantized by vLLM itself, before tokens are sent to other ranks.
     """
-    inputs = served.inputs
+    inputs = block.kind.inputs
     if inputs.input_scale_group_size != 128 or inputs.a_dtype not in ("float8e4m3", "float8e5m2"):
         return
     if inputs.a_dtype == "float8e5m2" or block.hidden_size % 128:
@@ -203,7 +204,9 @@ def recut(served: Served, **changes: object) -> str:
     options = {**_options(served), **changes}
     place, folder = served.place, _folder(served.place)
     out = f"{folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"
-    command = shlex.join(_convert(folder, out, "source", options))
+    if not _can_be_cut(served):
+        return f"`{shlex.join(_convert(served.source_name, out, _made_of(served), options))}`"
+    command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_words(served)], options))
     if place.is_folder:
         return f"`{command}`"
     revision = [] if place.revision is None else ["--revision", place.revision]
@@ -214,8 +217,25 @@ def recut(served: Served, **changes: object) -> str:
 def _from_original(served: Served, dtype: str) -> list[str]:
     """The command that makes the same artifact in another dtype. An artifact's scales may not fit that."""
     out = f"{Path(_folder(served.place)).name}-{dtype}"
-    command = _convert(served.source_name, out, _schema_word(served.schema), _options(served))
+    command = _convert(served.source_name, out, _made_of(served), _options(served))
     return [*command, "--dtype", dtype]
+
+
+def _can_be_cut(served: Served) -> bool:
+    """Whether the artifact can be a source with its own schema."""
+    return not (served.is_mixed or resolve(served.kind).use_fused_e8m0_scale)
+
+
+def _made_of(served: Served) -> list[str]:
+    """The options that say what the experts are made of; a recipe is the user's own file."""
+    if served.is_mixed:
+        return ["--config", "RECIPE"]
+    return ["--schema", _schema_word(served.kind.schema), *_inputs_words(served)]
+
+
+def _inputs_words(served: Served) -> list[str]:
+    inputs = served.kind.inputs
+    return [] if inputs == A16 else ["--input-schema", _inputs_word(inputs)]
 
 
 def _options(served: Served) -> dict[str, object]:
@@ -226,14 +246,11 @@ def _options(served: Served) -> dict[str, object]:
         "ep": grid.ep,
         "placement": grid.placement,
         "redundant": grid.redundant,
-        "inputs": _inputs_word(served.inputs),
     }
 
 
-def _convert(source: str, out: str, schema: str, options: Mapping[str, object]) -> list[str]:
-    words = ["hqconv", "convert", source, "-o", out, "--schema", schema]
-    if options["inputs"] != A16.name:
-        words += ["--input-schema", str(options["inputs"])]
+def _convert(source: str, out: str, made_of: list[str], options: Mapping[str, object]) -> list[str]:
+    words = ["hqconv", "convert", source, "-o", out, *made_of]
     words += ["--target", str(options["target"]), "--tp", str(options["tp"])]
     if options["ep"] != 1:
         words += ["--ep", str(options["ep"]), "--expert-placement", str(options["placement"])]

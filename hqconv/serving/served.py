@@ -14,8 +14,7 @@ from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact as names
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.inputs import InputSchema
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.kernel import KernelKind
 from hqconv.serving.place import Place
 
 _SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
@@ -35,24 +34,41 @@ class ServedBlock:
     intermediate_size: int
     activation: str
     gated: bool
+    kind: KernelKind
     flags: Mapping[str, Mapping[str, bool]]
     shapes: Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256)."""
+    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
+
+    kind: of a block of which the manifest says nothing else. left: blocks whose experts were copied as they were.
+    """
 
     place: Place
     source_name: str
     humming_version: str
-    schema: TargetSchema
-    inputs: InputSchema
-    dtype: str
-    sm_version: int
+    kind: KernelKind
     grid: Grid
     blocks: Mapping[str, ServedBlock]
+    left: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
+
+    @property
+    def dtype(self) -> str:
+        """The parameters', bfloat16 or float16."""
+        return self.kind.param_dtype
+
+    @property
+    def sm_version(self) -> int:
+        """The target's."""
+        return self.kind.target.sm_version
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether one `--schema` would not make this artifact."""
+        return bool(self.left) or any(block.kind != self.kind for block in self.blocks.values())
 
 
 def open_served(place: Place) -> Served:
@@ -65,17 +81,15 @@ def open_served(place: Place) -> Served:
     words = read_manifest(root)
     _check_kind(place, words)
     try:
-        schema = schema_of(root, words)
+        kind = names.kind_of_words(words, schema_of(root, words), words["dtype"])
         return Served(
             place=place,
             source_name=str(words["source"].get("name", "the original model")),
             humming_version=words["humming_kernels_version"],
-            schema=schema,
-            inputs=names.kind_of_words(words, schema, words["dtype"]).inputs,
-            dtype=words["dtype"],
-            sm_version=int(words["target"].removeprefix("sm")),
+            kind=kind,
             grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
-            blocks={name: _block(name, block) for name, block in words["blocks"].items()},
+            blocks={name: _block(root, name, block, kind) for name, block in words["blocks"].items()},
+            left=tuple(words.get("left_blocks", ())),
             files={
                 path: (entry["size_bytes"], entry["sha256"])
                 for path, entry in words["files"].items()
@@ -102,7 +116,9 @@ def _check_kind(place: Place, words: Mapping[str, Any]) -> None:
         )
 
 
-def _block(name: str, words: Mapping[str, Any]) -> ServedBlock:
+def _block(root: Path, name: str, words: Mapping[str, Any], kind: KernelKind) -> ServedBlock:
+    if "weight_schema" in words:
+        kind = names.kind_of_words(words, schema_of(root, words), kind.param_dtype)
     return ServedBlock(
         name=name,
         layer=words["layer"],
@@ -111,6 +127,7 @@ def _block(name: str, words: Mapping[str, Any]) -> ServedBlock:
         intermediate_size=words["intermediate_size"],
         activation=words["activation"],
         gated=words["gated"],
+        kind=kind,
         flags={gemm: dict(words[gemm]["flags"]) for gemm in names.GEMMS},
         shapes={gemm: {key: int(words[gemm][key]) for key in _SHAPES} for gemm in names.GEMMS},
     )

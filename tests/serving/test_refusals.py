@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
-from hqconv.schemas.gpu_target import TARGETS
+from hqconv.schemas.gpu_target import TARGETS, Target
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
 from hqconv.schemas.target import resolve_schema
@@ -31,7 +31,7 @@ from hqconv.serving.refusals import (
     check_ranks,
     recut,
 )
-from hqconv.serving.served import Served, open_served
+from hqconv.serving.served import Served, ServedBlock, open_served
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
@@ -129,7 +129,7 @@ def test_another_cut_is_one_command_away(
     check_machine(new, 90)
     check_dtype(new, "bfloat16")
     check_block(new, new.blocks[BLOCK], asked)
-    assert new.schema == opened(out).schema
+    assert new.kind.schema == opened(out).kind.schema
     assert new.place.name == f"{out}-sm90-tp{asked.tp}-ep{asked.ep}"
 
 
@@ -211,14 +211,37 @@ def test_another_dtype_is_one_command_away_from_the_original(
     assert error.remedy.startswith("Serve with --dtype bfloat16, ")
     new = follow(command_in(error))
     check_dtype(new, "float16")
-    assert (new.grid, new.schema, new.sm_version) == (served.grid, served.schema, served.sm_version)
+    assert (new.grid, new.kind.schema, new.kind.target) == (
+        served.grid,
+        served.kind.schema,
+        served.kind.target,
+    )
+
+
+def made(served: Served, **words: Any) -> Served:
+    """The same artifact of another kind, in all blocks."""
+    kind = replace(served.kind, **words)
+    return replace(served, kind=kind, blocks={n: replace(b, kind=kind) for n, b in served.blocks.items()})
+
+
+def of_inputs(block: ServedBlock, inputs: InputSchema) -> ServedBlock:
+    return replace(block, kind=replace(block.kind, inputs=inputs))
+
+
+def test_a_mixed_artifact_is_made_from_the_original_with_its_recipe(served: Served) -> None:
+    """It has no schema of its own to be cut by; nor has one whose exponents are in its codes."""
+    assert recut(replace(served, left=("mtp.0.experts",))).startswith("`hqconv convert original -o ")
+    assert " --config RECIPE " in recut(replace(served, left=("mtp.0.experts",)))
+    folded = recut(made(served, inputs=INPUT_PRESETS["fp8"]))
+    assert folded.startswith("`hqconv convert original -o ")
+    assert " --schema mxfp4 --input-schema fp8 " in folded
 
 
 def test_a_schema_of_a_file_is_named_by_its_file(served: Served) -> None:
-    own = replace(served, schema=replace(resolve_schema("mxfp4"), name="mine"))
+    own = made(served, schema=replace(resolve_schema("mxfp4"), name="mine"))
     command = command_in(refused(check_dtype, own, "float16"))
     assert command[command.index("--schema") + 1] == "mine.toml"
-    renamed = replace(served, schema=replace(resolve_schema("int4"), name="mxfp4"))
+    renamed = made(served, schema=replace(resolve_schema("int4"), name="mxfp4"))
     command = command_in(refused(check_dtype, renamed, "float16"))
     assert command[command.index("--schema") + 1] == "mxfp4.toml"
 
@@ -230,7 +253,7 @@ def test_activations_are_in_the_commands(served: Served) -> None:
         (InputSchema("mine", "int8"), "mine.toml"),
         (InputSchema("fp8", "int8"), "fp8.toml"),
     ):
-        own = replace(served, inputs=inputs)
+        own = made(served, inputs=inputs)
         for command in (recut(own), refused(check_dtype, own, "float16").remedy):
             assert f"--input-schema {word} " in command
 
@@ -240,12 +263,12 @@ def test_groups_that_vllm_quantizes_itself_must_be_its_own(served: Served) -> No
     block = served.blocks[BLOCK]
     wide, odd = replace(block, hidden_size=384), replace(block, hidden_size=192)
     for inputs in ("fp8-g128", "fp8", "fp8-e5m2", "mxfp8"):
-        check_inputs(replace(served, inputs=INPUT_PRESETS[inputs]), wide)
+        check_inputs(served, of_inputs(wide, INPUT_PRESETS[inputs]))
     for inputs in ("a16", "fp8", "int8"):
-        check_inputs(replace(served, inputs=INPUT_PRESETS[inputs]), odd)
-    error = refused(check_inputs, replace(served, inputs=INPUT_PRESETS["fp8-g128"]), odd)
+        check_inputs(served, of_inputs(odd, INPUT_PRESETS[inputs]))
+    error = refused(check_inputs, served, of_inputs(odd, INPUT_PRESETS["fp8-g128"]))
     assert error.found == "192"
-    error = refused(check_inputs, replace(served, inputs=InputSchema("x", "float8e5m2", 128)), wide)
+    error = refused(check_inputs, served, of_inputs(wide, InputSchema("x", "float8e5m2", 128)))
     assert error.found == "float8e5m2"
 
 
@@ -254,7 +277,7 @@ def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(served: S
     assert (error.expected, error.found) == ("sm90", "sm110")
     known = ", ".join(f"sm{sm}" for sm in TARGETS)
     assert error.remedy == f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
-    error = refused(check_machine, replace(served, sm_version=100), 90)
+    error = refused(check_machine, made(served, target=Target(100)), 90)
     command = command_in(error)
     assert command[command.index("--target") + 1] == "sm90"
     assert "-sm90-" in command[4]

@@ -47,7 +47,11 @@ def opened(out: Path) -> Served:
 def test_the_facts_are_the_manifests(made: Path) -> None:
     served, words = opened(made), manifest(made)
     assert served.place == Place(str(made))
-    assert (served.source_name, served.schema, served.grid) == ("original", resolve_schema("mxfp4"), GRID)
+    assert (served.source_name, served.kind.schema, served.grid) == (
+        "original",
+        resolve_schema("mxfp4"),
+        GRID,
+    )
     assert (served.dtype, served.sm_version) == ("bfloat16", 90)
     assert served.humming_version == words["humming_kernels_version"]
     assert [(name, block.name, block.layer) for name, block in served.blocks.items()] == [
@@ -142,10 +146,10 @@ def test_what_is_no_manifest_at_all_is_refused(out: Path, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-g128", "int8"])
 def test_quantized_activations_are_known(out: Path, name: str) -> None:
-    assert opened(out).inputs == A16
+    assert opened(out).kind.inputs == A16
     inputs = INPUT_PRESETS[name]
     edit(out, lambda words: words.update(input_schema=name, activation_schema=inputs.humming_fields()))
-    assert opened(out).inputs == inputs
+    assert opened(out).kind.inputs == inputs
 
 
 def test_activations_without_their_schema_are_refused(out: Path) -> None:
