@@ -33,6 +33,7 @@ from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import resolve_inputs
 from hqconv.schemas.pairs import why_not
+from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.target import resolve_schema
 from hqconv.serving.plugin import register
 from tests.make import small
@@ -499,3 +500,41 @@ def test_a_model_without_any_of_its_layers_is_not_loaded(tmp_path: Path, sources
         config.get_cache_scale_mapper()
     build_layer(config, BLOCK, **SIZES)
     assert config.get_cache_scale_mapper() is not None
+
+
+MIXED = """
+[[override]]
+layers = "0"
+schema = "int4-g64-zp"
+
+[[override]]
+layers = "1"
+schema = "mxfp4"
+input_schema = "fp8"
+
+[[override]]
+layers = "2"
+schema = "none"
+"""
+
+
+def test_blocks_that_differ_are_each_served_as_they_are(tmp_path: Path) -> None:
+    """One of another schema, one with other activations, one left as it was, one of the recipe's own schema."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_experts": 5, "num_layers": 4}
+    model = write_qwen3_moe(tmp_path / "model", **sizes)
+    (tmp_path / "recipe.toml").write_text(MIXED)
+    run(model, tmp_path / "out", "fp8", overrides=load_recipe(tmp_path / "recipe.toml").overrides)
+    found = {}
+    for layer in (0, 1, 3):
+        made = load(tmp_path / "out", f"model.layers.{layer}.mlp.experts")
+        name = BLOCK.replace("0", str(layer))
+        stored = load_file(made.quant_method.file.path)
+        assert {f"{name}.{key}" for key, _ in made.named_parameters()} == set(stored)
+        config = made.humming_configs["w13"]
+        found[layer] = (str(config.b_dtype), str(config.a_dtype))
+        assert str(made.weight_schemas["w13"].b_dtype) == found[layer][0]
+    assert [words[1] for words in found.values()] == ["bfloat16", "float8e4m3", "bfloat16"]
+    assert len({words[0] for words in found.values()}) == 3
+    left = build_layer(open_config(tmp_path / "out"), BLOCK.replace("0", "2"), **SIZES)
+    assert type(left.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+    assert left.w13_weight.dtype == torch.bfloat16
