@@ -440,7 +440,7 @@ def test_a_folder_of_the_other_layout_or_of_none_is_refused(tmp_path: Path, sour
     with pytest.raises(HqconvError, match=r"hqconv\.json"):
         config.maybe_update_config(str(sources["bfloat16"]))
     with pytest.raises(RequestError, match="another version"):
-        get_quantization_config("hqconv").from_config({**words, "format_version": 2})
+        get_quantization_config("hqconv").from_config({**words, "format_version": 3})
 
 
 def test_names_follow_vllms_mappers(tmp_path: Path, sources: dict[str, Path]) -> None:
