@@ -8,7 +8,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.schemas.family import TEXT_CONFIG_KEYS
-from hqconv.schemas.gpu_target import parse_target
+from hqconv.schemas.gpu_target import Target, parse_target
 from hqconv.schemas.inputs import A16, inputs_of
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.target import TargetSchema
@@ -98,19 +98,23 @@ def humming_quantization_config(schema: TargetSchema, block_names: list[str]) ->
 
 
 def kind_words(kind: KernelKind) -> dict[str, Any]:
-    """Weights, activations and GPU as the manifest and config.json have them, the dtype aside.
+    """Weights, activations and GPU as config.json and a manifest's blocks have them, the dtype aside."""
+    return {**made_of_words(kind), **target_words(kind.target)}
 
-    `activation_schema` is there where activations are quantized, `cuda` where the layout depends on it.
-    """
+
+def made_of_words(kind: KernelKind) -> dict[str, Any]:
+    """Weights and activations; `activation_schema` is there where activations are quantized."""
     activations = {} if kind.inputs == A16 else {"activation_schema": kind.inputs.humming_fields()}
-    cuda = {} if kind.target.cuda is None else {"cuda": kind.target.cuda_name}
     return {
         "weight_schema": kind.schema.humming_fields(),
         "input_schema": kind.inputs.name,
         **activations,
-        "target": kind.target.name,
-        **cuda,
     }
+
+
+def target_words(target: Target) -> dict[str, str]:
+    """The GPU; `cuda` is there where the layout depends on it."""
+    return {"target": target.name, **({} if target.cuda_name is None else {"cuda": target.cuda_name})}
 
 
 def kind_of_words(words: Mapping[str, Any], schema: TargetSchema, param_dtype: str) -> KernelKind:
