@@ -85,9 +85,9 @@ def tokenizer(folder: Path) -> None:
     """One word is one token, by its number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    words = Tokenizer(models.WordLevel({"none": 0} | {str(i): i for i in range(1, 64)}, unk_token="none"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="none").save_pretrained(folder)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
