@@ -33,7 +33,7 @@ from hqconv.experts.block import ExpertBlock
 # The last word of a weight's name, in transformers' models; biases have others.
 _W13 = ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3", "v1")
 _W2 = ("down_proj", "w2")
-_PRODUCTS = ("linear", "matmul", "__matmul__", "bmm", "mm")  # x is the first operand, the weight the second
+_PRODUCTS = ("linear", "matmul", "bmm")  # x is the first operand, the weight the second
 
 
 class Place(NamedTuple):
