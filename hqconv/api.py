@@ -53,23 +53,23 @@ def plan(
     overrides: Sequence[Override] = (),
     round_scales: bool = False,
     quantizer: str = "rtn",
+    importance: str | Path | None = None,
     revision: str | None = None,
     device: str = "auto",
 ) -> Plan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
     src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, cuda, overrides,
-    round_scales, quantizer, revision: as of `convert`; of a Hub repo nothing but headers is read. device: where
-    `target` None takes it from.
+    round_scales, quantizer, importance, revision: as of `convert`; of a Hub repo nothing but headers is read. device:
+    where `target` None takes it from.
 
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
         on = choose_target(target, cuda, layout, choose_device(device))
         grid = Grid(tp, ep, expert_placement, redundant_experts)
-        wanted = Wanted(
-            schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales, quantizer
-        )
+        options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
+        wanted = Wanted(*options, quantizer, importance)
         return wanted.plan(source)
 
 
@@ -90,6 +90,7 @@ def convert(
     overrides: Sequence[Override] = (),
     round_scales: bool = False,
     quantizer: str = "rtn",
+    importance: str | Path | None = None,
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -108,9 +109,9 @@ def convert(
     …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
     input_schema: as schema. cuda: "13.0", where layouts depend on it. overrides: of blocks, from
-    `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse. device: auto,
-    cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume,
-    overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
+    `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse; importance: a
+    file that weights it. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
+    threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
@@ -119,7 +120,8 @@ def convert(
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     on = choose_target(target, cuda, layout, resources.device_name)
     grid = Grid(tp, ep, expert_placement, redundant_experts)
-    wanted = Wanted(schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales, quantizer)
+    options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
+    wanted = Wanted(*options, quantizer, importance)
     with open_source(src, revision) as source:
         planned = wanted.plan(source)
         place = _announced(source, planned, out, on_plan)

@@ -1,4 +1,4 @@
-"""What `--quantizer mse` gains over round-to-nearest, on three kinds of weights: the table of docs/quantizers.md.
+"""What `--quantizer mse` gains over round-to-nearest, without and with importance: the tables of docs/quantizers.md.
 
     python scripts/quantizer_gains.py [--check] [--schemas mxfp4,int4]
 
@@ -20,8 +20,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hqconv.backends.layout import humming_schema
 from hqconv.backends.quantize import quantize_stacks
-from hqconv.backends.quantizer import MSE, RTN
+from hqconv.backends.quantizer import MSE, RTN, Quantizer
+from hqconv.backends.runtime import resident
 from hqconv.schemas.target import PRESETS, resolve_schema
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "quantizers.md"
@@ -32,6 +34,9 @@ SHORTHANDS = (
 )
 SCHEMAS = (*PRESETS, *SHORTHANDS)
 SHAPE = (256, 2048)
+BY_IMPORTANCE = re.compile(r"(<!-- by importance -->\n).*?(<!-- end -->)", re.DOTALL)
+WEIGHTED = ("mxfp4", "nvfp4", "fp8", "int8", "int4", "int4-g32", "int4-g128-zp", "int3-g64", "int2-g32-zp")
+NUM_TOKENS = 512
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -62,6 +67,34 @@ def row(schema: str, matrices: Mapping[str, torch.Tensor]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
+def activations() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two times 512 tokens [T, 2048], float64: columns of sizes over many octaves, every 64th ten times as large."""
+    random = np.random.default_rng(12)
+    sizes = np.exp2(random.standard_normal(SHAPE[1]))
+    sizes[::64] *= 10
+    first, second = (random.standard_normal((NUM_TOKENS, SHAPE[1])) * sizes for _ in range(2))
+    return torch.from_numpy(first), torch.from_numpy(second)
+
+
+def output_error(matrix: torch.Tensor, schema: str, quantizer: Quantizer, x: torch.Tensor) -> float:
+    """How far the product with the activations is off, relative."""
+    target = resolve_schema(schema)
+    [done] = quantize_stacks([matrix.unsqueeze(0)], target, "bfloat16", quantizer=quantizer)
+    with resident(torch.device("cpu")):
+        stored = humming_schema(target).dequant_tensors(dict(done.tensors))[0].double()
+    exact = x @ matrix.double().T
+    return float((x @ stored.T - exact).norm() / exact.norm())
+
+
+def weighted_row(schema: str) -> str:
+    """A schema's line of the second table: Gaussian weights, importance of some tokens, the error on others."""
+    matrix, (seen, others) = next(iter(weights().values())), activations()
+    by = Quantizer("mse", seen.square().mean(0).float())
+    plain, even, best = (output_error(matrix, schema, one, others) for one in (RTN, MSE, by))
+    gains = (f"{100 * (1 - one / plain):.1f} %" for one in (even, best))
+    return f"| `{schema}` | {plain:.4f} | {even:.4f}: {next(gains)} | {best:.4f}: {next(gains)} |\n"
+
+
 def main() -> None:
     """Write the table, or compare it; exit 1 where it is another."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -69,14 +102,19 @@ def main() -> None:
     parser.add_argument("--schemas", default=",".join(SCHEMAS))
     args = parser.parse_args()
     matrices = weights()
-    rows = [row(name, matrices) for name in args.schemas.split(",")]
+    chosen = args.schemas.split(",")
+    rows = [row(name, matrices) for name in chosen]
+    weighted = [weighted_row(name) for name in WEIGHTED if name in chosen]
     text = PAGE.read_text(encoding="utf-8")
     if args.check:
-        wrong = [line for line in rows if line not in text]
+        wrong = [line for line in (*rows, *weighted) if line not in text]
         print("".join(wrong) or "docs/quantizers.md is up to date.")
         sys.exit(1 if wrong else 0)
     head = f"| schema | {' | '.join(matrices)} |\n{'| --- ' * (len(matrices) + 1)}|\n"
     made, count = REGION.subn(lambda found: found[1] + head + "".join(rows) + found[2], text)
+    assert count == 1, PAGE
+    head = f"| schema | rtn | mse | mse by importance |\n{'| --- ' * 4}|\n"
+    made, count = BY_IMPORTANCE.subn(lambda found: found[1] + head + "".join(weighted) + found[2], made)
     assert count == 1, PAGE
     PAGE.write_text(made, encoding="utf-8")
 

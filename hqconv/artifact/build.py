@@ -18,7 +18,7 @@ from hqconv.schemas import artifact
 from hqconv.sources.source import Source
 
 # Keys that are there only where they say something.
-_OPTIONAL = ("activation_schema", "cuda", "left_blocks", "round_scales", "quantizer")
+_OPTIONAL = ("activation_schema", "cuda", "left_blocks", "round_scales", "quantizer", "importance")
 _OF_BLOCK = ("schema_name", "weight_schema", "input_schema", "activation_schema", "target", "cuda")
 
 
@@ -53,7 +53,7 @@ def artifact_config(source: Source, plan: Plan) -> dict[str, Any]:
 
 def request_words(source: Source, plan: Plan) -> dict[str, Any]:
     """What the manifest says before anything is converted: versions, source and request."""
-    request = plan.request
+    request, importance = plan.request, plan.request.importance
     return {
         "format_version": artifact.MIXED_VERSION if is_mixed(plan) else artifact.FORMAT_VERSION,
         "hqconv_version": __version__,
@@ -73,6 +73,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
         **artifact.made_of_words(request.kind),
         **({"round_scales": True} if request.round_scales else {}),
         **({} if request.quantizer == RTN else {"quantizer": request.quantizer}),
+        **({} if importance is None else {"importance": artifact.importance_words(importance.sha256)}),
         "dtype": request.param_dtype,
         **artifact.target_words(request.target),
         "tp": request.grid.tp,

@@ -12,8 +12,9 @@ from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.formats.format import SourceFormat
-from hqconv.planning.encoding import QUANTIZERS, RTN
+from hqconv.planning.encoding import MSE, QUANTIZERS, RTN
 from hqconv.planning.groups import gemm_shapes
+from hqconv.planning.importance import Importance, read_importance
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family
@@ -48,7 +49,10 @@ class Facts:
 
     @cached_property
     def request(self) -> Request:
-        """What was asked for, as the manifest says. Raises VerificationError where its words cannot be true."""
+        """What was asked for, as the manifest says, without `importance`.
+
+        Raises VerificationError where its words cannot be true.
+        """
         words = self.manifest
         facts = {
             "dtype": words["dtype"] in PARAM_DTYPES,
@@ -58,13 +62,10 @@ class Facts:
             "ep": 0 < words["ep"] <= MAX_COUNT,
             "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
         }
-        quantizer = words.get("quantizer", RTN)
-        if quantizer not in QUANTIZERS:
-            raise _impossible("quantizer", repr(quantizer))
         for key, holds in facts.items():
             if not holds:
                 raise _impossible(key, words.get(key))
-        schema = self.schema
+        schema, quantizer = self.schema, self._quantizer
         try:
             kind = names.kind_of_words(words, schema, words["dtype"])
             request = Request(
@@ -88,6 +89,38 @@ class Facts:
         if request.layout == names.CHECKPOINT and request.grid != Grid():
             raise _impossible("tp, ep", f"{request.grid} in the checkpoint layout")
         return request
+
+    @property
+    def _quantizer(self) -> str:
+        quantizer = self.manifest.get("quantizer", RTN)
+        if quantizer not in QUANTIZERS:
+            raise _impossible("quantizer", repr(quantizer))
+        if self.has_importance and quantizer != MSE:
+            raise _impossible("importance", f"quantizer {quantizer}")
+        return str(quantizer)
+
+    @property
+    def has_importance(self) -> bool:
+        """Whether the search was weighted with a file, of which the artifact has a copy."""
+        return "importance" in self.manifest
+
+    @cached_property
+    def importance(self) -> Importance | None:
+        """The copy of that file, its bytes as they are now. Raises VerificationError where it cannot be read."""
+        if not self.has_importance:
+            return None
+        try:
+            return read_importance(self.root / names.IMPORTANCE)
+        except HqconvError as error:
+            where = names.IMPORTANCE
+            raise VerificationError(
+                error.what, where=where, expected=error.expected, found=error.found
+            ) from error
+
+    def is_shard(self, path: str) -> bool:
+        """Whether a file of the manifest is one of the ordinary model shards."""
+        is_copy = self.has_importance and path == names.IMPORTANCE
+        return "/" not in path and path.endswith(".safetensors") and not is_copy
 
     @cached_property
     def family(self) -> Family:

@@ -116,6 +116,8 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
     Raises VerificationError.
     """
     path = root / artifact.MANIFEST
+    if "importance" in words:
+        _check_keys(path, "importance: ", words["importance"], {"sha256": str, "file": str})
     for kind, names in words["tensors"].items():
         if not isinstance(names, list | dict):
             raise _damaged(f"{path}: tensors: {kind}", "names", type(names).__name__)

@@ -46,7 +46,7 @@ def _start(
     schema: TargetSchema,
     importance: torch.Tensor | None,
 ) -> Start:
-    weights = None if importance is None else importance.to(stack.device).double()
+    weights = None if importance is None else importance.to(stack.device, non_blocking=True).double()
     scales = scales_of(packed, schema)
 
     def errors(tried: Scales, words: torch.Tensor | None = None) -> torch.Tensor:

@@ -67,6 +67,11 @@ OPTIONS: dict[str, Option] = {
         Literal["rtn", "mse"],
         "How scales are chosen: round-to-nearest's, or searched for the least squared error.",
     ),
+    "importance": Option(
+        Path | None,
+        "With mse: FILE.safetensors with what each input column's error counts (scripts/make_importance.py).",
+        settings=_ANY_PATH,
+    ),
     "config": Option(
         Path | None,
         "Recipe: these options in a TOML file, with other schemas for some blocks.",

@@ -57,7 +57,14 @@ def target(words: Mapping[str, Any]) -> str:
 
 def quantizer(words: Mapping[str, Any]) -> str:
     """How scales were chosen, where it is not by rounding to nearest."""
-    return "mse: scales of the least squared error" if words["quantizer"] == "mse" else ""
+    if words["quantizer"] != "mse":
+        return ""
+    by = (
+        f", weighted by importance (sha256 {words['importance']['sha256'][:12]}…)"
+        if words["importance"]
+        else ""
+    )
+    return f"mse: scales of the least squared error{by}"
 
 
 def source(words: Mapping[str, Any]) -> str:

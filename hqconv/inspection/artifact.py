@@ -42,6 +42,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "left_blocks": manifest.get("left_blocks", []),
         **{key: manifest[key] for key in ("layout", "target", "dtype", "input_schema", "tp", "ep")},
         "quantizer": manifest.get("quantizer", RTN),
+        "importance": manifest.get("importance"),
         **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
         **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
         "source": {key: manifest["source"].get(key) for key in ("name", "revision")},

@@ -14,11 +14,12 @@ from hqconv.pipeline.durable import check_space
 from hqconv.pipeline.folder import check_replaceable, place_of_work
 from hqconv.pipeline.resources import Resources, plan_staging
 from hqconv.planning.plan import Plan
+from hqconv.schemas.artifact import importance_words
 
 
 def describe_plan(plan: Plan, resources: Resources) -> Words:
     """All that a conversion will do and need. Raises RequestError where the memory is not enough for one expert."""
-    request, experts = plan.request, plan.experts
+    request, experts, importance = plan.request, plan.experts, plan.request.importance
     staging = plan_staging(plan.blocks, resources)
     return {
         "kind": "plan",
@@ -33,6 +34,7 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
         "dtype": request.param_dtype,
         "input_schema": request.inputs.name,
         "quantizer": request.quantizer,
+        "importance": None if importance is None else importance_words(importance.sha256),
         "tp": request.grid.tp,
         "ep": request.grid.ep,
         "expert_placement": request.grid.placement,

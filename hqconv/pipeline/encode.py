@@ -70,7 +70,7 @@ def encode_batch(
         done: dict[str, QuantizedStack] = {}
         for roles in _coupled(block):
             floats = [stacks[role] for role in roles]
-            quantizer = Quantizer(encoding.quantizer)
+            quantizer = _quantizer(encoding, roles)
             results = quantize_stacks(floats, encoding.schema, encoding.param_dtype, quantizer=quantizer)
             done |= dict(zip(roles, results, strict=True))
         return _judged_later(block, experts, done, encoding)
@@ -206,9 +206,17 @@ def _quantized_stacks(
         encoding.param_dtype,
         powers,
         count_exact=encoding.is_coded,
-        quantizer=Quantizer(encoding.quantizer),
+        quantizer=_quantizer(encoding, roles),
     )
     return dict(zip(roles, done, strict=True))
+
+
+def _quantizer(encoding: Encoding, roles: Sequence[str]) -> Quantizer:
+    """How projections with the same input are quantized."""
+    if encoding.importance is None:
+        return Quantizer(encoding.quantizer)
+    values = bytearray(encoding.importance["w2" if "w2" in roles else "w13"])
+    return Quantizer(encoding.quantizer, torch.frombuffer(values, dtype=torch.float32))
 
 
 def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:

@@ -54,7 +54,7 @@ class ConversionReport:
 
     def words(self) -> dict[str, Any]:
         """The report as JSON words."""
-        request = self.plan.request
+        request, importance = self.plan.request, self.plan.request.importance
         kept = {
             key: value
             for key, value in vars(self).items()
@@ -69,6 +69,7 @@ class ConversionReport:
             "target": request.target.name,
             "dtype": request.param_dtype,
             "quantizer": request.quantizer,
+            "importance": None if importance is None else artifact.importance_words(importance.sha256),
             "tp": request.grid.tp,
             "ep": request.grid.ep,
             "warnings": list(self.warnings),
@@ -230,7 +231,8 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 def _num_bytes(source: Source, plan: Plan) -> int:
     """Bytes that the artifact takes on the disk, the manifest aside."""
-    num_bytes = plan.num_bytes_out
+    importance = plan.request.importance
+    num_bytes = plan.num_bytes_out + (0 if importance is None else len(importance.data))
     for path in (source.root / name for name in plan.other_files):
         with source_errors(path):
             num_bytes += path.stat().st_size
@@ -265,6 +267,8 @@ def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[st
 def _write_loose_files(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
     """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards."""
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
+    if plan.request.importance is not None:
+        written.append(write_whole(root, artifact.IMPORTANCE, plan.request.importance.data))
     written.append(write_whole(root, artifact.CONFIG, json_bytes(artifact_config(source, plan))))
     if artifact.INDEX in plan.paths:
         refs = {

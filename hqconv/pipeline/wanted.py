@@ -34,10 +34,12 @@ class Wanted:
     overrides: tuple[Override, ...] = ()
     round_scales: bool = False
     quantizer: str = "rtn"
+    importance: str | Path | None = None
 
     @without_gc()
     def plan(self, source: Headers) -> Plan:
         """The plan for a source. Raises what `convert` raises before it writes."""
+        from hqconv.planning.importance import read_importance
         from hqconv.planning.plan import make_plan
         from hqconv.planning.request import make_request
 
@@ -59,6 +61,7 @@ class Wanted:
             self.grid,
             choices,
             round_scales=self.round_scales,
+            importance=None if self.importance is None else read_importance(Path(self.importance)),
             **words,
         )
         return make_plan(source, experts, request)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from hqconv.formats.format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
 from hqconv.schemas.target import TargetSchema
@@ -18,6 +19,7 @@ class Encoding:
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
     quantizer: of QUANTIZERS, for what is not kept.
+    importance: with mse only. GEMM → what the squared error in each input column counts, float32 as bytes.
     """
 
     schema: TargetSchema
@@ -27,6 +29,7 @@ class Encoding:
     takes_powers_of_two: bool = False
     is_coded: bool = False
     quantizer: str = RTN
+    importance: Mapping[str, bytes] | None = field(default=None, repr=False)
 
     @property
     def is_direct(self) -> bool:
@@ -47,6 +50,7 @@ def encoding_of(
     must_be_direct: bool = False,
     round_scales: bool = False,
     quantizer: str = RTN,
+    importance: Mapping[str, bytes] | None = None,
 ) -> Encoding:
     """The encoding of a block that is stored in `source`; `round_scales` as of `conversion_of`."""
     return Encoding(
@@ -57,6 +61,7 @@ def encoding_of(
         takes_powers_of_two(source, schema),
         not source.is_float,
         quantizer,
+        importance,
     )
 
 

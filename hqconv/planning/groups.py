@@ -149,6 +149,7 @@ def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
 
 
 def _encoding(block: ExpertBlock, request: Request) -> Encoding:
+    importance = request.importance
     return encoding_of(
         block.format,
         request.kind_of(block.name).schema,
@@ -156,6 +157,7 @@ def _encoding(block: ExpertBlock, request: Request) -> Encoding:
         must_be_direct=request.must_be_direct,
         round_scales=request.round_scales,
         quantizer=request.quantizer,
+        importance=None if importance is None else importance.of_block(block.name),
     )
 
 

@@ -71,13 +71,15 @@ class Plan:
         """Every file of the artifact, the manifest last."""
         files = [file.path for group in self.groups for file in group.files]
         words = [artifact.CONFIG, *([artifact.INDEX] if self._has_index else []), artifact.MANIFEST]
-        return (*files, *self.other_files, *words)
+        importance = [] if self.request.importance is None else [artifact.IMPORTANCE]
+        return (*files, *self.other_files, *importance, *words)
 
     @property
     def _has_index(self) -> bool:
-        """Beside the experts' folders even of a single shard: downloaders fetch what it names, else all safetensors."""
+        """Beside other safetensors files even of a single shard: loaders take what it names, else all there are."""
         num_shards = len(set(self.weight_map.values()))
-        return num_shards > (0 if self.request.layout == artifact.KERNEL else 1)
+        is_alone = self.request.layout == artifact.CHECKPOINT and self.request.importance is None
+        return num_shards > (1 if is_alone else 0)
 
     def rank_bytes(self) -> dict[str, int]:
         """Bytes of expert tensors that each rank will load (kernel layout)."""
@@ -105,6 +107,7 @@ class Plan:
             "--input-schema": request.inputs.humming_fields(),
             "--round-scales": request.round_scales,
             "--quantizer": request.quantizer,
+            "--importance": None if request.importance is None else request.importance.sha256,
             "the overrides": {name: artifact.kind_words(kind) for name, kind in request.of_blocks.items()},
         }
         words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
@@ -115,6 +118,8 @@ def make_plan(checkpoint: Described, experts: ExpertMap, request: Request) -> Pl
     """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
     check_request(experts, request)
     check_copied(checkpoint, experts, request)
+    if request.importance is not None:
+        request.importance.check(experts.blocks, experts.left)
     blocks: list[PlannedBlock] = []
     shards: list[Shard] = []
     for block in experts.blocks:

@@ -10,7 +10,8 @@ from hqconv.errors import RequestError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
 from hqconv.formats.format import conversion_of
-from hqconv.planning.encoding import QUANTIZERS, RTN
+from hqconv.planning.encoding import MSE, QUANTIZERS, RTN
+from hqconv.planning.importance import Importance
 from hqconv.planning.own_schema import source_param_dtype, source_schema
 from hqconv.schemas import artifact
 from hqconv.schemas.family import text_config
@@ -29,7 +30,8 @@ class Request:
 
     `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales. `of_blocks` are the blocks
     that are made of something else; `schema` and `inputs` are of all others. `round_scales`: scales of another 16-bit
-    dtype than the parameters' are rounded, and the codes kept; set only where it changes something.
+    dtype than the parameters' are rounded, and the codes kept; set only where it changes something. `importance`: what
+    weights the search of the mse quantizer.
     """
 
     schema: TargetSchema
@@ -42,6 +44,7 @@ class Request:
     of_blocks: Mapping[str, KernelKind] = field(default_factory=dict)
     round_scales: bool = False
     quantizer: str = RTN
+    importance: Importance | None = None
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -52,6 +55,14 @@ class Request:
             if value not in known:
                 what, expected = "The option does not know this value.", ", ".join(known)
                 raise RequestError(what, where=option, expected=expected, found=value)
+        if self.importance is not None and self.quantizer != MSE:
+            what, expected = (
+                "An importance file has no effect without a search for scales.",
+                "--quantizer mse",
+            )
+            raise RequestError(
+                what, where="--importance", expected=expected, found=f"--quantizer {self.quantizer}"
+            )
 
     @property
     def kind(self) -> KernelKind:

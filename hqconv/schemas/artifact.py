@@ -20,6 +20,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERTS_FOLDER = "experts"
+IMPORTANCE = "importance.safetensors"  # a copy of what the search was weighted with
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
 _MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written
@@ -124,6 +125,11 @@ def kind_of_words(words: Mapping[str, Any], schema: TargetSchema, param_dtype: s
         raise RequestError("Activations are named without their schema.", where="input_schema", found=name)
     inputs = A16 if fields is None else inputs_of(str(name), dict(fields), where="activation_schema")
     return KernelKind(schema, param_dtype, parse_target(words["target"], words.get("cuda")), inputs)
+
+
+def importance_words(sha256: str) -> dict[str, str]:
+    """What the manifest and reports say of an importance file."""
+    return {"sha256": sha256, "file": IMPORTANCE}
 
 
 def hqconv_quantization_config(

@@ -36,6 +36,7 @@ _OPTIONS: dict[str, type] = {
     **dict.fromkeys(
         ("schema", "input_schema", "target", "cuda", "dtype", "expert_placement", "layout", "quantizer"), str
     ),
+    "importance": str,
     **dict.fromkeys(("tp", "ep", "redundant_experts"), int),
     "round_scales": bool,
 }
@@ -105,7 +106,7 @@ class Recipe:
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe. Raises RequestError for a file that cannot be read, and for keys that are no options.
 
-    Schemas that are files are looked for beside the recipe.
+    Schemas that are files, and an importance file, are looked for beside the recipe.
     """
     try:
         words = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -123,6 +124,8 @@ def load_recipe(path: Path) -> Recipe:
     for key in ("schema", "input_schema"):
         if key in words:
             words[key] = _beside(path, words[key])
+    if "importance" in words:
+        words["importance"] = str(path.parent / words["importance"])  # an absolute one stays as it is
     overrides = tuple(_override(path, number, one) for number, one in enumerate(sections, start=1))
     return Recipe(words, overrides)
 

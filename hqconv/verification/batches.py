@@ -64,7 +64,7 @@ def _router(artifact: Artifact, block: str) -> tuple[torch.Tensor | None, torch.
 
 def _copied(artifact: Artifact, name: str) -> torch.Tensor | None:
     for path in artifact.manifest["files"]:
-        if "/" not in path and path.endswith(".safetensors") and name in artifact.header(path)[0]:
+        if artifact.is_shard(path) and name in artifact.header(path)[0]:
             with safe_open(artifact.root / path, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
                 return tensor

@@ -15,7 +15,7 @@ from typing import Any
 
 from hqconv.artifact.opened import Artifact, Header
 from hqconv.checkpoint.digest import sha256_of
-from hqconv.errors import VerificationError
+from hqconv.errors import HqconvError, VerificationError
 from hqconv.experts.block import ExpertBlock
 from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
@@ -40,7 +40,8 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int) -> 
         _note_versions(artifact, result)
         if artifact.manifest["layout"] == names.KERNEL:
             check_ranks(artifact, blocks, headers, result)
-        shards = {path: header for path, header in headers.items() if "/" not in path}
+        _check_importance(artifact, blocks, result)
+        shards = {path: header for path, header in headers.items() if artifact.is_shard(path)}
         _check_shards(artifact, shards, result)
         inside = {
             name: (path, entry) for path, (entries, _) in shards.items() for name, entry in entries.items()
@@ -150,6 +151,23 @@ def _blocks(artifact: Artifact, result: CheckResult) -> dict[str, ExpertBlock]:
     return blocks
 
 
+def _check_importance(artifact: Artifact, blocks: Mapping[str, ExpertBlock], result: CheckResult) -> None:
+    """What the search was weighted with is there as the manifest says, and is something to weight it with."""
+    if not artifact.has_importance:
+        return
+    where = f"{names.MANIFEST}: importance"
+    listed = artifact.manifest["files"].get(names.IMPORTANCE, {}).get("sha256", "not listed")
+    expected, words = names.importance_words(listed), artifact.manifest["importance"]
+    if words != expected:
+        result.add(where, "The manifest does not name the artifact's importance file.", expected, words)
+    try:
+        importance = artifact.importance
+        if importance is not None:
+            importance.check(blocks.values(), artifact.blocks.keys() | set(artifact.left))
+    except HqconvError as error:
+        result.add(error.where, error.what, error.expected, error.found)
+
+
 def _note_versions(artifact: Artifact, result: CheckResult) -> None:
     """The layout is recomputed by the Humming that is installed, whichever it was made with."""
     made_with = artifact.manifest["humming_kernels_version"]
@@ -178,7 +196,7 @@ def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
 
 def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: CheckResult) -> None:
     """Ordinary shards are numbered without gaps, and the index names exactly their tensors."""
-    listed = sorted(path for path in artifact.manifest["files"] if "/" not in path and path.endswith(SUFFIX))
+    listed = sorted(filter(artifact.is_shard, artifact.manifest["files"]))
     total = len(listed)
     expected = [names.shard_name(i, total) for i in range(1, total + 1)]
     compare_names(names.MANIFEST, "file", listed, expected, result)

@@ -188,12 +188,20 @@ def _original(
         findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
     request = artifact.request
+    try:
+        importance = artifact.importance
+        if importance is not None:
+            importance.check([block], artifact.blocks.keys() | set(artifact.left))
+    except HqconvError as error:
+        findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
+        return None
     encoding = encoding_of(
         found.format,
         artifact.schema_of(block.name),
         request.param_dtype,
         round_scales=request.round_scales,
         quantizer=request.quantizer,
+        importance=None if importance is None else importance.of_block(block.name),
     )
     conversion = artifact.blocks[block.name]["conversion"]
     if conversion != encoding.conversion:
@@ -210,7 +218,7 @@ def _shards(artifact: Artifact) -> dict[str, str]:
     if artifact.manifest["layout"] != names.CHECKPOINT:
         return shards
     for path in artifact.manifest["files"]:
-        if "/" not in path and path.endswith(".safetensors"):
+        if artifact.is_shard(path):
             try:
                 shards |= dict.fromkeys(artifact.header(path)[0], path)
             except VerificationError:

@@ -44,6 +44,7 @@ OPTIONS = {
         "--config",
         "--round-scales",
         "--quantizer",
+        "--importance",
         "--target",
         "--dtype",
         "--tp",

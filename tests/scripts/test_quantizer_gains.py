@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from scripts.quantizer_gains import PAGE, SCHEMAS, row, weights
+from scripts.quantizer_gains import PAGE, SCHEMAS, WEIGHTED, row, weighted_row, weights
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def test_every_schema_has_a_row() -> None:
-    assert re.findall(r"^\| `([\w-]+)` \|", TEXT, re.MULTILINE) == list(SCHEMAS)
+    assert re.findall(r"^\| `([\w-]+)` \|", TEXT, re.MULTILINE) == [*SCHEMAS, *WEIGHTED]
 
 
 @pytest.mark.parametrize("schema", ["mxfp4", "int4"])
@@ -26,3 +26,11 @@ def test_the_gain_is_about_what_the_changelog_says_for_the_common_schemas(schema
     found = re.search(rf"^\| `{schema}` \| [\d.]+ → [\d.]+: [\d.]+ %, ([\d.]+) %", TEXT, re.MULTILINE)
     assert found is not None
     assert float(found[1]) > 8
+
+
+@pytest.mark.parametrize("schema", ["mxfp4", "int4"])
+def test_a_row_by_importance_is_what_is_measured_and_better_than_without(schema: str) -> None:
+    line = weighted_row(schema)
+    assert line in TEXT
+    plain, even, best = (float(number) for number in re.findall(r" (0\.\d{4})", line))
+    assert best < even < plain

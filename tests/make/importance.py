@@ -1,0 +1,28 @@
+"""Importance files: for a checkpoint of tests/make/qwen.py, or as a test says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def columns_of(src: Path, seed: int = 0, ratio: float = 100.0) -> dict[str, torch.Tensor]:
+    """Positive numbers for every block of a qwen3_moe folder, a sixteenth of them `ratio` times as large."""
+    config = json.loads((src / "config.json").read_bytes())
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for layer in range(config["num_hidden_layers"]):
+        for gemm, size in (("w13", config["hidden_size"]), ("w2", config["moe_intermediate_size"])):
+            values = torch.rand(size, generator=generator) + 0.5
+            values[torch.randperm(size, generator=generator)[: size // 16]] *= ratio
+            found[f"model.layers.{layer}.mlp.experts.{gemm}"] = values
+    return found
+
+
+def write_importance(path: Path, columns: dict[str, torch.Tensor]) -> Path:
+    """A file of these tensors."""
+    save_file({name: values.clone() for name, values in columns.items()}, path)
+    return path

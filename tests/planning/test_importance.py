@@ -1,0 +1,131 @@
+"""Importance files: what is asked of them, before any work."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.cli.app import app
+from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.planning import importance as importance_module
+from hqconv.planning.importance import read_importance
+from hqconv.schemas.recipe import load_recipe
+from tests.make.importance import columns_of, write_importance
+from tests.make.qwen import write_qwen3_moe
+
+FIRST = "model.layers.0.mlp.experts"
+Columns = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("importance") / "src", intermediate_size=256)
+
+
+def plan(src: Path, file: Path | str, **options: Any) -> hqconv.plan:
+    words = {"schema": "int4-g32", "target": "sm90", "quantizer": "mse", "importance": file, **options}
+    return hqconv.plan(src, **words)
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Columns], None]:
+    def apply(columns: Columns) -> None:
+        value = change(columns.pop(name))
+        if value is not None:
+            columns[name] = value
+
+    return apply
+
+
+def at(column: int, number: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def apply(values: torch.Tensor) -> torch.Tensor:
+        values[column] = number
+        return values
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "what", "found"),
+    [
+        ("w2", lambda _: None, "nothing on a block", "no such tensor"),
+        ("w13", lambda v: v[:-1].clone(), "another dtype or shape", "F32 [127]"),
+        ("w13", lambda v: v.view(1, -1), "another dtype or shape", "F32 [1, 128]"),
+        ("w2", lambda v: v.double(), "another dtype or shape", "F64 [256]"),
+        ("w2", at(7, float("nan")), "no number from 0 on", "nan in column 7"),
+        ("w13", at(0, float("inf")), "no number from 0 on", "inf in column 0"),
+        ("w2", at(255, -1e-30), "no number from 0 on", "in column 255"),
+    ],
+)
+def test_what_is_wrong_is_named_before_any_work(
+    name: str, change: Any, what: str, found: str, src: Path, tmp_path: Path
+) -> None:
+    columns = columns_of(src)
+    changed(f"{FIRST}.{name}", change)(columns)
+    file = write_importance(tmp_path / "file.safetensors", columns)
+    with pytest.raises(InputError, match=what) as caught:
+        plan(src, file)
+    assert f"{FIRST}.{name}" in caught.value.where
+    assert str(file) in caught.value.where
+    assert found in str(caught.value.found)
+    with pytest.raises(InputError, match=what):
+        hqconv.convert(
+            src, tmp_path / "out", schema="int4-g32", target="sm90", quantizer="mse", importance=file
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_zero_is_a_number_and_a_left_block_may_have_some(src: Path, tmp_path: Path) -> None:
+    columns = columns_of(src)
+    columns[f"{FIRST}.w13"].zero_()
+    columns[f"{FIRST}.w2"][3] = -0.0
+    file = write_importance(tmp_path / "file.safetensors", columns)
+    found = plan(src, file)
+    assert found.request.importance is not None
+    assert found.request.importance.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    for block in found.blocks:
+        assert block.encoding.importance is not None
+        for gemm, values in block.encoding.importance.items():
+            assert values == columns[f"{block.name}.{gemm}"].numpy().tobytes()
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('importance = "file.safetensors"\n[[override]]\nlayers = "0"\nschema = "none"\n')
+    loaded = load_recipe(recipe)
+    assert loaded.options["importance"] == str(file)
+    assert len(plan(src, loaded.options["importance"], overrides=loaded.overrides).blocks) == 1
+
+
+def test_a_tensor_of_no_block_is_refused(src: Path, tmp_path: Path) -> None:
+    columns = columns_of(src) | {"model.layers.7.mlp.experts.w2": torch.ones(256)}
+    with pytest.raises(InputError, match="of no block") as caught:
+        plan(src, write_importance(tmp_path / "file.safetensors", columns))
+    assert "model.layers.7" in caught.value.where
+
+
+def test_without_a_search_it_is_refused(src: Path, tmp_path: Path) -> None:
+    file = write_importance(tmp_path / "file.safetensors", columns_of(src))
+    with pytest.raises(RequestError, match="has no effect"):
+        plan(src, file, quantizer="rtn")
+    command = ["convert", src, "--schema", "mxfp4", "--target", "sm90", "--importance", file, "--dry-run"]
+    shown = CliRunner().invoke(app, list(map(str, command)))
+    assert shown.exit_code == 2
+    assert "has no effect" in shown.output
+
+
+def test_files_that_are_none(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = write_importance(tmp_path / "good.safetensors", columns_of(src))
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(good.read_bytes()[:-4])
+    for path, kind in ((tmp_path / "none", RequestError), (tmp_path, RequestError), (cut, InputError)):
+        with pytest.raises(kind) as caught:
+            plan(src, path)
+        assert isinstance(caught.value, HqconvError)
+        assert str(path) in caught.value.where
+    monkeypatch.setattr(importance_module, "_MAX_BYTES", 100)
+    with pytest.raises(InputError, match="too large"):
+        read_importance(good)

@@ -1,0 +1,147 @@
+"""scripts/make_importance.py against plain recomputations from what transformers' own modules are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+import hqconv
+from hqconv.artifact.opening import open_headers
+from hqconv.errors import RequestError
+from hqconv.experts.block import ExpertBlock
+from scripts.make_importance import collect, experts_modules, main, matched, token_batches
+from tests.make.families import make_family, moe_blocks, save_family
+
+IDS = torch.arange(40) * 7 % 61 + 3
+CPU = torch.device("cpu")
+# On the disk mixtral's block is `block_sparse_moe`, in transformers it is `mlp`; the others multiply in other ways.
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "granitemoe")
+
+
+def blocks_of(folder: Path) -> tuple[ExpertBlock, ...]:
+    with open_headers(folder, None) as source:
+        return source.map_experts().blocks
+
+
+def recomputed(
+    model: nn.Module, batches: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor, nn.Module]]:
+    """Of each module of experts, in layer order: its input [T, H], the chosen experts [T, k], and itself."""
+    seen: list[tuple[torch.Tensor, torch.Tensor, nn.Module]] = []
+    for _, _, module in moe_blocks(model):
+        calls: list[tuple[Any, ...]] = []
+        handle = module.register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args))
+        with torch.no_grad():
+            for ids in batches:
+                model(input_ids=ids)
+        handle.remove()
+        x, chosen = (torch.cat([call[i].flatten(0, -2) for call in calls]) for i in (0, 1))
+        seen.append((x.double(), chosen, module))
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
+    model = save_family(tmp_path, family, torch.float32)
+    blocks, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 16, CPU)
+    assert [ids.shape[1] for ids in batches] == [16, 16, 8]
+    found = collect(model, batches, blocks)
+    expected = {f"{block.name}.{gemm}" for block in blocks for gemm in ("w13", "w2")}
+    assert set(found) == expected
+    for block, (x, _, _) in zip(blocks, recomputed(model, batches), strict=True):
+        values = found[f"{block.name}.w13"]
+        assert values.dtype == torch.float32
+        torch.testing.assert_close(values.double(), x.square().mean(0), rtol=1e-5, atol=0)
+        inner = found[f"{block.name}.w2"]
+        assert (inner.shape, inner.dtype) == ((block.intermediate_size,), torch.float32)
+        assert bool((inner > 0).all())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_inner_activations_are_those_of_the_chosen_experts(family: str, tmp_path: Path) -> None:
+    """By hand: every token through each of its experts, silu(gate) * up."""
+    model = save_family(tmp_path, family, torch.float32)
+    blocks, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
+    found = collect(model, batches, blocks)
+    for block, (x, chosen, module) in zip(blocks, recomputed(model, batches), strict=True):
+        rows = []
+        for token, experts in zip(x, chosen.tolist(), strict=True):
+            for expert in experts:
+                gate, up = (module.gate_up_proj[expert].double() @ token).chunk(2)
+                rows.append(functional.silu(gate) * up)
+        assert len(rows) == 2 * len(IDS)
+        expected = torch.stack(rows).square().mean(0).detach()
+        torch.testing.assert_close(found[f"{block.name}.w2"].double(), expected, rtol=1e-4, atol=0)
+
+
+def tokenizer(folder: Path) -> None:
+    """One word is one token, by its number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"none": 0} | {str(i): i for i in range(1, 64)}, unk_token="none"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="none").save_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_command_writes_what_convert_takes(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    src, text, out = tmp_path / "src", tmp_path / "text", tmp_path / "columns.safetensors"
+    save_family(src, family, inner=64)
+    tokenizer(src)
+    text.write_text(" ".join(map(str, [*IDS.tolist(), 5, 6])))
+    arguments = [str(src), str(text), str(out), "--device", "cpu", "--context", "16"]
+    main([*arguments, "--tokens", str(len(IDS))])
+    assert "40 tokens" in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(src, dtype="auto").eval()
+    expected = collect(model, token_batches(IDS.tolist(), 16, CPU), blocks_of(src))
+    found = load_file(out)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+    options: dict[str, Any] = {"schema": "int4-g32", "target": "sm90", "device": "cpu", "quantizer": "mse"}
+    hqconv.convert(src, tmp_path / "out", importance=out, **options)
+    assert hqconv.verify(tmp_path / "out", src, checks=("files", "weights")).passed
+    text.write_text("")
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "nothing to read" in capsys.readouterr().err
+
+
+def test_what_cannot_be_matched_is_refused(tmp_path: Path) -> None:
+    model = save_family(tmp_path, "mixtral", torch.float32)
+    blocks = blocks_of(tmp_path)
+    assert [layer for layer, _, _ in experts_modules(model)] == [0, 1]
+    assert [module for _, module in matched(model, blocks).values()] == [m for _, _, m in moe_blocks(model)]
+    with pytest.raises(RequestError, match="no block of the checkpoint") as caught:
+        collect(model, [], blocks[:1])
+    assert ".1." in caught.value.where
+    dense = make_family("qwen3_moe", torch.float32)  # its second layer has no experts
+    with pytest.raises(RequestError, match="not one module") as caught:
+        collect(dense, [], blocks)
+    assert "layer 1" in caught.value.where
+
+
+def test_what_is_not_seen_or_not_understood_is_refused(tmp_path: Path) -> None:
+    model = save_family(tmp_path, "mixtral", torch.float32)
+    blocks, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
+    with pytest.raises(RequestError, match="No product") as caught:
+        collect(model, [], blocks)
+    assert caught.value.where.endswith("w13")
+    other = make_family("mixtral", torch.float32, hidden=128)
+    with pytest.raises(RequestError, match="another size"):
+        collect(other, batches, blocks)
+    experts = moe_blocks(model)[0][2]
+    experts.extra_proj = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(RequestError, match="not understood") as caught:
+        collect(model, batches, blocks)
+    assert "extra_proj" in caught.value.where
