@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,15 +59,19 @@ def activation_words(name: str, gated: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM of a rank: Humming's LayerConfig and its kernel tensors [E, …] on the device."""
+    """One GEMM of a rank: Humming's LayerConfig and its kernel tensors [E, …] on the device.
+
+    rotation: the block size that its inputs are rotated in, 0 for none.
+    """
 
     config: Any
     tensors: Mapping[str, torch.Tensor]
+    rotation: int = 0
 
 
-def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Gemm:
-    """A GEMM from LayerConfig words, as a rank file's metadata holds them, and its tensors."""
-    return Gemm(layer_config(words), tensors)
+def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rotation: int = 0) -> Gemm:
+    """A GEMM from LayerConfig words, as a rank file's metadata holds them, and its tensors; see `Gemm`."""
+    return Gemm(layer_config(words), tensors, rotation)
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,13 +111,15 @@ def compile_activation(
     num_routes: Iterable[int],
     dtype: torch.dtype,
     device: torch.device,
+    rotation: int = 0,
 ) -> None:
     """Compile the kernels between two GEMMs, given as LayerConfigs, for some numbers of routes."""
     width = w13.shape_n - w13.pad_shape_n
     with torch.cuda.device(device):
         for count in num_routes:
             wide = torch.zeros(count, width, dtype=dtype, device=device)
-            humming_gpu().forward.may_process_input(w2, inputs=wide, **activation_words(activation, gated))
+            words = activation_words(activation, gated)
+            humming_gpu().forward.may_process_input(w2, inputs=wide, hadamard_block_size=rotation, **words)
 
 
 def align(local_ids: torch.Tensor, num_experts: int, block_size: int) -> dict[str, torch.Tensor]:
@@ -154,8 +160,9 @@ def fused_moe(
     """One rank's share of a MoE block on tokens `x` [T, H] of the parameter dtype.
 
     `local_ids` int64 [T, k] are this rank's expert indices, -1 for routes of other ranks; `weights` float32
-    [T, k]. Returns float32 partial sums [T, H] and the activated intermediate [T * k, I] (zero rows for other
-    ranks' routes). `tuned_for_m` picks the tuning entry, so that batches of several sizes compile one kernel.
+    [T, k]. Returns float32 partial sums [T, H] and the activated intermediate [T * k, I], rotated where w2 is (zero
+    rows for other ranks' routes). `tuned_for_m` picks the tuning entry, so that batches of several sizes compile one
+    kernel.
     """
     num_tokens, top_k = local_ids.shape
     is_local = (local_ids >= 0).reshape(-1, 1)
@@ -167,11 +174,12 @@ def fused_moe(
     width = w13.config.shape_n - w13.config.pad_shape_n
     wide = _gemm(w13, x, local_ids, top_k, x.new_zeros(num_tokens * top_k, width), num_local, tuned_for_m)
     hidden, group_scale, token_scale = humming_gpu().forward.may_process_input(
-        w2.config, inputs=wide, **activation_words(activation, gated)
+        w2.config, inputs=wide, hadamard_block_size=w2.rotation, **activation_words(activation, gated)
     )
     scale = group_scale if group_scale is not None else token_scale
     out = x.new_zeros(num_tokens * top_k, x.size(1))
-    out = _gemm(w2, hidden, local_ids, 1, out, num_local, tuned_for_m, scale)
+    rotated = replace(w2, rotation=0)
+    out = _gemm(rotated, hidden, local_ids, 1, out, num_local, tuned_for_m, scale)
     routed = torch.where(is_local, out.float(), 0.0).view(num_tokens, top_k, -1)
     inner_values = torch.where(is_local, hidden, 0.0) if hidden.dtype == x.dtype else hidden
     return (routed * weights.unsqueeze(-1)).sum(1), inner_values
@@ -196,6 +204,7 @@ def _gemm(
         inputs=inputs,
         outputs=outputs,
         input_scale=input_scale,
+        hadamard_block_size=gemm.rotation,
         locks=torch.zeros(num_sms * 8, dtype=torch.int32, device=inputs.device),
         top_k=top_k,
         valid_shape_m=num_local,

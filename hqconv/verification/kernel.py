@@ -16,6 +16,7 @@ import torch
 
 from hqconv.artifact.load import load_rank
 from hqconv.artifact.opened import Artifact
+from hqconv.artifact.unrotate import unrotated
 from hqconv.backends.moe import (
     Gemm,
     compile_activation,
@@ -197,7 +198,7 @@ def _compare_kernel(
     hiddens = torch.split(expected[1], [count * words["top_k"] for count in counts])
     outputs = [torch.zeros_like(reference) for reference in references]
     tallies = {"output": Tally()}
-    size, tp = words["intermediate_size"], artifact.grid.tp
+    size, tp, schema = words["intermediate_size"], artifact.grid.tp, artifact.schema_of(block)
     tuned_for_m = _tuned_for_m(artifact, block, counts)
     compile_kernels(
         [config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device
@@ -214,8 +215,9 @@ def _compare_kernel(
             out += part.double()
             mine = (ids >= 0).reshape(-1)
             if mine.any():
-                _, begin, end, _ = tp_slices(size, tp, artifact.schema_of(block))[tp_rank]
-                tally.add(inner[mine, : end - begin].double(), hidden[mine, begin:end])
+                _, begin, end, _ = tp_slices(size, tp, schema)[tp_rank]
+                reference = unrotated(hidden[mine, begin:end], schema.rotation)  # rotated, as w2's inputs are
+                tally.add(inner[mine, : end - begin].double(), reference)
         del gemms
     for reference, out in zip(references, outputs, strict=True):
         tallies["output"].add(out, reference)
@@ -238,7 +240,8 @@ def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device:
     with torch.cuda.device(device):
         configs = gemm_configs(artifact, block)
     counts = [count * words["top_k"] for count in tokens]
-    act = partial(compile_activation, num_routes=counts, dtype=dtype, device=device)
+    rotation = artifact.schema_of(block).rotation
+    act = partial(compile_activation, num_routes=counts, dtype=dtype, device=device, rotation=rotation)
     with ThreadPoolExecutor(1) as pool:
         activation = pool.submit(act, *configs[0].values(), words["activation"], words["gated"])
         both = [config for pair in configs for config in pair.values()]
@@ -287,4 +290,6 @@ def _load_rank(
 ) -> dict[str, Gemm]:
     """One rank's kernel tensors on the device, as a server would have them."""
     gemms = load_rank(artifact, block, tp_rank, ep_rank, str(device))
-    return {name: load_gemm(gemm.config, gemm.tensors) for name, gemm in gemms.items()}
+    return {
+        name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size) for name, gemm in gemms.items()
+    }
