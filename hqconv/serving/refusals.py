@@ -179,10 +179,16 @@ def no_layers(served: Served) -> HqconvError:
 
 
 def recut(served: Served, **changes: object) -> str:
-    """The command that lays the artifact out anew, with its own options but for `changes`."""
+    """The command that lays the artifact out anew, with its own options but for `changes`.
+
+    Codes of rotated weights are not kept, so that one goes back to the original model.
+    """
     options = {**_options(served), **changes}
     place, folder = served.place, _folder(served.place)
     out = f"{folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"
+    if served.schema.rotation:
+        words = _convert(served.source_name, Path(out).name, _schema_word(served.schema), options)
+        return f"`{shlex.join([*words, '--dtype', served.dtype])}`"
     command = shlex.join(_convert(folder, out, "source", options))
     if place.is_folder:
         return f"`{command}`"
