@@ -180,7 +180,7 @@ def _check_scale_type(schema: TargetSchema, need: Need) -> None:
         schema.weight_scale_group_size,
         schema.weight_scale_group_size_n,
     )
-    power_of_two = "a power of two, at least 16"
+    power_of_two = "a power of two, at least 16: Humming's tiles do not nest with others (docs/targets.md)"
     need(kind in ("group", "channel", "block", "tensor"), "weight_scale_type", "group|channel|block|tensor")
     if kind in ("group", "block"):
         need(size >= 16 and size & (size - 1) == 0, "weight_scale_group_size", power_of_two)
@@ -189,7 +189,11 @@ def _check_scale_type(schema: TargetSchema, need: Need) -> None:
     if kind == "block":
         is_power = size_n & (size_n - 1) == 0
         need(size_n >= 64 and is_power, "weight_scale_group_size_n", "a power of two, at least 64")
-        need(not schema.b_dtype.startswith("uint"), "b_dtype", "a float type for block scales")
+        need(
+            not schema.b_dtype.startswith("uint"),
+            "b_dtype",
+            "a float type for block scales: that integers run is not proven",
+        )
     else:
         need(size_n == 0, "weight_scale_group_size_n", f"0 for {kind} scales")
     if kind in ("block", "tensor"):

@@ -21,6 +21,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import TargetSchema
 from hqconv.verification import decoded, kernel
+from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
 from tests.make import small
 from tests.make.conversions import assert_verified, check, manifest, run
@@ -212,6 +213,30 @@ def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) ->
                 np.testing.assert_allclose(values.numpy(), back[role][expert].numpy(), rtol=0, atol=1e-6)
         gemms = kernel.load_rank(artifact, BLOCK, 1, 0, "cpu")
     assert {gemm.hadamard_block_size for gemm in gemms.values()} == {128}
+
+
+@pytest.mark.parametrize("block", [128, 64, 0])
+def test_the_kernel_check_wants_rotated_intermediates(
+    block: int, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain block stands in for the kernel, with w2's inputs rotated in blocks of `block`: 128 is the schema's."""
+    run(src, tmp_path / "out", schema_of("int8"), Grid())
+    back = hqconv.dequantize(tmp_path / "out", block=BLOCK)
+
+    def stand_in(gemms: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any) -> Any:
+        assert {gemm.rotation for gemm in gemms.values()} == {128}
+        experts = [{role: values[e].double() for role, values in back.items()} for e in range(4)]
+        out, hidden = moe_forward(x.double(), Routing(ids, weights), experts.__getitem__, "silu")
+        return out.float(), unrotated(hidden, block)
+
+    monkeypatch.setattr(kernel, "fused_moe", stand_in)
+    monkeypatch.setattr(kernel, "compile_kernels", lambda *_: None)
+    monkeypatch.setattr(moe, "layer_config", lambda words: words)
+    monkeypatch.setattr(kernel, "layer_config", lambda words: words)
+    with Artifact(tmp_path / "out") as artifact, open_source(src) as source:
+        result = kernel.check_kernel(artifact, source, [BLOCK], [32], torch.device("cpu"))
+    assert bool(result.findings) == (block != 128), result.findings
+    assert result.measured[BLOCK]["weights_against_source"]["w2"] < 0.02
 
 
 class PlainHumming:

@@ -24,6 +24,7 @@ from hqconv.serving.asked import (
     gemm_kernels,
     input_kernels,
     standing_in,
+    tuning_table,
 )
 from hqconv.serving.compiler import compile_kernel, identity, kernel_compiler, toolkit
 from hqconv.serving.gpus import KNOWN, choose_gpu
@@ -243,6 +244,20 @@ def test_every_rotation_has_a_kernel_and_no_other_size(way: str) -> None:
             found = all(has_kernel(block, columns, words) for columns in whole for words in ({}, gated))
             is_needed = block in ROTATIONS or (block < 1024 and "token" not in str(WAYS[way]))
             assert found == is_needed, block
+
+
+def test_groups_that_are_no_powers_of_two_do_not_run(compiler: Any) -> None:
+    """What docs/targets.md says of sm90: a tuner that stops, or a tile that cuts a group."""
+    words = {**WORDS, "b_dtype": "uint4", "bs_dtype": None, "shape_k": 7680}
+    with standing_in(KNOWN["h200"]):
+        for group in (96, 160, 192, 320, 384, 640):
+            with pytest.raises(AssertionError, match=f"weight scale group={group} do not nest"):
+                tuning_table({**words, "weight_scale_group_size": group}, Asking(INDEXED))
+        _, table = tuning_table(
+            {**words, "a_dtype": "float8e4m3", "weight_scale_group_size": 192}, Asking(INDEXED)
+        )
+    tiles = {entry["block_shape"][2] for *_, entry in table}
+    assert any(192 % tile and tile % 192 for tile in tiles)
 
 
 def test_activations_are_those_of_the_families() -> None:
