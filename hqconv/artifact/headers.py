@@ -120,14 +120,14 @@ class ArtifactHeaders(SafetensorsHeaders):
         return ref.entry(local)
 
     def format_of(self, block: str) -> SourceFormat:
-        """A block's schema as a source's format."""
+        """A block's schema as a source's format; rotated weights have no codes to keep."""
         schema, param = self.artifact.schema_of(block), self.artifact.param_dtype
         group_n, group_k = schema.scale_group()
         options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
         return SourceFormat(
-            name=f"hqconv kernel layout, {schema.name}",
+            name=f"hqconv kernel layout, {schema.name}{', rotated' if schema.rotation else ''}",
             decoder=LAID_OUT,
-            b_dtype=schema.b_dtype,
+            b_dtype="" if schema.rotation else schema.b_dtype,
             scale_dtype=schema.scale_dtype(param),
             group_n=group_n,
             group_k=group_k,

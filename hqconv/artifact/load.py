@@ -14,6 +14,7 @@ from hqconv.artifact.matrix import floats
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import BlockReader
 from hqconv.artifact.unlayout.numbers import to_float32
+from hqconv.artifact.unrotate import unrotated
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import code_of
@@ -24,10 +25,12 @@ class RankGemm:
     """One GEMM of one rank, ready for `humming.forward.humming_forward(gemm.layer_config(), inputs, **gemm.tensors)`.
 
     config: Humming's LayerConfig as words, as the rank file has it. tensors: `weight`, `weight_scale` … [E_local, …].
+    hadamard_block_size: where it is not 0 weights are rotated, and `humming_forward` must be given it as well.
     """
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+    hadamard_block_size: int = 0
 
     def layer_config(self) -> Any:
         """Humming's own LayerConfig; imports Humming as it is, and changes nothing about it."""
@@ -66,7 +69,8 @@ def load_rank(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device
         for gemm in names.GEMMS:
             prefix = f"{block}.{gemm}_"
             tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in stored if n.startswith(prefix)}
-            gemms[gemm] = RankGemm(artifact.layer_config(block, gemm, tp_rank, ep_rank), tensors)
+            config = artifact.layer_config(block, gemm, tp_rank, ep_rank)
+            gemms[gemm] = RankGemm(config, tensors, artifact.schema_of(block).rotation)
     return gemms
 
 
@@ -84,6 +88,8 @@ def _check_block(artifact: Artifact, block: str) -> None:
 
 def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
     """One block's experts as float32, decoded from the kernel layout and put together from all ranks.
+
+    Rotated weights are turned back, so that they compare with the source's.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
     there are biases. Raises RequestError for an unknown block or the checkpoint layout, VerificationError where a
@@ -103,7 +109,8 @@ def expert_floats(artifact: Artifact, reader: BlockReader, expert: int) -> dict[
     found, param = {}, artifact.param_dtype
     for gemm in names.GEMMS:
         for role, matrix in reader.read(gemm, expert, refuse).items():
-            found[role] = floats(matrix, reader.schema, param)
+            decoded = torch.from_numpy(floats(matrix, reader.schema, param))
+            found[role] = unrotated(decoded, reader.schema.rotation).numpy()
             if matrix.bias is not None:
                 found["b" + role[1:]] = to_float32(matrix.bias, code_of(param))
     return found

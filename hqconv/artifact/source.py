@@ -18,7 +18,8 @@ from hqconv.artifact.load import refuse
 from hqconv.artifact.matrix import Matrix
 from hqconv.artifact.ranks import BlockReader
 from hqconv.backends import codec
-from hqconv.decode.coded import Coded
+from hqconv.backends.rotation import rotate
+from hqconv.decode.coded import Coded, dequantize
 from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import InputError
 from hqconv.experts.block import ExpertBlock
@@ -68,7 +69,7 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
             )
         schema, format_ = self.artifact.schema_of(block.name), block.format
         coded = Coded(
-            b_dtype=format_.b_dtype,
+            b_dtype=schema.b_dtype,
             packed=codec.pack(torch.from_numpy(matrix.codes), schema.num_bits).to(device),
             scale=_tensor(matrix.scale, matrix.scale_dtype, device),
             group_n=format_.group_n,
@@ -77,7 +78,10 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
             scale_2=self._scale_2(matrix, schema, device),
         )
         bias = None if matrix.bias is None else _tensor(matrix.bias, self._param_code, device)
-        return SourceMatrix({"weight": where, "bias": where}, coded=coded, bias=bias)
+        named = {"weight": where, "bias": where}
+        if schema.rotation:  # turned back; no target keeps these codes
+            return SourceMatrix(named, floats=rotate(dequantize(coded), schema.rotation), bias=bias)
+        return SourceMatrix(named, coded=coded, bias=bias)
 
     @property
     def _param_code(self) -> str:

@@ -67,11 +67,13 @@ class Gemm:
     """One GEMM of a rank: Humming's LayerConfig and its kernel tensors [E, …] on the device.
 
     input_scale: of its activations, float32 [1], where it was measured beforehand.
+    rotation: the block size that its inputs are rotated in, 0 for none.
     """
 
     config: Any
     tensors: Mapping[str, torch.Tensor]
     input_scale: torch.Tensor | None = None
+    rotation: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,10 @@ class Inputs:
     token_scale: torch.Tensor | None = None
 
 
-def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Gemm:
-    """A GEMM from LayerConfig words, as a rank file's metadata holds them, and its tensors."""
+def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rotation: int = 0) -> Gemm:
+    """A GEMM from LayerConfig words, as a rank file's metadata holds them, and its tensors; see `Gemm`."""
     plain = {name: tensor for name, tensor in tensors.items() if name != "input_scale"}
-    return Gemm(layer_config(words), plain, tensors.get("input_scale"))
+    return Gemm(layer_config(words), plain, tensors.get("input_scale"), rotation)
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,6 +133,7 @@ def compile_input_kernels(
     top_k: int,
     dtype: torch.dtype,
     device: torch.device,
+    rotation: int = 0,
 ) -> None:
     """Compile the kernels before each of two GEMMs, given as LayerConfigs, for some numbers of tokens."""
     width, hidden = w13.shape_n - w13.pad_shape_n, w13.shape_k - w13.pad_shape_k
@@ -138,18 +141,22 @@ def compile_input_kernels(
     with torch.cuda.device(device):
         for count in num_tokens:
             x = torch.zeros(count, hidden, dtype=dtype, device=device)
-            process_input(Gemm(w13, {}, scale), x)
+            process_input(Gemm(w13, {}, scale, rotation), x)
             wide = torch.zeros(count * top_k, width, dtype=dtype, device=device)
-            process_input(Gemm(w2, {}, scale), wide, **activation_words(activation, gated))
+            process_input(Gemm(w2, {}, scale, rotation), wide, **activation_words(activation, gated))
 
 
 def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> Inputs:
-    """Rows of the parameter dtype as a GEMM takes them: activated, if that is asked for, and quantized."""
+    """Rows of the parameter dtype as a GEMM takes them: activated, if that is asked for, rotated and quantized."""
     mode = gemm.config.input_quant_mode
     static = gemm.input_scale if mode.value.startswith("static_tensor") else None
     return Inputs(
         *humming_gpu().forward.may_process_input(
-            gemm.config, inputs=values, token_scales=static, **activation
+            gemm.config,
+            inputs=values,
+            token_scales=static,
+            hadamard_block_size=gemm.rotation,
+            **activation,
         )
     )
 
@@ -220,8 +227,8 @@ def fused_moe(
 
     `local_ids` int64 [T, k] are this rank's expert indices, -1 for routes of other ranks; `weights` float32
     [T, k]. Returns float32 partial sums [T, H] and the activated intermediate [T * k, I] as the second GEMM saw it,
-    so after quantization (zero rows for other ranks' routes). `tuned_for_m` picks the tuning entry, so that batches of
-    several sizes compile one kernel.
+    so after rotation and quantization (zero rows for other ranks' routes). `tuned_for_m` picks the tuning entry, so
+    that batches of several sizes compile one kernel.
     """
     num_tokens, top_k = local_ids.shape
     is_local = (local_ids >= 0).reshape(-1, 1)

@@ -11,12 +11,14 @@ its *stored* codes and scales.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from hqconv.backends import cpu, cuda
 from hqconv.backends.encoded import Cost, Quantized, QuantizedStack
 from hqconv.backends.quantizer import RTN, Quantizer
+from hqconv.backends.rotation import averaged, rotate
 from hqconv.backends.runtime import resident
 from hqconv.backends.scales import split_powers
 from hqconv.schemas.target import TargetSchema
@@ -39,7 +41,16 @@ def quantize_stacks(
     A matrix with NaN or Inf comes back with a power that is no number and meaningless codes. `powers`, float32
     [E, N, G] powers of two, are the group scales to take instead of the recipe's, where a tensor-level second scale
     lets them; then `quantizer` says nothing. On CUDA nothing waits for the device.
+
+    Under a schema that rotates, codes, scales and costs are those of the rotated matrices, in the inputs' dtype, as
+    Humming's `quant_tensor` rotates them; `powers` are not taken then.
     """
+    if schema.rotation:
+        assert powers is None, "scales of a matrix that is rotated are none of the rotated one's"
+        stacks = [rotate(stack, schema.rotation) for stack in stacks]
+        if quantizer.importance is not None:
+            quantizer = replace(quantizer, importance=averaged(quantizer.importance, schema.rotation))
+        schema = replace(schema, hadamard_block_size=0)
     given = None if powers is None else split_powers(stacks, powers, schema)
     if stacks[0].is_cuda:
         with resident(stacks[0].device):

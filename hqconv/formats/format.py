@@ -113,6 +113,8 @@ def why_not_direct(
     """
     if source.is_float:
         return "the source is not quantized"
+    if schema.rotation:
+        return "the schema's weights are rotated, its are not"
     if source.is_permuted:
         return "its columns are grouped by g_idx"
     if source.b_dtype != schema.b_dtype:

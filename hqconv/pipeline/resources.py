@@ -38,6 +38,8 @@ _GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (
     1 << 20,
 )  # for each weight of those that a search looks at together
 
+_GPU_ROTATION_BYTES = 24  # for each weight: gate and up rotated, and what that takes on the way
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -168,6 +170,8 @@ def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
         widened = stored + numbers  # codes in Humming's packing, maybe unpacked before
     else:  # and floats, since they are quantized anew, or may be where gate and up must share a scale
         widened = stored + numbers * 5
+    if encoding.schema.rotation:
+        widened += numbers * (2 if encoding.conversion == QUANTIZED and block.dtype == "BF16" else 4)
     group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer == MSE)
     groups = group_bytes / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
     num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
@@ -189,6 +193,8 @@ def gpu_working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
     if planned.encoding.quantizer == MSE:
         live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, block.hidden_size))
+    if planned.encoding.schema.rotation:
+        live += _GPU_ROTATION_BYTES * numbers
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)
 
 

@@ -69,6 +69,7 @@ def takes_powers_of_two(source: SourceFormat, schema: TargetSchema) -> bool:
     """Whether fp8 group scales under a second scale can stand for the source's powers of two: mxfp4 to nvfp4."""
     return (
         source.scale_dtype == "float8e8m0"
+        and not schema.rotation
         and source.b_dtype == schema.b_dtype
         and schema.bs_dtype == "float8e4m3"
         and schema.weight_scale_2_type == "tensor"

@@ -113,8 +113,9 @@ def tp_slices(size: int, tp: int, schema: TargetSchema) -> tuple[TpSlice, ...]:
 
 
 def slice_unit(schema: TargetSchema) -> int:
-    """The smallest run of the intermediate size that may be cut off without cutting a scale group."""
-    return math.lcm(PACK_UNIT, schema.weight_scale_group_size or 1, schema.weight_scale_group_size_n or 1)
+    """The smallest run of the intermediate size that may be cut off without cutting a scale group or rotated block."""
+    sizes = (schema.weight_scale_group_size, schema.weight_scale_group_size_n, schema.rotation)
+    return math.lcm(PACK_UNIT, *(size or 1 for size in sizes))
 
 
 def working_tp_sizes(
@@ -146,19 +147,21 @@ def check_grid(
 ) -> None:
     """Refuse a block that the schema or the grid cannot cut, naming the TP sizes that would work."""
     unit = slice_unit(schema)
+    what = "rotated block" if schema.rotation == unit else "scale group"
+    smaller = f"a smaller {'hadamard_block_size' if schema.rotation == unit else 'group size'}"
     if hidden_size % unit:
         raise RequestError(
             f"The schema '{schema.name}' does not fit the hidden size.",
             where=block,
             expected=f"a multiple of {unit}",
             found=hidden_size,
-            remedy="Choose a schema with a smaller group size.",
+            remedy=f"Choose a schema with {smaller}.",
         )
     sizes = working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank)
     if grid.tp not in sizes:
-        works = ", ".join(map(str, sizes)) or "none: choose a schema with a smaller group size"
+        works = ", ".join(map(str, sizes)) or f"none: choose a schema with {smaller}"
         raise RequestError(
-            f"--tp {grid.tp} would cut a scale group of the experts.",
+            f"--tp {grid.tp} would cut a {what} of the experts.",
             where=f"{block}, intermediate size {intermediate_size}, schema {schema.name}",
             expected=f"slices that are whole runs of {unit}",
             found=f"{intermediate_size} / {grid.tp}",

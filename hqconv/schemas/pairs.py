@@ -281,6 +281,12 @@ def _int4_from_hopper(kind: KernelKind) -> str | None:
     return None
 
 
+def _rotated(kind: KernelKind) -> str | None:
+    if kind.schema.rotation and kind.inputs.a_dtype is not None:
+        return "rotated weights are converted for 16-bit activations only: verify has no judge for the others"
+    return None
+
+
 def _tensor_scale_2(kind: KernelKind) -> str | None:
     is_channel = resolve(kind).weight_scale_2_type == "channel"
     if kind.inputs.a_dtype == "int8" and is_channel and kind.schema.weight_scale_2_type == "tensor":
@@ -290,5 +296,5 @@ def _tensor_scale_2(kind: KernelKind) -> str | None:
 
 _MORE: tuple[Rule, ...] = (
     *(_bfloat16_on_turing, _e0m_under_integers, _second_input_scale, _input_scale_dtype),
-    *(_block_scaled_groups, _e0m3_groups, _float_zero_points, _int4_from_hopper, _tensor_scale_2),
+    *(_block_scaled_groups, _e0m3_groups, _float_zero_points, _int4_from_hopper, _tensor_scale_2, _rotated),
 )

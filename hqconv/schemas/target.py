@@ -19,6 +19,9 @@ from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 PARAM_DTYPES = ("bfloat16", "float16")
 _SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
 _SCALE_2_DTYPES = ("float8e4m3", "float8e5m2")
+# Humming's kernel rotates blocks of 2 to 512 columns (process_input/context.cuh), but below 16 its tuner finds no way
+# to quantize wide inputs per token (tune/process_input.py, _token_tuning_candidates).
+ROTATIONS = (16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class TargetSchema:
         """True where the gate and up projection of one expert share a tensor-level scale."""
         return "tensor" in (self.weight_scale_type, self.weight_scale_2_type)
 
+    @property
+    def rotation(self) -> int:
+        """Columns in a block that is rotated; 0 where weights are as they come. See `hqconv.backends.rotation`."""
+        return self.hadamard_block_size if self.hadamard_block_size > 1 else 0
+
     def humming_fields(self) -> dict[str, Any]:
         """The schema as keyword arguments of `HummingWeightSchema`, also what config.json records."""
         words = asdict(self)
@@ -70,6 +78,8 @@ class TargetSchema:
             parts.append(f"second scale per {self.weight_scale_2_type}")
         if self.has_zero_point:
             parts.append("float zero point" if self.is_fp_zero_point else "integer zero point")
+        if self.rotation:
+            parts.append(f"columns rotated in blocks of {self.rotation}")
         return ", ".join(parts)
 
     def bits_per_weight(self) -> float:
@@ -136,8 +146,8 @@ def _check(schema: TargetSchema) -> None:
         need(schema.bs_dtype in (None, *PARAM_DTYPES), "bs_dtype", "the parameter dtype, with zero points")
     elif schema.is_fp_zero_point:
         need(False, "is_fp_zero_point", "has_zero_point = true as well")
-    is_rotated = schema.hadamard_block_size not in (0, 1)
-    need(not is_rotated, "hadamard_block_size", "0: rotated weights are not supported yet")
+    is_known = schema.hadamard_block_size in (0, 1, *ROTATIONS)
+    need(is_known, "hadamard_block_size", f"0, or one of {', '.join(map(str, ROTATIONS))}")
 
 
 def _check_b_dtype(schema: TargetSchema, need: Need) -> int:
@@ -170,7 +180,7 @@ def _check_scale_type(schema: TargetSchema, need: Need) -> None:
         schema.weight_scale_group_size,
         schema.weight_scale_group_size_n,
     )
-    power_of_two = "a power of two, at least 16"
+    power_of_two = "a power of two, at least 16: Humming's tiles do not nest with others (docs/targets.md)"
     need(kind in ("group", "channel", "block", "tensor"), "weight_scale_type", "group|channel|block|tensor")
     if kind in ("group", "block"):
         need(size >= 16 and size & (size - 1) == 0, "weight_scale_group_size", power_of_two)
@@ -179,7 +189,11 @@ def _check_scale_type(schema: TargetSchema, need: Need) -> None:
     if kind == "block":
         is_power = size_n & (size_n - 1) == 0
         need(size_n >= 64 and is_power, "weight_scale_group_size_n", "a power of two, at least 64")
-        need(not schema.b_dtype.startswith("uint"), "b_dtype", "a float type for block scales")
+        need(
+            not schema.b_dtype.startswith("uint"),
+            "b_dtype",
+            "a float type for block scales: that integers run is not proven",
+        )
     else:
         need(size_n == 0, "weight_scale_group_size_n", f"0 for {kind} scales")
     if kind in ("block", "tensor"):

@@ -195,22 +195,30 @@ def tuning_table(words: Mapping[str, Any], asking: Asking) -> tuple[Any, Any]:
 
 
 def input_kernels(
-    words: Mapping[str, Any], asking: Asking, activation: Mapping[str, str] | None, top_k: int
+    words: Mapping[str, Any],
+    asking: Asking,
+    activation: Mapping[str, str] | None,
+    top_k: int,
+    rotation: int = 0,
 ) -> list[KernelSource]:
     """The kernels that prepare a GEMM's input. Inside `standing_in` only.
 
-    words: the LayerConfig. activation: what goes before w2's GEMM; None for w13's, which has none.
+    words: the LayerConfig. activation: what goes before w2's GEMM; None for w13's, which has none. rotation: the block
+    size that inputs are rotated in, 0 for none.
     """
     config = importlib.import_module("humming.config").LayerConfig(**words)
     mode = config.input_quant_mode
     scatters = activation is None and asking.gemm_type == CONTIGUOUS
-    if activation is None and (_comes_quantized(config) or not (mode.should_quantize or scatters)):
+    if activation is None and (
+        _comes_quantized(config) or not (mode.should_quantize or scatters or rotation)
+    ):
         return []
     layout = "scatter" if scatters else "grouped_mask" if asking.gemm_type == MASKED else "normal"
     options: dict[str, Any] = {
         **(activation or {}),
         "layout": layout,
         "scatter_width": top_k if scatters else 1,
+        "hadamard_block_size": rotation or None,
     }
     if mode.should_quantize:
         options |= {

@@ -200,12 +200,13 @@ def no_layers(served: Served) -> HqconvError:
 
 
 def recut(served: Served, **changes: object) -> str:
-    """The command that lays the artifact out anew, with its own options but for `changes`."""
+    """The command that lays the artifact out anew, with its own options but for `changes`; see `_can_be_cut`."""
     options = {**_options(served), **changes}
     place, folder = served.place, _folder(served.place)
     out = f"{folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"
     if not _can_be_cut(served):
-        return f"`{shlex.join(_convert(served.source_name, out, _made_of(served), options))}`"
+        words = _convert(served.source_name, Path(out).name, _made_of(served), options)
+        return f"`{shlex.join([*words, '--dtype', served.dtype])}`"
     command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_words(served)], options))
     if place.is_folder:
         return f"`{command}`"
@@ -217,13 +218,13 @@ def recut(served: Served, **changes: object) -> str:
 def _from_original(served: Served, dtype: str) -> list[str]:
     """The command that makes the same artifact in another dtype. An artifact's scales may not fit that."""
     out = f"{Path(_folder(served.place)).name}-{dtype}"
-    command = _convert(served.source_name, out, _made_of(served), _options(served))
-    return [*command, "--dtype", dtype]
+    return [*_convert(served.source_name, out, _made_of(served), _options(served)), "--dtype", dtype]
 
 
 def _can_be_cut(served: Served) -> bool:
     """Whether the artifact can be a source with its own schema."""
-    return not (served.is_mixed or resolve(served.kind).use_fused_e8m0_scale)
+    kind = served.kind
+    return not (served.is_mixed or kind.schema.rotation or resolve(kind).use_fused_e8m0_scale)
 
 
 def _made_of(served: Served) -> list[str]:

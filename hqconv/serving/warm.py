@@ -128,13 +128,14 @@ def _warm(
     }
 
 
-def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, str, bool, int, dict[str, Any]]]:
-    """GEMM, activation, gated, top-k and LayerConfig of every block and rank."""
+def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, str, bool, int, int, dict[str, Any]]]:
+    """GEMM, activation, gated, top-k, rotation and LayerConfig of every block and rank."""
     for block, facts in artifact.blocks.items():
+        rotation = artifact.schema_of(block).rotation
         for rank in artifact.grid.ranks:
             for gemm in names.GEMMS:
                 config = artifact.layer_config(block, gemm, *rank)
-                yield gemm, facts["activation"], facts["gated"], facts["top_k"], config
+                yield gemm, facts["activation"], facts["gated"], facts["top_k"], rotation, config
 
 
 def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource], list[str]]:
@@ -144,8 +145,8 @@ def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource
     found: dict[str, KernelSource] = {}
     seen: set[str] = set()
     unknown: set[str] = set()
-    for gemm, activation, gated, top_k, config in _layer_configs(artifact):
-        key = json.dumps([gemm, activation, gated, top_k, config], sort_keys=True)
+    for gemm, activation, gated, top_k, rotation, config in _layer_configs(artifact):
+        key = json.dumps([gemm, activation, gated, top_k, rotation, config], sort_keys=True)
         if key in seen:
             continue
         seen.add(key)
@@ -154,7 +155,7 @@ def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource
         if gemm == "w2" and words is None:
             unknown.add(activation)
         else:
-            kernels += input_kernels(config, asking, words, top_k)
+            kernels += input_kernels(config, asking, words, top_k, rotation)
         found |= {kernel.name: kernel for kernel in kernels}
     return found, sorted(unknown)
 

@@ -17,6 +17,7 @@ import torch
 from hqconv.artifact.stacked import StackReader, differs, unpack_stack
 from hqconv.artifact.unlayout.stacks import Stack
 from hqconv.backends.quantize import Cost, quantize_stacks
+from hqconv.backends.rotation import rotate
 from hqconv.errors import HqconvError
 from hqconv.pipeline.devices import host_buffer
 from hqconv.pipeline.encode import EncodedBatch, encode_batch
@@ -74,7 +75,7 @@ def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) ->
 def why_not(schema: TargetSchema, param_dtype: str, dtype: torch.dtype, device: torch.device) -> str:
     """Quantize a small matrix on the device, which compiles Humming's ops; "" or what keeps them from it."""
     n = max(64, schema.weight_scale_group_size_n)
-    k = max(128, schema.weight_scale_group_size)
+    k = max(128, schema.weight_scale_group_size, schema.rotation)
     try:
         with entered(device):
             tiny = torch.ones(1, n, k, dtype=dtype, device=device)
@@ -180,6 +181,7 @@ class BatchedJob:
                 wrong = differs(stack, expected[role])
                 prints[role] = expected[role].codes[:, printed_rows(expected[role].codes.size(1))]
                 values = _values(original, experts, role, raw)
+                values = rotate(values, schema.rotation) if schema.rotation else values
             columns += [measure_stack(stack, values, schema, param), wrong.double().unsqueeze(1)]
         rows = torch.cat(columns, 1).tolist()
         costs = {} if done is None else done.costs([one.cpu() for one in done.measured])

@@ -16,6 +16,7 @@ from hqconv.artifact.opened import Artifact
 from hqconv.artifact.ranks import BlockReader
 from hqconv.artifact.stacked import StackReader, decode
 from hqconv.artifact.unlayout.stack_scales import float_values
+from hqconv.artifact.unrotate import unrotated
 from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import HqconvError
 from hqconv.experts.block import ExpertBlock
@@ -66,6 +67,8 @@ def decoded_experts(
 ) -> InOrder[Expert]:
     """The artifact's experts on the device: `w1` (if gated), `w3` [I, H], `w2` [H, I], and biases; float32.
 
+    Rotated weights are turned back.
+
     Raises VerificationError, here or when it is asked for an expert, for what no conversion writes.
     """
     reader = BlockReader(artifact, block, refuse)
@@ -94,11 +97,9 @@ def _load_stacks(
     host = host_buffer(stored.num_bytes, device)
     reader.read(stored, host.numpy().data)
     stacks = reader.stacks(stored, host.to(device, non_blocking=True))
-    values = {}
+    schema, values = reader.artifact.schema_of(reader.block.name), {}
     for role, stack in stacks.items():
-        values[role] = decode(
-            stack, reader.artifact.schema_of(reader.block.name), reader.artifact.param_dtype
-        )
+        values[role] = unrotated(decode(stack, schema, reader.artifact.param_dtype), schema.rotation)
         if stack.bias is not None:
             values[f"b{role[1:]}"] = float_values(stack.bias, code_of(reader.artifact.param_dtype))
     wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()

@@ -14,6 +14,7 @@ from hqconv.artifact.opened import Artifact
 from hqconv.artifact.packed import read_packed_expert, unpack
 from hqconv.artifact.ranks import BlockReader
 from hqconv.backends.quantize import Quantized
+from hqconv.backends.rotation import rotate
 from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import HqconvError
 from hqconv.experts.block import ExpertBlock
@@ -93,7 +94,7 @@ class Job:
                 outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
                 continue
             for role, matrix in found.items():
-                source = stored[role].values() if stored else None
+                source = _rotated(stored[role].values(), self.schema) if stored else None
                 figures = measure(matrix, source, self.schema, self.artifact.param_dtype)
                 outcome.figures[role] = figures
                 if not math.isfinite(figures.decoded_power):
@@ -132,6 +133,11 @@ class Job:
             outcome.expected[role] = fingerprint(matrix.codes)
             if role in found and not compare(found, expected, role, place, outcome.note):
                 outcome.found[role] = fingerprint(found[role].codes)
+
+
+def _rotated(values: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
+    """What is quantized of a source's weights."""
+    return rotate(values, schema.rotation) if schema.rotation else values
 
 
 def as_matrix(quantized: Quantized, schema: TargetSchema) -> Matrix:

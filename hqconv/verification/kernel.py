@@ -15,6 +15,7 @@ import torch
 
 from hqconv.artifact.load import load_rank
 from hqconv.artifact.opened import Artifact
+from hqconv.artifact.unrotate import unrotated
 from hqconv.backends.moe import (
     Gemm,
     compile_input_kernels,
@@ -134,7 +135,8 @@ def _compare_kernel(
     split = [(torch.split(out, counts), torch.split(hidden, routes)) for out, hidden in expected]
     outputs = [torch.zeros_like(reference) for reference in split[0][0]]
     tallies = [{"output": Tally()} for _ in expected]
-    slices = tp_slices(words["intermediate_size"], artifact.grid.tp, artifact.schema_of(block))
+    schema = artifact.schema_of(block)
+    slices = tp_slices(words["intermediate_size"], artifact.grid.tp, schema)
     tuned_for_m = _tuned_for_m(artifact, block, counts)
     compile_kernels(
         [config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device
@@ -152,7 +154,9 @@ def _compare_kernel(
             for tally, (_, hiddens) in zip(tallies, split, strict=True):
                 of_rank = tally.setdefault(f"tp{tp_rank}-ep{ep_rank}, intermediate", Tally())
                 if mine.any():
-                    of_rank.add(inner[mine, : end - begin].double(), hiddens[index][mine, begin:end])
+                    # w2's inputs are rotated where its weights are; turning back is the same as turning
+                    reference = unrotated(hiddens[index][mine, begin:end], schema.rotation)
+                    of_rank.add(inner[mine, : end - begin].double(), reference)
         del gemms
     for tally, (references, _) in zip(tallies, split, strict=True):
         for reference, out in zip(references, outputs, strict=True):
@@ -176,7 +180,12 @@ def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device:
     with torch.cuda.device(device):
         configs = gemm_configs(artifact, block)
     kernels = partial(
-        compile_input_kernels, num_tokens=tokens, top_k=words["top_k"], dtype=dtype, device=device
+        compile_input_kernels,
+        num_tokens=tokens,
+        top_k=words["top_k"],
+        dtype=dtype,
+        device=device,
+        rotation=artifact.schema_of(block).rotation,
     )
     with ThreadPoolExecutor(1) as pool:
         activation = pool.submit(kernels, *configs[0].values(), words["activation"], words["gated"])
@@ -226,4 +235,6 @@ def _load_rank(
 ) -> dict[str, Gemm]:
     """One rank's kernel tensors on the device, as a server would have them."""
     gemms = load_rank(artifact, block, tp_rank, ep_rank, str(device))
-    return {name: load_gemm(gemm.config, gemm.tensors) for name, gemm in gemms.items()}
+    return {
+        name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size) for name, gemm in gemms.items()
+    }

@@ -234,6 +234,7 @@ def _working_bytes(block: ExpertBlock, schema: TargetSchema, quantizer: str) -> 
     source += (
         6 if not block.format.is_float or any(p["weight"].is_stacked for p in block.parts.values()) else 0
     )
+    source += 8 if schema.rotation else 0  # twice: to be quantized, and to be measured
     packed = schema.num_bits / 8
     scales = (56 if quantizer == RTN else 176) / (schema.weight_scale_group_size or block.hidden_size)
     # Gate and up together: sources, codes decoded (padded, then joined) and expected, packed codes on both sides.

@@ -83,8 +83,10 @@ def process(
     token_scales: torch.Tensor | None = None,
     activation_type: str = "none",
     activation_impl: str | None = None,
+    hadamard_block_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`humming.forward.may_process_input` of silu or nothing."""
+    assert not hadamard_block_size
     values = inputs.float()
     if activation_type != "none":
         assert (activation_type, activation_impl) == ("binary_split", _SILU)

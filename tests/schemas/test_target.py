@@ -120,7 +120,7 @@ def test_group_sizes_humming_has_no_kernel_for_are_refused(text: str) -> None:
     with pytest.raises(RequestError) as error:
         resolve_schema(text)
     assert error.value.where == "weight_scale_group_size"
-    assert error.value.expected == "a power of two, at least 16"
+    assert error.value.expected.startswith("a power of two, at least 16: Humming's tiles do not nest")
     assert error.value.found == text.split("-")[1][1:]
     assert text in error.value.what
 
@@ -191,7 +191,10 @@ IMPOSSIBLE = [
         "group or channel",
     ),
     ({"is_fp_zero_point": True, "b_dtype": "uint4"}, "is_fp_zero_point", "has_zero_point = true as well"),
-    ({"hadamard_block_size": 128}, "hadamard_block_size", "rotated weights are not supported yet"),
+    *(
+        ({"hadamard_block_size": size}, "hadamard_block_size", "0, or one of 16, 32, 64, 128, 256, 512")
+        for size in (-1, 2, 8, 96, 1024)
+    ),
 ]
 
 
@@ -207,6 +210,14 @@ def test_impossible_combinations_name_field_expected_and_found(
     assert expected in error.value.expected
     for part in ("'mine'", f"where: {field}", f"found: {found!r}", expected):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("size", [0, 1, 16, 512])
+def test_weights_may_be_rotated(size: int) -> None:
+    schema = TargetSchema("mine", "uint4", weight_scale_group_size=64, hadamard_block_size=size)
+    assert schema.rotation == (size if size > 1 else 0)
+    words = schema.describe().partition(", columns rotated in blocks of ")
+    assert words[2] == (str(size) if size > 1 else "")
 
 
 def write(folder: Path, text: str) -> Path:

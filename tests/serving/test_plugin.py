@@ -34,7 +34,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import resolve_inputs
 from hqconv.schemas.pairs import why_not
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.serving.plugin import register
 from tests.make import small
 from tests.make.conversions import kind_of, run
@@ -164,6 +164,37 @@ def test_a_layer_is_its_rank_file(tmp_path: Path, sources: dict[str, Path], sche
         assert_holds_its_file(layer)
         assert layer.quant_method.moe_kernel is not None
         assert layer.quant_method.humming_configs["w13"].num_experts == layer.local_num_experts
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_rotated_inputs_are_asked_for(
+    name: str, tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's experts hand the block size to Humming before both GEMMs, of every rank."""
+    grid, ranks = GRIDS[name]
+    for block in (0, 64):
+        schema = TargetSchema("rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=block)
+        run(sources["bfloat16"], tmp_path / f"{block}", schema, grid)
+        for rank in ranks:
+            groups = 2 if grid.placement == "round_robin" else None
+            words = {"grid": rank, "placement": grid.placement, "expert_groups": groups}
+            layer = load(tmp_path / f"{block}", **words)
+            assert_holds_its_file(layer)
+            assert sizes_asked_for(layer, monkeypatch) == {"w13": block, "w2": block}
+
+
+def sizes_asked_for(layer: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The `hadamard_block_size` that vLLM's experts call Humming with, by GEMM."""
+    experts, asked = layer.quant_method.moe_kernel.fused_experts, {}
+
+    def noted(config: Any, inputs: torch.Tensor, **words: Any) -> Any:
+        asked[gemm] = words["hadamard_block_size"]
+        return inputs, None, None
+
+    monkeypatch.setattr(humming, "may_process_input", noted)
+    for gemm in ("w13", "w2"):
+        experts.process_input(gemm, torch.zeros(1, 256), None)
+    return asked
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -199,6 +199,16 @@ def test_a_repo_is_downloaded_first(served: Served) -> None:
     assert "--revision" not in recut(replace(served, place=Place("org/name")))
 
 
+def test_rotated_weights_are_cut_again_from_the_original(served: Served) -> None:
+    """No `--schema source` keeps their codes."""
+    rotated = made(served, schema=replace(served.kind.schema, name="mine", hadamard_block_size=64))
+    command = recut(replace(rotated, place=Place("org/name"), source_name="org/model"), tp=2)
+    assert command == (
+        "`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 "
+        f"--dtype {served.dtype}`"
+    )
+
+
 def test_another_dtype_is_one_command_away_from_the_original(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,12 @@ WORDS: dict[str, dict[str, Any]] = {
     },
     "int4-e8m0": {"b_dtype": "uint4", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32},
     "int4-e4m3": {"b_dtype": "uint4", "bs_dtype": "float8e4m3", "weight_scale_group_size": 32},
+    "int4-rotated": {"b_dtype": "uint4", "weight_scale_group_size": 64, "hadamard_block_size": 64},
+    "float8-rotated": {
+        "b_dtype": "float8e4m3",
+        "weight_scale_type": "channel",
+        "hadamard_block_size": 128,
+    },
     "int4-e5m2": {"b_dtype": "uint4", "bs_dtype": "float8e5m2", "weight_scale_group_size": 32},
 }
 
@@ -156,6 +162,9 @@ def is_served(
         except (AssertionError, IndexError, KeyError, ValueError):
             return False
         if not is_equal(layer, load_block(kernel, BLOCK, tp_rank, ep_rank)):
+            return False
+        asked = layer.quant_method.moe_quant_config
+        if {asked.w1_hadamard_block_size, asked.w2_hadamard_block_size} != {schema.hadamard_block_size}:
             return False
     return True
 

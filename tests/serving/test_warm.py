@@ -14,6 +14,7 @@ import hqconv
 from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
+from hqconv.schemas.target import ROTATIONS
 from hqconv.serving.asked import (
     CONTIGUOUS,
     INDEXED,
@@ -23,6 +24,7 @@ from hqconv.serving.asked import (
     gemm_kernels,
     input_kernels,
     standing_in,
+    tuning_table,
 )
 from hqconv.serving.compiler import compile_kernel, identity, kernel_compiler, toolkit
 from hqconv.serving.gpus import KNOWN, choose_gpu
@@ -201,6 +203,76 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
             both = [input_kernels(words, asking, silu, 2) for words in (fp8, grouped)]
             assert all(both)
             assert not {k.name for k in both[0]} & {k.name for k in both[1]}
+
+
+def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
+    """Both GEMMs', whichever way inputs are dealt; without rotation w13's inputs need none where they are not dealt."""
+    words = activation_words("silu", gated=True)
+    with standing_in(KNOWN["h200"]):
+        for kind in (INDEXED, CONTIGUOUS, MASKED):
+            for activation in (None, words):
+                plain, rotated = (
+                    {kernel.code for kernel in input_kernels(WORDS, Asking(kind), activation, 8, rotation)}
+                    for rotation in (0, 128)
+                )
+                assert rotated
+                assert not plain & rotated
+                assert bool(plain) == (kind == CONTIGUOUS or activation is not None)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "a16": {},
+    "fp8": {"quant_mode": "dynamic_token", "quant_dtype": "float8e4m3"},
+    "int8": {"quant_mode": "dynamic_token", "quant_dtype": "int8"},
+    "int4": {"quant_mode": "dynamic_token", "quant_dtype": "int4"},
+    "fp8-g128": {
+        "quant_mode": "dynamic_group",
+        "quant_dtype": "float8e4m3",
+        "quant_group_size": 128,
+        "group_scale_dtype": "float32",
+    },
+    "fp8-static": {"quant_mode": "static_tensor", "quant_dtype": "float8e4m3"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_rotation_has_a_kernel_and_no_other_size(way: str) -> None:
+    """Of all numbers of columns; Humming's tuner asserts that there is one. `ROTATIONS` is what it does not refuse."""
+    problem = importlib.import_module("humming.config").ProcessInputProblemConfig
+    tuning = importlib.import_module("humming.tune.process_input")
+
+    def has_kernel(block: int, columns: int, words: dict[str, Any]) -> bool:
+        size = {"hidden_size": columns, "hadamard_block_size": block}
+        asked = problem(input_dtype="bfloat16", **size, **WAYS[way], **words)
+        try:
+            for rows in (1, 4096):
+                tuning._tuning_config_for_device(asked, rows, -1)
+        except AssertionError:
+            return False
+        return True
+
+    gated = {"activation_type": "binary_split", "activation_impl": "a * b"}
+    with standing_in(KNOWN["h200"]):
+        for block in (2, 4, 8, *ROTATIONS, 1024):
+            widths = [n * max(block, 32) for n in (1, 3, 5, 7)] + [4096, 5120, 7168, 16384]
+            whole = [columns for columns in widths if columns % block == 0]
+            found = all(has_kernel(block, columns, words) for columns in whole for words in ({}, gated))
+            is_needed = block in ROTATIONS or (block < 1024 and "token" not in str(WAYS[way]))
+            assert found == is_needed, block
+
+
+def test_groups_that_are_no_powers_of_two_do_not_run(compiler: Any) -> None:
+    """What docs/targets.md says of sm90: a tuner that stops, or a tile that cuts a group."""
+    words = {**WORDS, "b_dtype": "uint4", "bs_dtype": None, "shape_k": 7680}
+    with standing_in(KNOWN["h200"]):
+        for group in (96, 160, 192, 320, 384, 640):
+            with pytest.raises(AssertionError, match=f"weight scale group={group} do not nest"):
+                tuning_table({**words, "weight_scale_group_size": group}, Asking(INDEXED))
+        _, table = tuning_table(
+            {**words, "a_dtype": "float8e4m3", "weight_scale_group_size": 192}, Asking(INDEXED)
+        )
+    tiles = {entry["block_shape"][2] for *_, entry in table}
+    assert any(192 % tile and tile % 192 for tile in tiles)
 
 
 def test_activations_are_those_of_the_families() -> None:

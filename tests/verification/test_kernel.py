@@ -16,6 +16,7 @@ import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import A16
+from hqconv.schemas.target import TargetSchema
 from hqconv.verification import run as module
 from hqconv.verification.limits import Limits, judge
 from hqconv.verification.result import CheckResult
@@ -25,6 +26,7 @@ from tests.make.conversions import run
 from tests.make.models import save_model
 
 BLOCK = "model.layers.1.mlp.experts"
+ROTATED = TargetSchema("rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=64)
 cuda = pytest.mark.cuda
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 6}
@@ -50,9 +52,9 @@ def rewrite(path: Path, change: Any) -> None:
 
 @cuda
 @needs_gpu
-@pytest.mark.parametrize("schema", ["mxfp4", "int4-g64-zp", "nvfp4", "fp8"])
+@pytest.mark.parametrize("schema", ["mxfp4", "int4-g64-zp", "nvfp4", "fp8", ROTATED], ids=str)
 @pytest.mark.parametrize("grid", [Grid(), Grid(2, 2), Grid(1, 4, "round_robin", 2)], ids=str)
-def test_good_artifacts_pass(source: Path, tmp_path: Path, schema: str, grid: Grid) -> None:
+def test_good_artifacts_pass(source: Path, tmp_path: Path, schema: str | TargetSchema, grid: Grid) -> None:
     run(source, tmp_path / "out", schema, grid)
     report = check(tmp_path / "out", source, layers=[1])
     assert report.passed, report.words()
