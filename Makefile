@@ -41,7 +41,7 @@ demo: $(STAMP) $(DEMO_SRC)/config.json
 	$(BIN)/hqconv verify $(DEMO_CUT) --source $(DEMO_OUT)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 # Left out of `make test`: an environment of its own and some minutes.
 test-vllm:
