@@ -123,19 +123,19 @@ def test_humming_runs_every_schema_with_16_bit_activations(schemas: list[TargetS
 def test_the_rule_is_hummings(schemas: list[TargetSchema]) -> None:
     """Which pairs run on which GPU; and what else we refuse, Humming's own configuration or kernels refuse."""
     num_compatible = 0
-    for kind in (*presets(), *kinds(schemas, 60_000, seed=1)):
+    for kind in (*presets(), *kinds(schemas, 20_000, seed=1)):
         assert (why_incompatible(kind) is None) == layout.is_compatible(kind), (
             kind,
             kind.inputs,
             kind.schema,
         )
         num_compatible += why_incompatible(kind) is None
-    assert num_compatible > 5000
+    assert num_compatible > 2000
 
 
 def test_forms_are_hummings_for_every_pair_and_gpu(schemas: list[TargetSchema]) -> None:
     """Of every kind that runs: names, order, shapes, dtypes, config and flags of its tensors."""
-    chosen = [kind for kind in (*presets(), *kinds(schemas, 60_000, seed=2)) if why_not(kind) is None]
+    chosen = [kind for kind in (*presets(), *kinds(schemas, 20_000, seed=2)) if why_not(kind) is None]
     flags = set()
     for number, kind in enumerate(chosen):
         unit = slice_unit(kind.schema)
@@ -149,7 +149,7 @@ def test_forms_are_hummings_for_every_pair_and_gpu(schemas: list[TargetSchema]) 
 
 
 def test_the_compiler_is_asked_for_where_it_decides(schemas: list[TargetSchema]) -> None:
-    for kind in kinds(schemas, 20_000, seed=3):
+    for kind in kinds(schemas, 5_000, seed=3):
         if why_not(kind) is not None:
             continue
         found = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,6 +41,7 @@ def schemas() -> Iterator[TargetSchema]:
     yield TargetSchema("e0m3-g16", "float4e0m3", "float8e8m0", "group", 16)
 
 
+@functools.cache
 def cases() -> dict[str, KernelKind]:
     """A kind for every layout that differs from those before it, by a name that says which."""
     found: dict[str, KernelKind] = {}
