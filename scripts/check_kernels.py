@@ -1,19 +1,24 @@
 """Convert a checkpoint for every schema and verify each artifact with the production kernel, on a GPU.
 
-    python scripts/check_kernels.py [--work FOLDER] [--schemas mxfp4,int4-g64-zp] [--log FILE.md]
-    python scripts/check_kernels.py --inputs quantized --log FILE.md
+    python scripts/check_kernels.py [--work FOLDER] [--schemas mxfp4,int4-g64-zp] [--jobs 8] [--log FILE.md]
+    python scripts/check_kernels.py --inputs quantized --jobs 8 --log FILE.md
 
 `--inputs`: activations, by name; `quantized` for all that are, over the schemas that run with them on the GPU's target.
 Needs a CUDA device of the target architecture. Prints and logs the measured kernel errors; exit 1 on a failure.
+`--jobs`: processes at a time; what takes the time is compiling kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +51,28 @@ HEAD = (
 
 def check(source: Path, work: Path, kind: KernelKind) -> tuple[str, bool]:
     """Convert and verify one pair over all grids; returns a table row and whether all passed."""
+    started = time.monotonic()
+    try:
+        worst, passed = measure(source, work / f"out-{os.getpid()}", kind)
+        figures = [f"{worst[key]:.4f}" if worst[key] else "-" for key in FIGURES]
+    except (RuntimeError, ValueError, AssertionError, OSError) as error:
+        traceback.print_exc()
+        figures, passed = [f"{type(error).__name__}: {str(error)[:200]}".replace("|", "/")], False
+    words = (kind.inputs.name, kind.schema.name, kind.param_dtype, *figures, "pass" if passed else "FAIL")
+    row = f"| {' | '.join(words)} |"
+    print(row, f"{time.monotonic() - started:.1f} s", flush=True)
+    return row, passed
+
+
+def measure(source: Path, out: Path, kind: KernelKind) -> tuple[dict[str, float], bool]:
+    """The worst of every figure over all grids, and whether all passed."""
     worst = dict.fromkeys(FIGURES, 0.0)
     passed = True
-    started = time.monotonic()
     for grid in GRIDS:
-        out = work / "out"
         request = {"schema": kind.schema, "dtype": kind.param_dtype, "target": kind.target.name, **grid}
         words = {**request, "input_schema": kind.inputs, "overwrite": out.exists()}
-        hqconv.convert(source, out, **words, device="cuda:0", threads=8)
-        report = hqconv.verify(out, source, threads=8)
+        hqconv.convert(source, out, **words, device="cuda:0", threads=2)
+        report = hqconv.verify(out, source, threads=2)
         for result in report.results:
             for finding in result.findings[:5]:
                 print("   ", result.name, finding, flush=True)
@@ -63,11 +81,7 @@ def check(source: Path, work: Path, kind: KernelKind) -> tuple[str, bool]:
                     found = measured.get(key, 0.0)
                     worst[key] = worst[key] if found <= worst[key] else found
         passed = passed and report.passed
-    figures = " | ".join(f"{worst[key]:.4f}" if worst[key] else "-" for key in FIGURES)
-    name = f"{kind.inputs.name} | {kind.schema.name} | {kind.param_dtype}"
-    row = f"| {name} | {figures} | {'pass' if passed else 'FAIL'} |"
-    print(row, f"{time.monotonic() - started:.1f} s", flush=True)
-    return row, passed
+    return worst, passed
 
 
 def pairs(inputs: str, schemas: str, dtypes: str) -> list[KernelKind]:
@@ -87,15 +101,21 @@ def main() -> None:
     parser.add_argument("--inputs", default="a16")
     parser.add_argument("--schemas", default=",".join((*SCHEMAS, *MORE_SCHEMAS)))
     parser.add_argument("--dtypes", default="bfloat16,float16")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp())
     sizes = {"hidden": 1024, "intermediate": 512, "layers": 2, "experts": 8, "top_k": 2, "vocab": 512}
     source = make_source(work / "source", **sizes, shard_size="16MB")
-    done = [check(source, work, kind) for kind in pairs(args.inputs, args.schemas, args.dtypes)]
-    if args.log:
-        title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n"
-        args.log.write_text(title + HEAD + "\n".join(row for row, _ in done) + "\n")
+    kinds = pairs(args.inputs, args.schemas, args.dtypes)
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(check, source, work, kind) for kind in kinds]
+        for _ in as_completed(running):
+            if args.log:
+                rows = [one.result()[0] for one in running if one.done()]
+                title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n"
+                args.log.write_text(title + HEAD + "\n".join(rows) + "\n")
+    done = [one.result() for one in running]
     sys.exit(0 if done and all(passed for _, passed in done) else 1)
 
 
