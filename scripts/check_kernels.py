@@ -55,7 +55,7 @@ def check(source: Path, work: Path, kind: KernelKind) -> tuple[str, bool]:
     try:
         worst, passed = measure(source, work / f"out-{os.getpid()}", kind)
         figures = [f"{worst[key]:.4f}" if worst[key] else "-" for key in FIGURES]
-    except (RuntimeError, ValueError, AssertionError, OSError) as error:
+    except (hqconv.HqconvError, RuntimeError, ValueError, AssertionError, OSError) as error:
         traceback.print_exc()
         figures, passed = [f"{type(error).__name__}: {str(error)[:200]}".replace("|", "/")], False
     words = (kind.inputs.name, kind.schema.name, kind.param_dtype, *figures, "pass" if passed else "FAIL")
