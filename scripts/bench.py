@@ -1,7 +1,8 @@
 """Measure conversions against the limits of this machine and against other ways to the same result.
 
     python scripts/bench.py [--sizes 2,8,29] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--threads N] [--runs 3]
-                            [--sinks files,null] [--cold] [--peers] [--quantized fp8-block] [--work FOLDER] [--log NAME]
+                            [--sinks files,null] [--cold] [--peers] [--quantized fp8-block] [--quantizer mse]
+                            [--work FOLDER] [--log NAME]
 
 Makes Qwen3-MoE-shaped checkpoints (experts [768, 2048]) of about `--size` GB each, reads them into the page cache,
 alternates hqconv with its peers, `--runs` times after one uncounted round, and then measures what this machine can do
@@ -162,7 +163,7 @@ def rounds(
 ) -> dict[str, Any]:
     """All that is said of one schema, size, device and sink; `is_warm`: no uncounted round is needed."""
     words = {"schema": schema, "target": "sm90", "device": device, "tp": args.tp, "threads": args.threads}
-    words["max_memory"] = args.max_memory
+    words |= {"max_memory": args.max_memory, "quantizer": args.quantizer}
     out = args.work / f"out-{schema}"
     found: dict[str, list[dict[str, Any]]] = {who: [] for who in peers(args)}
     for number in range(is_warm, args.runs + 1):
@@ -190,6 +191,7 @@ def rounds(
     return {
         "schema": schema,
         "source": args.quantized or "bfloat16",
+        "quantizer": args.quantizer,
         "device": device,
         "threads": args.threads,
         "sink": sink,
@@ -262,6 +264,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--max-memory", default="4GiB")
     parser.add_argument("--quantized", default="")
+    parser.add_argument("--quantizer", default="rtn")
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()

@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--few-kernels", action="store_true", help="two tile sizes for each GEMM: fewer to compile"
     )
+    parser.add_argument("--profile", action="store_true", help="one more start, by what its load does")
     parser.add_argument("--words", default="{}", help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
     a = parser.parse_args()

@@ -56,6 +56,8 @@ def main() -> None:
         **a.words,
     )
     found["engine_s"] = time.time() - begun_s
+    if "loaded_at" in found:
+        found["loaded_s"] = found.pop("loaded_at") - begun_s
     sampling = SamplingParams(
         temperature=0, max_tokens=TOKENS, logprobs=20, ignore_eos=True, detokenize=False
     )
@@ -107,6 +109,7 @@ def _watch_loading(found: dict[str, Any], with_profile: bool) -> None:
         if with_profile:
             pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
         found["load_s"] = time.perf_counter() - begun
+        found["loaded_at"] = time.time()
         found["gpu_bytes"] = torch.cuda.memory_allocated()
         found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
         found["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - host
