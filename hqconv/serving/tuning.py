@@ -22,6 +22,7 @@ from hqconv.serving.gpus import Gpu, facts_here
 _FOLDER = "hqconv-tuning"
 # How vLLM asks for a table; a server that asks otherwise is not answered from memory.
 _ASKED = ("gemm_type", "use_batch_invariant", "use_f16_accum")
+_TEXTS: dict[Path, str] = {}
 
 
 def tuning_key(config: Any, asked: Mapping[str, Any], gpu: Gpu) -> str:
@@ -76,14 +77,19 @@ def _place(key: str) -> Path:
 
 
 def _read(key: str) -> Any:
+    """This user's table, parsed anew: who asked may change it. Read once: layers ask the same while files are read."""
     with suppress(OSError, ValueError, RecursionError):
-        return json.loads(_place(key).read_text(encoding="utf-8"))
+        path = _place(key)
+        if path not in _TEXTS:
+            _TEXTS[path] = path.read_text(encoding="utf-8")
+        return json.loads(_TEXTS[path])
     return None
 
 
 def _write(key: str, table: Any) -> None:
+    path = _place(key)
+    _TEXTS.pop(path, None)
     with suppress(OSError):
-        path = _place(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
         try:
