@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from hqconv.checkpoint.described import Described
@@ -15,12 +15,13 @@ from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.inputs import InputSchema
 from hqconv.schemas.kernel import KernelKind
-from hqconv.schemas.layer import needs_cuda
+from hqconv.schemas.layer import needs_cuda, resolve
 from hqconv.schemas.pairs import nearest, why_not
 from hqconv.schemas.serving import serving_obstacles
 from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle, stock_vllm_obstacle
 from hqconv.schemas.target import PARAM_DTYPES
 
+PROVEN_SM = 90  # of an H200: docs/kernels.md
 _MAX_NAME = 255  # bytes, of most file systems
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
@@ -167,7 +168,31 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
         warnings.append(
             f"Humming's kernel overflows on '{name}' with float16 and gives NaN; use --dtype bfloat16."
         )
-    return tuple(warnings)
+    if request.layout == artifact.KERNEL:
+        kinds = dict.fromkeys(request.kind_of(block.name) for block in experts.blocks)
+        warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
+    return tuple(dict.fromkeys(warnings))
+
+
+def _kernel_warnings(kind: KernelKind) -> Iterator[str]:
+    """What is not proven of a kind's kernels, and what becomes of e8m0 scales that Humming fuses into the codes."""
+    if kind.target.sm_version != PROVEN_SM:
+        yield (
+            f"the layout for {kind.target.name} is Humming's byte for byte, but hqconv's own tests have run no kernel "
+            f"of it, only sm{PROVEN_SM}'s: run `hqconv verify` on such a GPU."
+        )
+    if not resolve(kind).use_fused_e8m0_scale:
+        return
+    yield (
+        f"under {kind.inputs.name} activations Humming keeps a few powers of two only of the exponents of "
+        f"'{kind.schema.name}', differently for every rank, and rounds the smaller weights again: the recorded errors "
+        "do not hold this, verify measures it."
+    )
+    if kind.a_dtype == "int8":
+        yield (
+            "Humming's kernels for mxfp4 under int8 activations misread weights beside small negative ones where "
+            "the exponents of a row lie more than 3 apart; verify counts them. Under fp8 activations they do not."
+        )
 
 
 def _rounding_warnings(experts: ExpertMap, request: Request) -> list[str]:

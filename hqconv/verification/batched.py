@@ -34,7 +34,7 @@ _GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
 _GPU_BYTES_PER_WEIGHT = (
     64  # of one expert's weights, while codes and float64 sums of its projections are made
 )
-_NUM_COLUMNS = 9  # of one projection: `measure_stack`, and whether it is wrong
+_NUM_COLUMNS = 10  # of one projection: `measure_stack`, and whether it is wrong
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ class BatchedJob:
                 prints[role] = expected[role].codes[:, printed_rows(expected[role].codes.size(1))]
                 values = _values(original, experts, role, raw)
                 values = rotate(values, schema.rotation) if schema.rotation else values
-            columns += [measure_stack(stack, values, schema, param), wrong.double().unsqueeze(1)]
+            figures = measure_stack(stack, values, schema, param, job.misread)
+            columns += [figures, wrong.double().unsqueeze(1)]
         rows = torch.cat(columns, 1).tolist()
         costs = {} if done is None else done.costs([one.cpu() for one in done.measured])
         hashes = {role: [hash_of_rows(one) for one in found.cpu().numpy()] for role, found in prints.items()}

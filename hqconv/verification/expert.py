@@ -26,7 +26,7 @@ from hqconv.schemas.target import TargetSchema
 from hqconv.sources.source import Source
 from hqconv.verification.comparison import GemmPlace, compare, fingerprint
 from hqconv.verification.figures import Figures, measure
-from hqconv.verification.folded import Folding, folding_of
+from hqconv.verification.folded import Folding, folding_of, misread_code
 from hqconv.verification.result import Finding
 
 _CPU = torch.device("cpu")
@@ -68,6 +68,7 @@ class Job:
         is_kernel = artifact.request.layout == names.KERNEL
         self.reader = BlockReader(artifact, block, self._note) if is_kernel else None
         self.folding = self._folding()
+        self.misread = misread_code(artifact, block.name)
 
     def _folding(self) -> Folding | None:
         """How exponents are fused into the codes; without headers that are good there is nothing to compare."""
@@ -95,7 +96,7 @@ class Job:
                 continue
             for role, matrix in found.items():
                 source = _rotated(stored[role].values(), self.schema) if stored else None
-                figures = measure(matrix, source, self.schema, self.artifact.param_dtype)
+                figures = measure(matrix, source, self.schema, self.artifact.param_dtype, self.misread)
                 outcome.figures[role] = figures
                 if not math.isfinite(figures.decoded_power):
                     where = f"block {self.block.name}, {role} of expert {expert}"

@@ -25,6 +25,7 @@ class Figures:
 
     error (w - d)**2, power w**2, dot w * d, worst (relative error of a group, row, group); decoded_power d**2.
     quantizer: the cost as the conversion measures it. is_folded: exponents were fused into the codes since.
+    num_misread: codes that the kernels are known to misread.
     """
 
     error: float = 0.0
@@ -35,6 +36,7 @@ class Figures:
     num_zero_scales: int = 0
     num_scales: int = 0
     num_flushed: int = 0
+    num_misread: int = 0
     has_source: bool = False
     quantizer: Cost | None = None
     is_folded: bool = False
@@ -50,11 +52,21 @@ class Figures:
         return relative_error(*self.recorded_sums())
 
 
-def measure(matrix: Matrix, source: torch.Tensor | None, schema: TargetSchema, param_dtype: str) -> Figures:
-    """Decode a matrix and sum up its error against `source` [N, K]; works on some rows at a time."""
+def measure(
+    matrix: Matrix,
+    source: torch.Tensor | None,
+    schema: TargetSchema,
+    param_dtype: str,
+    misread: int | None = None,
+) -> Figures:
+    """Decode a matrix and sum up its error against `source` [N, K]; works on some rows at a time.
+
+    misread: a code to be counted.
+    """
     flushed = 0 if matrix.flushed is None else int(np.count_nonzero(matrix.flushed))
     zero_scales = int(np.count_nonzero(matrix.scale_value == 0))
     figures = Figures(num_zero_scales=zero_scales, num_scales=matrix.scale.size, num_flushed=flushed)
+    figures.num_misread = 0 if misread is None else int(np.count_nonzero(matrix.codes == misread))
     num_groups = matrix.codes.shape[1] // (schema.weight_scale_group_size or matrix.codes.shape[1])
     sums: list[tuple[float, ...]] = []
     for begin, decoded in decoded_rows(matrix, schema, param_dtype):
@@ -84,12 +96,16 @@ def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple
 
 
 def measure_stack(
-    stack: Stack, source: torch.Tensor | None, schema: TargetSchema, param_dtype: str
+    stack: Stack,
+    source: torch.Tensor | None,
+    schema: TargetSchema,
+    param_dtype: str,
+    misread: int | None = None,
 ) -> torch.Tensor:
     """`measure` of stacks [E, N, K] on one device, which it does not wait for; `figures_of` reads a row of it.
 
-    Returns float64 [E, 8]: error, power, dot, decoded power, largest ratio of a group's error and power, its index,
-    number of scales that are zero, number of flushed ones.
+    Returns float64 [E, 9]: error, power, dot, decoded power, largest ratio of a group's error and power, its index,
+    number of scales that are zero, number of flushed ones, number of codes `misread`.
     """
     decoded = decode(stack, schema, param_dtype).double()
     num_experts, _, num_columns = decoded.shape
@@ -106,7 +122,8 @@ def measure_stack(
         columns[4], index = ratio.max(1)
         columns[5] = index.double()
     flushed = zeros if stack.flushed is None else stack.flushed.flatten(1).sum(1).double()
-    columns += [(stack.scale_value == 0).flatten(1).sum(1).double(), flushed]
+    found = zeros if misread is None else (stack.codes == misread).flatten(1).sum(1).double()
+    columns += [(stack.scale_value == 0).flatten(1).sum(1).double(), flushed, found]
     return torch.stack(columns, 1)
 
 
@@ -114,9 +131,10 @@ def figures_of(
     row: Sequence[float], num_scales: int, num_groups: int, *, has_source: bool, quantizer: Cost | None
 ) -> Figures:
     """One expert's figures from its row of `measure_stack`; `num_groups` are in a row of the matrix."""
-    error, power, dot, decoded_power, ratio, index, num_zero, num_flushed = row
+    error, power, dot, decoded_power, ratio, index, *counts = row
+    num_zero, num_flushed, num_misread = map(int, counts)
     worst = (math.sqrt(ratio), *divmod(int(index), num_groups)) if ratio > 0 else (0.0, 0, 0)
-    figures = Figures(error, power, dot, worst, decoded_power, int(num_zero), num_scales, int(num_flushed))
+    figures = Figures(error, power, dot, worst, decoded_power, num_zero, num_scales, num_flushed, num_misread)
     figures.has_source, figures.quantizer = has_source, quantizer
     return figures
 
@@ -132,6 +150,8 @@ def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[
     }
     if num_flushed := sum(f.num_flushed for f in of_role):
         words["num_flushed_scales"] = num_flushed
+    if num_misread := sum(f.num_misread for f in of_role):
+        words["num_misread_codes"] = num_misread
     decoded = math.fsum(f.decoded_power for f in of_role)
     if not all(f.has_source for f in of_role):
         return {"is_finite": math.isfinite(decoded), **words}

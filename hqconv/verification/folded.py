@@ -26,6 +26,7 @@ from hqconv.schemas.layer import resolve
 
 _ONE = 127  # 1.0 in e8m0: what rows are padded with
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_MINUS_ZERO = 8
 _CHUNK_NUMBERS = 1 << 20  # shifted at once
 
 
@@ -33,6 +34,17 @@ def is_folded(artifact: Artifact, block: str) -> bool:
     """Whether a block's codes have exponents of their scales in them."""
     is_kernel = artifact.request.layout == names.KERNEL
     return is_kernel and resolve(artifact.kind_of(block)).use_fused_e8m0_scale
+
+
+def misread_code(artifact: Artifact, block: str) -> int | None:
+    """The code that a block's kernels misread, if there is one: minus zero of e2m1 under int8 activations.
+
+    Humming 0.1.19 (`dequant_fused.cuh`) negates four int8 weights at once by a subtraction over the whole word: for a
+    minus zero it takes one from the next weight of its word. Its own conversion replaces the source's minus zeros, but
+    not those that arise where a small negative weight is folded. See docs/kernels.md.
+    """
+    is_int8 = artifact.kind_of(block).a_dtype == "int8"
+    return _MINUS_ZERO if is_int8 and is_folded(artifact, block) else None
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,21 @@ class Expected(NamedTuple):
     rounded: float | None = None
 
 
-# By kind of activations and parameter dtype; three times that fails. Those of a16 were measured on an H200
-# (docs/kernels.md). `exact` of the others is their rounding's own, on Gaussian tokens and weights. `rounded` is what is
-# left where the kernel's sums differ from exact ones by 2^-11: a w13 output that falls on the other side of a
-# tie between two codes moves w2's input by a whole step.
+# By kind of activations and parameter dtype; three times that fails. Those of a16, fp8, fp8-g128, fp8-e5m2 and int8
+# were measured on an H200 (docs/kernels.md): the worst of its table is at most twice as large. `exact` is the
+# activations' own rounding, on Gaussian tokens and weights. `rounded` is what is left because the kernel's sums differ
+# from exact ones in their last bits: a w13 output that falls on the other side of a tie between two codes moves w2's
+# input by a whole step. No GPU here runs the last four: theirs is a model of the kernel (sums off by 2^-11), which the
+# H200's figures exceeded by up to 3.5, so by twice what it gives.
 _ROUNDED = {
-    "fp8": Expected(0.046, 0.010),
-    "fp8-g128": Expected(0.0438, 0.009),
-    "fp8-e5m2": Expected(0.0911, 0.012),
+    "fp8": Expected(0.046, 0.014),
+    "fp8-g128": Expected(0.0438, 0.016),
+    "fp8-e5m2": Expected(0.0911, 0.022),
     "int8": Expected(0.0233, 0.0075),
-    "int4": Expected(0.373, 0.026),
-    "mxfp8": Expected(0.0466, 0.009),
-    "mxfp4": Expected(0.227, 0.020),
-    "nvfp4": Expected(0.184, 0.019),
+    "int4": Expected(0.373, 0.050),
+    "mxfp8": Expected(0.0466, 0.016),
+    "mxfp4": Expected(0.227, 0.038),
+    "nvfp4": Expected(0.184, 0.036),
 }
 KERNEL_ERROR: dict[tuple[str, str], Expected] = {
     ("a16", "bfloat16"): Expected(0.0035),

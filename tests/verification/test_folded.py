@@ -50,3 +50,34 @@ def test_zeros_and_weights_that_are_lost_beside_others(
         # One row lost in an expert of one of the projections is seen: the figures are of what was stored.
         weights = check(out, source, "weights").results[0]
         assert weights.measured[BLOCK]["w3"]["relative_error"] > 0.1
+
+
+@pytest.mark.parametrize(("inputs", "is_misread"), [("int8", True), ("fp8", False)])
+@pytest.mark.parametrize("grid", [Grid(), Grid(tp=2)])
+def test_minus_zeros_are_counted_where_kernels_misread_them(
+    grid: Grid, inputs: str, is_misread: bool, tmp_path: Path
+) -> None:
+    """Each is one nibble 8 of the stored words; by experts on the CPU and by batches, and in a warning beforehand."""
+    source = write_qwen3_moe(
+        tmp_path / "src", num_layers=1, num_experts=3, hidden_size=256, intermediate_size=128
+    )
+    tensors = load_file(source / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.startswith(BLOCK):
+            weight[11, :32] *= 2.0**-20
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = run(source, tmp_path / "out", "mxfp4", grid, input_schema=inputs, target="sm90")
+    assert any("misread" in warning for warning in report.warnings) == is_misread
+    count = 0
+    for path in (tmp_path / "out" / "experts").rglob("*.safetensors"):
+        for name, words in load_file(path).items():
+            if name.endswith("_weight"):
+                count += int((field_codes(words.numpy(), 4) == 8).sum())
+    assert count > 0  # of fp8 signs lie apart from their codes: any nibble
+    for device in (None, torch.device("cpu")):
+        result = check(tmp_path / "out", source, "weights", **({"device": device} if device else {})).results[
+            0
+        ]
+        assert result.status == "pass"
+        notes = [note for note in result.notes if "minus zero" in note]
+        assert [note.partition(" ")[0] for note in notes] == ([str(count)] if is_misread else [])
