@@ -232,7 +232,7 @@ def test_tests_mirror_the_rooms_and_share_nothing_private() -> None:
     folders = {
         path.name for path in (REPO / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"
     }
-    assert folders == rooms | {"make", "golden", "scripts"}
+    assert folders == rooms | {"make", "golden", "scripts", "data"}
     files = {
         ".".join(path.relative_to(REPO).with_suffix("").parts): path.read_text(encoding="utf-8")
         for path in sorted((REPO / "tests").rglob("*.py"))

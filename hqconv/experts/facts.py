@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hqconv.errors import RequestError
 from hqconv.experts.checks import Size, Sizes, contradiction
@@ -20,6 +20,19 @@ def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[st
     configured = number(text, family.num_layers_keys, 0)
     offset = configured[1] if configured else last + 1
     return {name: layer + offset if name in mtp else layer for name, layer in found.items()}
+
+
+def layer_config(family: Family, layer: int, text: Config) -> Config:
+    """The config as one layer has it, where layers have values of their own. Raises InputError for too short a list."""
+    each = text.get(family.layer_configs_key) if family.layer_configs_key else None
+    if each is None:
+        return text
+    if not isinstance(each, list) or len(each) <= layer or not isinstance(each[layer], Mapping):
+        expected = f"an element with the values of layer {layer}"
+        raise contradiction(
+            "A value of config.json is not usable.", family.layer_configs_key, expected, "none"
+        )
+    return {**text, **{key: value for key, value in each[layer].items() if value is not None}}
 
 
 def sizes_of(family: Family, layer: int, text: Config) -> Sizes:

@@ -15,7 +15,7 @@ from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.build import build_block
 from hqconv.experts.checks import Found
-from hqconv.experts.facts import activation_of, bounded, layer_indices, number, sizes_of, top_k
+from hqconv.experts.facts import activation_of, bounded, layer_config, layer_indices, number, sizes_of, top_k
 from hqconv.experts.names import choose_family, looks_like_expert, name_pattern, unmatched_error
 from hqconv.formats.declared import Declared, declared_formats
 from hqconv.formats.format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
@@ -78,6 +78,7 @@ def map_experts(
     candidates = [name for name, ref in tensors.items() if looks_like_expert(name, len(ref.shape))]
     choice = choose_family(candidates, config, text)
     family, because = choice.family, choice.because
+    candidates = [name for name in candidates if not name.startswith(family.other_models)]
     declared = declared_formats(quantization, text)
     grouped, unmatched = _group(family, tensors, candidates)
     if unmatched:
@@ -95,13 +96,14 @@ def map_experts(
     blocks = []
     for name in sorted(grouped, key=lambda name: (layers[name], name)):
         layer, found = layers[name], grouped[name]
+        own = layer_config(family, layer, text)
         facts = {
             "layer": layer,
-            "activation": bounded(family, activation, layer, text),
-            "top_k": top_k(family, name, layer, text),
+            "activation": bounded(family, activation, layer, own),
+            "top_k": top_k(family, name, layer, own),
         }
         format_of = _formats(declared, name, found, _is_extra(family, layer, text))
-        block, unused = build_block(family, name, found, sizes_of(family, layer, text), format_of, facts)
+        block, unused = build_block(family, name, found, sizes_of(family, layer, own), format_of, facts)
         blocks.append(block)
         dropped |= unused
     converted = {name: block.name for block in blocks for name in block.tensor_names()}

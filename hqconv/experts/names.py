@@ -12,10 +12,19 @@ from typing import NamedTuple
 
 from hqconv.errors import HqconvError, RequestError, first_few
 from hqconv.formats.complete import PART_NAMES
-from hqconv.schemas.families import BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family
+from hqconv.schemas.families import (
+    BY_ARCHITECTURE,
+    BY_MODEL_TYPE,
+    FAMILIES,
+    INDEX,
+    UNSUPPORTED,
+    Config,
+    Family,
+)
 
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
 _CORRECTION = ".e_score_correction_bias"
+_SUM_BIAS = ".mlp.experts.bias"  # nomic_bert's, of the weighted sum
 _SHARED = ("shared_expert.", "shared_experts.")  # dense, though a stack in some
 
 
@@ -24,7 +33,7 @@ def looks_like_expert(name: str, num_dims: int) -> bool:
     if "expert" not in name and "moe" not in name:
         return False
     if ".experts." in name or name.startswith("experts."):
-        return not name.endswith(_CORRECTION)
+        return not name.endswith((_CORRECTION, _SUM_BIAS))
     return num_dims >= 3 and not any(part in name for part in _SHARED)
 
 
@@ -48,6 +57,8 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Choice
             remedy="Choose a model of another family.",
         )
     known = BY_MODEL_TYPE.get(outer) or BY_MODEL_TYPE.get(inner)
+    if known is None and (architecture := _known_architecture(config, text)):
+        return Choice(BY_ARCHITECTURE[architecture], f"architecture {architecture}", True)
     model_type = inner if known is not None and outer not in known.model_types else outer
     if known is not None:
         return Choice(known, f"model_type {model_type}", True)
@@ -66,6 +77,12 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Choice
     }
     closest = min(rows, key=lambda row: len(unmatched[row.name]))
     raise unmatched_error(RequestError, closest, unmatched[closest.name], because)
+
+
+def _known_architecture(config: Config, text: Config) -> str | None:
+    """The first class that a row names, where model_type is missing or another model's."""
+    lists = [found for one in (config, text) if isinstance(found := one.get("architectures"), list)]
+    return next((name for names in lists for name in names if name in BY_ARCHITECTURE), None)
 
 
 def _refuse_unknown_stacks(row: Family, candidates: list[str], because: str) -> None:

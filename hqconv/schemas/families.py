@@ -10,7 +10,17 @@ from collections.abc import Mapping
 
 from hqconv.schemas.family import INDEX, Config, Family, Stack, fused_stacks, text_config, under_layers
 
-__all__ = ["BY_MODEL_TYPE", "FAMILIES", "INDEX", "UNSUPPORTED", "Config", "Family", "Stack", "text_config"]
+__all__ = [
+    "BY_ARCHITECTURE",
+    "BY_MODEL_TYPE",
+    "FAMILIES",
+    "INDEX",
+    "UNSUPPORTED",
+    "Config",
+    "Family",
+    "Stack",
+    "text_config",
+]
 
 GATE_UP_DOWN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 W1_W3_W2 = {"w1": "w1", "w3": "w3", "w2": "w2"}
@@ -25,7 +35,8 @@ OWN_ACTIVATION = ("expert_activation",)
 # Where several rows fit an unknown model_type equally well, the earlier row is taken.
 FAMILIES: tuple[Family, ...] = (
     Family(
-        # Also released fused, under the same module (Qwen3.5, Zaya).
+        # Also released fused, under the same module (Qwen3.5, Zaya). Qwen3-Omni's thinker answers; its talker, which
+        # speaks, has experts of other numbers and sizes.
         name="qwen_moe",
         model_types=(
             "qwen2_moe",
@@ -57,6 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         top_k_keys=("num_experts_per_tok", "num_experts_per_token"),
+        other_models=("talker.",),
     ),
     Family(
         # mistral4 is released fused; transformers 5 saves kimi_k25's layers as blocks.
@@ -65,6 +77,7 @@ FAMILIES: tuple[Family, ...] = (
             "deepseek_v2",
             "deepseek_v3",
             "deepseek_v32",
+            "deepseek_vl_v2",
             "deepseek_ocr2",
             "deepseek_ocr2_text",
             "kimi_k2",
@@ -104,7 +117,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="deepseek_v4",
-        model_types=("deepseek_v4",),
+        model_types=("deepseek_v4", "deepseek_v41", "deepseek_v41_text"),
         blocks=under_layers("ffn.experts", "mtp.{layer}"),
         projections=W1_W3_W2,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
@@ -143,6 +156,7 @@ FAMILIES: tuple[Family, ...] = (
         # transformers 5 writes their gate and up (modeling_longcat_flash.py, LongcatFlashExperts).
         name="longcat_flash",
         model_types=("longcat_flash",),
+        architectures=("LongcatFlashForCausalLM",),
         blocks=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         num_experts_keys=("n_routed_experts",),
@@ -168,10 +182,28 @@ FAMILIES: tuple[Family, ...] = (
         intermediate_size_keys=("intermediate_size",),
     ),
     Family(
+        # Dense layers have intermediate_size; Grok-2's model_type is another model's.
+        name="grok",
+        model_types=("grok-1",),
+        architectures=("Grok1ForCausalLM", "Grok1ModelForCausalLM"),
+        blocks=under_layers("block_sparse_moe.experts"),
+        projections=W1_W3_W2,
+        activation="gelu",
+        num_experts_keys=("num_local_experts", "num_experts"),
+        intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
+    ),
+    Family(
+        name="minicpm",
+        model_types=("minicpm",),
+        blocks=under_layers("mlp.experts"),
+        projections=W1_W3_W2,
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
         # hidden_act says silu: what the experts do is fixed in the model's code. The text model alone is saved
         # fused, with other names.
         name="minimax_m3",
-        model_types=("minimax_m3_vl", "minimax_m3_vl_text"),
+        model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
         blocks=(*under_layers("block_sparse_moe.experts"), *under_layers("mlp.experts")),
         projections=W1_W3_W2,
         stacks=FUSED,
@@ -181,10 +213,12 @@ FAMILIES: tuple[Family, ...] = (
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
+        # Kimi-K3's experts work in a space of their own size.
         name="kimi_linear",
         model_types=("kimi_linear",),
         blocks=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
+        hidden_size_keys=("routed_expert_hidden_size", "hidden_size"),
         top_k_keys=("num_experts_per_token", "num_experts_per_tok"),
     ),
     Family(
@@ -204,9 +238,12 @@ FAMILIES: tuple[Family, ...] = (
         intermediate_size_keys=("intermediate_size",),
     ),
     Family(
-        # With moe_latent_size the experts work in that space: it is their K and the down projection's N.
+        # With moe_latent_size the experts work in that space: it is their K and the down projection's N. Puzzle models
+        # have experts of other numbers and sizes in each layer.
         name="nemotron_h",
-        model_types=("nemotron_h", "nemotron_h_omni", "nemo_speechlm"),
+        model_types=("nemotron_h", "nemotron_h_omni", "nemo_speechlm", "nemotron_h_puzzle"),
+        architectures=("NemotronHPuzzleForCausalLM",),
+        layer_configs_key="block_configs",
         blocks=under_layers(
             "mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"
         ),
@@ -310,9 +347,26 @@ FAMILIES: tuple[Family, ...] = (
         num_layers_keys=("n_layers",),
     ),
     Family(
+        # An embedding model: one flat stack of every projection, no gate, and a bias of the weighted sum.
+        name="nomic_bert",
+        model_types=("nomic_bert",),
+        blocks=("encoder.layers.{layer}.mlp.experts.mlp",),
+        projections={"w3": "w1", "w2": "w2"},
+        stacks=(Stack("w1", ("w3",), flat=True), Stack("w2", ("w2",), transposed=True, flat=True)),
+        activation="gelu",
+        top_k_keys=("moe_top_k",),
+        hidden_size_keys=("n_embd", "hidden_size"),
+        intermediate_size_keys=("n_inner", "intermediate_size"),
+        activation_keys=("activation_function",),
+        num_layers_keys=("n_layer", "num_hidden_layers"),
+    ),
+    Family(
         # Some layers of Step-3.7 bound silu(gate) and up; a 0 in the list means no bound.
         name="step3",
-        model_types=("step3", "step3_text", "step3_vl", "step3p5", "step3p7"),
+        model_types=(
+            *("step3", "step3_text", "step3_vl", "step3p5", "step3p7", "step3p7_vl", "step3p7_text"),
+            "step5",
+        ),
         blocks=under_layers("moe"),
         projections=GATE_UP_DOWN,
         stacks=(
@@ -356,14 +410,17 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )
 
+BY_ARCHITECTURE: Mapping[str, Family] = {a: family for family in FAMILIES for a in family.architectures}
 BY_MODEL_TYPE: Mapping[str, Family] = {t: family for family in FAMILIES for t in family.model_types}
 
 # Models with experts that no row can describe, and why: a fused Mixture-of-Experts kernel could not serve them.
 UNSUPPORTED: Mapping[str, str] = {
     "doge": "its experts are rows of embeddings, not matrices",
     "dots3_note": "its vision tower has experts of its own",
+    "ernie4_5_moe_vl": "text and vision tokens have experts of their own, of different sizes, in one module",
     "ernie4_5_vl_moe": "text and vision tokens have experts of their own, of different sizes, in one module",
     "ernie4_5_vl_moe_text": "text and vision tokens have experts of their own, of different sizes, in one module",
+    "hunyuan_image_3_moe": "gate and up of an expert are one tensor, in an order that only its own code says",
     "jetmoe": "its attention is a mixture of experts too, in modules of the same names",
     "muse_spark": "a norm lies between an expert's down projection and the weighted sum",
     "muse_spark_text": "a norm lies between an expert's down projection and the weighted sum",

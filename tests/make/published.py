@@ -61,7 +61,8 @@ def write_sparse(model: Published, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(model.config))
     if model.hf_quant_config:
         (folder / "hf_quant_config.json").write_text(json.dumps(model.hf_quant_config))
-    tensors, weight_map = iter(model.tensors()), {}
+    tensors = iter(model.tensors())
+    weight_map: dict[str, str] = {}
     for number in itertools.count(1):
         part = list(itertools.islice(tensors, _SHARD_TENSORS))
         if not part:
