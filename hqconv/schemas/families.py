@@ -68,6 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         top_k_keys=("num_experts_per_tok", "num_experts_per_token"),
+        intermediate_size_keys=("moe_intermediate_size", "expert_hidden_dim"),
         other_models=("talker.",),
     ),
     Family(
