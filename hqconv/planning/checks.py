@@ -31,6 +31,7 @@ def check_request(experts: ExpertMap, request: Request) -> None:
 
     What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.pipeline.forms`).
     """
+    check_input_scales(experts, request)
     for kind in request.kinds:
         _check_scales(kind)
         if request.layout == artifact.KERNEL:
@@ -44,7 +45,6 @@ def check_request(experts: ExpertMap, request: Request) -> None:
             where="--layout checkpoint",
             remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
         )
-    check_input_scales(experts, request)
     for block in experts.blocks:
         _check_sizes(block, request)
 

@@ -41,7 +41,7 @@ def check_input_scales(experts: ExpertMap, request: Request) -> None:
 def _check_kind(kind: KernelKind, request: Request) -> None:
     where = f"input schema {kind.inputs.name}"
     if request.layout == artifact.CHECKPOINT:
-        what = "vLLM cannot load static activation scales of experts from the checkpoint layout."
+        what = "From the checkpoint layout vLLM cannot load static activation scales of experts."
         raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
     if kind.inputs.input_quant_mode != _MODE:
         raise RequestError(

@@ -56,8 +56,8 @@ def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFil
     configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
     for gemm, config in configs.items():
         expected = {**served.blocks[block].shapes[gemm], **_activation_words(served.blocks[block].kind)}
-        _check_config(name, gemm, config, expected, tensors)
         _check_input_scale(name, gemm, served.blocks[block].kind, tensors)
+        _check_config(name, gemm, config, expected, tensors)
     return RankFile(path, name, sha256, tensors, configs)
 
 
