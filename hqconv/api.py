@@ -235,8 +235,9 @@ def load(
 
     Returns tensors as they lie in the file, experts of the rank first: `weight` int32 [E_local, …], `weight_scale`,
     where the schema has them `zero_point` and `weight_scale_2`, and `bias`; shapes and dtypes are Humming's for the
-    target. Nothing is changed about Humming in this process. Raises RequestError where `path` is no kernel artifact or
-    has no such block or rank, or there is no such device; VerificationError where a file is damaged.
+    target. Of static activations also `input_scale`, float32 [1], for all experts. Nothing is changed about Humming in
+    this process. Raises RequestError where `path` is no kernel artifact or has no such block or rank, or there is no
+    such device; VerificationError where a file is damaged.
     """
     from hqconv.artifact.load import load_block
 

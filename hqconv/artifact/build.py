@@ -87,16 +87,22 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
 
 
 def build_manifest(
-    source: Source, plan: Plan, measured: Mapping[str, dict[str, Any]], files: Iterable[FileRecord]
+    source: Source,
+    plan: Plan,
+    measured: Mapping[str, dict[str, Any]],
+    files: Iterable[FileRecord],
+    scales: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """The words of hqconv.json, in an order that does not depend on how the conversion went.
 
-    `measured`: each block's quantization error. `files`: every file but the manifest.
+    `measured`: each block's quantization error. `files`: every file but the manifest. `scales`: block → GEMM → the
+    static scale of its activations, of the blocks that have them.
     """
     return {
         **request_words(source, plan),
         "blocks": {
-            block.name: override_words(block.name, plan.request) | _block_words(block, measured[block.name])
+            block.name: override_words(block.name, plan.request)
+            | _block_words(block, measured[block.name], scales.get(block.name, {}))
             for block in plan.blocks
         },
         "files": {
@@ -131,7 +137,7 @@ def first_difference(source: Source, plan: Plan, manifest: Mapping[str, Any]) ->
     return None
 
 
-def _block_words(group: PlannedBlock, errors: dict[str, Any]) -> dict[str, Any]:
+def _block_words(group: PlannedBlock, errors: dict[str, Any], scales: Mapping[str, float]) -> dict[str, Any]:
     block = group.block
     words: dict[str, Any] = {
         "layer": block.layer,
@@ -155,6 +161,7 @@ def _block_words(group: PlannedBlock, errors: dict[str, Any]) -> dict[str, Any]:
             "pad_shape_n": form.config["pad_shape_n"],
             "pad_shape_k": form.config["pad_shape_k"],
             "flags": form.flags,
+            **({artifact.INPUT_SCALE: scales[gemm]} if gemm in scales else {}),
         }
     return words
 

@@ -12,8 +12,9 @@ from hqconv.artifact.opened import Artifact
 from hqconv.checkpoint.folder import SourceFile
 from hqconv.checkpoint.safetensors import read_header
 from hqconv.errors import InputError, RequestError, VerificationError
-from hqconv.experts.block import ExpertBlock, PartSource
+from hqconv.experts.block import ExpertBlock, InputScales, PartSource
 from hqconv.experts.map import ExpertMap
+from hqconv.formats.complete import UNUSED_PARTS
 from hqconv.formats.format import LAID_OUT, SourceFormat
 from hqconv.schemas import artifact as names
 from hqconv.schemas.layer import resolve
@@ -75,13 +76,15 @@ class ArtifactHeaders(SafetensorsHeaders):
         """The artifact's blocks and what becomes of its tensors."""
         blocks = tuple(self._block(name) for name in self.artifact.blocks)
         converted = {name: block.name for block in blocks for name in block.tensor_names()}
-        copied = tuple(name for name in self.tensors if name not in converted)
+        scales = [name for block in blocks for name in block.input_scales.names]
+        dropped = dict.fromkeys(scales, UNUSED_PARTS[names.INPUT_SCALE])
+        copied = tuple(name for name in self.tensors if name not in converted and name not in dropped)
         stray = next((name for name in copied if name.startswith(f"{names.EXPERTS_FOLDER}/")), None)
         if stray is not None:
             what, remedy = "A rank file holds a tensor that no kernel reads.", "Verify the artifact."
             raise InputError(what, where=stray, remedy=remedy)
         because = f"{self.artifact.manifest.get('family_chosen_because')}; read back from the kernel layout"
-        return ExpertMap(self.artifact.family.name, because, blocks, converted, copied, {})
+        return ExpertMap(self.artifact.family.name, because, blocks, converted, copied, dropped)
 
     def _block(self, name: str) -> ExpertBlock:
         block = self.artifact.expert_block(name)
@@ -92,7 +95,30 @@ class ArtifactHeaders(SafetensorsHeaders):
             for e in range(block.num_experts)
         )
         weight = parts["w2"]["weight"]
-        return replace(block, format=self.format_of(name), dtype=weight.dtype, parts=parts, sources=sources)
+        return replace(
+            block,
+            format=self.format_of(name),
+            dtype=weight.dtype,
+            parts=parts,
+            sources=sources,
+            input_scales=self._input_scales(name),
+        )
+
+    def _input_scales(self, block: str) -> InputScales:
+        """The static scales of activations in all ranks' files."""
+        inputs = self.artifact.kind_of(block).inputs
+        if not inputs.is_static:
+            return InputScales()
+        refs = {}
+        for gemm in names.GEMMS:
+            name = names.input_scale(block, gemm)
+            full = [f"{names.rank_file(block, *rank)}:{name}" for rank in self.artifact.grid.ranks]
+            lacking = next((one for one in full if one not in self.tensors), None)
+            if lacking is not None:
+                what, remedy = "A rank's activation scale is missing.", "Convert the original model again."
+                raise VerificationError(what, where=lacking, remedy=remedy)
+            refs[gemm] = tuple(self.tensors[one] for one in full)
+        return InputScales(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
 
     def _parts(self, block: str, gemm: str) -> dict[str, PartSource]:
         """The rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
@@ -105,7 +131,7 @@ class ArtifactHeaders(SafetensorsHeaders):
             prefix = f"{path}:{block}.{gemm}_"
             for full in self.artifact.header(path)[0]:
                 ref = self.tensors[f"{path}:{full}"]
-                if ref.name.startswith(prefix):
+                if ref.name.startswith(prefix) and not names.is_input_scale(full):
                     part = ref.name.removeprefix(prefix)
                     key = part if index == 0 else f"{part}@tp{rank[0]}-ep{rank[1]}"
                     parts[key] = PartSource(ref.name, ref.dtype, ref.shape)

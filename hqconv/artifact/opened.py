@@ -89,8 +89,23 @@ class Artifact(Facts):
         return {
             name.removeprefix(prefix): self._read_slice(path, ref, local)
             for name, ref in self.header(path)[0].items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and not names.is_input_scale(name)
         }
+
+    def read_input_scale(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> float | None:
+        """The static scale of a GEMM's activations in one rank's file; None where the file has none.
+
+        Raises VerificationError where it is no float32 [1].
+        """
+        path, name = names.rank_file(block, tp_rank, ep_rank), names.input_scale(block, gemm)
+        ref = self.header(path)[0].get(name)
+        if ref is None:
+            return None
+        if (ref.dtype, ref.shape) != ("F32", (1,)):
+            found = f"{ref.dtype} {list(ref.shape)}"
+            what, where = "An activation scale is not one number.", f"{path}, tensor {name}"
+            raise VerificationError(what, where=where, expected="F32 [1]", found=found)
+        return float(self._read_bits(path, ref).view(np.float32)[0])
 
     def _read_slice(self, path: str, ref: TensorRef, local: int) -> NDArray[Any]:
         if not ref.shape or local >= ref.shape[0]:

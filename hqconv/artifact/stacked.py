@@ -94,7 +94,7 @@ class StackReader:
     def _check_entries(self, gemm: str, tp_rank: int, ep_rank: int) -> None:
         prefix, found = f"{self.block.name}.{gemm}_", {}
         for name, ref in self.artifact.header(names.rank_file(self.block.name, tp_rank, ep_rank))[0].items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and not names.is_input_scale(name):
                 found[name.removeprefix(prefix)] = (num_bits(ref.dtype), ref.shape)
         num_local = len(self.artifact.grid.local_experts(self.block.num_experts, ep_rank))
         expected = expected_tensors(self._forms[gemm])

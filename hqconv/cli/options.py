@@ -53,7 +53,7 @@ OPTIONS: dict[str, Option] = {
         str, "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
     ),
     "input_schema": Option(
-        str, "What activations are quantized to when serving: a16, fp8, fp8-g128, int8 …, or FILE.toml."
+        str, "What activations are quantized to when serving: a16, fp8, fp8-static, int8 …, or FILE.toml."
     ),
     "cuda": Option(
         str | None, "CUDA compiler that will serve, such as 13.0; asked for where the layout depends on it."

@@ -33,6 +33,15 @@ def otherwise(words: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def input_scales(words: Mapping[str, Mapping[str, float]]) -> str:
+    """`static scales: w13 0.0012 to 0.02, w2 0.003`; "" where there are none."""
+    each = []
+    for gemm, one in words.items():
+        ends = dict.fromkeys(f"{end:.3g}" for end in (one["min"], one["max"]))
+        each.append(f"{gemm} {' to '.join(ends)}")
+    return f"static scales: {', '.join(each)}" if each else ""
+
+
 def _blocks(count: int) -> str:
     return f"{count} block{'s' if count > 1 else ''}"
 

@@ -186,6 +186,7 @@ def _show_artifact(console: Console, words: Words) -> None:
             ("requantized", phrases.exact(words["requantized"])),
             ("scales", phrases.scale_changes(words["largest_scale_change"])),
             ("for", phrases.target(words)),
+            ("activations", phrases.input_scales(words["input_scales"])),
             ("experts", phrases.ranks(words["rank_bytes"])),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in words["tensors"].items())),
             ("serve", words["serve_command"] or "vLLM has no start for these ranks"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -121,12 +121,33 @@ class PartSource:
 
 
 @dataclass(frozen=True)
+class InputScales:
+    """Scales of activations that were measured beforehand, one for each projection, expert or stack.
+
+    a_dtype: Humming's name of what the activations were measured for; "" where the config does not say it.
+    refs: GEMM → its tensors, each once, of which every value counts. max_values: GEMM → the most values that each may
+    hold. missing: GEMM → the tensors that other experts have.
+    """
+
+    a_dtype: str = ""
+    refs: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
+    max_values: Mapping[str, int] = field(default_factory=dict)
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors."""
+        return [ref.name for refs in self.refs.values() for ref in refs]
+
+
+@dataclass(frozen=True)
 class ExpertBlock:
     """One MoE layer's experts. `sources[e]["w1"]["weight"]` says where the codes (or floats) of e's gate are.
 
     A block that is not gated has no w1. `hidden_size` is what the experts see: a latent size in some nemotron_h.
     `layer` counts a separate `mtp.layers.i` on from the last decoder layer. `words` are the projections' names
-    where experts have tensors of their own. `dtype` is that of the weights, as the headers say.
+    where experts have tensors of their own. `dtype` is that of the weights, as the headers say. `input_scales` are no
+    parts: calibration may have missed experts.
     """
 
     name: str
@@ -144,6 +165,7 @@ class ExpertBlock:
     words: Mapping[str, str]
     parts: Mapping[str, Mapping[str, PartSource]]
     sources: tuple[dict[str, Parts], ...]
+    input_scales: InputScales = field(default_factory=InputScales)
 
     def shape(self, role: str) -> tuple[int, int]:
         """[out, in] of a projection."""

@@ -22,6 +22,7 @@ from hqconv.experts.checks import (
     check_one_format,
     contradiction,
 )
+from hqconv.experts.input_scales import find_input_scales
 from hqconv.formats.complete import PART_NAMES, UNUSED_PARTS, Completed, complete, logical_shape
 from hqconv.formats.format import SourceFormat
 from hqconv.schemas.families import Family, Stack
@@ -71,6 +72,7 @@ def build_block(
         words=dict(family.projections),
         parts=parts,
         sources=_sources(found, raw, parts, count),
+        input_scales=find_input_scales(family, name, found, count, [one.format for one in done.values()]),
         **facts,
     )
     return block, _unused(done, raw, found, count)

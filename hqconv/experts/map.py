@@ -36,6 +36,13 @@ class ExpertMap:
     dropped: dict[str, str]
     left: tuple[str, ...] = ()  # blocks whose tensors are copied as they are
 
+    def with_input_scales(self, names: Collection[str]) -> ExpertMap:
+        """The same with the activation scales of some blocks converted, which are dropped otherwise."""
+        blocks = [block for block in self.blocks if block.name in names]
+        moved = {name: block.name for block in blocks for name in block.input_scales.names}
+        dropped = {name: reason for name, reason in self.dropped.items() if name not in moved}
+        return replace(self, converted={**self.converted, **moved}, dropped=dropped)
+
     def without(self, names: Collection[str], order: Iterable[str]) -> ExpertMap:
         """The same with the tensors of some blocks copied, in the source's `order` of all tensors.
 

@@ -46,7 +46,8 @@ class SourceFormat:
     code type (uintN for integers, offset binary once decoded) and of the stored scale. A scale serves group_n rows ×
     group_k columns (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel". is_permuted:
     columns are grouped by an index (GPTQ's g_idx), so no target can keep the codes as they are. options: facts only the
-    decoder reads.
+    decoder reads. static_inputs: Humming's dtype of activations that the config quantizes with one scale per tensor,
+    measured beforehand; no fact of the weights, so neither compared nor in a manifest.
     """
 
     name: str
@@ -59,6 +60,7 @@ class SourceFormat:
     scale_2: str = "none"
     is_permuted: bool = False
     options: tuple[tuple[str, Any], ...] = field(default=())
+    static_inputs: str = field(default="", compare=False)
 
     @property
     def is_float(self) -> bool:
@@ -71,7 +73,9 @@ class SourceFormat:
 
     def words(self) -> dict[str, Any]:
         """The format as JSON words."""
-        return {**asdict(self), "options": dict(self.options)}
+        words = {**asdict(self), "options": dict(self.options)}
+        del words["static_inputs"]
+        return words
 
     @classmethod
     def from_words(cls, words: Mapping[str, Any]) -> SourceFormat:

@@ -60,6 +60,7 @@ def fp8(words: Words, text: Text) -> list[Rule]:
         rows,
         columns,
         options=(("scale_fmt", "ue8m0"),) if is_power else (),
+        static_inputs="float8e4m3" if words.values.get("activation_scheme") == "static" else "",
     )
     return [skipped, *_routed_experts(words, text), always(dense)]
 

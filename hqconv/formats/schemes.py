@@ -5,6 +5,8 @@ Each function reads a method's words into rules; the first rule that speaks of a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hqconv.formats.format import PLAIN, SourceFormat
 from hqconv.formats.methods import MXFP4, nvfp4_format
 from hqconv.formats.words import (
@@ -44,6 +46,7 @@ def compressed_tensors(words: Words, _text: Text) -> list[Rule]:
     schemes: dict[str, SourceFormat] = {}
     for _, group in words.tables("config_groups"):
         found = _scheme_format(group, group if group.has("format") else words)
+        found = replace(found, static_inputs=_static_inputs(group))
         if not group.has("targets"):
             raise group.wrong("targets", "a list of module names, patterns or classes")
         schemes.update(dict.fromkeys(group.names("targets"), found))
@@ -82,6 +85,20 @@ def _scheme_format(group: Words, holder: Words) -> SourceFormat:
     if is_float != (storage not in ("pack-quantized", "int-quantized")):
         raise weights.wrong("type", "int" if is_float else "float")
     return _FORMATS[storage](weights, storage)
+
+
+# Activations with one scale that was measured beforehand, by the words of compressed-tensors.
+_STATIC_INPUTS = {("float", 8): "float8e4m3", ("int", 8): "int8"}
+
+
+def _static_inputs(group: Words) -> str:
+    """Humming's dtype of a group's activations; "" where they are none of the above."""
+    inputs = group.values.get("input_activations")
+    if not isinstance(inputs, dict) or inputs.get("dynamic") or not inputs.get("symmetric", True):
+        return ""
+    if inputs.get("strategy") not in (None, "tensor"):
+        return ""
+    return _STATIC_INPUTS.get((str(inputs.get("type", "int")), inputs.get("num_bits", 8)), "")
 
 
 def _title(storage: str, what: str) -> str:
@@ -201,8 +218,10 @@ def _algorithm_format(words: Words) -> SourceFormat:
         size = _modelopt_group_size(words, 128)
         return SourceFormat("modelopt fp8 blocks", "fp8", "float8e4m3", "", size, size)
     if algorithm in ("fp8", "fp8_per_channel_per_token"):
-        rows = 0 if algorithm == "fp8" else 1
-        return SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", rows, 0)
+        is_static = algorithm == "fp8"
+        inputs = "float8e4m3" if is_static else ""
+        rows = 0 if is_static else 1
+        return SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", rows, 0, static_inputs=inputs)
     names = "NVFP4, W4A16_NVFP4, MXFP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MIXED_PRECISION"
     raise words.unsupported("quant_algo", names)
 

@@ -53,6 +53,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "quantization_error": summarize_errors(errors),
         "requantized": requantized(errors),
         "largest_scale_change": scale_changes(errors),
+        "input_scales": _input_scales(manifest["blocks"]),
         "num_files": len(manifest["files"]),
         "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
         "rank_bytes": _rank_bytes(manifest),
@@ -100,6 +101,17 @@ def _rank_bytes(manifest: Words) -> dict[str, int]:
         if name.startswith(f"{artifact.EXPERTS_FOLDER}/"):
             totals[name.rsplit("/", 1)[0]] += entry["size_bytes"]
     return dict(totals)
+
+
+def _input_scales(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Words]:
+    """GEMM → the smallest and largest static activation scale of all blocks that have one."""
+    found: dict[str, list[float]] = {}
+    for words in blocks.values():
+        for gemm in artifact.GEMMS:
+            scale = words[gemm].get(artifact.INPUT_SCALE) if isinstance(words.get(gemm), dict) else None
+            if isinstance(scale, float):
+                found.setdefault(gemm, []).append(scale)
+    return {gemm: {"min": min(scales), "max": max(scales)} for gemm, scales in found.items()}
 
 
 def _manifest_block_words(words: Mapping[str, Any]) -> Words:

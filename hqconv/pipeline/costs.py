@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hqconv.backends.quantize import Cost
+from hqconv.planning.groups import Group, PlannedBlock
 
 
 def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict[str, Any]:
@@ -30,6 +31,14 @@ def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict
         }
         errors[role] |= (requantized_counts(of_role) if is_coded else {}) | scale_changes(of_role)
     return errors
+
+
+def measured(group: Group, costs: Mapping[int, Mapping[str, Cost]]) -> dict[str, Any]:
+    """The quantization error per projection, by every expert's costs; of copied tensors nothing."""
+    if not isinstance(group, PlannedBlock):
+        return {}
+    each = [costs[expert] for expert in range(group.block.num_experts)]
+    return block_errors(each, is_coded=group.encoding.is_coded)
 
 
 def requantized_counts(costs: Sequence[Cost]) -> dict[str, int]:

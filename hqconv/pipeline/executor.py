@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +17,10 @@ from hqconv.backends.helpers import Helpers
 from hqconv.backends.quantize import Cost
 from hqconv.checkpoint.descriptors import open_limit
 from hqconv.pipeline.batches import Batch, Piece, Run, cut, shares
-from hqconv.pipeline.costs import block_errors
+from hqconv.pipeline.costs import measured
 from hqconv.pipeline.devices import Lane, Slot, entered, make_lane
 from hqconv.pipeline.encode import DoubtfulError
+from hqconv.pipeline.input_scales import InputScales, create_files
 from hqconv.pipeline.journal import JournalEntry
 from hqconv.pipeline.produce import Produced, produce
 from hqconv.pipeline.profile import Profile
@@ -30,7 +31,7 @@ from hqconv.pipeline.slots import Slots
 from hqconv.pipeline.stages import Stages
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
-from hqconv.planning.groups import Group, PlannedBlock
+from hqconv.planning.groups import Group
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.raw import RawExperts
 from hqconv.sources.source import Source
@@ -87,7 +88,9 @@ class Executor:
         staging: Staging,
         meter: Meter,
         profile: Profile,
+        scales: Mapping[str, InputScales],
     ) -> None:
+        self._scales = scales
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
         num_threads = min(_MAX_THREADS, max(4, resources.num_threads))
@@ -175,7 +178,7 @@ class Executor:
     # --- stages
 
     def _create(self, job: _Job) -> None:
-        job.writer = GroupWriter(self._folder.root, job.group.files)
+        job.writer = create_files(self._folder.root, job.group, self._scales)
         self._stages.tell()
 
     def _read_piece(self, flight: _Flight, piece: Piece) -> None:
@@ -280,7 +283,7 @@ class Executor:
         """Give a group's files their names and put them down in the journal, one group after the other."""
         self._writer(job).publish()
         records = [job.files[file.path] for file in job.group.files]
-        self._folder.record(JournalEntry(job.group.name, records, _measured(job)))
+        self._folder.record(JournalEntry(job.group.name, records, measured(job.group, job.costs)))
         job.is_done = True
         self._meter.finish(job.group.name)
         self._stages.tell()
@@ -290,11 +293,3 @@ def _awaited(produced: Produced) -> dict[str, list[Cost]]:
     if produced.wait is not None:
         produced.wait()
     return produced.costs()
-
-
-def _measured(job: _Job) -> dict[str, Any]:
-    """The quantization error per projection; of copied tensors nothing."""
-    if not isinstance(job.group, PlannedBlock):
-        return {}
-    costs = [job.costs[expert] for expert in range(job.group.block.num_experts)]
-    return block_errors(costs, is_coded=job.group.encoding.is_coded)

@@ -19,6 +19,7 @@ from hqconv.pipeline.durable import check_space, copy_whole, source_errors, writ
 from hqconv.pipeline.executor import Destination, Executor
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.forms import check_forms
+from hqconv.pipeline.input_scales import InputScales, read_input_scales
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter, Progress
 from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_staging
@@ -98,10 +99,11 @@ def convert(
     """
     started = time.monotonic()
     check_forms(plan)
+    scales = read_input_scales(source, plan)
     team = Team.of_environment() if in_team else None
     staging = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead)
     meter = Meter(plan.num_bytes_read, len(plan.groups), progress, None if team is None else team.count)
-    work = _Work(source, plan, out, resources, staging, meter, Profile(), team)
+    work = _Work(source, plan, out, resources, staging, meter, Profile(), team, scales)
     try:
         if team is not None and team.rank > 0:
             outcome = _help(work, team)
@@ -128,13 +130,15 @@ class _Work:
     meter: Meter
     profile: Profile
     team: Team | None
+    scales: Mapping[str, InputScales]
 
     def run(self, folder: Destination, done: Collection[str]) -> None:
         """Convert the groups that are not done, or this process's share of them."""
         missing = [group for group in self.plan.groups if group.name not in done]
         groups = missing if self.team is None else self.team.deal(missing)
         with bounded_gpu(self.resources):
-            Executor(self.source, folder, self.resources, self.staging, self.meter, self.profile).run(groups)
+            words = (self.source, folder, self.resources, self.staging, self.meter, self.profile, self.scales)
+            Executor(*words).run(groups)
 
     def report(self, outcome: _Outcome, seconds: float) -> ConversionReport:
         """What was done."""
@@ -200,7 +204,7 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     loose = _write_loose_files(source, plan, folder.root)
     measured = {name: entry.measured for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
-    folder.seal(json_bytes(build_manifest(source, plan, measured, [*records, *loose])))
+    folder.seal(json_bytes(build_manifest(source, plan, measured, [*records, *loose], work.scales)))
 
 
 def _help(work: _Work, team: Team) -> _Outcome:

@@ -10,10 +10,10 @@ from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
 from hqconv.formats.format import DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_blocks
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
 from hqconv.schemas.grid import Grid, check_grid
-from hqconv.schemas.inputs import InputSchema
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.layer import needs_cuda, resolve
 from hqconv.schemas.pairs import nearest, why_not
@@ -31,9 +31,9 @@ def check_request(experts: ExpertMap, request: Request) -> None:
 
     What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.pipeline.forms`).
     """
+    check_input_scales(experts, request)
     for kind in request.kinds:
         _check_scales(kind)
-        _check_dynamic(kind.inputs)
         if request.layout == artifact.KERNEL:
             _check_kind(kind)
     if request.layout == artifact.CHECKPOINT and request.of_blocks:
@@ -58,17 +58,6 @@ def _check_scales(kind: KernelKind) -> None:
             expected=kind.param_dtype,
             found=schema.bs_dtype,
             remedy="Leave bs_dtype out of the schema, or change --dtype.",
-        )
-
-
-def _check_dynamic(inputs: InputSchema) -> None:
-    if inputs.is_static:
-        raise RequestError(
-            "Activation scales that were measured beforehand are not carried into artifacts yet.",
-            where=f"input schema {inputs.name}: input_quant_mode",
-            expected="dynamic_token, dynamic_group or dynamic_group_token",
-            found=inputs.input_quant_mode,
-            remedy="Use an input schema whose scales are found while serving, such as fp8.",
         )
 
 
@@ -171,6 +160,7 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
     if request.layout == artifact.KERNEL:
         kinds = dict.fromkeys(request.kind_of(block.name) for block in experts.blocks)
         warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
+    warnings += missing_warnings(static_blocks(experts, request))
     return tuple(dict.fromkeys(warnings))
 
 

@@ -63,7 +63,12 @@ class PlannedBlock:
         """Every rank file's tensors as `w13_weight` …."""
         prefix = f"{self.name}."
         return tuple(
-            {name.removeprefix(prefix): ref for name, ref in file.tensors.items()} for file in self.files
+            {
+                name.removeprefix(prefix): ref
+                for name, ref in file.tensors.items()
+                if not (self.forms and artifact.is_input_scale(name))
+            }
+            for file in self.files
         )
 
     @cached_property
@@ -74,6 +79,15 @@ class PlannedBlock:
     def rank_tensors(self, tp_rank: int, ep_rank: int) -> dict[str, TensorRef]:
         """The tensors of one rank's file: `w13_weight`, …, with its experts along the first dimension."""
         return self._tensors[tp_rank * self.grid.ep + ep_rank]
+
+    def input_scale_places(self) -> list[tuple[str, TensorRef]]:
+        """Every rank's place for each GEMM's static activation scale; none where there are no such scales."""
+        return [
+            (gemm, file.tensors[name])
+            for file in self.files
+            for gemm in self.forms
+            if (name := artifact.input_scale(self.name, gemm)) in file.tensors
+        ]
 
     def neighbours(self, experts: Sequence[int]) -> dict[int, list[tuple[list[int], int]]]:
         """For each EP rank that holds some of `experts`, the runs of those that lie side by side in its tensors.
@@ -133,7 +147,7 @@ def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
         gemm: planned_kernel_form(n, k, kind, block.has_bias)
         for gemm, (n, k) in gemm_shapes(block, request.grid.tp, kind.schema).items()
     }
-    files = []
+    files, scales = [], [artifact.input_scale(block.name, gemm) for gemm in forms if kind.inputs.is_static]
     for number, (tp_rank, ep_rank) in enumerate(request.grid.ranks):
         num_local = len(request.grid.local_experts(block.num_experts, ep_rank))
         specs = [
@@ -141,6 +155,7 @@ def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
             for gemm, form in forms.items()
             for name, tensor in form.tensors.items()
         ]
+        specs += [TensorSpec(name, "F32", (1,)) for name in scales]
         metadata = {"format": "pt", "rank": artifact.rank_name(tp_rank, ep_rank)}
         metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
         files.append(build_file(artifact.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number))

@@ -24,6 +24,7 @@ from hqconv.planning.groups import (
     kernel_group,
     shard_groups,
 )
+from hqconv.planning.input_scales import static_blocks
 from hqconv.planning.request import Request
 from hqconv.planning.source_facts import SourceFacts, source_facts
 from hqconv.schemas import artifact
@@ -118,6 +119,7 @@ def make_plan(checkpoint: Described, experts: ExpertMap, request: Request) -> Pl
     """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
     check_request(experts, request)
     check_copied(checkpoint, experts, request)
+    experts = experts.with_input_scales({block.name for block in static_blocks(experts, request)})
     if request.importance is not None:
         request.importance.check(experts.blocks, experts.left)
     blocks: list[PlannedBlock] = []

@@ -33,6 +33,7 @@ _OF_SOURCE = "source_transformers_weights"
 _LANGUAGE_MODELS = tuple(key for key in TEXT_CONFIG_KEYS if key != "ffn_config")  # configs of whole models
 KERNEL, CHECKPOINT = "kernel", "checkpoint"
 GEMMS = ("w13", "w2")
+INPUT_SCALE = "input_scale"
 _MAX_NAME = 200  # with what a file's name adds, under the 255 bytes of most file systems
 
 
@@ -70,6 +71,16 @@ def is_member_journal(name: str) -> bool:
 def rank_file(block: str, tp_rank: int, ep_rank: int) -> str:
     """One rank's file of one MoE block."""
     return f"{rank_folder(tp_rank, ep_rank)}/{block}.safetensors"
+
+
+def input_scale(block: str, gemm: str) -> str:
+    """The tensor of a rank file that holds a GEMM's static scale of activations: float32 [1], for all experts."""
+    return f"{block}.{gemm}_{INPUT_SCALE}"
+
+
+def is_input_scale(name: str) -> bool:
+    """Whether a rank file's tensor is such a scale, the only kind without experts along its first dimension."""
+    return name.endswith(f"_{INPUT_SCALE}")
 
 
 def is_block_name(name: str) -> bool:

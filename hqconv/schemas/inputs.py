@@ -108,6 +108,12 @@ INPUT_PRESETS: dict[str, InputSchema] = {
     )
 }
 A16 = INPUT_PRESETS["a16"]
+# With the scale of each GEMM's whole input that the source was calibrated with: never meant by the names above.
+STATIC_PRESETS: dict[str, InputSchema] = {
+    f"{name}-static": InputSchema(f"{name}-static", a_dtype, input_quant_mode="static_tensor")
+    for name, a_dtype in (("fp8", "float8e4m3"), ("int8", "int8"))
+}
+NAMED_INPUTS = {**INPUT_PRESETS, **STATIC_PRESETS}
 
 
 def resolve_inputs(text: str) -> InputSchema:
@@ -117,9 +123,9 @@ def resolve_inputs(text: str) -> InputSchema:
     """
     if text.endswith(".toml"):
         return _load(Path(text))
-    if text in INPUT_PRESETS:
-        return INPUT_PRESETS[text]
-    known = f"{', '.join(INPUT_PRESETS)}, or a .toml file"
+    if text in NAMED_INPUTS:
+        return NAMED_INPUTS[text]
+    known = f"{', '.join(NAMED_INPUTS)}, or a .toml file"
     raise RequestError(
         f"There is no input schema named '{text}'.", where="--input-schema", expected=known, found=text
     )

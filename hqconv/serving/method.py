@@ -117,6 +117,8 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         if self.vllm_config is not None and self.vllm_config.load_config.load_format == "dummy":
             for target in self.targets():  # what vLLM makes up are no codes and no scales
                 target.as_bytes().zero_()
+                if names.is_input_scale(target.ref.name):  # which is divided by
+                    target.tensor.detach().fill_(1)
             self.is_filled = True
         else:
             self.config.loader.fill(self)

@@ -56,6 +56,7 @@ def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFil
     configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
     for gemm, config in configs.items():
         expected = {**served.blocks[block].shapes[gemm], **_activation_words(served.blocks[block].kind)}
+        _check_input_scale(name, gemm, served.blocks[block].kind, tensors)
         _check_config(name, gemm, config, expected, tensors)
     return RankFile(path, name, sha256, tensors, configs)
 
@@ -103,12 +104,26 @@ def _check_config(
     for key, value in expected.items():
         if config.get(key) != value:
             raise _damaged(name, f"{gemm} of {key} {value}", config.get(key))
-    own = {key: ref for key, ref in tensors.items() if key.startswith(f"{gemm}_")}
+    own = {
+        key: ref
+        for key, ref in tensors.items()
+        if key.startswith(f"{gemm}_") and not names.is_input_scale(key)
+    }
     if f"{gemm}_weight" not in own:
         raise _damaged(name, f"a tensor {gemm}_weight", ", ".join(tensors) or "no tensors")
     for key, ref in own.items():
         if ref.shape[:1] != (config.get("num_experts"),):
             raise _damaged(name, f"{key} of {config.get('num_experts')} experts", list(ref.shape))
+
+
+def _check_input_scale(name: str, gemm: str, kind: KernelKind, tensors: Mapping[str, TensorRef]) -> None:
+    """A GEMM has the scale of its activations exactly where the manifest says that it was measured beforehand."""
+    key = f"{gemm}_{names.INPUT_SCALE}"
+    ref = tensors.get(key)
+    found = "absent" if ref is None else f"{ref.dtype} {list(ref.shape)}"
+    expected = "F32 [1]" if kind.inputs.is_static else "absent"
+    if found != expected:
+        raise _damaged(name, f"{key}: {expected}", found)
 
 
 def _damaged(name: str, expected: str, found: object) -> VerificationError:

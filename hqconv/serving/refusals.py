@@ -14,7 +14,7 @@ from pathlib import Path
 from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.inputs import A16, INPUT_PRESETS, InputSchema
+from hqconv.schemas.inputs import A16, NAMED_INPUTS, InputSchema
 from hqconv.schemas.layer import resolve
 from hqconv.schemas.serving import serve_options
 from hqconv.schemas.target import TargetSchema, resolve_schema
@@ -280,7 +280,7 @@ def _schema_word(schema: TargetSchema) -> str:
 
 def _inputs_word(inputs: InputSchema) -> str:
     """What `--input-schema` takes, likewise."""
-    return inputs.name if INPUT_PRESETS.get(inputs.name) == inputs else f"{inputs.name}.toml"
+    return inputs.name if NAMED_INPUTS.get(inputs.name) == inputs else f"{inputs.name}.toml"
 
 
 def _flags(flags: Mapping[str, bool]) -> str:

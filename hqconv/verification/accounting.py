@@ -13,6 +13,7 @@ from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.formats.format import KNOWN_BY_SOURCE, conversion_of
 from hqconv.schemas import artifact as names
 from hqconv.schemas.tensors import TensorRef
+from hqconv.verification.input_scales import is_static
 from hqconv.verification.recorded import check_changes
 from hqconv.verification.result import CheckResult, compare_names, compare_words
 
@@ -85,7 +86,16 @@ def _check_converted(
         else:
             by_block[block].add(name)
     for block_name, one in blocks.items():
-        compare_names(f"{where}: {block_name}", "tensor", by_block[block_name], one.tensor_names(), result)
+        found = by_block[block_name]
+        if is_static(
+            artifact, block_name
+        ):  # which ones calibration missed is known by the source's names alone
+            scales = {name for name in found if name.endswith(names.INPUT_SCALE)}
+            if not scales:
+                what = "No tensor is recorded for the static activation scales."
+                result.add(f"{where}: {block_name}", what, f"some named …{names.INPUT_SCALE}", "none")
+            found = found - scales
+        compare_names(f"{where}: {block_name}", "tensor", found, one.tensor_names(), result)
 
 
 def _accounting(artifact: Artifact, result: CheckResult) -> dict[str, Any] | None:
@@ -124,12 +134,16 @@ def _map_again(
     refs = {name: known.get(name) or TensorRef(name, *unknown) for name in listed}
     try:
         experts = map_experts(refs, config, artifact.manifest["source"].get("quantization_config"))
-        experts = with_left(artifact, experts, refs)
+        experts = as_converted(artifact, experts, refs)
     except HqconvError as error:
         what = "The manifest's tensors and config.json contradict each other."
         result.add(f"{names.MANIFEST}: {error.where}", what, error.expected, f"{error.what}: {error.found}")
         return
     compare_blocks(artifact, experts, "config.json and the tensors' names", result)
+    if any(is_static(artifact, name) for name in artifact.blocks):
+        compare_names(
+            f"{names.MANIFEST}: tensors: converted", "tensor", words["converted"], experts.converted, result
+        )
 
 
 def source_tensors(block: ExpertBlock) -> dict[str, TensorRef]:
@@ -144,12 +158,14 @@ def source_tensors(block: ExpertBlock) -> dict[str, TensorRef]:
     }
 
 
-def with_left(artifact: Artifact, experts: ExpertMap, order: Iterable[str]) -> ExpertMap:
-    """A mapping of the source with the blocks copied that the artifact left as they were.
+def as_converted(artifact: Artifact, experts: ExpertMap, order: Iterable[str]) -> ExpertMap:
+    """A mapping of the source with the artifact's choices: blocks copied as they were, activation scales converted.
 
     Raises RequestError where that cannot be.
     """
-    return experts.without(artifact.left, order) if artifact.left else experts
+    if artifact.left:
+        experts = experts.without(artifact.left, order)
+    return experts.with_input_scales({name for name in artifact.blocks if is_static(artifact, name)})
 
 
 def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: CheckResult) -> None:

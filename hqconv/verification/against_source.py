@@ -15,7 +15,7 @@ from hqconv.experts.map import ExpertMap
 from hqconv.schemas import artifact as names
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.source import Source
-from hqconv.verification.accounting import Placed, compare_blocks, with_left
+from hqconv.verification.accounting import Placed, as_converted, compare_blocks
 from hqconv.verification.result import CheckResult, compare_names
 
 CHUNK_BYTES = 8 << 20
@@ -31,7 +31,7 @@ def check_source(
     """Source identity, its blocks and accounting, copied tensors byte for byte, and the other files."""
     _check_identity(artifact, source, result)
     try:
-        experts = with_left(artifact, source.map_experts(), source.tensors)
+        experts = as_converted(artifact, source.map_experts(), source.tensors)
     except HqconvError as error:
         what = f"The source cannot be mapped: {error.what}"
         result.add(f"source: {error.where}", what, error.expected, error.found)

@@ -21,6 +21,7 @@ from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
 from hqconv.verification.accounting import check_accounting
 from hqconv.verification.against_source import check_source
+from hqconv.verification.input_scales import check_rank_scales
 from hqconv.verification.layout import SUFFIX, check_packed, check_ranks
 from hqconv.verification.result import CheckResult, compare_names, compare_words, read_json
 
@@ -40,6 +41,7 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int) -> 
         _note_versions(artifact, result)
         if artifact.manifest["layout"] == names.KERNEL:
             check_ranks(artifact, blocks, headers, result)
+            check_rank_scales(artifact, blocks.values(), result)
         _check_importance(artifact, blocks, result)
         shards = {path: header for path, header in headers.items() if artifact.is_shard(path)}
         _check_shards(artifact, shards, result)

@@ -13,10 +13,12 @@ from hqconv.errors import VerificationError
 from hqconv.experts.block import ExpertBlock
 from hqconv.schemas import artifact as names
 from hqconv.schemas.tensors import TensorSpec
+from hqconv.verification.input_scales import is_static
 from hqconv.verification.result import CheckResult, compare_names, compare_words
 
 SUFFIX = ".safetensors"
 T = TypeVar("T")
+Stored = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
 def _forms(of_block: Callable[[ExpertBlock], T], block: ExpertBlock, result: CheckResult) -> T | None:
@@ -49,7 +51,9 @@ def check_ranks(
                 result.add(path, "A rank has no file of a block.", "listed in the manifest", "not listed")
             elif path in headers:
                 form = form if form is not None else _form_of_file(block.name, headers[path])
-                _compare_with_form(path, headers[path], block.name, form, num_local, result)
+                scales = names.GEMMS if is_static(artifact, block.name) else ()
+                extra = {names.input_scale(block.name, gemm): ("F32", (1,)) for gemm in scales}
+                _compare_with_form(path, headers[path], block.name, form, num_local, extra, result)
     for path in artifact.manifest["files"]:
         if blocks and "/" in path and path.endswith(SUFFIX) and path not in expected_paths:
             what = "A weight file belongs to no rank and block of the manifest."
@@ -64,7 +68,7 @@ def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
         tensors = {
             name.removeprefix(prefix): TensorSpec(name, ref.dtype, ref.shape[1:])
             for name, ref in header[0].items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and not names.is_input_scale(name)
         }
         words: Any = None
         with suppress(KeyError, ValueError, RecursionError):  # reported where the file is compared
@@ -80,6 +84,8 @@ def _check_gemm_words(
     for gemm, one in form.items():
         expected = {**{key: one.config[key] for key in sizes}, **one.flags}
         found = artifact.blocks[block.name].get(gemm)
+        if isinstance(found, dict) and is_static(artifact, block.name):  # its scale is looked at by itself
+            found = {key: value for key, value in found.items() if key != names.INPUT_SCALE}
         if isinstance(found, dict) and isinstance(found.get("flags"), dict):
             found = {**found, **found["flags"]}
             del found["flags"]
@@ -88,14 +94,21 @@ def _check_gemm_words(
 
 
 def _compare_with_form(
-    path: str, header: Header, block: str, form: Mapping[str, KernelForm], num_local: int, result: CheckResult
+    path: str,
+    header: Header,
+    block: str,
+    form: Mapping[str, KernelForm],
+    num_local: int,
+    extra: Mapping[str, Stored],
+    result: CheckResult,
 ) -> None:
-    expected = {
+    """`extra`: dtype and shape of tensors that the form does not know."""
+    expected: dict[str, Stored] = {
         f"{block}.{gemm}_{name}": (tensor.dtype, (num_local, *tensor.shape))
         for gemm, one in form.items()
         for name, tensor in one.tensors.items()
     }
-    _compare_tensors(path, header, expected, result)
+    _compare_tensors(path, header, {**expected, **extra}, result)
     if header[1].get("format") != "pt":
         result.add(path, "The file's metadata does not name its format.", "pt", header[1].get("format"))
     if other := names.other_rank(path, header[1]):
@@ -112,9 +125,7 @@ def _compare_with_form(
         compare_words(where, what, {**one.config, "num_experts": num_local}, words, result)
 
 
-def _compare_tensors(
-    path: str, header: Header, expected: Mapping[str, tuple[str, tuple[int, ...]]], result: CheckResult
-) -> None:
+def _compare_tensors(path: str, header: Header, expected: Mapping[str, Stored], result: CheckResult) -> None:
     entries = header[0]
     compare_names(path, "tensor", entries, expected, result)
     for name, (dtype, shape) in expected.items():

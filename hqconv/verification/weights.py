@@ -26,6 +26,7 @@ from hqconv.verification.batched import BatchedJob, Shared, Staging, plan_stagin
 from hqconv.verification.expert import Job, Original, Outcome
 from hqconv.verification.figures import summarize
 from hqconv.verification.folded import folding_bytes
+from hqconv.verification.input_scales import check_source_scales
 from hqconv.verification.recorded import check_recorded
 from hqconv.verification.result import CheckResult, Finding
 
@@ -58,6 +59,8 @@ def check_weights(
         _working_bytes(b, artifact.schema_of(b.name), artifact.request.quantizer) + folding_bytes(artifact, b)
         for b in blocks
     )
+    if source is not None:
+        check_source_scales(artifact, blocks, source, sources or {}, result)
     need = max(needs, default=1)
     _check_memory(need, max_memory_bytes)
     shards = _shards(artifact)

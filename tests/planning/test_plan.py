@@ -320,7 +320,7 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
         ),
         (
             {"inputs": InputSchema("x", "float8e4m3", input_quant_mode="static_tensor")},
-            "not carried into artifacts yet",
+            "has no static activation scales",
         ),
         ({"target": Target(100), "param_dtype": "float16"}, "--cuda"),
         ({"layout": "checkpoint", "grid": Grid(tp=2)}, "--layout checkpoint"),

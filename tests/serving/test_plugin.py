@@ -36,7 +36,7 @@ from hqconv.schemas.pairs import why_not
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.serving.plugin import register
-from tests.make import small
+from tests.make import input_scales, small
 from tests.make.conversions import kind_of, run
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
@@ -269,6 +269,30 @@ def test_quantized_activations_are_vllms_own(
         assert kernels.expects_unquantized_inputs == (inputs != "fp8-g128")
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_static_scales_are_what_the_kernels_divide_by(
+    ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's experts hand the file's scale of the right GEMM to Humming, of every rank."""
+    source = small.save(tmp_path / "source", input_scales.fp8())
+    run(source, tmp_path / "out", "fp8-tensor", Grid(ep=ep), input_schema="fp8-static")
+    sizes = {"num_experts": small.E, "hidden": small.HIDDEN, "inter": small.INNER}
+    for rank in range(ep):
+        layer = load(tmp_path / "out", grid=parallel(ep=ep, ep_rank=rank), **sizes)
+        assert_holds_its_file(layer)
+        assert layer.input_schemas["w13"] == input_schema("fp8-static")
+        experts, asked = layer.quant_method.moe_kernel.fused_experts, {}
+
+        def noted(config: Any, inputs: torch.Tensor, **words: Any) -> Any:
+            asked[gemm] = words["token_scales"].tolist()  # noqa: B023 - called in this round
+            return inputs, None, None
+
+        monkeypatch.setattr(humming, "may_process_input", noted)
+        for gemm in ("w13", "w2"):
+            experts.process_input(gemm, torch.zeros(1, small.HIDDEN), torch.zeros(1, small.HIDDEN))
+        assert asked == {gemm: [scale] for gemm, scale in input_scales.expected().items()}
+
+
 def gpt_oss_layer(out: Path, **words: Any) -> Any:
     config = json.loads((out / "config.json").read_text())
     sizes = {
@@ -459,6 +483,16 @@ def test_a_dummy_load_reads_nothing_and_has_finite_weights(
     monkeypatch.setattr(vllm_config.load_config, "load_format", "dummy")
     layer = load(tmp_path / "out")
     assert not any(bool(as_bytes(param).any()) for param in layer.parameters())
+
+
+def test_a_dummy_load_does_not_divide_by_zero(
+    tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small.save(tmp_path / "source", input_scales.fp8())
+    run(source, tmp_path / "out", "fp8-tensor", input_schema="fp8-static")
+    monkeypatch.setattr(vllm_config.load_config, "load_format", "dummy")
+    layer = load(tmp_path / "out", num_experts=small.E, hidden=small.HIDDEN, inter=small.INNER)
+    assert [layer.w13_input_scale.tolist(), layer.w2_input_scale.tolist()] == [[1.0], [1.0]]
 
 
 def test_a_folder_of_the_other_layout_or_of_none_is_refused(tmp_path: Path, sources: dict[str, Path]) -> None:

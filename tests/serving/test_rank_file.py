@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.serving.place import Place
 from hqconv.serving.rank_file import RankFile, check_digest, open_rank_file
 from hqconv.serving.served import Served, open_served
-from tests.make import small
+from tests.make import input_scales, small
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
@@ -240,4 +241,66 @@ def test_a_file_that_goes_away_before_it_is_hashed_is_refused(out: Path) -> None
     file.path.unlink()
     with pytest.raises(VerificationError, match="a readable file") as caught:
         check_digest(file)
+    is_damaged(caught)
+
+
+# --- static activations --------------------------------------------------------------------------------------
+
+SCALE = "w13_input_scale"
+SCALES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no scale": (rename(SCALE, f"{FIRST}.w13_other"), f"{SCALE}: F32 .*(.|\n)*absent"),
+    "another dtype": (
+        lambda header: header[f"{FIRST}.{SCALE}"].update(dtype="I32"),
+        f"{SCALE}: F32 .*(.|\n)*I32",
+    ),
+    "a scale for each": (
+        lambda header: header[f"{FIRST}.{SCALE}"].update(shape=[1, 1]),
+        r"F32 \[1\](.|\n)*\[1, 1\]",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("calibrated")
+    source = small.save(work / "original", input_scales.fp8())
+    for inputs in ("fp8", "fp8-static"):
+        run(source, work / inputs, "fp8-tensor", Grid(ep=2), input_schema=inputs)
+    return work
+
+
+def test_static_scales_are_of_no_expert(calibrated: Path) -> None:
+    for rank in (0, 1):
+        file = opened(calibrated / "fp8-static", FIRST, 0, rank)
+        for gemm, scale in input_scales.expected().items():
+            ref = file.tensors[f"{gemm}_input_scale"]
+            assert (ref.dtype, ref.shape, ref.num_bytes) == ("F32", (1,), 4)
+            data = file.path.read_bytes()[ref.offset_bytes : ref.offset_bytes + ref.num_bytes]
+            assert struct.unpack("<f", data) == (scale,)
+        assert file.configs["w13"]["input_quant_mode"] == "static_tensor"
+    assert SCALE not in opened(calibrated / "fp8").tensors
+
+
+@pytest.mark.parametrize("what", SCALES)
+def test_a_static_scale_that_is_none_is_refused(calibrated: Path, tmp_path: Path, what: str) -> None:
+    out = Path(shutil.copytree(calibrated / "fp8-static", tmp_path / "out"))
+    change, message = SCALES[what]
+    rewrite(out, change)
+    with pytest.raises(VerificationError, match=message) as caught:
+        opened(out)
+    is_damaged(caught)
+
+
+def test_a_scale_that_no_kernel_asks_for_is_refused(calibrated: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(calibrated / "fp8", tmp_path / "out"))
+    data = (calibrated / "fp8-static" / name_of()).read_bytes()
+    (out / name_of()).write_bytes(data)
+    served = json.loads((calibrated / "fp8" / name_of()).read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
+
+    def dynamic(header: dict[str, Any]) -> None:
+        header["__metadata__"] = served["__metadata__"]
+
+    rewrite(out, dynamic)
+    with pytest.raises(VerificationError, match=f"{SCALE}: absent") as caught:
+        opened(out)
     is_damaged(caught)

@@ -193,16 +193,21 @@ def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> No
 def test_tokens_that_come_quantized_need_no_kernel() -> None:
     """vLLM quantizes fp8 in groups of 128 itself; everything else is quantized, and scattered, by Humming's kernel."""
     fp8 = {**WORDS, "a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"}
+    static = {**fp8, "input_quant_mode": "static_tensor"}
     grouped = {**fp8, "input_quant_mode": "dynamic_group", "input_scale_group_size": 128}
     silu = activation_words("silu", gated=True)
     with standing_in(KNOWN["h200"]):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             asking = Asking(kind)
             assert input_kernels(fp8, asking, None, 2)
+            assert input_kernels(static, asking, None, 2)
             assert not input_kernels(grouped, asking, None, 2)
-            both = [input_kernels(words, asking, silu, 2) for words in (fp8, grouped)]
-            assert all(both)
-            assert not {k.name for k in both[0]} & {k.name for k in both[1]}
+            each = [
+                {k.name for k in input_kernels(words, asking, silu, 2)} for words in (fp8, grouped, static)
+            ]
+            assert all(each)
+            assert not each[0] & each[1]
+            assert not each[0] & each[2]
 
 
 def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:

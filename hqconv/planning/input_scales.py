@@ -1,0 +1,106 @@
+"""Activation scales that the source was calibrated with: whether it has what a request asks for, from headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from hqconv.errors import InputError, RequestError
+from hqconv.experts.block import ExpertBlock
+from hqconv.experts.map import ExpertMap
+from hqconv.planning.request import Request
+from hqconv.schemas import artifact
+from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.tensors import TensorRef
+
+_MODE = "static_tensor"
+_DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
+
+
+def static_blocks(experts: ExpertMap, request: Request) -> list[ExpertBlock]:
+    """The blocks whose activation scales are carried into the artifact."""
+    return [block for block in experts.blocks if request.kind_of(block.name).inputs.is_static]
+
+
+def check_input_scales(experts: ExpertMap, request: Request) -> None:
+    """Refuse static scales that cannot be carried, or that the source lacks.
+
+    Raises RequestError, or InputError for a tensor that holds something else than scales.
+    """
+    for kind in request.kinds:
+        if kind.inputs.is_static:
+            _check_kind(kind, request)
+    for block in static_blocks(experts, request):
+        _check_source(block, request.kind_of(block.name))
+        for gemm, refs in block.input_scales.refs.items():
+            for ref in refs:
+                _check_tensor(ref, block.input_scales.max_values[gemm])
+
+
+def _check_kind(kind: KernelKind, request: Request) -> None:
+    where = f"input schema {kind.inputs.name}"
+    if request.layout == artifact.CHECKPOINT:
+        what = "From the checkpoint layout vLLM cannot load static activation scales of experts."
+        raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
+    if kind.inputs.input_quant_mode != _MODE:
+        raise RequestError(
+            "Only static scales of whole tensors are carried into artifacts; no GPU at hand runs scales in two levels.",
+            where=f"{where}: input_quant_mode",
+            expected=_MODE,
+            found=kind.inputs.input_quant_mode,
+            remedy=_DYNAMIC,
+        )
+    if kind.schema.rotation:
+        raise RequestError(
+            "Static activation scales were measured before activations are rotated: they would be wrong.",
+            where=f"{where}, schema {kind.schema.name}: hadamard_block_size",
+            expected=0,
+            found=kind.schema.rotation,
+            remedy=_DYNAMIC,
+        )
+
+
+def _check_source(block: ExpertBlock, kind: KernelKind) -> None:
+    scales = block.input_scales
+    lacking = next((gemm for gemm in artifact.GEMMS if not scales.refs.get(gemm)), None)
+    if lacking is not None:
+        raise RequestError(
+            "The source has no static activation scales.",
+            where=f"{block.name}: {lacking}, input schema {kind.inputs.name}",
+            expected=f"tensors such as {next(iter(scales.missing.get(lacking, ())), f'{block.name}.….input_scale')}",
+            found="none of them",
+            remedy=_DYNAMIC,
+        )
+    if scales.a_dtype != kind.inputs.a_dtype:
+        raise RequestError(
+            "The source's static activation scales were not measured for these activations.",
+            where=f"{block.name}, input schema {kind.inputs.name}",
+            expected=f"{kind.inputs.a_dtype} activations with a static scale per tensor, by the quantization config",
+            found=scales.a_dtype or "none that the config declares",
+            remedy=_DYNAMIC,
+        )
+
+
+def _check_tensor(ref: TensorRef, max_values: int) -> None:
+    count = math.prod(ref.shape)
+    if ref.dtype not in FLOATS or not 1 <= count <= max_values:
+        raise InputError(
+            "A tensor is no activation scale.",
+            where=f"tensor {ref.name}",
+            expected=f"{' or '.join(FLOATS)}, {'one number' if max_values == 1 else f'1 to {max_values} numbers'}",
+            found=f"{ref.dtype} {list(ref.shape)}",
+            remedy="Check that the checkpoint is complete and that config.json belongs to it.",
+        )
+
+
+def missing_warnings(blocks: Iterable[ExpertBlock]) -> list[str]:
+    """What calibration missed: the largest scale of the other experts serves these too."""
+    chosen = list(blocks)
+    of_all = [name for block in chosen for names in block.input_scales.missing.values() for name in names]
+    if not of_all:
+        return []
+    return [
+        f"{len(of_all)} projections of experts have no input_scale, {of_all[0]} the first: calibration missed them. "
+        "The largest of each block's others is used for all."
+    ]

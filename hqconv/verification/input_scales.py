@@ -1,0 +1,96 @@
+"""Static activation scales: every rank's file has the manifest's number, and that is the source's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from hqconv.artifact.opened import Artifact
+from hqconv.errors import HqconvError
+from hqconv.experts.block import ExpertBlock
+from hqconv.pipeline.input_scales import InputScales, reduced
+from hqconv.schemas import artifact as names
+from hqconv.sources.source import Source
+from hqconv.verification.result import CheckResult
+
+_WHAT = "A static activation scale is not the {}."
+
+
+def is_static(artifact: Artifact, block: str) -> bool:
+    """Whether a block's activations have static scales; a manifest that cannot be true has none."""
+    try:
+        return artifact.kind_of(block).inputs.is_static
+    except HqconvError:  # reported where the manifest is looked at
+        return False
+
+
+def check_rank_scales(artifact: Artifact, blocks: Iterable[ExpertBlock], result: CheckResult) -> None:
+    """For the `files` check: the manifest's numbers can be scales, and all ranks have them."""
+    for block in blocks:
+        if not is_static(artifact, block.name):
+            continue
+        recorded = _recorded(artifact, block.name)
+        for gemm, found in recorded.items():
+            if not _is_scale(found):
+                where = f"{names.MANIFEST}: {block.name}: {gemm}: {names.INPUT_SCALE}"
+                result.add(
+                    where, _WHAT.format("one a conversion writes"), "a float32 above zero", repr(found)
+                )
+        _compare(artifact, block.name, recorded, "manifest's", result)
+
+
+def check_source_scales(
+    artifact: Artifact,
+    blocks: Iterable[ExpertBlock],
+    source: Source,
+    sources: Mapping[str, ExpertBlock],
+    result: CheckResult,
+) -> None:
+    """For the `weights` check: manifest and ranks have what the source's scales come to."""
+    with ThreadPoolExecutor(8, "hqconv-verify") as pool:
+        for block in blocks:
+            if block.name not in sources or not is_static(artifact, block.name):
+                continue  # a missing block is reported where its weights are looked for
+            try:
+                expected = reduced(source, sources[block.name], pool)
+            except HqconvError as error:
+                result.add(f"source: {error.where}", error.what, error.expected, error.found)
+                continue
+            for gemm, found in _recorded(artifact, block.name).items():
+                if found != expected.get(gemm):
+                    where = f"{names.MANIFEST}: {block.name}: {gemm}: {names.INPUT_SCALE}"
+                    result.add(where, _WHAT.format("source's"), expected.get(gemm, "none"), repr(found))
+            _compare(artifact, block.name, expected, "source's", result)
+
+
+def _recorded(artifact: Artifact, block: str) -> dict[str, Any]:
+    """GEMM → what the manifest says."""
+    words = {gemm: artifact.blocks[block].get(gemm) for gemm in names.GEMMS}
+    return {
+        gemm: of_gemm.get(names.INPUT_SCALE) if isinstance(of_gemm, dict) else None
+        for gemm, of_gemm in words.items()
+    }
+
+
+def _is_scale(number: Any) -> bool:
+    return isinstance(number, float) and math.isfinite(number) and 0 < number == float(np.float32(number))
+
+
+def _compare(
+    artifact: Artifact, block: str, expected: InputScales | Mapping[str, Any], whose: str, result: CheckResult
+) -> None:
+    """Every rank's number of each GEMM with the expected one."""
+    for tp_rank, ep_rank in artifact.grid.ranks:
+        for gemm in names.GEMMS:
+            where = f"{names.rank_file(block, tp_rank, ep_rank)}, tensor {names.input_scale(block, gemm)}"
+            try:
+                found = artifact.read_input_scale(block, gemm, tp_rank, ep_rank)
+            except (HqconvError, OSError) as error:
+                result.add(where, "An activation scale cannot be read.", "F32 [1]", str(error))
+                continue
+            if found != expected.get(gemm):
+                result.add(where, _WHAT.format(whose), expected.get(gemm, "none"), found)

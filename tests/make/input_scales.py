@@ -1,0 +1,87 @@
+"""Small checkpoints with an activation scale for each projection of each expert, no two alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tests.make.small import ROLES, E, Source, Tensors, fp8_blocks, fp8_tensors, per_expert
+
+PART = "input_scale"
+
+
+def scale_of(expert: int, role: str) -> float:
+    """What a projection's scale is before it is stored as float32: expert 1's are the largest, of w13 its gate's."""
+    return (1 + (expert + 2) % 4) * {"gate_proj": 0.0317, "up_proj": 0.0311, "down_proj": 0.0119}[role]
+
+
+LARGEST = {"w13": scale_of(1, "gate_proj"), "w2": scale_of(1, "down_proj")}
+"""What they come to: Humming's maximum, in float64."""
+
+
+def as_stored(number: float, dtype: torch.dtype = torch.float32) -> float:
+    """A number as a checkpoint has it."""
+    return torch.tensor(number, dtype=dtype).float().item()
+
+
+def expected() -> dict[str, float]:
+    """GEMM → its scale."""
+    return {gemm: as_stored(number) for gemm, number in LARGEST.items()}
+
+
+def scale_names() -> Iterator[tuple[str, int, str]]:
+    """The activation scales' names with expert and projection."""
+    for expert in range(E):
+        for role in ROLES:
+            yield f"model.layers.0.mlp.experts.{expert}.{role}.{PART}", expert, role
+
+
+def _with_scales(source: Source, shape: tuple[int, ...] = ()) -> Source:
+    tensors, config = source
+    for name, expert, role in scale_names():
+        tensors[name] = torch.full(shape, scale_of(expert, role))
+    return tensors, config
+
+
+def fp8() -> Source:
+    """transformers' fp8 with a scale per tensor."""
+    return _with_scales(fp8_tensors())
+
+
+def blocks() -> Source:
+    """fp8 in blocks whose activations have static scales."""
+    tensors, config = fp8_blocks()
+    config["quantization_config"]["activation_scheme"] = "static"
+    return _with_scales((tensors, config), (1,))
+
+
+def modelopt() -> Source:
+    """ModelOpt's fp8."""
+    tensors, config = fp8_tensors()
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    return _with_scales((tensors, config))
+
+
+def int8() -> Source:
+    """compressed-tensors' int8, weights per channel, activations per tensor."""
+
+    def parts(n: int, k: int, seed: int) -> Tensors:
+        codes = torch.randint(-127, 128, (n, k), generator=torch.Generator().manual_seed(seed))
+        scale = torch.rand(n, 1, generator=torch.Generator().manual_seed(seed)).add(0.1).bfloat16()
+        return {"weight": codes.to(torch.int8), "weight_scale": scale}
+
+    shared = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+    weights, inputs = shared | {"strategy": "channel"}, shared | {"strategy": "tensor"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    words = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
+    return _with_scales(per_expert(parts, words | {"config_groups": {"group_0": group}}), (1,))
+
+
+STATIC: dict[str, tuple[Callable[[], Source], str, str]] = {
+    "fp8": (fp8, "fp8-tensor", "fp8-static"),
+    "blocks": (blocks, "fp8-block", "fp8-static"),
+    "modelopt": (modelopt, "int4", "fp8-static"),
+    "int8": (int8, "int8", "int8-static"),
+}
+"""Writer, weight schema and input schema."""

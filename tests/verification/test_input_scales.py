@@ -1,0 +1,158 @@
+"""Static activation scales that are not the source's: verify finds them, whatever else agrees with them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hqconv.schemas.grid import Grid
+from hqconv.verification.result import CheckResult
+from tests.make.conversions import run
+from tests.make.damage import Damaged, found
+from tests.make.input_scales import expected, fp8
+from tests.make.small import BLOCK, save
+
+NAME = f"{BLOCK}.w13_input_scale"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    folder = tmp_path_factory.mktemp("good")
+    source = save(folder / "src", fp8())
+    run(source, folder / "out", "fp8-tensor", Grid(2, 2), input_schema="fp8-static")
+    return Damaged(folder / "out", source, "fp8-tensor")
+
+
+@pytest.fixture
+def copy(good: Damaged, tmp_path: Path) -> Damaged:
+    return Damaged(Path(shutil.copytree(good.root, tmp_path / "out")), good.source, good.schema)
+
+
+def put(copy: Damaged, number: float, *paths: str) -> None:
+    """Another scale of w13 in some rank files, digests made good."""
+    for path in paths:
+        copy.expert_bytes(path, NAME, 0)[:] = np.frombuffer(np.float32(number).tobytes(), np.uint8)
+    copy.reseal()
+
+
+def record(copy: Damaged, number: Any) -> None:
+    """Another scale of w13 in the manifest."""
+    copy.edit_manifest(lambda words: words["blocks"][BLOCK]["w13"].update(input_scale=number))
+
+
+def checked(copy: Damaged, *, with_source: bool = True) -> tuple[CheckResult, CheckResult]:
+    return copy.check(with_source)
+
+
+def test_good_scales_pass(copy: Damaged) -> None:
+    for with_source in (True, False):
+        assert [result.findings for result in checked(copy, with_source=with_source)] == [[], []]
+
+
+def test_one_bit_of_one_rank(copy: Damaged) -> None:
+    copy.flip(copy.path, NAME)
+    copy.reseal()
+    for result in checked(copy):
+        found(result, f"{copy.path}, tensor {NAME}", "activation scale", str(expected()["w13"]))
+        assert len(result.findings) == 1
+    files, weights = checked(copy, with_source=False)
+    assert len(files.findings) == 1
+    assert not weights.findings  # without a source only the manifest can tell
+
+
+def test_all_ranks_and_the_manifest_alike(copy: Damaged) -> None:
+    put(copy, 0.25, *(copy.rank_file(BLOCK, t, e) for t in range(2) for e in range(2)))
+    record(copy, 0.25)
+    files, weights = checked(copy)
+    assert not files.findings
+    found(weights, "hqconv.json", f"{BLOCK}: w13: input_scale", "not the source's", "0.25")
+    assert sum(NAME in finding.where for finding in weights.findings) == 4
+    assert len(weights.findings) == 5
+
+
+@pytest.mark.parametrize("number", [None, "0.1", 0.0, -1.0, float("nan"), float("inf"), 0.1, 1])
+def test_what_the_manifest_says_is_no_scale(number: Any, copy: Damaged) -> None:
+    record(copy, number)
+    files, weights = checked(copy)
+    found(files, "hqconv.json", f"{BLOCK}: w13: input_scale", "one a conversion writes")
+    found(weights, "hqconv.json", f"{BLOCK}: w13: input_scale", "not the source's")
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_file_without_a_scale_to_divide_by(number: float, copy: Damaged) -> None:
+    put(copy, number, copy.path)
+    for result in checked(copy):
+        found(result, f"{copy.path}, tensor {NAME}", str(expected()["w13"]))
+
+
+@pytest.mark.parametrize("entry", [{"dtype": "I32"}, {"shape": [1, 1]}, None])
+def test_a_tensor_that_is_no_scale(entry: dict[str, Any] | None, copy: Damaged) -> None:
+    def edit(header: dict[str, Any]) -> None:
+        if entry is None:
+            header[f"{BLOCK}.w13_other"] = header.pop(NAME)
+        else:
+            header[NAME].update(entry)
+
+    copy.edit_header(copy.path, edit)
+    copy.reseal()
+    for result in checked(copy):
+        found(result, f"{copy.path}", NAME.rpartition(".")[2])
+
+
+def test_the_accounting_of_scales(copy: Damaged) -> None:
+    name = f"{BLOCK}.2.up_proj.input_scale"
+
+    def drop(words: dict[str, Any]) -> None:
+        del words["tensors"]["converted"][name]
+        words["tensors"]["dropped"][name] = "not needed"
+
+    copy.edit_manifest(drop)
+    for with_source in (True, False):
+        files, _ = checked(copy, with_source=with_source)
+        found(files, "tensors: converted", name, "missing")
+
+
+def test_scales_of_which_no_tensor_is_accounted_for(copy: Damaged) -> None:
+    def drop(words: dict[str, Any]) -> None:
+        moved = [name for name in words["tensors"]["converted"] if name.endswith("input_scale")]
+        words["tensors"]["dropped"] |= {name: words["tensors"]["converted"].pop(name) for name in moved}
+
+    copy.edit_manifest(drop)
+    files, _ = checked(copy)
+    found(files, f"tensors: converted: {BLOCK}", "No tensor is recorded")
+
+
+def test_another_sources_scales(copy: Damaged, tmp_path: Path) -> None:
+    tensors, config = fp8()
+    for name in tensors:
+        if name.endswith("input_scale"):
+            tensors[name] = tensors[name] * torch.tensor(1.5)
+    other = Damaged(copy.root, save(tmp_path / "other", (tensors, config)), copy.schema)
+    _, weights = checked(other)
+    assert {finding.what for finding in weights.findings} == {
+        "A static activation scale is not the source's."
+    }
+    assert len(weights.findings) == 2 * (1 + 4)
+
+
+def test_a_source_whose_scales_are_no_numbers(copy: Damaged, tmp_path: Path) -> None:
+    tensors, config = fp8()
+    name = f"{BLOCK}.3.down_proj.input_scale"
+    tensors[name] = torch.tensor(-1.0)
+    other = Damaged(copy.root, save(tmp_path / "other", (tensors, config)), copy.schema)
+    _, weights = checked(other)
+    found(weights, f"source: tensor {name}", "not a number above zero")
+
+
+def test_a_scale_of_activations_that_are_found_while_serving(tmp_path: Path) -> None:
+    source = save(tmp_path / "src", fp8())
+    run(source, tmp_path / "out", "fp8-tensor", input_schema="fp8")
+    copy = Damaged(tmp_path / "out", source, "fp8-tensor")
+    record(copy, 0.25)
+    files, _ = checked(copy)
+    found(files, f"hqconv.json: {BLOCK}: w13", "input_scale")
