@@ -60,6 +60,9 @@ class ExpertMap:
                 "All experts would be left as they are: nothing to convert.", where="overrides"
             )
         moved = {name for name, block in self.converted.items() if block in names}
+        # As they are: what a conversion would not need, such as scales of activations, stays beside them.
+        within = tuple(f"{block.name}." for block in self.blocks if block.name in names)
+        moved |= {name for name in self.dropped if name.startswith(within)}
         copied = moved.union(self.copied)
         converted = {name: block for name, block in self.converted.items() if name not in moved}
         left = tuple(block.name for block in self.blocks if block.name in names)
@@ -68,6 +71,7 @@ class ExpertMap:
             blocks=kept,
             converted=converted,
             copied=tuple(name for name in order if name in copied),
+            dropped={name: reason for name, reason in self.dropped.items() if name not in moved},
             left=left,
         )
 

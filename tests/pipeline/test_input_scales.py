@@ -18,6 +18,7 @@ from hqconv.errors import HqconvError, InputError, OutputError, RequestError
 from hqconv.pipeline.executor import Executor
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import NAMED_INPUTS
+from hqconv.schemas.recipe import load_recipe
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.formats import write
 from tests.make.input_scales import STATIC, as_stored, expected, fp8, scale_names, scale_of
@@ -303,3 +304,18 @@ def test_inspect_load_and_dequantize(tmp_path: Path) -> None:
     for name, decoded in hqconv.dequantize(tmp_path / "out", block=BLOCK).items():
         assert len(decoded) == E
         assert torch.equal(decoded, hqconv.dequantize(tmp_path / "plain", block=BLOCK)[name])
+
+
+def test_a_block_that_is_left_keeps_its_scales(tmp_path: Path) -> None:
+    """It is copied as it is: a server of the source's own method needs what a conversion does not."""
+    tensors, config = fp8()
+    tensors |= {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}
+    source = save(tmp_path / "src", (tensors, config | {"num_hidden_layers": 2}))
+    (tmp_path / "recipe.toml").write_text('[[override]]\nlayers = "1"\nschema = "none"\n')
+    overrides = load_recipe(tmp_path / "recipe.toml").overrides
+    run(source, tmp_path / "out", "int4", overrides=overrides)
+    kept = load_file(tmp_path / "out" / "model.safetensors")
+    left = {name for name in tensors if "layers.1" in name}
+    assert {name for name in kept if "experts" in name} == left
+    assert any(name.endswith("input_scale") for name in left)
+    assert_verified(tmp_path / "out", source)
