@@ -177,6 +177,9 @@ def family_rows() -> Iterator[str]:
         if family.stacks:
             forms.append("stacks: " + "; ".join(dict.fromkeys(_form(stack) for stack in family.stacks)))
             names.append(", ".join(f"`{block}.{stack.name}`" for stack in family.stacks))
+        for stack in family.expert_stacks:
+            forms.append("gate and up of an expert: " + _form(stack).replace("E, ", ""))
+            names.append(f"`{block}.E.{stack.name}.weight`")
         types = ", ".join(family.model_types)
         yield f"| {family.name} | {types} | {' / '.join(forms)} | {' / '.join(names)} |"
 

@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHT_FOLDERS = ("original", "onnx")
 _NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
-_WORDS = (
-    CONFIG,
-    index.HF_QUANT_CONFIG,
-    INDEX,
-    MANIFEST,
-)  # all that is needed besides headers to look at a repo
+# All that is needed besides headers to look at a repo.
+_WORDS = (CONFIG, *index.QUANTIZATION_FILES, INDEX, MANIFEST)
 
 
 @dataclass(frozen=True, slots=True)

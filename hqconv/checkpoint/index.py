@@ -10,11 +10,13 @@ from typing import Any
 
 from hqconv.checkpoint.safetensors import RepeatedKey, keep_repeats
 from hqconv.errors import InputError, first_few
+from hqconv.schemas import ascend
 from hqconv.schemas.artifact import CONFIG, INDEX, SINGLE
 from hqconv.schemas.family import text_config
 from hqconv.schemas.tensors import TensorRef
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
+QUANTIZATION_FILES = (HF_QUANT_CONFIG, ascend.DESCRIPTION)
 COPY_AGAIN = "Copy or download the checkpoint again."
 
 
@@ -55,7 +57,7 @@ def read_config(root: Path) -> dict[str, Any]:
 
 
 def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The config's quantization_config, else ModelOpt's file of its own; None where there is neither."""
+    """The config's quantization_config, else ModelOpt's file of its own, else Ascend's words; None without any."""
     for words in (config, text_config(config)):
         found = words.get("quantization_config")
         if isinstance(found, dict):
@@ -67,7 +69,10 @@ def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | No
                 what, where=where, expected="an object or null", found=repr(found), remedy=remedy
             )
     path = root / HF_QUANT_CONFIG
-    return _read_words(path) if path.is_file() else None
+    if path.is_file():
+        return _read_words(path)
+    path = root / ascend.DESCRIPTION
+    return ascend.quantization_words(text_config(config), _read_words(path) if path.is_file() else {})
 
 
 def _read_words(path: Path) -> dict[str, Any]:

@@ -56,7 +56,19 @@ def _unpack_padded(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
 
 
 def decode_int8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
-    """Plain int8 weights [N, K] and zero points, as compressed-tensors' int-quantized writes them."""
+    """Plain int8 weights [N, K] and zero points, as compressed-tensors' int-quantized writes them.
+
+    Ascend writes an offset per row beside its scales, float32 zeros: its W8A8_DYNAMIC kernels take none.
+    """
+    if "offset" in parts and is_any(parts["offset"] != 0):
+        found = parts["offset"][parts["offset"] != 0].flatten()[0].item()
+        refuse(
+            "A symmetric matrix has an offset that is not zero.",
+            names.get("offset", ""),
+            "zeros, because W8A8_DYNAMIC has no offsets for weights, and other schemes' add or subtract",
+            found,
+            "Get a good copy of the checkpoint, or convert the original one.",
+        )
     packed = codec.as_words(parts["weight"].contiguous().view(torch.uint8) ^ 0x80)
     zero_point = None
     if fmt.has_zero_point:

@@ -49,8 +49,9 @@ IDENTITY = View()
 class PartSource:
     """One part (codes, scales, bias …) of a projection, the same for every expert of a block.
 
-    `template` is the tensor's name with `{expert}` where experts have tensors of their own; else the tensor holds
-    all experts, along its first dimension (with the rows where `is_flat`). `shape` is the whole tensor's.
+    `template` is the tensor's name with `{expert}` where experts have tensors of their own (maybe of several
+    projections, which `view` tells apart); else the tensor holds all experts, along its first dimension (with the rows
+    where `is_flat`). `shape` is the whole tensor's.
     """
 
     template: str
@@ -89,8 +90,10 @@ class PartSource:
     def ref(self, tensor: TensorRef, expert: int, num_experts: int) -> TensorRef:
         """Where one expert's share is. A projection that is a run of the share's bytes is narrowed to it."""
         if not self.is_stacked:
-            return tensor
-        if self._is_for_all(num_experts):
+            if self.view == IDENTITY:
+                return tensor
+            num_experts, expert = 1, 0
+        elif self._is_for_all(num_experts):
             return replace(tensor, shape=())
         shape = self.share(num_experts)
         share_bytes = num_bytes = tensor.num_bytes // num_experts

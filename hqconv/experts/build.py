@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hqconv.errors import InputError
-from hqconv.experts.block import ExpertBlock, Parts, PartSource, View
+from hqconv.experts.block import IDENTITY, ExpertBlock, Parts, PartSource, View
 from hqconv.experts.checks import (
     REMEDY,
     Found,
@@ -25,7 +25,7 @@ from hqconv.experts.checks import (
 from hqconv.experts.input_scales import find_input_scales
 from hqconv.formats.complete import PART_NAMES, UNUSED_PARTS, Completed, complete, logical_shape
 from hqconv.formats.format import SourceFormat
-from hqconv.schemas.families import Family, Stack
+from hqconv.schemas.families import Family
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 
 # Always [out, in], whatever the floats' orientation: packed four bits at a time, or no matrix at all.
@@ -50,9 +50,7 @@ def build_block(
     raw = (
         _raw_single(family, name, found) if found.experts else _raw_stacked(family, name, found, sizes, count)
     )
-    declared = {
-        role: format_of(_module_of(family, name, role, bool(found.stacks))) for role in family.projections
-    }
+    declared = {role: format_of(_module_of(family, name, role, raw[role])) for role in family.projections}
     hidden, inner = _matrix_sizes(sizes, declared["w2"], raw["w2"], count)
     done = _complete(declared, raw, count, (hidden, inner), sizes)
     parts = {
@@ -93,14 +91,12 @@ def _unused(done: Mapping[str, Completed], raw: RoleParts, found: Found, count: 
     return unused
 
 
-def _module_of(family: Family, name: str, role: str, is_stacked: bool) -> str:
-    if not is_stacked:
-        return f"{name}.0.{family.projections[role]}"
-    return f"{name}.{_stack_of(family, role).name}"
-
-
-def _stack_of(family: Family, role: str) -> Stack:
-    return next(stack for stack in family.stacks if role in stack.roles)
+def _module_of(family: Family, name: str, role: str, parts: Mapping[str, PartSource]) -> str:
+    first = next(iter(parts.values()))
+    if first.is_stacked:
+        return f"{name}.{next(stack for stack in family.stacks if role in stack.roles).name}"
+    stack = family.expert_stack(first.template.format(expert=0), name)
+    return f"{name}.0.{stack.name if stack else family.projections[role]}"
 
 
 # --- how many experts --------------------------------------------------------------------------------------
@@ -130,10 +126,15 @@ def _raw_single(family: Family, name: str, found: Found) -> RoleParts:
             if role not in roles:
                 missing = f"{name}.{e}.{word}.weight"
                 raise contradiction("An expert lacks a projection.", missing, "present", "no such tensor")
-        raw[role] = {
-            key: PartSource(ref.name.replace(f"{name}.0.", f"{name}.{{expert}}.", 1), ref.dtype, ref.shape)
-            for key, ref in found.experts[0][role].items()
-        }
+        for key, ref in found.experts[0][role].items():
+            stack = family.expert_stack(ref.name, name)
+            view = (
+                View(False, stack.roles.index(role), len(stack.roles), stack.interleaved)
+                if stack
+                else IDENTITY
+            )
+            template = ref.name.replace(f"{name}.0.", f"{name}.{{expert}}.", 1)
+            raw.setdefault(role, {})[key] = PartSource(template, ref.dtype, ref.shape, view)
     return raw
 
 
@@ -291,7 +292,10 @@ def _sources(
         check_alike(found.experts[e], raw, e)
     return tuple(
         {
-            role: {part: found.experts[e][role][key] for part, key in of_role.items()}
+            role: {
+                part: parts[role][part].ref(found.experts[e][role][key], e, count)
+                for part, key in of_role.items()
+            }
             for role, of_role in keys.items()
         }
         for e in range(count)

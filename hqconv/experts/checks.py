@@ -12,6 +12,7 @@ from hqconv.errors import InputError
 from hqconv.experts.block import Parts, PartSource, View
 from hqconv.formats.complete import UNUSED_PARTS, Completed
 from hqconv.formats.format import SourceFormat
+from hqconv.schemas.tensors import TensorRef
 
 Size = tuple[str, int]  # the config key it came from, "" if from shapes, and the value
 RoleParts = dict[str, dict[str, PartSource]]  # role → raw part name → where it is
@@ -47,6 +48,13 @@ def check_one_form(found: Found) -> None:
         forms = (next(iter(expert.values())), next(iter(found.stacks.values())))
         one, other = (next(iter(parts.values())).name for parts in forms)
         raise contradiction("A block has its experts twice.", one, "single or fused experts", f"also {other}")
+
+
+def check_once(name: str, ref: TensorRef, first: TensorRef) -> None:
+    """A part of a projection is in one tensor: `first` is the one that was found before, maybe the same."""
+    if first is not ref:
+        what = f"An expert of {name} has a projection twice."
+        raise contradiction(what, ref.name, "gate and up apart or in one tensor", f"also {first.name}")
 
 
 def check_indices(name: str, experts: Mapping[int, object], count: Size | None) -> None:

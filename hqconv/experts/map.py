@@ -6,15 +6,15 @@ not understood is refused: copied as if it were dense, it would leave a model th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from hqconv.errors import InputError, RequestError
-from hqconv.experts.block import ExpertBlock
+from hqconv.experts.block import ExpertBlock, Parts
 from hqconv.experts.build import build_block
-from hqconv.experts.checks import Found
+from hqconv.experts.checks import Found, check_once
 from hqconv.experts.facts import activation_of, bounded, layer_config, layer_indices, number, sizes_of, top_k
 from hqconv.experts.names import choose_family, looks_like_expert, name_pattern, unmatched_error
 from hqconv.formats.declared import Declared, declared_formats
@@ -132,14 +132,31 @@ def _formats(declared: Declared, block: str, found: Found, is_extra: bool) -> Ca
     """
     if is_extra and _is_plain(found):
         return lambda _module: PLAIN
+    if declared.doubts is not None:
+        plain = _plain_modules(found)
+        return lambda module: declared.of(module, is_stored_plain=module in plain)
     return (lambda _module: declared.of(block)) if declared.method == "humming" else declared.of
 
 
 def _is_plain(found: Found) -> bool:
     """Whether a block's tensors are floats and nothing else, which no format's are."""
+    return all(map(_are_floats, _modules(found)))
+
+
+def _modules(found: Found) -> Iterator[Parts]:
+    """The parts of every module of a block."""
     single = (parts for roles in found.experts.values() for parts in roles.values())
-    refs = [(key, ref) for parts in chain(single, found.stacks.values()) for key, ref in parts.items()]
-    return all(key in ("weight", "bias") and ref.dtype in FLOATS for key, ref in refs)
+    return chain(single, found.stacks.values())
+
+
+def _are_floats(parts: Parts) -> bool:
+    return all(key in ("weight", "bias") and ref.dtype in FLOATS for key, ref in parts.items())
+
+
+def _plain_modules(found: Found) -> set[str]:
+    """The paths of a block's modules whose tensors are floats and nothing else."""
+    plain = (next(iter(parts.items())) for parts in _modules(found) if _are_floats(parts))
+    return {ref.name.removesuffix(f".{key}") for key, ref in plain}
 
 
 def _is_extra(family: Family, layer: int, text: Config) -> bool:
@@ -152,7 +169,8 @@ def _group(
     family: Family, tensors: Mapping[str, TensorRef], candidates: list[str]
 ) -> tuple[dict[str, Found], list[str]]:
     """block name → its tensors, and the candidate names that matched nothing."""
-    role_of = {name: role for role, name in family.projections.items()}
+    roles_of: dict[str, tuple[str, ...]] = {name: (role,) for role, name in family.projections.items()}
+    roles_of |= {stack.name: stack.roles for stack in family.expert_stacks}
     match = name_pattern(family).fullmatch
     grouped: dict[str, Found] = {}
     unmatched = set(candidates)
@@ -168,7 +186,8 @@ def _group(
             block = grouped[block_name] = Found()
         if expert is not None:
             roles = block.experts.setdefault(int(expert), {})
-            roles.setdefault(role_of[projection], {})[part] = ref
+            for role in roles_of[projection]:
+                check_once(block_name, ref, roles.setdefault(role, {}).setdefault(part, ref))
         else:
             block.stacks.setdefault(stack[0], {})[stack[1] or "weight"] = ref
     return grouped, [name for name in candidates if name in unmatched]

@@ -107,9 +107,8 @@ def _num_keys_found(row: Family, text: Config) -> int:
 
 def name_pattern(family: Family) -> re.Pattern[str]:
     """Matches a whole tensor name; groups: block, expert and projection or else stack, part. Equal rows share one."""
-    return _name_pattern(
-        family.blocks, tuple(family.projections.values()), tuple(s.name for s in family.stacks)
-    )
+    words = (*family.projections.values(), *(s.name for s in family.expert_stacks))
+    return _name_pattern(family.blocks, words, tuple(s.name for s in family.stacks))
 
 
 @cache

@@ -40,6 +40,7 @@ PART_NAMES: tuple[str, ...] = (
     "weight_zero_point_2",
     "weight_global_scale",
     "weight_g_idx",
+    "weight_offset",
     "qweight",
     "qzeros",
     "scales",

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.formats import humming, methods, quark, schemes
+from hqconv.formats import ascend, humming, methods, quark, schemes
 from hqconv.formats.format import PLAIN, SourceFormat
-from hqconv.formats.words import Rule, Words
+from hqconv.formats.words import Matcher, Rule, Words
 
 Parser = Callable[[Words, Mapping[str, Any]], list[Rule]]
 
 _PARSERS: dict[str, Parser] = {
+    "ascend": ascend.ascend,
     "auto-round": methods.auto_round,
     "awq": methods.awq,
     "bitnet": methods.bitnet,
@@ -25,8 +26,11 @@ _PARSERS: dict[str, Parser] = {
     "humming": humming.humming,
     "modelopt": schemes.modelopt,
     "mxfp4": methods.mxfp4,
+    "mxfp8": methods.mxfp8,
     "quark": quark.quark,
 }
+# What tools that write a method read otherwise than its rules: these modules may also be left out.
+_DOUBTS: dict[str, Callable[[Words], Matcher]] = {"awq": methods.awq_doubts}
 _OTHER_NAMES = {
     "auto_round": "auto-round",
     "intel/auto-round": "auto-round",
@@ -38,13 +42,23 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Declared:
-    """The formats that a config declares. method: its quant_method, "none" without one."""
+    """The formats that a config declares. method: its quant_method, "none" without one.
+
+    doubts: modules that the config leaves out or not, as one reads it.
+    """
 
     method: str
     rules: tuple[Rule, ...] = ()
+    doubts: Matcher | None = None
 
-    def of(self, module: str) -> SourceFormat:
-        """The format of a module's weight, by the module's dotted path; PLAIN where the config leaves it out."""
+    def of(self, module: str, *, is_stored_plain: bool = False) -> SourceFormat:
+        """The format of a module's weight, by the module's dotted path; PLAIN where the config leaves it out.
+
+        is_stored_plain: whether its tensors are floats and nothing else, which decides where the config can be read
+        both ways.
+        """
+        if is_stored_plain and self.doubts is not None and self.doubts(module):
+            return PLAIN
         for rule in self.rules:
             found = rule(module)
             if found is not None:
@@ -78,7 +92,8 @@ def declared_formats(words: Mapping[str, Any] | None, text: Mapping[str, Any]) -
             found=method,
             remedy="Convert the original checkpoint that it was made from.",
         )
-    return Declared(method, tuple(_PARSERS[method](config, text)))
+    doubts = _DOUBTS[method](config) if method in _DOUBTS else None
+    return Declared(method, tuple(_PARSERS[method](config, text)), doubts)
 
 
 def _method(config: Words) -> str:

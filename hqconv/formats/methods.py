@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 
 from hqconv.formats.format import ANY, PLAIN, SourceFormat
 from hqconv.formats.words import (
+    Matcher,
     Rule,
     Text,
     Words,
     always,
     beginning_with,
     containing,
+    globbed_in,
     holding,
+    on_path,
     regex,
     skipped_by_transformers,
     when,
@@ -46,7 +49,8 @@ _FP8_CODES = {
 def fp8(words: Words, text: Text) -> list[Rule]:
     """fp8 of transformers and DeepSeek, per block, or per tensor or channel as the scales' shapes say.
 
-    DeepSeek-V4 names its routed experts' dtype apart from it, in the model's config (V4.1: in this one).
+    DeepSeek-V4 names its routed experts' dtype apart from it, in the model's config (V4.1: in this one), MiMo and
+    Ling name their method.
     """
     skipped = _skipped(words, "modules_to_not_convert", "ignored_layers")
     rows, columns = words.pair("weight_block_size") if words.has("weight_block_size") else (ANY, ANY)
@@ -72,7 +76,14 @@ def _routed_experts(words: Words, text: Text) -> Iterator[Rule]:
         return ".experts." in f".{module}."
 
     source = words if words.has("expert_dtype") else Words(text, "config.json")
-    if words.has("moe_quant_algo"):
+    methods = [key for key in ("routed_experts_quant_method", "store_dtype") if words.has(key)]
+    if methods:
+        for key in methods:
+            if words.text(key) != "mxfp4":
+                raise words.unsupported(key, "mxfp4")
+        words.integer("mxfp4_block_size", 32, 32, 32)
+        yield when(is_routed, MXFP4)
+    elif words.has("moe_quant_algo"):
         if words.text("moe_quant_algo") != "nvfp4":
             raise words.unsupported("moe_quant_algo", "NVFP4")
         yield when(is_routed, nvfp4_format("nvfp4", 16))
@@ -89,6 +100,23 @@ def fbgemm_fp8(words: Words, _text: Text) -> list[Rule]:
 def mxfp4(words: Words, _text: Text) -> list[Rule]:
     """GPT-OSS: fp4 with a power-of-two scale per 32 columns."""
     return [_skipped(words, "modules_to_not_convert"), always(MXFP4)]
+
+
+def mxfp8(words: Words, _text: Text) -> list[Rule]:
+    """MiniMax: fp8 with a power-of-two scale per 32 columns, ModelOpt's MXFP8 in other words. A name covers its path.
+
+    Source: `ModelOptMxFp8Config.from_config` of vLLM's layers/quantization/modelopt.py.
+    """
+    if words.has("weight_block_size") and words.pair("weight_block_size") != (1, 32):
+        raise words.unsupported("weight_block_size", "[1, 32]")
+    key = words.first("ignored_layers", "modules_to_not_convert")
+    names = words.names(key)
+    skipped = when(globbed_in(names, words.where(key), with_parents=True))
+    return [
+        skipped,
+        when(on_path(names)),
+        always(SourceFormat("mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32)),
+    ]
 
 
 def gptq(words: Words, _text: Text) -> list[Rule]:
@@ -148,12 +176,21 @@ def gptq_format(words: Words, title: str = "gptq") -> SourceFormat:
 
 
 def awq(words: Words, _text: Text) -> list[Rule]:
-    """AWQ in AutoAWQ's gemm layout. A module is left out if its name contains an entry, as in AutoAWQ."""
+    """AWQ in AutoAWQ's gemm layout. A module is left out if an entry is on its path, as in transformers."""
     key = words.first("version", "checkpoint_format", "format")
     if words.text(key, default="gemm") != "gemm" or words.values.get("backend") == "llm-awq":
         raise words.unsupported(key, "gemm")
-    skipped = when(containing(words.names("modules_to_not_convert")))
+    skipped = when(on_path(words.names("modules_to_not_convert")))
     return [skipped, *_dynamic(words, awq_format), always(awq_format(words))]
+
+
+def awq_doubts(words: Words) -> Matcher:
+    """Modules whose names contain an entry: AutoAWQ leaves them out, so "gate" is gate_proj too, others do not.
+
+    Source: `exclude_layers_to_not_quantize` of awq.utils.quant_utils. Its lists for Qwen3-MoE are also written by tools
+    that quantize gate_proj, and vLLM compares them with the name of the experts' module alone.
+    """
+    return containing(words.names("modules_to_not_convert"))
 
 
 def awq_format(words: Words, title: str = "awq") -> SourceFormat:

@@ -155,6 +155,8 @@ def _int8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) ->
     ]
     if fmt.has_zero_point:
         needs.append(Need("zero_point", ("weight_zero_point",), ("I8",), scales))
+    if fmt.option("has_offset", False):
+        needs.append(Need("offset", ("weight_offset",), FLOATS, scales))
     return needs
 
 

@@ -206,6 +206,12 @@ def containing(parts: Iterable[str]) -> Matcher:
     return lambda module: any(part in module for part in parts)
 
 
+def on_path(entries: Iterable[str]) -> Matcher:
+    """Names that have an entry among their components: "gate" is on mlp.gate.x, not on mlp.gate_proj."""
+    entries = [f".{entry.strip('.')}." for entry in entries if entry.strip(".")]
+    return lambda module: any(entry in f".{module}." for entry in entries)
+
+
 def skipped_by_transformers(patterns: Iterable[str], where: str) -> Matcher:
     """Names that transformers leaves unconverted: a pattern covers a whole path from the start, or ends it.
 

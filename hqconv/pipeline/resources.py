@@ -163,7 +163,7 @@ def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
     block, encoding = planned.block, planned.encoding
     numbers = block.intermediate_size * block.hidden_size
     stored = _stored_bytes(planned)
-    is_viewed = any(p.is_stacked and not p.is_run for parts in block.parts.values() for p in parts.values())
+    is_viewed = any(not p.is_run for parts in block.parts.values() for p in parts.values())
     if encoding.conversion == QUANTIZED:
         widened = 0 if block.dtype == "BF16" else numbers * 4
     elif encoding.is_direct and not encoding.schema.is_coupled:

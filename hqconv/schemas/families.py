@@ -275,13 +275,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         # Transposed as floats only: the released blocks and scales are [E, out, …]. hidden_act says silu, the
-        # activation is fixed in the model's code.
+        # activation is fixed in the model's code. Quark gives each expert its share, turned, with its rows as they
+        # were (its replace_gptoss_experts_with_linear; vLLM's _load_weights_quark cuts pairs of rows).
         name="gpt_oss",
         pads_last_rank=True,
         model_types=("gpt_oss",),
         blocks=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True, interleaved=True),
+        expert_stacks=(Stack("gate_up_proj", ("w1", "w3"), interleaved=True),),
         activation="swigluoai",
         num_experts_keys=("num_local_experts", "num_experts"),
         top_k_keys=("num_experts_per_tok", "experts_per_token"),

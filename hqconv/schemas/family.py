@@ -51,13 +51,13 @@ class Family:
 
     `blocks` are anchored templates of the experts module's path, with `{layer}` for the layer index.
     `projections` maps the role (w1 gate, w3 up, w2 down) to its name; `stacks` are the fused tensors that the
-    family has instead, or may have instead. Each `*_keys` lists config keys, the first one present wins; a list
-    value holds one number per layer. `activation` is what the family's code uses when the config does not say.
-    `architectures` are classes that choose the row where model_type does not; `layer_configs_key` is the config key
-    of a list that has one layer's own values in each element; `other_models` are prefixes of models of their own in
-    the same checkpoint, with experts of which the config's numbers do not speak: they are copied.
-    `limit` is the config key of a bound on the activation, where its value is not 0 or null (again maybe one per
-    layer), and the name that the activation then has instead, a format of the value.
+    family has instead, or may have instead; `expert_stacks` are those of a single expert. Each `*_keys` lists config
+    keys, the first one present wins; a list value holds one number per layer. `activation` is what the family's
+    code uses when the config does not say. `architectures` are classes that choose the row where model_type does not;
+    `layer_configs_key` is the config key of a list that has one layer's own values in each element; `other_models` are
+    prefixes of models of their own in the same checkpoint, with experts of which the config's numbers do not speak:
+    they are copied. `limit` is the config key of a bound on the activation, where its value is not 0 or null (again
+    maybe one per layer), and the name that the activation then has instead, a format of the value.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Family:
     blocks: tuple[str, ...] = ()
     projections: Mapping[str, str] = field(default_factory=dict, hash=False)
     stacks: tuple[Stack, ...] = ()
+    expert_stacks: tuple[Stack, ...] = ()
     activation: str = "silu"
     num_experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     top_k_keys: tuple[str, ...] = ("num_experts_per_tok",)
@@ -83,6 +84,11 @@ class Family:
     def gated(self) -> bool:
         """Whether an expert has a gate next to its up projection."""
         return "w1" in self.projections
+
+    def expert_stack(self, name: str, block: str) -> Stack | None:
+        """The stack of an expert's own that a tensor of expert 0 of the block is, if it is one."""
+        word = name.removeprefix(f"{block}.0.").partition(".")[0]
+        return next((stack for stack in self.expert_stacks if stack.name == word), None)
 
     def example(self) -> str:
         """A tensor name of this family, for messages."""

@@ -70,8 +70,7 @@ class RawLayout:
 
     def start_of_stack(self, role: str, part: str) -> int | None:
         """Where a part of all experts lies as one run; None where it does not, or is stored in another form."""
-        source = self.block.parts[role][part]
-        return None if source.is_stacked and not source.is_run else self._stacks.get((role, part))
+        return self._stacks.get((role, part)) if self.block.parts[role][part].is_run else None
 
 
 @dataclass(frozen=True, eq=False)

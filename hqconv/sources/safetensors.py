@@ -46,7 +46,7 @@ class SafetensorsSource(SafetensorsHeaders):
                         raw.tensor(ref).to(device, non_blocking=True) if raw else self._read(ref, device)
                     )
                 whole = read[place]
-                parts[part] = whole if not source.is_stacked or source.is_run else _look(whole, source.view)
+                parts[part] = whole if source.is_run else _look(whole, source.view)
                 names[part] = f"{ref.name}, expert {expert}" if source.is_stacked else ref.name
             found[role] = decode_matrix(block.format, parts, block.shape(role), names)
         return found

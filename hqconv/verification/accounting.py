@@ -128,8 +128,8 @@ def _map_again(
     known = {name: ref for block in blocks.values() for name, ref in source_tensors(block).items()}
     known |= {name: TensorRef(name, e.dtype, e.shape, 0, 0, 0) for name, (_, e) in copied.items()}
     block = next(iter(blocks.values()))
-    # Of what was dropped only the names are recorded; one number for each expert fits in any block.
-    unknown = (block.dtype, (block.num_experts, 1), 0, 0, 0)
+    # Of what was dropped only the names are recorded; one number fits in any block.
+    unknown = (block.dtype, (1,), 0, 0, 0)
     listed = (*words["converted"], *words["copied"], *words["dropped"])
     refs = {name: known.get(name) or TensorRef(name, *unknown) for name in listed}
     try:

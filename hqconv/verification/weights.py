@@ -235,9 +235,8 @@ def _working_bytes(block: ExpertBlock, schema: TargetSchema, quantizer: str) -> 
     numbers = block.intermediate_size * block.hidden_size
     # Read, and widened to float32; a fused share is read as a whole, codes are unpacked on the way.
     source = 2 if block.dtype == "BF16" else 8 if block.dtype == "F32" else 6
-    source += (
-        6 if not block.format.is_float or any(p["weight"].is_stacked for p in block.parts.values()) else 0
-    )
+    weights = [parts["weight"] for parts in block.parts.values()]
+    source += 6 if not block.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
     source += 8 if schema.rotation else 0  # twice: to be quantized, and to be measured
     packed = schema.num_bits / 8
     scales = (56 if quantizer == RTN else 176) / (schema.weight_scale_group_size or block.hidden_size)

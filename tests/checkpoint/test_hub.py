@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
+from tests.make.formats import write
 from tests.make.hub_server import COMMIT, LocalHub, serve
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -92,6 +93,14 @@ def test_a_look_at_a_repo_downloads_headers_only(model: Path, tmp_path: Path) ->
         local = one.words(*("convert", model, *DRY_RUN[2:]))
         assert without_place(planned) == without_place(local)
         assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
+def test_a_look_at_a_repo_sees_what_ascend_writes_beside_it(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", "ascend-w8a8-file", hidden=128, inner=128).folder
+    with client(model, tmp_path / "home") as one:
+        seen = one.words("inspect", "org/name")
+        assert seen["quant_method"] == "ascend"
+        assert without_place(seen) == without_place(one.words("inspect", model))
 
 
 def test_a_server_that_ignores_ranges_is_left_early(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ BAD_VALUES = [
     ("gptq4-v1-zp", "g_idx", 1, "another order"),
     ("gptq4-desc-act", "g_idx", 9, "group does not exist"),
     ("gptq4-sym", "qzeros", 0, "other than the midpoint"),
+    ("ascend", "weight_offset", 1.0, "offset that is not zero"),
+    ("ascend", "weight_offset", float("nan"), "offset that is not zero"),
     ("awq", "scales", float("inf"), "NaN or infinite"),
     ("bitnet", "weight", 0xC0, "not ternary"),
     ("bitnet", "weight_scale", 0.0, "not usable"),

@@ -129,6 +129,12 @@ def test_compressed_tensors_int8_with_zero_points() -> None:
     assert_same_values(dequantize(one.coded()), (weight - zero) * one.tensors["weight_scale"])
 
 
+def test_ascend_int8() -> None:
+    """npu_quant_matmul: each row's integers by its scale; vllm-ascend's w8a8_dynamic.py passes no offset to it."""
+    one = ALL["ascend"]
+    assert_same_values(dequantize(one.coded()), one.tensors["weight"].float() * one.tensors["weight_scale"])
+
+
 def test_compressed_tensors_mxfp4() -> None:
     """Their decoder is in bfloat16, which holds fp4 times a power of two, but for results below its subnormals."""
     one = ALL["ct-mxfp4"]

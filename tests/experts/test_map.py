@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.experts.block import ExpertBlock
+from hqconv.experts.block import ExpertBlock, PartSource, View
 from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.formats.format import PLAIN
 from hqconv.schemas.dtypes import num_bits
@@ -552,3 +552,109 @@ def test_seventy_thousand_tensors_take_less_than_a_second(model_type: str) -> No
         gc.enable()
     assert len(found.converted) == 69_120
     assert seconds < 1.0
+
+
+# --- gate and up of one expert in one tensor ---------------------------------------------------------------
+
+
+def quarks_gpt_oss() -> tuple[Tensors, dict[str, Any]]:
+    """gpt_oss as Quark writes it: tensors per expert, gate and up in turns."""
+    tensors: Tensors = {}
+    for e in range(E):
+        put(tensors, f"{BLOCK}.{e}.gate_up_proj.weight", 2 * INTER, H)
+        put(tensors, f"{BLOCK}.{e}.gate_up_proj.bias", 2 * INTER)
+        put(tensors, f"{BLOCK}.{e}.gate_up_proj.input_scale", dtype="F32")
+        put(tensors, f"{BLOCK}.{e}.down_proj.weight", H, INTER)
+        put(tensors, f"{BLOCK}.{e}.down_proj.bias", H)
+    return tensors, config_of(BY_MODEL_TYPE["gpt_oss"], "gpt_oss")
+
+
+def test_gate_and_up_of_an_expert_in_one_tensor() -> None:
+    tensors, config = quarks_gpt_oss()
+    found = map_experts(tensors, config)
+    assert_partition(found, tensors)
+    (block,) = found.blocks
+    assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
+    assert sorted(found.dropped) == [f"{BLOCK}.{e}.gate_up_proj.input_scale" for e in range(E)]
+    for role, index in (("w1", 0), ("w3", 1)):
+        for part in ("weight", "bias"):
+            source = block.parts[role][part]
+            assert source.template == f"{BLOCK}.{{expert}}.gate_up_proj.{part}"
+            assert source.view == View(False, index, 2, interleaved=True)
+            assert block.sources[2][role][part] == tensors[f"{BLOCK}.2.gate_up_proj.{part}"]
+    assert block.parts["w2"]["weight"].view == View()
+
+
+def test_the_config_is_asked_for_the_module_that_holds_gate_and_up() -> None:
+    tensors, config = quarks_gpt_oss()
+    asked = {"gate_up_proj": "weight", "down_proj": "weight"}
+    layers = {f"*.experts.*.{word}": {"weight": None} for word in asked}
+    spec = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
+    quark = {"quant_method": "quark", "layer_quant_config": layers, "global_quant_config": {"weight": spec}}
+    assert map_experts(tensors, config, quark).blocks[0].format == PLAIN
+    del layers["*.experts.*.gate_up_proj"]
+    with pytest.raises(InputError, match="declares a quantized module") as caught:
+        map_experts(tensors, config, quark)
+    assert caught.value.where == f"{BLOCK}.0.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize("expert", [0, 1])
+def test_gate_twice_is_refused(expert: int) -> None:
+    tensors, config = quarks_gpt_oss()
+    put(tensors, f"{BLOCK}.{expert}.gate_proj.weight", INTER, H)
+    with pytest.raises(InputError, match="projection twice") as caught:
+        map_experts(tensors, config)
+    assert caught.value.where == f"{BLOCK}.{expert}.gate_proj.weight"
+
+
+def test_experts_that_hold_gate_and_up_otherwise_than_the_first_are_refused() -> None:
+    tensors, config = quarks_gpt_oss()
+    for part in ("weight", "bias"):
+        del tensors[f"{BLOCK}.1.gate_up_proj.{part}"]
+        for word in ("gate_proj", "up_proj"):
+            put(tensors, f"{BLOCK}.1.{word}.{part}", INTER, *([H] if part == "weight" else []))
+    with pytest.raises(InputError, match="unexpected shape"):
+        map_experts(tensors, config)
+
+
+def test_gate_and_up_in_one_tensor_are_refused_where_their_order_is_not_known() -> None:
+    tensors, config = quarks_gpt_oss()
+    with pytest.raises(RequestError, match="gate and up cannot be told apart"):
+        map_experts(tensors, {**config, "model_type": "unheard_of"})
+
+
+def test_a_run_of_an_experts_own_tensor_is_narrowed_to_its_bytes() -> None:
+    tensors, _ = quarks_gpt_oss()
+    ref = tensors[f"{BLOCK}.2.gate_up_proj.weight"]
+    source = PartSource("{expert}", ref.dtype, ref.shape, View(False, 1, 2))
+    half = ref.num_bytes // 2
+    expected = replace(ref, shape=(INTER, H), offset_bytes=ref.offset_bytes + half, num_bytes=half)
+    assert source.ref(ref, 2, E) == expected
+
+
+def awq_experts(*plain: str) -> Tensors:
+    tensors: Tensors = {}
+    for e in range(E):
+        for word, (n, k) in {"gate_proj": (INTER, H), "up_proj": (INTER, H), "down_proj": (H, INTER)}.items():
+            name = f"{BLOCK}.{e}.{word}"
+            if word in plain:
+                put(tensors, f"{name}.weight", n, k)
+                continue
+            put(tensors, f"{name}.qweight", k, n // 8, dtype="I32")
+            put(tensors, f"{name}.qzeros", k // 16, n // 8, dtype="I32")
+            put(tensors, f"{name}.scales", k // 16, n, dtype="F16")
+    return tensors
+
+
+def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> None:
+    words = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["gate"]}
+    config = config_of(QWEN, "qwen3_moe")
+    assert map_experts(awq_experts(), config, words).blocks[0].format.decoder == "awq"
+    with pytest.raises(InputError, match="mixes formats"):  # AutoAWQ's reading: gate_proj is left as it was
+        map_experts(awq_experts("gate_proj"), config, words)
+    with pytest.raises(InputError, match="its weight is not quantized"):  # no entry speaks of it
+        map_experts(awq_experts("up_proj"), config, words)
+    words["modules_to_not_convert"] = ["gate", "up", "down"]
+    assert (
+        map_experts(awq_experts("gate_proj", "up_proj", "down_proj"), config, words).blocks[0].format == PLAIN
+    )

@@ -181,6 +181,21 @@ def gptq(
 
 
 UE8M0 = (("scale_fmt", "ue8m0"),)
+OFFSET = (("has_offset", True),)
+MXFP4 = ("float4e2m1", "float8e8m0", 1, 32)
+MIMO = {
+    **DEEPSEEK_V3,
+    "store_dtype": "mxfp4",
+    "mxfp4_block_size": 32,
+    "routed_experts_quant_method": "mxfp4",
+    "ignored_layers": ["model.layers.0.self_attn.o_proj"],
+}
+MINIMAX_MXFP8 = {
+    "quant_method": "mxfp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [1, 32],
+    "ignored_layers": ["lm_head", "model.layers.3.mlp.gate"],
+}
 FLOAT_TENSOR = weights(8, "float", "tensor")
 NVFP4 = ("float4e2m1", "float8e4m3", 1, 16, False, "tensor")
 FORMATS: dict[str, tuple[Json, SourceFormat]] = {
@@ -273,6 +288,24 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
     "gptq, ordered in one group": (
         {**GPTQ, "desc_act": True, "group_size": -1},
         gptq("gptq int4", 4, 0, order=True),
+    ),
+    "mxfp4 experts in fp8 (MiMo-V2.6)": (MIMO, SourceFormat("mxfp4", "mxfp4", *MXFP4)),
+    "mxfp4 experts in fp8, by the dtype alone": (
+        {**DEEPSEEK_V3, "store_dtype": "mxfp4"},
+        SourceFormat("mxfp4", "mxfp4", *MXFP4),
+    ),
+    "mxfp4 experts in fp8, by the method alone (Ling-3.0)": (
+        {**DEEPSEEK_V3, "routed_experts_quant_method": "mxfp4"},
+        SourceFormat("mxfp4", "mxfp4", *MXFP4),
+    ),
+    "mxfp8 (MiniMax-M3)": (MINIMAX_MXFP8, SourceFormat("mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32)),
+    "ascend": (
+        {"quant_method": "ascend", "quantize": "w8a8_dynamic"},
+        SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=OFFSET),
+    ),
+    "ascend, by a description": (
+        {"quant_method": "ascend", "modules": {"model.layers.*.mlp.experts.*.gate_proj": "W8A8_DYNAMIC"}},
+        SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=OFFSET),
     ),
     "awq": (
         {**AWQ, "modules_to_not_convert": None},
@@ -397,7 +430,21 @@ LEFT_OUT: dict[str, tuple[Json, tuple[str, ...], tuple[str, ...]]] = {
         ("model.layers.3.block_sparse_moe.gate",),
         ("model.layers.3.block_sparse_moe.experts.0.w1", EXPERT),
     ),
-    "awq, parts of names": (AWQ, (ROUTER, EXPERT), (EXPERT.replace("gate", "down"), ATTENTION)),
+    "awq, a component": (
+        AWQ,
+        (ROUTER, f"{ROUTER}.linear"),
+        (EXPERT, EXPERT.replace("gate", "down"), SHARED, ATTENTION, f"{ROUTER}s"),
+    ),
+    "awq, components": (
+        {**AWQ, "modules_to_not_convert": ["mlp.gate.", "layers.3.self_attn", ""]},
+        (ROUTER, ATTENTION),
+        (EXPERT, ATTENTION.replace(".3.", ".33."), "model.layers.3.mlp"),
+    ),
+    "mxfp8 of MiniMax": (
+        {**MINIMAX_MXFP8, "ignored_layers": ["lm_head", "vision_tower", ROUTER, "*.mtp.*"]},
+        (ROUTER, "language_model.lm_head", "model.vision_tower.layers.3.fc1", "model.mtp.layers.0.w1"),
+        (EXPERT, ATTENTION, f"{ROUTER}_up", "lm_heads"),
+    ),
     "bitsandbytes": (NF4, (ROUTER, "lm_head"), (EXPERT,)),
     "modelopt globs": (
         modelopt("NVFP4", ignore=["model.layers.3.self_attn*", "model.layers.1.mlp.experts", "mtp*"]),
@@ -454,6 +501,24 @@ def test_deepseek_v4_experts_requantized_to_nvfp4() -> None:
     found = declared({**DEEPSEEK_V4, "moe_quant_algo": "NVFP4"}, expert_dtype="fp4")
     assert found.of("layers.0.ffn.experts.0.w1").decoder == "nvfp4"
     assert found.of("layers.0.ffn.shared_experts.w1").decoder == "fp8"
+
+
+def test_dense_layers_around_routed_experts_in_mxfp4_are_fp8() -> None:
+    found = declared({**MIMO, "ignored_layers": [ATTENTION]})
+    for dense in (SHARED, "model.layers.0.mlp.gate_proj"):
+        assert found.of(dense) == block_fp8("fp8")
+    assert found.of(ATTENTION) is PLAIN
+
+
+@pytest.mark.parametrize("module", [EXPERT, SHARED])
+def test_an_awq_entry_within_a_word_is_decided_by_the_tensors(module: str) -> None:
+    """AutoAWQ leaves gate_proj out for "gate", other tools and vLLM's fused experts do not."""
+    found = declared(AWQ)
+    assert found.of(module).decoder == "awq"
+    assert found.of(module, is_stored_plain=True) is PLAIN
+    other = module.replace("gate", "down")  # no entry speaks of it, whatever its tensors are
+    assert found.of(other, is_stored_plain=True).decoder == "awq"
+    assert declared(DEEPSEEK_V3).of(module, is_stored_plain=True).decoder == "fp8"
 
 
 def test_gptq_dynamic_rules_apply_in_order_from_the_start_of_names() -> None:
@@ -793,6 +858,13 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
     },
     "own kernel layout": ({"quant_method": "hqconv", "format_version": 1}, "quant_method"),
     "bitsandbytes 8 bit": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit"),
+    "fp8, other routed experts": (
+        {**DEEPSEEK_V3, "routed_experts_quant_method": "nvfp4"},
+        "routed_experts_quant_method",
+    ),
+    "fp8, two words on routed experts": ({**MIMO, "store_dtype": "fp8"}, "store_dtype"),
+    "mxfp8 blocks": ({**MINIMAX_MXFP8, "weight_block_size": [128, 128]}, "weight_block_size"),
+    "ascend w4a8": ({"quant_method": "ascend", "quantize": "w4a8_dynamic"}, "quantize"),
     "awq gemv": ({**AWQ, "version": "gemv"}, "version"),
     "awq llm-awq": ({**AWQ, "backend": "llm-awq"}, "version"),
     "gptq marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format"),
@@ -854,6 +926,10 @@ SENSELESS: dict[str, tuple[Json, str]] = {
     "gptq dynamic type": ({**GPTQ, "dynamic": {"+:.*": 4}}, "dynamic.+:.*"),
     "gptq pattern": ({**GPTQ, "dynamic": {"-:(": {}}}, "dynamic"),
     "gptq parts": ({**GPTQ, "modules_in_block_to_quantize": [[3]]}, "modules_in_block_to_quantize"),
+    "fp8, blocks of routed experts": ({**MIMO, "mxfp4_block_size": 16}, "mxfp4_block_size"),
+    "mxfp8 names": ({**MINIMAX_MXFP8, "ignored_layers": "lm_head"}, "ignored_layers"),
+    "ascend says nothing": ({"quant_method": "ascend"}, "quantize"),
+    "ascend modules": ({"quant_method": "ascend", "modules": ["W8A8_DYNAMIC"]}, "modules"),
     "awq bits": ({**AWQ, "bits": 8}, "bits"),
     "auto-round bits": ({**AUTO_ROUND, "extra_config": {"a": {"bits": "4"}}}, "extra_config.a.bits"),
     "bitnet class": ({**BITNET, "linear_class": "linear"}, "linear_class"),

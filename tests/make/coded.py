@@ -251,6 +251,11 @@ def _compressed(draw: Draw) -> Iterator[Case]:
             {"weight": weight, "weight_scale": scale},
             humming=_ct("int-quantized", "int", 8, name, None) if name == "channel" else None,
         )
+    ascend = SourceFormat("ascend", "int8", "uint8", "", 1, 0, options=(("has_offset", True),))
+    scale = draw.scales(N, 1)
+    yield Case(
+        "ascend", ascend, {"weight": weight, "weight_scale": scale, "weight_offset": torch.zeros(N, 1)}
+    )
     zeros = draw.integers(-128, 128, N, 1, dtype=torch.int8)
     asymmetric = SourceFormat("int", "int8", "uint8", "", 1, 0, True)
     tensors = {"weight": weight, "weight_scale": draw.scales(N, 1), "weight_zero_point": zeros}

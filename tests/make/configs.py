@@ -79,6 +79,12 @@ def hf_quant_config(algorithm: str, **more: Any) -> Json:
     return {"hf_quant_config": {"producer": {"name": "modelopt"}, "quantization": words}}
 
 
+ASCEND: Json = {"quantize": "w8a8_dynamic"}
+"""What users of msmodelslim's checkpoints write into config.json."""
+ASCEND_FILE: Json = {"quant_model_description": True}
+"""msmodelslim's own file, which `layouts` makes of the tensors."""
+
+
 def bitnet(**more: Any) -> Json:
     """transformers' bitnet."""
     return _of({"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"], **more})

@@ -130,6 +130,36 @@ ROWS.row(
     "mxfp4",
     layout=layouts.GPT_OSS,
 )
+ROWS.row(
+    "mxfp4-mimo",
+    pack.mxfp4(),
+    configs.fp8_blocks(
+        store_dtype="mxfp4",
+        mxfp4_block_size=32,
+        routed_experts_quant_method="mxfp4",
+        modules_to_not_convert=None,
+        ignored_layers=["model.layers.0.self_attn.o_proj", "model.decoder.self_attn.o_proj"],
+    ),
+    "`fp8` with `routed_experts_quant_method` or `store_dtype` mxfp4: fp8 dense layers, fp4 experts",
+    "mxfp4",
+    layout=layouts.MIMO_V2,
+    dense=pack.fp8("weight_scale_inv", _BLOCK),
+)
+ROWS.row(
+    "mxfp8-minimax",
+    pack.renamed(pack.mxfp8, weight_scale="weight_scale_inv"),
+    {
+        "quantization_config": {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, 32],
+            "ignored_layers": ["lm_head", "language_model.model.layers.0.block_sparse_moe.gate"],
+        }
+    },
+    "`mxfp8`, e8m0 `weight_scale_inv` in U8",
+    "mxfp8",
+    layout=layouts.MINIMAX_M3,
+)
 ROWS.row("modelopt-mxfp8", pack.mxfp8, configs.modelopt("MXFP8"), "`modelopt`, MXFP8", "mxfp8")
 ROWS.row(
     "modelopt-nvfp4",

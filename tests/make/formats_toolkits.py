@@ -10,7 +10,7 @@ from tests.make import configs
 from tests.make import packing as pack
 from tests.make import packing_tools as tools
 from tests.make.configs import Json
-from tests.make.layouts import plain
+from tests.make.layouts import GPT_OSS_QUARK, plain
 from tests.make.spec import Table
 
 BF16 = torch.bfloat16
@@ -116,6 +116,24 @@ ROWS.row(
 )
 ROWS.row("ct-mxfp8", pack.mxfp8, *_compressed("mxfp8-quantized", 8, "float", "group", group_size=32), "mxfp8")
 
+# --- Ascend -------------------------------------------------------------------------------------------------
+
+ROWS.row(
+    "ascend-w8a8",
+    pack.ascend_int8,
+    configs.ASCEND,
+    "`quantize` w8a8_dynamic in config.json, F32 scales",
+    refused=_CHANNELS,
+)
+ROWS.row(
+    "ascend-w8a8-file",
+    pack.ascend_int8,
+    configs.ASCEND_FILE,
+    "quant_model_description.json, W8A8_DYNAMIC",
+    refused=_CHANNELS,
+    layers=(pack.ascend_int8,),
+)
+
 # --- GPTQ, AWQ, AutoRound, BitNet ---------------------------------------------------------------------------
 
 _V2 = "gptq_v2"
@@ -162,6 +180,14 @@ ROWS.row(
     configs.awq(zero_point=False),
     "`awq` without zero points",
     "int4",
+    dtype=F16,
+)
+ROWS.row(
+    "awq-router-gate",
+    pack.awq(128),
+    configs.awq(modules_to_not_convert=["gate"]),
+    "`awq` whose `modules_to_not_convert` has `gate`, the router: `gate_proj` is quantized",
+    "int4-g128-zp",
     dtype=F16,
 )
 ROWS.row(
@@ -255,6 +281,14 @@ ROWS.row(
     configs.quark("fp4", "per_group", scale_format="e8m0", **_G32),
     "`quark`, fp4 with `scale_format` e8m0",
     "mxfp4",
+)
+ROWS.row(
+    "quark-mxfp4-gpt-oss",
+    tools.quark_gpt_oss,
+    configs.quark("fp4", "per_group", scale_format="e8m0", **_G32),
+    "as quark-mxfp4, `gate_up_proj` per expert, rows interleaved, biases",
+    "mxfp4",
+    layout=GPT_OSS_QUARK,
 )
 ROWS.row(
     "quark-mxfp4-embedded",

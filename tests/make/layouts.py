@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ def plain(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
 
 @dataclass(frozen=True)
 class Layout:
-    """One family's names. `dense`: square modules [H, H] beside the experts, stored as the experts are."""
+    """One family's names. `dense`: square modules [H, H] beside the experts, stored as the experts are.
+
+    pair: the name of an expert's own tensor of gate and up, whose rows alternate, where there is one.
+    """
 
     block: str
     words: tuple[str, str, str]
@@ -51,6 +54,7 @@ class Layout:
     dense: tuple[str, ...] = ()
     norm: str = "model.layers.{layer}.input_layernorm.weight"
     fused: Fused | None = None
+    pair: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,26 @@ def write_checkpoint(
     hf_quant_config = words.pop("hf_quant_config", None)
     if hf_quant_config:
         (folder / "hf_quant_config.json").write_text(json.dumps(hf_quant_config))
+    if words.pop("quant_model_description", False):
+        (folder / "quant_model_description.json").write_text(json.dumps(_description(tensors)))
     (folder / "config.json").write_text(json.dumps(words, indent=1))
     (folder / "tokenizer.json").write_text("{}")
     return truth
+
+
+def _description(tensors: Parts) -> Json:
+    """msmodelslim's: every tensor and its scheme."""
+    modules = {name.rpartition(".")[0] for name in tensors if name.endswith(".weight_offset")}
+    schemes = {
+        name: "W8A8_DYNAMIC" if name.rpartition(".")[0] in modules else "FLOAT" for name in sorted(tensors)
+    }
+    return {
+        "model_quant_type": "W8A8_DYNAMIC",
+        "version": "1.0.0",
+        **schemes,
+        "group_size": 0,
+        "metadata": {},
+    }
 
 
 def _expert(draw: Draw, encode: Encoder, sizes: Sizes, differs: bool) -> dict[str, Stored]:
@@ -125,12 +146,18 @@ def _meaning(experts: list[dict[str, Stored]]) -> Block:
 
 
 def _single(layout: Layout, experts: list[dict[str, Stored]]) -> Parts:
-    return {
+    named = {
         f"{e}.{word}.{part}": tensor
         for e, expert in enumerate(experts)
         for role, word in zip(ROLES, layout.words, strict=True)
         for part, tensor in expert[role].parts.items()
+        if role == "w2" or not layout.pair
     }
+    for e, expert in enumerate(experts if layout.pair else []):
+        for part, gate in expert["w1"].parts.items():
+            rows = [gate, expert["w3"].parts[part]]
+            named[f"{e}.{layout.pair}.{part}"] = _join(Fused(interleaved=True), "", part, rows)
+    return named
 
 
 def _stacks(fused: Fused, experts: list[dict[str, Stored]]) -> Parts:
@@ -151,6 +178,8 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _join(fused: Fused, name: str, part: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     """One expert's share of a stack's part."""
+    if not tensors[0].ndim:  # one number for the module, such as its activations' scale
+        return tensors[0]
     dtype, is_scale = tensors[0].dtype, "scale" in part and "scales" not in part
     if is_scale and fused.scales == "expert":
         return tensors[0].reshape(())
@@ -236,6 +265,18 @@ GPT_OSS = Layout(
     _inner_config("gpt_oss"),
     f"{_LAYER}.mlp.router.weight",
     fused=Fused(interleaved=True),
+)
+
+# Quark's: experts have tensors of their own, gate and up together.
+GPT_OSS_QUARK = replace(GPT_OSS, fused=None, pair="gate_up_proj")
+MIMO_V2 = replace(DEEPSEEK_V3, config=_deepseek_config("mimo_v2"), dense=(f"{_LAYER}.self_attn.qkv_proj",))
+MINIMAX_M3 = Layout(
+    "language_model.model.layers.{layer}.block_sparse_moe.experts",
+    ("w1", "w3", "w2"),
+    _nested(_inner_config("minimax_m3_vl_text"), "minimax_m3_vl"),
+    "language_model.model.layers.{layer}.block_sparse_moe.gate.weight",
+    ("language_model.model.layers.{layer}.self_attn.o_proj",),
+    norm="language_model.model.layers.{layer}.input_layernorm.weight",
 )
 
 

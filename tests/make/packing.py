@@ -178,6 +178,17 @@ def as_dtypes(encode: Encoder, **dtypes: torch.dtype) -> Encoder:
     return encoded
 
 
+def renamed(encode: Encoder, **names: str) -> Encoder:
+    """The same tensors, some under other names."""
+
+    def encoded(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
+        stored = encode(draw, n, k, second)
+        stored.parts = {names.get(part, part): tensor for part, tensor in stored.parts.items()}
+        return stored
+
+    return encoded
+
+
 def mxfp8(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     """fp8 with a power of two per 32 columns."""
     weight, exponents = draw.fp8(n, k), draw.exponents(n, k // 32, low=-16, high=-11)
@@ -256,6 +267,13 @@ def int8(asymmetric: bool = False, per_tensor: bool = False, dtype: torch.dtype 
         return Stored(parts, (codes - spread(zero, n, k)).double(), spread(scale, n, k))
 
     return encode
+
+
+def ascend_int8(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
+    """msmodelslim's int8: float32 scales and offsets [N, 1], all offsets zero."""
+    stored = int8(dtype=torch.float32)(draw, n, k, second)
+    stored.parts["weight_offset"] = torch.zeros(n, 1)
+    return stored
 
 
 def gptq(bits: int, size: int, asymmetric: bool = False, offset: int = 1, ordered: bool = False) -> Encoder:

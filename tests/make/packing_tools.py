@@ -69,6 +69,14 @@ def quark_fp4(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     )
 
 
+def quark_gpt_oss(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
+    """mxfp4 with a bias and a scale of the activations."""
+    stored = quark_fp4(draw, n, k, second)
+    stored.bias = (draw.normal(n) * 0.1).bfloat16()
+    stored.parts |= {"bias": stored.bias, "input_scale": torch.tensor(0.5)}
+    return stored
+
+
 def quark_fp4_fp8(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     """fp4 in groups of 16 whose scales are fp8 under a scale of the matrix."""
     codes = draw.integers(0, 16, n, k)

@@ -24,8 +24,8 @@ from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
 from tests.make import conversions
-from tests.make.formats import FORMATS, Written, write
-from tests.make.layouts import Block
+from tests.make.formats import FORMATS, FormatSpec, Written, write
+from tests.make.layouts import GPT_OSS_QUARK, Block, plain
 from tests.make.packing import mxfp4
 from tests.make.tensors import snapshot
 
@@ -75,7 +75,8 @@ def plain_twin(folder: Path, written: Written) -> Path:
                     tensors[f"{block}.{e}.{word}.bias"] = parts[f"b{role[1]}"][e].clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     words = json.loads((written.folder / "config.json").read_text())
-    words.pop("quantization_config", None)
+    for key in ("quantization_config", "quantize"):
+        words.pop(key, None)
     (folder / "config.json").write_text(json.dumps(words))
     return folder
 
@@ -191,6 +192,16 @@ def test_requantized_as_the_same_numbers_in_float32(name: str, get: Get, tmp_pat
     conversions.run(written.folder, cut, schema, Grid(tp=written.spec.tp), threads=1)
     assert_decodes_to(cut, decoded)
     conversions.assert_verified(cut, written.folder)
+
+
+def test_floats_of_gate_and_up_in_one_tensor_of_an_expert(tmp_path: Path) -> None:
+    """Without biases, when several experts' floats are taken as one stack where they lie as one."""
+    written = write(tmp_path / "src", FormatSpec(plain, {}, "", layout=GPT_OSS_QUARK))
+    out, twin = tmp_path / "out", tmp_path / "twin"
+    conversions.run(written.folder, out, "mxfp4", Grid(tp=2))
+    conversions.run(plain_twin(tmp_path / "plain", written), twin, "mxfp4", Grid(tp=2))
+    assert expert_files(out) == expert_files(twin)
+    conversions.assert_verified(out, written.folder)
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "modelopt-nvfp4", "awq", "mxfp4-gpt-oss"])
@@ -326,6 +337,7 @@ def tensors_of_an_expert(written: Written) -> list[str]:
     names = [name for name in load_file(written.folder / "model.safetensors") if name.startswith(f"{block}.")]
     if written.spec.layout.fused is None:
         words = written.spec.layout.words[1:]
+        words = (written.spec.layout.pair, words[1]) if written.spec.layout.pair else words
         names = [n for n in names if n.startswith(tuple(f"{block}.1.{word}." for word in words))]
     return [name for name in names if not name.endswith(UNUSED)]
 

@@ -63,6 +63,8 @@ CASES: dict[str, tuple[str, str]] = {
     "fused-fp8-projection": ("fp8", "fp8-block"),
     "quark-fp8-channel": ("fp8", "fp8"),
     "quark-int8": ("int8", "int8"),
+    "ascend-w8a8": ("int8", "int8"),
+    "ascend-w8a8-file": ("int8", "int8"),
     "ct-naive-int8": ("int8", "int8"),
     "fp8-tensor": ("fp8", "fp8-block"),
     "fp8-tensor-apart": ("fp8", "fp8-block"),
