@@ -6,6 +6,7 @@ Legend: E experts, I intermediate size, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hqconv.errors import InputError
@@ -21,6 +22,7 @@ from hqconv.experts.checks import (
     check_one_form,
     check_one_format,
     contradiction,
+    one_declared,
 )
 from hqconv.formats.complete import PART_NAMES, UNUSED_PARTS, Completed, complete, logical_shape
 from hqconv.formats.format import SourceFormat
@@ -49,9 +51,8 @@ def build_block(
     raw = (
         _raw_single(family, name, found) if found.experts else _raw_stacked(family, name, found, sizes, count)
     )
-    declared = {
-        role: format_of(_module_of(family, name, role, bool(found.stacks))) for role in family.projections
-    }
+    modules = partial(_module_of, family, name, is_stacked=bool(found.stacks))
+    declared = one_declared(modules, family.projections, count if found.experts else 1, format_of)
     hidden, inner = _matrix_sizes(sizes, declared["w2"], raw["w2"], count)
     done = _complete(declared, raw, count, (hidden, inner), sizes)
     parts = {
@@ -91,9 +92,9 @@ def _unused(done: Mapping[str, Completed], raw: RoleParts, found: Found, count: 
     return unused
 
 
-def _module_of(family: Family, name: str, role: str, is_stacked: bool) -> str:
+def _module_of(family: Family, name: str, role: str, expert: int, *, is_stacked: bool) -> str:
     if not is_stacked:
-        return f"{name}.0.{family.projections[role]}"
+        return f"{name}.{expert}.{family.projections[role]}"
     return f"{name}.{_stack_of(family, role).name}"
 
 
@@ -247,7 +248,7 @@ def _complete(
             )
         except InputError as error:
             raise _in_words(error, raw[role], sizes) from error
-    check_one_format(done, raw)
+    check_one_format(declared, done, raw)
     return done
 
 

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 
 from hqconv.formats.format import ANY, PLAIN, SourceFormat
 from hqconv.formats.words import (
+    Matcher,
     Rule,
     Text,
     Words,
     always,
     beginning_with,
     containing,
+    globbed_in,
     holding,
+    parents,
     regex,
     skipped_by_transformers,
     when,
@@ -65,7 +68,10 @@ def fp8(words: Words, text: Text) -> list[Rule]:
 
 
 def _routed_experts(words: Words, text: Text) -> Iterator[Rule]:
-    """The rule for routed experts that are stored otherwise than the rest of an fp8 checkpoint."""
+    """The rules for routed experts that are stored otherwise than the rest of an fp8 checkpoint.
+
+    Where ModelOpt quantized them, those that it left out are as they were (an MTP block's).
+    """
 
     def is_routed(module: str) -> bool:
         return ".experts." in f".{module}."
@@ -74,9 +80,22 @@ def _routed_experts(words: Words, text: Text) -> Iterator[Rule]:
     if words.has("moe_quant_algo"):
         if words.text("moe_quant_algo") != "nvfp4":
             raise words.unsupported("moe_quant_algo", "NVFP4")
-        yield when(is_routed, nvfp4_format("nvfp4", 16))
-    elif source.has("expert_dtype") and source.text("expert_dtype", ("fp4", "fp8")) == "fp4":
+        is_quantized = _of_modelopt(words)
+        yield when(lambda module: is_routed(module) and is_quantized(module), nvfp4_format("nvfp4", 16))
+    if source.has("expert_dtype") and source.text("expert_dtype", ("fp4", "fp8")) == "fp4":
         yield when(is_routed, MXFP4)
+
+
+def _of_modelopt(words: Words) -> Matcher:
+    """Whether ModelOpt quantized a module of an fp8 checkpoint: listed with its algorithm, and not to be ignored."""
+    keys = ("ignore", "exclude_modules")
+    ignored = globbed_in(words.names(*keys), words.where(words.first(*keys)), with_parents=True)
+    layers = dict(words.tables("quantized_layers"))
+    for layer in layers.values():
+        if layer.text("quant_algo") not in ("nvfp4", "w4a16_nvfp4"):
+            raise layer.unsupported("quant_algo", "NVFP4")
+    is_all = not words.has("quantized_layers")
+    return lambda module: not ignored(module) and (is_all or any(name in layers for name in parents(module)))
 
 
 def fbgemm_fp8(words: Words, _text: Text) -> list[Rule]:
