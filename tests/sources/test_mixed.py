@@ -168,9 +168,10 @@ def test_resuming(mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             raise OutputError("The disk is full.")
         publish(writer)
 
-    with monkeypatch.context() as patched, pytest.raises(OutputError, match="disk is full"):
+    with monkeypatch.context() as patched:
         patched.setattr(GroupWriter, "publish", fail)
-        conversions.run(mixed.folder, out, "source")
+        with pytest.raises(OutputError, match="disk is full"):
+            conversions.run(mixed.folder, out, "source")
     assert not (out / "hqconv.json").exists()
     last = next(reversed(mixed.schemas))
     (tmp_path / "recipe.toml").write_text(f'[[override]]\nblocks = "{last}"\nschema = "int8"\n')
@@ -292,8 +293,8 @@ def test_an_override_names_a_schema_beside_the_sources_own(mixed: Mixed, tmp_pat
     kinds = {"": "quantized", "mxfp4": "requantized"}
     assert (words[last]["schema_name"], words[last]["conversion"]) == ("int8", kinds[mixed.schemas[last]])
     conversions.assert_verified(out, mixed.folder)
+    overrides = load_recipe(tmp_path / "all.toml").overrides
     with pytest.raises(RequestError, match="leave no block"):
-        overrides = load_recipe(tmp_path / "all.toml").overrides
         conversions.run(mixed.folder, tmp_path / "no", "source", overrides=overrides)
 
 
