@@ -48,6 +48,7 @@ REGEXES = [
     r"[a-m]+odel",
     r"(?i)MODEL\.LAYERS\.0",
     "layers-1",
+    "model.layers.0.mlp.shared.experts",
     "a",
     "mtp",
     "",

@@ -243,8 +243,10 @@ def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its
 ) -> None:
     """It cannot be cut for them; nor can one whose exponents are in its codes. Blocks that are left stay so."""
     assert recut(replace(served, left=("mtp.0.experts",))) == recut(served)
-    name, block = next(iter(served.blocks.items()))
-    other = replace(served, blocks={**served.blocks, name: of_inputs(block, INPUT_PRESETS["int8"])})
+    plain = made(served, schema=resolve_schema("int8"))
+    assert " --schema source " in recut(plain)
+    name, block = next(iter(plain.blocks.items()))
+    other = replace(plain, blocks={**plain.blocks, name: of_inputs(block, INPUT_PRESETS["int8"])})
     assert recut(other).startswith("`hqconv convert original -o ")
     assert " --config RECIPE " in recut(other)
     folded = recut(made(served, inputs=INPUT_PRESETS["fp8"]))

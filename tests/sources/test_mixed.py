@@ -298,6 +298,19 @@ def test_an_override_names_a_schema_beside_the_sources_own(mixed: Mixed, tmp_pat
         conversions.run(mixed.folder, tmp_path / "no", "source", overrides=overrides)
 
 
+def test_where_an_override_names_the_schema_nothing_must_be_kept(tmp_path: Path) -> None:
+    """Gate and up with second scales of their own cannot keep their codes: an error, or counted where asked for."""
+    written = write(tmp_path / "src", replace(V4_NVFP4, differs=True))
+    with pytest.raises(InputError, match="different tensor-level scales"):
+        conversions.run(written.folder, tmp_path / "no", "source")
+    (tmp_path / "r.toml").write_text('[[override]]\nlayers = "0-1"\nschema = "nvfp4"\n')
+    overrides, out = load_recipe(tmp_path / "r.toml").overrides, tmp_path / "out"
+    conversions.run(written.folder, out, "source", overrides=overrides)
+    errors = [block["quantization_error"]["w1"] for block in conversions.manifest(out)["blocks"].values()]
+    assert [error["num_experts_requantized"] for error in errors] == [3, 3, 0]
+    conversions.assert_verified(out, written.folder)
+
+
 # --- several formats inside a block ------------------------------------------------------------------------
 
 
