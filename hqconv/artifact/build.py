@@ -42,7 +42,9 @@ def artifact_config(source: Source, plan: Plan) -> dict[str, Any]:
     words = copy.deepcopy(source.config)
     if request.layout == artifact.CHECKPOINT:
         names = [block.name for block in plan.experts.blocks]
-        words["quantization_config"] = artifact.humming_quantization_config(request.schema, names)
+        words["quantization_config"] = artifact.humming_quantization_config(
+            request.schema, names, plan.experts.left
+        )
     else:
         words = artifact.refuse_transformers(words)
         words["quantization_config"] = artifact.hqconv_quantization_config(

@@ -84,7 +84,8 @@ class ArtifactHeaders(SafetensorsHeaders):
             what, remedy = "A rank file holds a tensor that no kernel reads.", "Verify the artifact."
             raise InputError(what, where=stray, remedy=remedy)
         because = f"{self.artifact.manifest.get('family_chosen_because')}; read back from the kernel layout"
-        return ExpertMap(self.artifact.family.name, because, blocks, converted, copied, dropped)
+        left = self.artifact.left  # among the copied tensors
+        return ExpertMap(self.artifact.family.name, because, blocks, converted, copied, dropped, left)
 
     def _block(self, name: str) -> ExpertBlock:
         block = self.artifact.expert_block(name)

@@ -6,10 +6,11 @@ Legend: E experts, I intermediate size, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hqconv.errors import InputError
-from hqconv.experts.block import IDENTITY, ExpertBlock, Parts, PartSource, View
+from hqconv.experts.block import ExpertBlock, Parts, PartSource
 from hqconv.experts.checks import (
     REMEDY,
     Found,
@@ -21,15 +22,13 @@ from hqconv.experts.checks import (
     check_one_form,
     check_one_format,
     contradiction,
+    one_declared,
 )
 from hqconv.experts.input_scales import find_input_scales
+from hqconv.experts.places import names_of, raw_parts, raw_single, raw_stacked
 from hqconv.formats.complete import PART_NAMES, UNUSED_PARTS, Completed, complete, logical_shape
 from hqconv.formats.format import SourceFormat
 from hqconv.schemas.families import Family
-from hqconv.schemas.tensors import TensorRef, TensorSpec
-
-# Always [out, in], whatever the floats' orientation: packed four bits at a time, or no matrix at all.
-_NEVER_TRANSPOSED = ("blocks", "scales", "bias")
 
 
 def build_block(
@@ -47,10 +46,9 @@ def build_block(
     """
     check_one_form(found)
     count = _count(family, name, found, sizes)
-    raw = (
-        _raw_single(family, name, found) if found.experts else _raw_stacked(family, name, found, sizes, count)
-    )
-    declared = {role: format_of(_module_of(family, name, role, raw[role])) for role in family.projections}
+    raw = raw_single(family, name, found) if found.experts else raw_stacked(family, name, found, sizes, count)
+    modules = partial(_module_of, family, name, raw)
+    declared = one_declared(modules, family.projections, count if found.experts else 1, format_of)
     hidden, inner = _matrix_sizes(sizes, declared["w2"], raw["w2"], count)
     done = _complete(declared, raw, count, (hidden, inner), sizes)
     parts = {
@@ -83,7 +81,7 @@ def _unused(done: Mapping[str, Completed], raw: RoleParts, found: Found, count: 
         for role, one in done.items()
         for key, reason in one.unused.items()
         if found.stacks
-        for name in _names(raw[role][key], count)
+        for name in names_of(raw[role][key], count)
     }
     for roles in found.experts.values():
         for parts in roles.values():
@@ -91,12 +89,12 @@ def _unused(done: Mapping[str, Completed], raw: RoleParts, found: Found, count: 
     return unused
 
 
-def _module_of(family: Family, name: str, role: str, parts: Mapping[str, PartSource]) -> str:
-    first = next(iter(parts.values()))
+def _module_of(family: Family, name: str, raw: RoleParts, role: str, expert: int) -> str:
+    first = next(iter(raw[role].values()))
     if first.is_stacked:
         return f"{name}.{next(stack for stack in family.stacks if role in stack.roles).name}"
     stack = family.expert_stack(first.template.format(expert=0), name)
-    return f"{name}.0.{stack.name if stack else family.projections[role]}"
+    return f"{name}.{expert}.{stack.name if stack else family.projections[role]}"
 
 
 # --- how many experts --------------------------------------------------------------------------------------
@@ -115,111 +113,6 @@ def _count(family: Family, name: str, found: Found, sizes: Sizes) -> int:
     return first.shape[0]
 
 
-# --- where the parts are -----------------------------------------------------------------------------------
-
-
-def _raw_single(family: Family, name: str, found: Found) -> RoleParts:
-    """The parts of every projection, as expert 0 has them."""
-    raw: RoleParts = {}
-    for role, word in family.projections.items():
-        for e, roles in sorted(found.experts.items()):
-            if role not in roles:
-                missing = f"{name}.{e}.{word}.weight"
-                raise contradiction("An expert lacks a projection.", missing, "present", "no such tensor")
-        for key, ref in found.experts[0][role].items():
-            stack = family.expert_stack(ref.name, name)
-            view = (
-                View(False, stack.roles.index(role), len(stack.roles), stack.interleaved)
-                if stack
-                else IDENTITY
-            )
-            template = ref.name.replace(f"{name}.0.", f"{name}.{{expert}}.", 1)
-            raw.setdefault(role, {})[key] = PartSource(template, ref.dtype, ref.shape, view)
-    return raw
-
-
-def _raw_stacked(family: Family, name: str, found: Found, sizes: Sizes, count: int) -> RoleParts:
-    """The parts of every projection in the block's stacks."""
-    for stack in family.stacks:
-        if stack.name not in found.stacks:
-            where = f"{name}.{stack.name}"
-            raise contradiction("A block lacks a stack of projections.", where, "present", "no such tensor")
-    if all(stack.transposed is not None for stack in family.stacks):
-        return _stacked_as(family, found, {s.name: bool(s.transposed) for s in family.stacks})
-    fits = []
-    for transposed in (False, True):
-        flags = {s.name: transposed if s.transposed is None else s.transposed for s in family.stacks}
-        raw = _stacked_as(family, found, flags)
-        if _fits(raw, sizes, count):
-            fits.append(raw)
-    if len(fits) != 1:
-        ref = next(iter(found.stacks[family.stacks[0].name].values()))
-        sides = f"{sizes.hidden[1] if sizes.hidden else '?'} and {sizes.intermediate[1] if sizes.intermediate else '?'}"
-        expected = f"[E, out, in] or [E, in, out] with the config's hidden and intermediate size {sides}"
-        what = (
-            "The orientation of a block's stacks cannot be told."
-            if fits
-            else "A stack has an unexpected shape."
-        )
-        raise contradiction(what, ref.name, expected, list(ref.shape))
-    return fits[0]
-
-
-def _stacked_as(family: Family, found: Found, transposed: Mapping[str, bool]) -> RoleParts:
-    raw: RoleParts = {role: {} for role in family.projections}
-    for stack in family.stacks:
-        tensors = found.stacks[stack.name]
-        for index, role in enumerate(stack.roles):
-            for key, ref in tensors.items():
-                is_turned = transposed[stack.name] and key not in _NEVER_TRANSPOSED
-                is_turned = is_turned and not _is_column(ref.shape, tensors.get("weight"))
-                view = View(is_turned, index, len(stack.roles), stack.interleaved)
-                is_flat = stack.flat and key not in _NEVER_TRANSPOSED
-                raw[role][key] = PartSource(ref.name, ref.dtype, ref.shape, view, is_flat)
-    return raw
-
-
-def _is_column(shape: tuple[int, ...], weight: TensorRef | None) -> bool:
-    """Whether a part of a weight [E, in, out] is [E, out, 1]: fbgemm's `down_proj_scale` in transformers."""
-    return weight is not None and len(weight.shape) == 3 and shape == (weight.shape[0], weight.shape[2], 1)
-
-
-def _fits(raw: RoleParts, sizes: Sizes, count: int) -> bool:
-    """Whether every weight has its size under these views."""
-    if sizes.hidden is None or sizes.intermediate is None:
-        return False
-    for role, parts in raw.items():
-        shape = (sizes.intermediate[1], sizes.hidden[1])
-        try:
-            if "weight" in parts and parts["weight"].logical_shape(count) != (
-                shape[::-1] if role == "w2" else shape
-            ):
-                return False
-        except ValueError:
-            return False
-    return True
-
-
-def _raw_parts(parts: Mapping[str, PartSource], count: int, role: str) -> dict[str, TensorSpec]:
-    """The headers of one projection, its codes first: where a partner is missing, they name the place."""
-    raw = {}
-    for key, part in sorted(parts.items(), key=lambda item: PART_NAMES.index(item[0])):
-        try:
-            shape = part.logical_shape(count)
-        except ValueError as error:
-            expected = f"{count} experts' {role}"
-            raise contradiction(
-                "A fused tensor cannot be dealt to its experts.", part.template, expected, error
-            ) from None
-        raw[key] = TensorSpec(part.template.format(expert=0), part.dtype, shape)
-    return raw
-
-
-def _names(part: PartSource, count: int) -> list[str]:
-    experts = range(1) if part.is_stacked else range(count)
-    return [part.template.format(expert=expert) for expert in experts]
-
-
 # --- sizes and formats -------------------------------------------------------------------------------------
 
 
@@ -229,7 +122,7 @@ def _matrix_sizes(
     """Hidden and intermediate size, from the config or else from the down projection."""
     if sizes.hidden and sizes.intermediate:
         return sizes.hidden[1], sizes.intermediate[1]
-    shape = logical_shape(declared, _raw_parts(raw, count, "w2"))
+    shape = logical_shape(declared, raw_parts(raw, count, "w2"))
     if shape is None:
         first = next(iter(raw.values()))
         what = "The size of an expert's matrix cannot be told from its tensor."
@@ -246,11 +139,11 @@ def _complete(
     for role, source in declared.items():
         try:
             done[role] = complete(
-                source, _raw_parts(raw[role], count, role), *(wide if role == "w2" else wide[::-1])
+                source, raw_parts(raw[role], count, role), *(wide if role == "w2" else wide[::-1])
             )
         except InputError as error:
             raise _in_words(error, raw[role], sizes) from error
-    check_one_format(done, raw)
+    check_one_format(declared, done, raw)
     return done
 
 

@@ -5,10 +5,10 @@ Legend: E experts, I intermediate size, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from hqconv.errors import InputError
+from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import Parts, PartSource, View
 from hqconv.formats.complete import UNUSED_PARTS, Completed
 from hqconv.formats.format import SourceFormat
@@ -74,14 +74,53 @@ def check_indices(name: str, experts: Mapping[int, object], count: Size | None) 
     )
 
 
-def check_one_format(done: Mapping[str, Completed], raw: RoleParts) -> None:
-    """All projections of a block are stored alike."""
+_ONE_FORMAT = (
+    "Convert the original checkpoint that it was made from, or one with a format for each whole block."
+)
+
+
+def one_declared(
+    module_of: Callable[[str, int], str],
+    roles: Collection[str],
+    count: int,
+    format_of: Callable[[str], SourceFormat],
+) -> dict[str, SourceFormat]:
+    """The format that the config declares for each projection, the same for every expert.
+
+    `module_of`: role and expert → the module to ask for. Raises RequestError, naming one that is not as most are.
+    """
+    found = {}
+    for role in roles:
+        formats = [format_of(module_of(role, e)) for e in range(count)]
+        found[role] = formats[0]
+        if all(one is formats[0] or one == formats[0] for one in formats):
+            continue
+        usual = max((one for e, one in enumerate(formats) if one not in formats[:e]), key=formats.count)
+        e, other = next((e, one) for e, one in enumerate(formats) if one != usual)
+        raise RequestError(
+            "A block mixes formats: the config declares another one for some of its experts.",
+            where=module_of(role, e),
+            expected=f"{usual.describe()}, as for {formats.count(usual)} of {count} experts: a kernel takes one",
+            found=other.describe(),
+            remedy=_ONE_FORMAT,
+        )
+    return found
+
+
+def check_one_format(
+    declared: Mapping[str, SourceFormat], done: Mapping[str, Completed], raw: RoleParts
+) -> None:
+    """All projections of a block are stored alike. Raises RequestError where the config says that they are not."""
     first = done["w2"]
     for role, one in done.items():
         if (one.format, set(one.used)) != (first.format, set(first.used)):
             where = raw[role][one.used["weight"]].template.format(expert=0)
             texts = [f"{c.format.describe()} ({', '.join(sorted(c.used))})" for c in (first, one)]
-            raise contradiction("A block mixes formats.", where, f"{texts[0]} as its w2", texts[1])
+            expected = f"{texts[0]} as its w2"
+            if declared[role] != declared["w2"]:
+                what = "A block mixes formats: the config declares another one for some of its projections."
+                raise RequestError(what, where=where, expected=expected, found=texts[1], remedy=_ONE_FORMAT)
+            raise contradiction("A block mixes formats.", where, expected, texts[1])
         dtypes = [
             r[role_].dtype
             for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))
@@ -132,6 +171,9 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
     for role, whole in raw.items():
         refs = {key: ref for key, ref in roles[role].items() if key not in UNUSED_PARTS}
         like = {key: part for key, part in whole.items() if key not in UNUSED_PARTS}
+        if like.keys() - refs.keys() and refs.keys() - like.keys():
+            ref, texts = refs[min(refs.keys() - like.keys())], [_parts_of(one) for one in (like, refs)]
+            raise contradiction("A block mixes formats.", ref.name, f"{texts[0]} as in expert 0", texts[1])
         if refs.keys() != like.keys():
             for key in sorted(like.keys() - refs.keys()):
                 where = like[key].template.format(expert=expert)
@@ -149,3 +191,7 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
             if ref.dtype != first.dtype:
                 expected = f"{first.dtype} as {first.template.format(expert=0)}"
                 raise contradiction("A block mixes dtypes.", ref.name, expected, ref.dtype)
+
+
+def _parts_of(parts: Mapping[str, TensorRef | PartSource]) -> str:
+    return ", ".join(f"{key} {part.dtype}" for key, part in sorted(parts.items()))

@@ -65,7 +65,7 @@ class ExpertMap:
         moved |= {name for name in self.dropped if name.startswith(within)}
         copied = moved.union(self.copied)
         converted = {name: block for name, block in self.converted.items() if name not in moved}
-        left = tuple(block.name for block in self.blocks if block.name in names)
+        left = (*self.left, *(block.name for block in self.blocks if block.name in names))
         return replace(
             self,
             blocks=kept,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.formats import ascend, humming, methods, quark, schemes
+from hqconv.formats import ascend, floats, humming, methods, quark, schemes
 from hqconv.formats.format import PLAIN, SourceFormat
 from hqconv.formats.words import Matcher, Rule, Words
 
@@ -20,13 +20,13 @@ _PARSERS: dict[str, Parser] = {
     "bitnet": methods.bitnet,
     "bitsandbytes": methods.bitsandbytes,
     "compressed-tensors": schemes.compressed_tensors,
-    "fbgemm_fp8": methods.fbgemm_fp8,
-    "fp8": methods.fp8,
+    "fbgemm_fp8": floats.fbgemm_fp8,
+    "fp8": floats.fp8,
     "gptq": methods.gptq,
     "humming": humming.humming,
     "modelopt": schemes.modelopt,
-    "mxfp4": methods.mxfp4,
-    "mxfp8": methods.mxfp8,
+    "mxfp4": floats.mxfp4,
+    "mxfp8": floats.mxfp8,
     "quark": quark.quark,
 }
 # What tools that write a method read otherwise than its rules: these modules may also be left out.

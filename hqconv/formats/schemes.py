@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hqconv.formats.floats import MXFP4, nvfp4_format
 from hqconv.formats.format import PLAIN, SourceFormat
-from hqconv.formats.methods import MXFP4, nvfp4_format
 from hqconv.formats.words import (
     LARGEST,
     Rule,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from hqconv.errors import InputError, RequestError
@@ -144,6 +145,37 @@ def regex(pattern: str, where: str) -> re.Pattern[str]:
         ) from error
 
 
+class Searches:
+    """Regular expressions that are matched from the start of names, of which a config may have hundreds.
+
+    patterns: each with a text that all its matches begin with, where a dot stands for any character.
+    """
+
+    def __init__(self, patterns: Iterable[tuple[str, re.Pattern[str]]]) -> None:
+        self._patterns = list(patterns)
+        self._near = cache(self._that_may_match)
+
+    def match(self, name: str) -> bool:
+        """Whether one matches. Names that differ in their last two words only are looked up together."""
+        return any(search.match(name) for search in self._near(name.rsplit(".", 2)[0]))
+
+    def _that_may_match(self, stem: str) -> list[re.Pattern[str]]:
+        """Those that may match a name that begins with the stem."""
+        return [
+            search
+            for start, search in self._patterns
+            if all(one in (".", other) for one, other in zip(start, stem, strict=False))
+        ]
+
+
+def start_of(pattern: str) -> str:
+    """What all matches of a regular expression begin with, a dot for any character; maybe less than all of that."""
+    found = re.match(r"\^?((?:[\w.-]|\\\.)*)([*+?{]?)", "" if "|" in pattern else pattern)
+    assert found is not None
+    start = found[1][: -2 if found[1].endswith("\\.") else -1] if found[2] else found[1]
+    return start.replace("\\.", ".")
+
+
 def when(matches: Matcher, gives: SourceFormat = PLAIN) -> Rule:
     """The rule that gives a format to the modules that match."""
     return lambda module: gives if matches(module) else None
@@ -165,29 +197,26 @@ def named_in(patterns: Iterable[str], where: str) -> Matcher:
     """Names that equal an entry, or match one that begins with "re:" from their start; parents count too."""
     patterns = list(patterns)
     exact = {pattern for pattern in patterns if not pattern.startswith("re:")}
-    searches = [regex(pattern[3:], where) for pattern in patterns if pattern.startswith("re:")]
-
-    def matches(module: str) -> bool:
-        return any(name in exact or any(s.match(name) for s in searches) for name in parents(module))
-
-    return matches
+    expressions = [pattern[3:] for pattern in patterns if pattern.startswith("re:")]
+    searches = Searches((start_of(pattern), regex(pattern, where)) for pattern in expressions)
+    is_named = cache(lambda name: name in exact or searches.match(name))
+    return lambda module: any(is_named(name) for name in parents(module))
 
 
 def globbed_in(patterns: Iterable[str], where: str, with_parents: bool) -> Matcher:
     """Names that match a shell pattern as a whole, or an entry that begins with "re:" from their start."""
     patterns = list(patterns)
     exact = {pattern for pattern in patterns if not set("*?[:") & set(pattern)}
-    searches = [
-        regex(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern), where)
-        for pattern in patterns
-        if pattern not in exact
-    ]
-
-    def matches(module: str) -> bool:
-        names = parents(module) if with_parents else [module]
-        return any(name in exact or any(s.match(name) for s in searches) for name in names)
-
-    return matches
+    globs = [p for p in patterns if p not in exact and not p.startswith("re:")]
+    expressions = [p[3:] for p in patterns if p not in exact and p.startswith("re:")]
+    searches = Searches(
+        [
+            *((re.split(r"[*?[]", glob)[0], regex(fnmatch.translate(glob), where)) for glob in globs),
+            *((start_of(expression), regex(expression, where)) for expression in expressions),
+        ]
+    )
+    is_named = cache(lambda name: name in exact or searches.match(name))
+    return lambda module: any(is_named(name) for name in (parents(module) if with_parents else [module]))
 
 
 def beginning_with(search: re.Pattern[str]) -> Matcher:
@@ -218,6 +247,18 @@ def skipped_by_transformers(patterns: Iterable[str], where: str) -> Matcher:
     Source: `should_convert_module` of transformers.quantizers.quantizers_utils.
     """
     patterns = list(patterns)
-    searches = [regex(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", where) for pattern in patterns]
-    endings = tuple(patterns)
-    return lambda module: module.endswith(endings) or any(search.match(module) for search in searches)
+    after = r"(?:(?<=\.)|(?=\.|$))"
+    searches = Searches((start_of(one), regex(rf"(?:{one}){after}", where)) for one in patterns)
+    endings = set(patterns)
+    sizes = sorted({len(pattern) for pattern in endings})
+
+    def matches(module: str) -> bool:
+        return any(module[-size:] in endings for size in sizes if size) or searches.match(module)
+
+    return (lambda _module: True) if "" in endings else matches
+
+
+def skipped_names(words: Words, *keys: str) -> Rule:
+    """The rule for modules that a method's words name as left out, as transformers reads them."""
+    names = [name for key in keys for name in words.names(key)]
+    return when(skipped_by_transformers(names, words.where(words.first(*keys))))

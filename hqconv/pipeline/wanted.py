@@ -12,7 +12,7 @@ from hqconv.pipeline.options import choose_device, default_out, parse_bytes
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import InputSchema, resolve_inputs
-from hqconv.schemas.recipe import Override, assign
+from hqconv.schemas.recipe import Choice, Override, assign
 from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Wanted:
     def plan(self, source: Headers) -> Plan:
         """The plan for a source. Raises what `convert` raises before it writes."""
         from hqconv.planning.importance import read_importance
+        from hqconv.planning.own_schema import plain_blocks
         from hqconv.planning.plan import make_plan
         from hqconv.planning.request import make_request
 
@@ -50,6 +51,8 @@ class Wanted:
         experts = source.map_experts()
         choices = assign(self.overrides, {block.name: block.layer for block in experts.blocks})
         left = {name for name, choice in choices.items() if choice.is_left}
+        if chosen is None:
+            left |= {name for name in plain_blocks(experts) if choices.get(name, Choice()).schema is None}
         if left:
             experts = experts.without(left, source.tensors)
         words = {"target": self.target, "layout": self.layout, "inputs": inputs, "quantizer": self.quantizer}

@@ -38,15 +38,30 @@ def check_request(experts: ExpertMap, request: Request) -> None:
             _check_kind(kind)
     if request.layout == artifact.CHECKPOINT and request.of_blocks:
         what, remedy = "The checkpoint layout has one schema for all blocks.", "Use --layout kernel."
-        raise RequestError(what, where="--layout checkpoint", found="overrides", remedy=remedy)
+        found = "; ".join(f"{kind.schema.name}, {kind.inputs.name} activations" for kind in request.kinds)
+        raise RequestError(what, where="--layout checkpoint", found=found, remedy=remedy)
     if request.layout == artifact.CHECKPOINT and request.grid != Grid():
         raise RequestError(
             "The checkpoint layout is unsharded: it serves at any TP and EP.",
             where="--layout checkpoint",
             remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
         )
+    if request.layout == artifact.CHECKPOINT:
+        _check_left(experts.left)
     for block in experts.blocks:
         _check_sizes(block, request)
+
+
+def _check_left(left: Iterable[str]) -> None:
+    """The checkpoint layout's config names experts that are left as they are, as vLLM knows them: by their layer."""
+    for name in left:
+        if artifact.vllm_pattern(name) is None:
+            raise RequestError(
+                "The checkpoint layout cannot say that these experts are left as they are.",
+                where=f"--layout checkpoint, {name}",
+                expected="experts of a numbered layer, which vLLM knows by the same number",
+                remedy="Use --layout kernel, or name a schema for them in a recipe.",
+            )
 
 
 def _check_scales(kind: KernelKind) -> None:
@@ -187,11 +202,12 @@ def _kernel_warnings(kind: KernelKind) -> Iterator[str]:
 
 def _rounding_warnings(experts: ExpertMap, request: Request) -> list[str]:
     """Which scales are rounded although nobody asked for it: where the schema's codes are the source's."""
-    schema, dtype = request.schema, request.param_dtype
+    dtype = request.param_dtype
     kinds = {
         block.format.scale_dtype
         for block in experts.blocks
-        if not request.must_be_direct and conversion_of(block.format, schema, dtype) == DIRECT_ROUNDED
+        if not request.keeps(block.name)
+        and conversion_of(block.format, request.kind_of(block.name).schema, dtype) == DIRECT_ROUNDED
     }
     return [
         f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "

@@ -169,7 +169,7 @@ def _encoding(block: ExpertBlock, request: Request) -> Encoding:
         block.format,
         request.kind_of(block.name).schema,
         request.param_dtype,
-        must_be_direct=request.must_be_direct,
+        must_be_direct=request.keeps(block.name),
         round_scales=request.round_scales,
         quantizer=request.quantizer,
         importance=None if importance is None else importance.of_block(block.name),

@@ -1,4 +1,4 @@
-"""`--schema source`: the target schema that keeps what a quantized source already holds.
+"""`--schema source`: the target schemas that keep what a quantized source already holds, block by block.
 
 Legend: I intermediate size, H hidden size; a block scale serves bn rows × bk columns.
 """
@@ -6,7 +6,8 @@ Legend: I intermediate size, H hidden size; a block scale serves bn rows × bk c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from hqconv.errors import RequestError
 from hqconv.experts.block import ExpertBlock
@@ -20,43 +21,50 @@ _MAX_BLOCK = 128  # of scales that serve whole matrices
 _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
 
-def source_schema(
-    experts: ExpertMap, param_dtype: str, tp: int, *, round_scales: bool = False
-) -> TargetSchema:
-    """The schema in which every block of the source keeps its codes and scales, cut for `tp` ranks.
+def source_schemas(
+    blocks: Iterable[ExpertBlock], param_dtype: str, tp: int, *, round_scales: bool = False
+) -> dict[str, TargetSchema]:
+    """Block → the schema in which it keeps its codes and scales, cut for `tp` ranks. Blocks may have several.
 
     Scales of blocks are repeated into smaller blocks where a slice would cut them. With `round_scales` it may also be
     one that keeps the codes, and the scales rounded to the parameter dtype, where none keeps both. Raises RequestError
-    where the source is not quantized, its blocks differ, or there is no such schema.
+    where a block is not quantized, or there is no such schema for it.
     """
-    first = experts.blocks[0]
-    for block in experts.blocks:
-        if _kind(block.format) != _kind(first.format):
-            raise RequestError(
-                "The source's MoE blocks have different formats: none is the source's own.",
-                where=block.name,
-                expected=f"{first.format.describe()}, as {first.name}",
-                found=block.format.describe(),
-                remedy="Name a schema: blocks that have it already are kept as they are.",
-            )
-    if first.format.is_float:
+    found: dict[str, TargetSchema] = {}
+    of_kind: dict[tuple[object, ...], TargetSchema] = {}
+    for block in blocks:
+        kind = (_kind(block.format), block.hidden_size, block.intermediate_size, block.gated)
+        if kind not in of_kind:
+            of_kind[kind] = _source_schema(block, param_dtype, tp, round_scales)
+        found[block.name] = of_kind[kind]
+    return found
+
+
+def plain_blocks(experts: ExpertMap) -> set[str]:
+    """Blocks that are not quantized although others are: they have no schema, and are left as they are."""
+    plain = {block.name for block in experts.blocks if block.format.is_float}
+    return plain if len(plain) < len(experts.blocks) else set()
+
+
+def _source_schema(block: ExpertBlock, param_dtype: str, tp: int, round_scales: bool) -> TargetSchema:
+    if block.format.is_float:
         raise RequestError(
             "The source's experts are not quantized: they have no schema of their own.",
-            where="--schema source",
-            found=first.dtype,
+            where=f"--schema source, {block.name}",
+            found=block.dtype,
             remedy="Name the schema to quantize to, such as mxfp4.",
         )
-    schema, obstacle = _keeping(first, param_dtype, tp, round_scales)
+    schema, obstacle = _keeping(block, param_dtype, tp, round_scales)
     if schema is not None:
         return named(schema)
-    others = [t for t in _TP_SIZES if t != tp and _keeping(first, param_dtype, t, round_scales)[0]]
+    others = [t for t in _TP_SIZES if t != tp and _keeping(block, param_dtype, t, round_scales)[0]]
     works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
     raise RequestError(
         "No schema of Humming keeps the source's experts exactly.",
-        where=f"--schema source, --tp {tp}, {first.name}",
+        where=f"--schema source, --tp {tp}, {block.name}",
         expected=f"scales in {param_dtype}, an 8-bit dtype, or float32 for blocks",
-        found=f"{first.format.describe()}: {obstacle}",
-        remedy=_remedy(first, param_dtype, tp) + works,
+        found=f"{block.format.describe()}: {obstacle}",
+        remedy=_remedy(block, param_dtype, tp) + works,
     )
 
 
@@ -77,10 +85,13 @@ def _keeping(
 
 
 def source_param_dtype(experts: ExpertMap) -> str | None:
-    """The parameter dtype the source was made for, or that keeps its 16-bit scales; None where any does."""
-    source = experts.blocks[0].format
-    made_for = source.option("param_dtype", source.scale_dtype)
-    return made_for if made_for in PARAM_DTYPES else None
+    """The parameter dtype the source was made for, or that keeps its 16-bit scales; None where any does.
+
+    Of blocks that differ, the first one's that has one.
+    """
+    sources = [block.format for block in experts.blocks]
+    made_for = (source.option("param_dtype", source.scale_dtype) for source in sources if not source.is_float)
+    return next((str(dtype) for dtype in made_for if dtype in PARAM_DTYPES), None)
 
 
 def named(schema: TargetSchema) -> TargetSchema:
@@ -117,13 +128,18 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
 
 def _own_words(experts: ExpertMap, param_dtype: str, *, round_scales: bool) -> str:
-    """What `source` stands for; "" where it is refused."""
-    dtype = source_param_dtype(experts) or param_dtype
+    """What `source` stands for, with the numbers of blocks where they differ; "" where it is refused."""
+    dtype, left = source_param_dtype(experts) or param_dtype, plain_blocks(experts)
+    kept = [block for block in experts.blocks if block.name not in left]
     try:
-        own = source_schema(experts, dtype, 1, round_scales=round_scales)
+        own = source_schemas(kept, dtype, 1, round_scales=round_scales)
     except RequestError:
         return ""
-    return own.name if own.name != SOURCE else own.describe()
+    counts = Counter(one.name if one.name != SOURCE else one.describe() for one in own.values())
+    if len(counts) == 1 and not left:
+        return next(iter(counts))
+    words = [f"{name}: {number} block{'s' * (number > 1)}" for name, number in counts.items()]
+    return "; ".join([*words, *([f"left as they are: {len(left)}"] if left else [])])
 
 
 def _fits(block: ExpertBlock, schema: TargetSchema) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,7 @@ from hqconv.experts.map import ExpertMap
 from hqconv.formats.format import conversion_of
 from hqconv.planning.encoding import MSE, QUANTIZERS, RTN
 from hqconv.planning.importance import Importance
-from hqconv.planning.own_schema import source_param_dtype, source_schema
+from hqconv.planning.own_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact
 from hqconv.schemas.family import text_config
 from hqconv.schemas.gpu_target import Target
@@ -28,8 +29,9 @@ from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 class Request:
     """What the user asked for, resolved: everything that decides the bytes of the artifact.
 
-    `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales. `of_blocks` are the blocks
-    that are made of something else; `schema` and `inputs` are of all others. `round_scales`: scales of another 16-bit
+    `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales, but in blocks `renamed`,
+    whose schema an override names. `of_blocks` are the blocks that are made of something else; `schema` and `inputs`
+    are of all others. `round_scales`: scales of another 16-bit
     dtype than the parameters' are rounded, and the codes kept; set only where it changes something. `importance`: what
     weights the search of the mse quantizer.
     """
@@ -45,6 +47,7 @@ class Request:
     round_scales: bool = False
     quantizer: str = RTN
     importance: Importance | None = None
+    renamed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -72,6 +75,10 @@ class Request:
     def kind_of(self, block: str) -> KernelKind:
         """What decides the kernel layout of one block."""
         return self.of_blocks.get(block, self.kind)
+
+    def keeps(self, block: str) -> bool:
+        """Whether one block must keep its own codes and scales."""
+        return self.must_be_direct and block not in self.renamed
 
     @property
     def kinds(self) -> list[KernelKind]:
@@ -103,15 +110,22 @@ def make_request(
 ) -> Request:
     """A request with what was left open filled in.
 
-    `schema`: None for the source's own; `param_dtype`: None for the source's own; `choices`: of blocks, what they
-    are made of instead; `round_scales`: as `--round-scales`; `words` are the other fields of `Request`. Raises
-    RequestError as `source_schema` does.
+    `schema`: None for the source's own, which is each block's own; `param_dtype`: None for the source's own;
+    `choices`: of blocks, what they are made of instead; `round_scales`: as `--round-scales`; `words` are the other
+    fields of `Request`. Raises RequestError as `source_schemas` does, and where overrides leave no block to it.
     """
     own_dtype = source_param_dtype(experts) if schema is None else None
     dtype = param_dtype if param_dtype is not None else own_dtype or default_param_dtype(config, experts)
-    chosen = schema or source_schema(experts, dtype, grid.tp, round_scales=round_scales)
-    request = Request(chosen, dtype, grid=grid, must_be_direct=schema is None, **words)
-    request = replace(request, of_blocks=_of_blocks(experts, request, choices or {}))
+    choices = choices or {}
+    renamed = frozenset(name for name, choice in choices.items() if choice.schema is not None)
+    own: dict[str, TargetSchema] = {}
+    if schema is None:
+        kept = [block for block in experts.blocks if block.name not in renamed]
+        own = source_schemas(kept, dtype, grid.tp, round_scales=round_scales)
+    request = Request(
+        schema or _most_common(own), dtype, grid=grid, must_be_direct=schema is None, renamed=renamed, **words
+    )
+    request = replace(request, of_blocks=_of_blocks(experts, request, choices, own))
     target = request.target
     if target.cuda is not None and not any(needs_cuda(kind) for kind in request.kinds):
         target = replace(target, cuda=None)  # the same bytes: the same words
@@ -120,18 +134,27 @@ def make_request(
     return replace(request, target=target, of_blocks=of_blocks, round_scales=changes_something)
 
 
+def _most_common(own: Mapping[str, TargetSchema]) -> TargetSchema:
+    """The schema of most blocks, the first of them where several have as many."""
+    if not own:
+        what, remedy = "Overrides leave no block to the source's own schema.", "Name a schema."
+        raise RequestError(what, where="--schema source", found="overrides of all blocks", remedy=remedy)
+    return Counter(own.values()).most_common(1)[0][0]
+
+
 def _rounds(block: ExpertBlock, request: Request) -> bool:
     """Whether `--round-scales` decides about a block."""
     words = (block.format, request.kind_of(block.name).schema, request.param_dtype)
     return conversion_of(*words, round_scales=True) != conversion_of(*words)
 
 
-def _of_blocks(experts: ExpertMap, request: Request, choices: Mapping[str, Choice]) -> dict[str, KernelKind]:
+def _of_blocks(
+    experts: ExpertMap, request: Request, choices: Mapping[str, Choice], own: Mapping[str, TargetSchema]
+) -> dict[str, KernelKind]:
     """The kinds of blocks that are made of something else; of left ones `ExpertMap.without` knows."""
     kind, found = request.kind, {}
     for block in experts.blocks:
         choice = choices.get(block.name, Choice())
-        found[block.name] = replace(
-            kind, schema=choice.schema or kind.schema, inputs=choice.inputs or kind.inputs
-        )
+        schema = choice.schema or own.get(block.name, kind.schema)
+        found[block.name] = replace(kind, schema=schema, inputs=choice.inputs or kind.inputs)
     return {name: of_block for name, of_block in found.items() if of_block != kind}

@@ -222,9 +222,10 @@ def _from_original(served: Served, dtype: str) -> list[str]:
 
 
 def _can_be_cut(served: Served) -> bool:
-    """Whether the artifact can be a source with its own schema."""
-    kind = served.kind
-    return not (served.is_mixed or kind.schema.rotation or resolve(kind).use_fused_e8m0_scale)
+    """Whether the artifact can be a source with its own schemas, for the activations of all its blocks."""
+    kinds = {served.kind, *(block.kind for block in served.blocks.values())}
+    is_lost = any(kind.schema.rotation or resolve(kind).use_fused_e8m0_scale for kind in kinds)
+    return not is_lost and len({kind.inputs for kind in kinds}) == 1
 
 
 def _made_of(served: Served) -> list[str]:

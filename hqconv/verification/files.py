@@ -237,7 +237,8 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     own = artifact.manifest["source"].get("quantization_config")
     expected = names.hqconv_quantization_config(request.kind, own, is_mixed=artifact.is_mixed)
     if request.layout == names.CHECKPOINT:
-        expected = names.humming_quantization_config(request.schema, list(artifact.blocks))
+        blocks = list(artifact.blocks)
+        expected = names.humming_quantization_config(request.schema, blocks, artifact.left)
     what = "The config does not describe the manifest's quantization."
     compare_words(where, what, expected, config.get("quantization_config"), result)
     plain = config

@@ -521,6 +521,23 @@ def test_an_awq_entry_within_a_word_is_decided_by_the_tensors(module: str) -> No
     assert declared(DEEPSEEK_V3).of(module, is_stored_plain=True).decoder == "fp8"
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ignore": ["*.attn.*", "mtp.*"]},
+        {"exclude_modules": ["mtp.*"]},
+        {"quantized_layers": {"layers.0.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}}},
+    ],
+)
+def test_deepseek_v4_experts_that_modelopt_left_out_are_as_they_were(more: dict[str, Any]) -> None:
+    found = declared({**DEEPSEEK_V4, "moe_quant_algo": "NVFP4", **more}, expert_dtype="fp4")
+    assert found.of("layers.0.ffn.experts.0.w1").decoder == "nvfp4"
+    assert found.of("mtp.0.ffn.experts.0.w1").decoder == "mxfp4"
+    assert found.of("mtp.0.ffn.shared_experts.w1").decoder == "fp8"
+    as_fp8 = declared({**DEEPSEEK_V4, "moe_quant_algo": "NVFP4", **more}, expert_dtype="fp8")
+    assert as_fp8.of("mtp.0.ffn.experts.0.w1").decoder == "fp8"
+
+
 def test_gptq_dynamic_rules_apply_in_order_from_the_start_of_names() -> None:
     dynamic = {
         "-:.*\\.self_attn\\.": {},
@@ -899,6 +916,10 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
     "quark axis": (quark({**QUARK_MXFP4, "ch_axis": 0}), "global_quant_config.weight.ch_axis"),
     "quark zero points": (quark({**QUARK_INT3, "symmetric": False}), "global_quant_config.weight.symmetric"),
     "v4 experts": ({**DEEPSEEK_V4, "moe_quant_algo": "MXFP8"}, "moe_quant_algo"),
+    "v4 experts of a layer": (
+        {**DEEPSEEK_V4, "moe_quant_algo": "NVFP4", "quantized_layers": {"layers.0": {"quant_algo": "FP8"}}},
+        "quantized_layers.layers.0.quant_algo",
+    ),
 }
 INT4 = weights(4, "int", "group", group_size=32)
 WEIGHTS = "config_groups.group_0.weights"

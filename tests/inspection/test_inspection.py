@@ -223,7 +223,7 @@ def test_inspect_reads_the_file_that_modelopt_writes(tmp_path: Path) -> None:
 
 
 def test_inspect_of_blocks_that_differ(tmp_path: Path) -> None:
-    """One layer in fp8, one left in bf16: two entries, and no schema is the source's own."""
+    """One layer in fp8, one left in bf16: two entries; `source` keeps the one and leaves the other."""
     tensors, config = GOOD["fp8_blocks"][0]()
     for name, tensor in GOOD["plain"][0]()[0].items():
         if ".experts." in name:
@@ -233,14 +233,11 @@ def test_inspect_of_blocks_that_differ(tmp_path: Path) -> None:
     words = inspect(str(folder))
     formats = [block["source_format"] for block in words["blocks"]]
     assert formats == ["fp8: float8e4m3, float32 scale per 128x128", "not quantized"]
-    assert words["direct_schemas"] == []
+    assert words["direct_schemas"] == ["source (fp8-block: 1 block; left as they are: 1)"]
     planned = plan_of(folder, "-o", tmp_path / "out", "--schema", "fp8-block")
     assert planned["conversion"] == {"direct": 1, "quantized": 1}
-    result = CliRunner().invoke(
-        app, ["convert", str(folder), "--schema", "source", "--target", "sm90", "--dry-run"]
-    )
-    assert result.exit_code == 2
-    assert "different formats" in result.stderr
+    stdout = succeed("convert", folder, "--schema", "source", "--target", "sm90", "--dry-run")
+    assert "1 block left as in the source" in stdout
 
 
 CONVERSIONS = [

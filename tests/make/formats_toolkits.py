@@ -17,7 +17,6 @@ BF16 = torch.bfloat16
 F16 = "float16"
 _BLOCK = (128, 128)
 _CHANNELS = "float32 scales"  # of channels: Humming has them in the parameter dtype only
-_OTHER_BLOCKS = "different formats"
 _ORDERED = "grouped by g_idx"
 
 ROWS = Table()
@@ -393,8 +392,8 @@ ROWS.row(
     configs.compressed(
         _PACKED, 4, "int", "group", group_size=128, ignore=["re:.*layers\\.1\\.(mlp\\.experts|self_attn).*"]
     ),
-    "`compressed-tensors` that ignores a layer: its experts are plain",
-    refused=_OTHER_BLOCKS,
+    "`compressed-tensors` that ignores a layer: its experts are plain, and left so",
+    "int4",
     layers=(plain,),
 )
 ROWS.row(
@@ -402,7 +401,7 @@ ROWS.row(
     pack.gptq(4, 128),
     configs.gptq(dynamic={r"+:.*layers\.1\..*": {"bits": 8}}),
     "`gptq` with `dynamic`: layer 1 in 8 bits",
-    refused=_OTHER_BLOCKS,
+    "int4",
     layers=(pack.gptq(8, 128),),
     dtype=F16,
 )

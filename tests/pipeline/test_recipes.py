@@ -105,13 +105,18 @@ def test_it_verifies_and_faults_are_found(model: Path, mixed: tuple[Path, Grid])
 
 
 def test_it_is_a_source(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
-    """Of another schema; its blocks differ, so that there is none of its own."""
+    """Of another schema, and of its own, which is each block's own; what was left stays left."""
     out, _ = mixed
     run(out, tmp_path / "again", "mxfp8")
     assert check(tmp_path / "again", out, "files", "weights").passed
     assert BLOCK.format(2) not in manifest(tmp_path / "again")["blocks"]
-    with pytest.raises(RequestError):
-        run(out, tmp_path / "own", "source")
+    run(out, tmp_path / "own", "source", Grid(2))
+    assert check(tmp_path / "own", out, "files", "weights").passed
+    words, own = manifest(out), manifest(tmp_path / "own")
+    assert manifest(tmp_path / "again")["left_blocks"] == own["left_blocks"] == [BLOCK.format(2)]
+    for name, block in words["blocks"].items():
+        found = own["blocks"][name].get("weight_schema", own["weight_schema"])
+        assert found == block.get("weight_schema", words["weight_schema"])
 
 
 def test_resuming_asks_for_the_same_recipe(model: Path, tmp_path: Path) -> None:

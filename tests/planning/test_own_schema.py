@@ -14,7 +14,7 @@ from hqconv import dequantize
 from hqconv.api import open_source
 from hqconv.errors import InputError, RequestError
 from hqconv.experts.map import map_experts
-from hqconv.planning.own_schema import direct_schemas, named, source_schema
+from hqconv.planning.own_schema import direct_schemas, named, source_schemas
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import PRESETS, TargetSchema
 from hqconv.schemas.tensors import TensorRef
@@ -24,7 +24,8 @@ from tests.make.formats import write
 
 def schema_of(folder: Path, tp: int, dtype: str = "bfloat16") -> TargetSchema:
     with open_source(folder) as source:
-        return source_schema(source.map_experts(), dtype, tp)
+        (schema,) = set(source_schemas(source.map_experts().blocks, dtype, tp).values())
+        return schema
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,7 @@ def test_without_a_gate_one_scale_of_a_tensor_is_kept(tmp_path: Path) -> None:
                 refs[name] = TensorRef(name, dtype, of_part, 0, 0, 4)
     config = {"model_type": "nemotron_h", "n_routed_experts": 2, "num_experts_per_tok": 1, "hidden_size": 128}
     experts = map_experts(refs, config | {"moe_intermediate_size": 96}, {"quant_method": "fp8"})
-    assert source_schema(experts, "bfloat16", 3).name == "fp8-tensor"
+    assert {s.name for s in source_schemas(experts.blocks, "bfloat16", 3).values()} == {"fp8-tensor"}
 
 
 @pytest.mark.parametrize(("inner", "good"), [(128, True), (96, False)])

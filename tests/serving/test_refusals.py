@@ -238,10 +238,17 @@ def of_inputs(block: ServedBlock, inputs: InputSchema) -> ServedBlock:
     return replace(block, kind=replace(block.kind, inputs=inputs))
 
 
-def test_a_mixed_artifact_is_made_from_the_original_with_its_recipe(served: Served) -> None:
-    """It has no schema of its own to be cut by; nor has one whose exponents are in its codes."""
-    assert recut(replace(served, left=("mtp.0.experts",))).startswith("`hqconv convert original -o ")
-    assert " --config RECIPE " in recut(replace(served, left=("mtp.0.experts",)))
+def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(
+    served: Served,
+) -> None:
+    """It cannot be cut for them; nor can one whose exponents are in its codes. Blocks that are left stay so."""
+    assert recut(replace(served, left=("mtp.0.experts",))) == recut(served)
+    plain = made(served, schema=resolve_schema("int8"))
+    assert " --schema source " in recut(plain)
+    name, block = next(iter(plain.blocks.items()))
+    other = replace(plain, blocks={**plain.blocks, name: of_inputs(block, INPUT_PRESETS["int8"])})
+    assert recut(other).startswith("`hqconv convert original -o ")
+    assert " --config RECIPE " in recut(other)
     folded = recut(made(served, inputs=INPUT_PRESETS["fp8"]))
     assert folded.startswith("`hqconv convert original -o ")
     assert " --schema mxfp4 --input-schema fp8 " in folded

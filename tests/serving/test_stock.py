@@ -23,6 +23,7 @@ from vllm.model_executor.layers.quantization.humming import HummingConfig
 from hqconv.artifact.load import load_block
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.stock_vllm import stock_vllm_obstacle
 from hqconv.schemas.target import PARAM_DTYPES, PRESETS, TargetSchema
 from tests.make.conversions import run, schema_of
@@ -209,3 +210,25 @@ def test_ignore_leaves_everything_but_the_experts_alone(
             assert quantization.get_quant_config_for_layer(f"model.layers.0.{name}", "linear") is None
         assert quantization.get_quant_config_for_layer("lm_head", "linear") is None
         assert quantization.get_quant_config_for_layer(BLOCK, "moe") is not None
+
+
+def test_blocks_that_are_left_as_they_are_are_plain_ones(
+    sources: dict[tuple[int, int], Path], tmp_path: Path
+) -> None:
+    """By their numbers alone, whatever prefix vLLM's model class puts before them."""
+    source = write_qwen3_moe(tmp_path / "src", num_layers=12, hidden_size=128, intermediate_size=128)
+    (tmp_path / "r.toml").write_text('[[override]]\nlayers = "1"\nschema = "none"\n')
+    overrides = load_recipe(tmp_path / "r.toml").overrides
+    run(source, tmp_path / "out", "mxfp4", layout="checkpoint", overrides=overrides)
+    quantization = quantization_of(tmp_path / "out")
+    with config():
+        for name, is_packed in (
+            ("model.layers.0.mlp", True),
+            ("model.layers.1.mlp", False),
+            ("language_model.model.layers.1.mlp", False),
+            ("model.layers.1.mtp_block.mlp", False),
+            ("model.layers.10.mlp", True),
+            ("model.layers.11.mlp", True),
+        ):
+            found = quantization.get_quant_config_for_layer(f"{name}.experts", "moe")
+            assert (found is not None) == is_packed, name
