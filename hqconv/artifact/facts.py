@@ -137,7 +137,7 @@ class Facts:
         """What blocks are made of that differ from the others."""
         dtype = self.manifest["dtype"]
         return {
-            name: names.kind_of_words(block, schema_of(self.root, block), dtype)
+            name: names.kind_of_words(block, schema_of(self.root, block, f"blocks: {name}: "), dtype)
             for name, block in self.blocks.items()
             if "weight_schema" in block
         }

@@ -36,7 +36,7 @@ def check_request(experts: ExpertMap, request: Request) -> None:
         _check_dynamic(kind.inputs)
         if request.layout == artifact.KERNEL:
             _check_kind(kind)
-    if request.layout == artifact.CHECKPOINT and request.of_blocks:
+    if request.layout == artifact.CHECKPOINT and (request.of_blocks or experts.left):
         what, remedy = "The checkpoint layout has one schema for all blocks.", "Use --layout kernel."
         raise RequestError(what, where="--layout checkpoint", found="overrides", remedy=remedy)
     if request.layout == artifact.CHECKPOINT and request.grid != Grid():

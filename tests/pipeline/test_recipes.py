@@ -185,6 +185,7 @@ def test_recipes_that_are_none(tmp_path: Path, text: str, needle: str) -> None:
         ("[[override]]\nlayers = '0'\ninput_schema = 'mxfp4'", {}, "begin with sm100"),
         ("[[override]]\nlayers = '0'\nschema = 'fp8-block'", {"grid": Grid(2)}, "TP sizes that work"),
         ("[[override]]\nlayers = '0'\nschema = 'int4'", {"layout": "checkpoint"}, "--layout checkpoint"),
+        ("[[override]]\nlayers = '0'\nschema = 'none'", {"layout": "checkpoint"}, "--layout checkpoint"),
     ],
 )
 def test_recipes_that_do_not_fit(
