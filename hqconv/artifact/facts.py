@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from hqconv.planning.importance import Importance, read_importance
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.pairs import why_not
@@ -202,12 +204,16 @@ class Facts:
             **{key: words[key] for key in ("layer", "gated", "activation", "top_k")},
         )
 
-    def kernel_forms(self, block: ExpertBlock) -> dict[str, KernelForm]:
-        """Per GEMM, what Humming makes of the facts. ModuleNotFoundError without Humming, else VerificationError."""
+    def kernel_forms(self, block: ExpertBlock, target: Target | None = None) -> dict[str, KernelForm]:
+        """Per GEMM, what Humming makes of the facts; target: instead of the artifact's own.
+
+        Raises ModuleNotFoundError without Humming, else VerificationError.
+        """
         from hqconv.backends.layout import is_compatible, kernel_form  # with torch: only a check needs them
 
         request = self.request
         kind = request.kind_of(block.name)
+        kind = kind if target is None else replace(kind, target=target)
         with _humming_errors(block.name):
             if not is_compatible(kind):
                 raise _impossible("weight_schema", f"no kernel for {kind}")
