@@ -8,8 +8,8 @@
 log-probabilities must be equal, bit for bit; where it does not, the first tokens' log-probabilities are compared with a
 16-bit checkpoint of the decoded weights; how far such answers are apart by arithmetic alone, two schemas show that a
 stock vLLM serves as well (`CONTROLS`): without one of them in `--schemas` that is not judged, and the last line says so
-(exit 1, as for what is wrong). `start`: kernel layout, checkpoint layout, quantization at every start, and 16-bit weights;
-and the rate at which the same files can be read into the GPU. Needs vLLM and a GPU of the target.
+(exit 1, as for what is wrong). `start`: kernel layout, checkpoint layout, quantization at every start, and 16-bit
+weights; and the rate at which the same files can be read into the GPU. Needs vLLM and a GPU of the target.
 """
 
 from __future__ import annotations

@@ -122,7 +122,11 @@ def resolve_inputs(text: str) -> InputSchema:
         return INPUT_PRESETS[text]
     known = f"{', '.join(INPUT_PRESETS)}, or a .toml file"
     raise RequestError(
-        f"There is no input schema named '{text}'.", where="--input-schema", expected=known, found=text
+        f"There is no input schema named '{text}'.",
+        where="--input-schema",
+        expected=known,
+        found=text,
+        remedy="`hqconv schemas` explains each.",
     )
 
 
