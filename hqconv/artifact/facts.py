@@ -99,7 +99,20 @@ class Facts:
             raise _impossible("quantizer", repr(quantizer))
         if self.has_importance and quantizer != MSE:
             raise _impossible("importance", f"quantizer {quantizer}")
+        self._check_version(str(quantizer))
         return str(quantizer)
+
+    def _check_version(self, quantizer: str) -> None:
+        version = self.manifest.get("quantizer_version")
+        is_known = version is None or (quantizer != RTN and type(version) is int and version > 0)
+        if not is_known:
+            raise _impossible("quantizer_version", f"{version!r}, of the quantizer {quantizer}")
+
+    @property
+    def search_version(self) -> int | None:
+        """Which version of the search chose the scales; None where it was not recorded, or nothing searched."""
+        version = self.manifest.get("quantizer_version")
+        return None if version is None else int(version)
 
     @property
     def has_importance(self) -> bool:
