@@ -7,8 +7,9 @@
 `same`: each schema is converted in both layouts. Where a stock vLLM serves the checkpoint layout, tokens and
 log-probabilities must be equal, bit for bit; where it does not, the first tokens' log-probabilities are compared with a
 16-bit checkpoint of the decoded weights; how far such answers are apart by arithmetic alone, two schemas show that a
-stock vLLM serves as well (`CONTROLS`). `start`: kernel layout, checkpoint layout, quantization at every start, and
-16-bit weights; and the rate at which the same files can be read into the GPU. Needs vLLM and a GPU of the target.
+stock vLLM serves as well (`CONTROLS`): without one of them in `--schemas` that is not judged, and the last line says so
+(exit 1, as for what is wrong). `start`: kernel layout, checkpoint layout, quantization at every start, and 16-bit
+weights; and the rate at which the same files can be read into the GPU. Needs vLLM and a GPU of the target.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hqconv.schemas.stock_vllm import stock_vllm_obstacle
 from hqconv.schemas.target import resolve_schema
 from scripts.engines import Engine, run_all
 from scripts.few_kernels import install
-from scripts.serving_answers import CONTROLS, DECODED, all_near, compare, write
+from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write
 from scripts.serving_models import convert, decoded, source_of
 
 SCHEMAS = (
@@ -74,8 +75,8 @@ def main() -> None:
     report = {"same": same, "modes": modes, "start": start}[a.what](a)
     if a.out:
         write(a.out, report)
-    print("FAILED" if report["failed"] else "all good", flush=True)
-    sys.exit(bool(report["failed"]))
+    print(said := verdict(report), flush=True)
+    sys.exit(said != GOOD)
 
 
 def same(a: argparse.Namespace) -> dict[str, Any]:

@@ -18,10 +18,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,30 +39,38 @@ TABLE = Path(__file__).resolve().parents[1] / "docs" / "sources.md"
 SIZES = {"hidden": 512, "inner": 256, "experts": 4}  # one shape, so that kernels are compiled once a schema
 TOKENS = (64,)
 PACKAGES = ("torch", "humming-kernels", "safetensors", "numba", "bitsandbytes")
+ROUNDED = " with `--round-scales`"
 FORMAT_HEAD = "| format | recognised by | `--schema source` | checked | requantized to | checked | error |"
 FAMILY_HEAD = "| family | model types | form | names of the first kind of block |"
 
 
 @dataclass
 class Outcome:
-    """What came of one conversion: the schema, the checks that passed, the error, or why there is none."""
+    """What came of one conversion: the schema, the checks that passed, the error, or why there is none.
+
+    rounded: `refused` without `--round-scales`, with which the others are.
+    """
 
     schema: str = ""
     checks: str = ""
     error: str = ""
     refused: str = ""
     failed: str = ""
+    rounded: bool = False
 
 
 # --- conversions -------------------------------------------------------------------------------------------
 
 
-def attempt(source: Path, out: Path, schema: str, tp: int, device: str, refusal: str) -> Outcome:
+def attempt(
+    source: Path, out: Path, schema: str, tp: int, device: str, refusal: str, *, round_scales: bool = False
+) -> Outcome:
     """Convert and verify once; failures are in the outcome, and a refusal that says `refusal` is none."""
+    words: dict[str, Any] = {"schema": schema, "tp": tp, "target": "sm90", "round_scales": round_scales}
     try:
-        summary = hqconv.convert(source, out, schema=schema, tp=tp, target="sm90", device=device)
+        summary = hqconv.convert(source, out, device=device, **words)
         report = hqconv.verify(out, source, tokens=TOKENS, threads=4)
-        differs = _differs_on_cpu(source, out, schema, tp) if device == "cuda" else ""
+        differs = _differs_on_cpu(source, out, words) if device == "cuda" else ""
         alone = hqconv.verify(out, checks=["files", "weights"], threads=4)
     except HqconvError as error:
         # Where no schema fits, what was found ends with the reason.
@@ -87,10 +96,10 @@ def attempt(source: Path, out: Path, schema: str, tp: int, device: str, refusal:
     return Outcome(summary.plan.request.schema.name, ", ".join(passed), f"{worst:.3f}", failed=failed)
 
 
-def _differs_on_cpu(source: Path, out: Path, schema: str, tp: int) -> str:
+def _differs_on_cpu(source: Path, out: Path, words: Mapping[str, Any]) -> str:
     """Convert once more on the CPU: the first file whose bytes are not those of `out`, if there is one."""
     again = out.with_name(f"{out.name}-cpu")
-    hqconv.convert(source, again, schema=schema, tp=tp, target="sm90", device="cpu")
+    hqconv.convert(source, again, device="cpu", **words)
     paths = [path.relative_to(out) for path in sorted(out.rglob("*")) if path.is_file()]
     wrong = [path for path in paths if (out / path).read_bytes() != (again / path).read_bytes()]
     return f"{wrong[0]} differs between CPU and CUDA" if wrong else ""
@@ -103,9 +112,13 @@ def check_format(name: str, work: Path, device: str) -> tuple[Outcome, Outcome]:
     folder = work / name
     source = write(folder / "source", name, **sizes).folder
     kept = attempt(source, folder / "kept", "source", 1, device, spec.refused)
+    if spec.rounded and kept.refused:
+        with_them = attempt(source, folder / "rounded", "source", 1, device, "", round_scales=True)
+        kept = replace(with_them, refused=kept.refused, rounded=True)
     anew = attempt(source, folder / "anew", spec.target, spec.tp, device, "")
-    if spec.direct and not kept.failed and kept.schema != spec.direct:
-        kept.failed = f"schema {kept.schema}, not {spec.direct}"
+    wanted = spec.direct or spec.rounded
+    if wanted and not kept.failed and kept.schema != wanted:
+        kept.failed = f"schema {kept.schema}, not {wanted}"
     shutil.rmtree(folder)
     seconds = f"{time.monotonic() - started:.1f} s"
     print(format_row(name, kept, anew), "FAIL" if kept.failed or anew.failed else "pass", seconds, flush=True)
@@ -125,8 +138,8 @@ Converted with `--schema source` at tp 1, which keeps codes and scales or is ref
 exact float32 decode (where the schema is the source's own, it is kept).
 
 * **checked**: the checks that passed against the source; `files` and `weights` also without it. For `kernel`: its
-  relative error against the decoded weights, over a batch of 64 tokens (the limit is in [kernels.md](kernels.md)); rows
-  without it were run on a machine without a GPU.
+  relative error against the decoded weights, over a batch of 64 tokens (the limit is in [kernels.md](kernels.md)); what
+  is without it was run on a machine without a GPU.
   There, every artifact was also converted on the CPU and is the same, byte for byte.
 * **error**: the worst projection's relative error against the source, as the manifest records it. The codes are drawn
   from wide distributions, so it is larger than for trained weights.
@@ -139,8 +152,8 @@ schema (tests/artifact/test_source.py); experts in GGUF files, decoded by the `g
 (tests/sources/test_gguf.py). Mixed checkpoints are read block by block: a block that has the requested schema already
 is kept.
 
-Refused for its float32 scales means: without `--round-scales`, which keeps the codes and rounds the scales
-(tests/sources/test_rounded_scales.py; on CPUs only so far).
+`--round-scales` keeps the codes and rounds float32 scales to the parameter dtype, as `--schema fp8` or `int8` does
+without it (tests/sources/test_rounded_scales.py compares with torch's own rounding); on CPUs only so far.
 
 ## Formats
 """
@@ -163,6 +176,8 @@ def format_columns(name: str, spec: FormatSpec) -> str:
 def format_row(name: str, kept: Outcome, anew: Outcome) -> str:
     """One format's row."""
     own = kept.schema or f"refused: {kept.refused}"
+    if kept.rounded:
+        own += f"{ROUNDED}; else refused: {kept.refused}"
     checked = [f"FAILED: {one.failed}" if one.failed else one.checks or "–" for one in (kept, anew)]
     cells = (own, checked[0], anew.schema, checked[1], anew.error)
     return format_columns(name, FORMATS[name]) + "".join(f" {cell} |" for cell in cells)
@@ -231,14 +246,15 @@ def _version(name: str) -> str:
 def find_row(lines: list[str], name: str) -> str:
     """A format's row of the file, if it says of the format what the list says; else nothing."""
     spec = FORMATS[name]
-    start = f"{format_columns(name, spec)} {f'{spec.direct} |' if spec.direct else 'refused: '}"
+    own = f"{spec.direct} |" if spec.direct else f"{spec.rounded}{ROUNDED};" if spec.rounded else "refused: "
+    start = f"{format_columns(name, spec)} {own}"
     return next((line for line in lines if line.startswith(start)), "")
 
 
 def missing_rows(lines: list[str]) -> list[str]:
     """What the lists of formats and families have and the file lacks."""
     wrong = [
-        f"{format_columns(name, spec)} {spec.direct or 'refused'}"
+        f"{format_columns(name, spec)} {spec.direct or spec.rounded or 'refused'}"
         for name, spec in FORMATS.items()
         if not find_row(lines, name)
     ]

@@ -8,17 +8,34 @@ from typing import Any
 
 CONTROLS = ("mxfp4", "int4")  # also compared with their decoded weights
 DECODED = " decoded weights"
+GOOD = "all good"
 NOISE = 2.0  # what only we serve may be this many times as far from decoded weights as the controls
 
 
 def all_near(report: dict[str, Any]) -> bool:
-    """Whether what only we serve is as near to its decoded weights as the controls are to theirs, `NOISE` times."""
+    """Whether what only we serve is as near to its decoded weights as the controls are to theirs, `NOISE` times.
+
+    Where no control was served, nothing is found wrong, and the report says why nothing was judged (`not_judged`).
+    """
     found = report["near"]
     if any("why" in words for words in found.values()):
         return False
     controls = [words["first_log_p"] for name, words in found.items() if name.split()[0] in CONTROLS]
+    if found and not controls:
+        names, served = " or ".join(CONTROLS), ", ".join(found)
+        report["not_judged"] = (
+            f"{served}: how near is near only a control tells; serve {names} in the same run"
+        )
+        return True
     limit = report["limit"] = NOISE * max(controls, default=0.0)
     return all(words["first_log_p"] <= limit for words in found.values())
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """One line on a finished report: `all good` where all was judged and nothing is wrong."""
+    if report["failed"]:
+        return "FAILED"
+    return f"not judged: {report['not_judged']}" if "not_judged" in report else GOOD
 
 
 def write(path: Path, report: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hqconv import __version__
-from hqconv.planning.encoding import RTN
+from hqconv.planning.encoding import quantizer_words
 from hqconv.planning.groups import PlannedBlock
 from hqconv.planning.plan import Plan
 from hqconv.planning.request import Request
@@ -18,7 +18,10 @@ from hqconv.schemas import artifact
 from hqconv.sources.source import Source
 
 # Keys that are there only where they say something.
-_OPTIONAL = ("activation_schema", "cuda", "left_blocks", "round_scales", "quantizer", "importance")
+_OPTIONAL = (
+    *("activation_schema", "cuda", "left_blocks", "round_scales"),
+    *("quantizer", "quantizer_version", "importance"),
+)
 _OF_BLOCK = ("schema_name", "weight_schema", "input_schema", "activation_schema", "target", "cuda")
 
 
@@ -74,7 +77,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
         "schema_name": request.schema.name,
         **artifact.made_of_words(request.kind),
         **({"round_scales": True} if request.round_scales else {}),
-        **({} if request.quantizer == RTN else {"quantizer": request.quantizer}),
+        **quantizer_words(request.quantizer),
         **({} if importance is None else {"importance": artifact.importance_words(importance.sha256)}),
         "dtype": request.param_dtype,
         **artifact.target_words(request.target),

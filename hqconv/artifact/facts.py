@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from hqconv.planning.importance import Importance, read_importance
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
 from hqconv.schemas.families import FAMILIES, Family
+from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.pairs import why_not
@@ -97,7 +99,20 @@ class Facts:
             raise _impossible("quantizer", repr(quantizer))
         if self.has_importance and quantizer != MSE:
             raise _impossible("importance", f"quantizer {quantizer}")
+        self._check_version(str(quantizer))
         return str(quantizer)
+
+    def _check_version(self, quantizer: str) -> None:
+        version = self.manifest.get("quantizer_version")
+        is_known = version is None or (quantizer != RTN and type(version) is int and version > 0)
+        if not is_known:
+            raise _impossible("quantizer_version", f"{version!r}, of the quantizer {quantizer}")
+
+    @property
+    def search_version(self) -> int | None:
+        """Which version of the search chose the scales; None where it was not recorded, or nothing searched."""
+        version = self.manifest.get("quantizer_version")
+        return None if version is None else int(version)
 
     @property
     def has_importance(self) -> bool:
@@ -137,7 +152,7 @@ class Facts:
         """What blocks are made of that differ from the others."""
         dtype = self.manifest["dtype"]
         return {
-            name: names.kind_of_words(block, schema_of(self.root, block), dtype)
+            name: names.kind_of_words(block, schema_of(self.root, block, f"blocks: {name}: "), dtype)
             for name, block in self.blocks.items()
             if "weight_schema" in block
         }
@@ -202,12 +217,16 @@ class Facts:
             **{key: words[key] for key in ("layer", "gated", "activation", "top_k")},
         )
 
-    def kernel_forms(self, block: ExpertBlock) -> dict[str, KernelForm]:
-        """Per GEMM, what Humming makes of the facts. ModuleNotFoundError without Humming, else VerificationError."""
+    def kernel_forms(self, block: ExpertBlock, target: Target | None = None) -> dict[str, KernelForm]:
+        """Per GEMM, what Humming makes of the facts; target: instead of the artifact's own.
+
+        Raises ModuleNotFoundError without Humming, else VerificationError.
+        """
         from hqconv.backends.layout import is_compatible, kernel_form  # with torch: only a check needs them
 
         request = self.request
         kind = request.kind_of(block.name)
+        kind = kind if target is None else replace(kind, target=target)
         with _humming_errors(block.name):
             if not is_compatible(kind):
                 raise _impossible("weight_schema", f"no kernel for {kind}")

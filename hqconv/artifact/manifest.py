@@ -49,6 +49,10 @@ _BLOCK_KEYS: dict[str, type] = {
     "quantization_error": dict,
 }
 _FILE_KEYS: dict[str, type] = {"size_bytes": int, "sha256": str}
+# What a block has for itself where it is made of something else than the others; all of these, or none.
+_OWN_KEYS: dict[str, type] = {"schema_name": str, "weight_schema": dict, "input_schema": str, "target": str}
+# What is there only where it says something, of the artifact and of such a block.
+_OPTIONAL_KEYS: dict[str, type] = {"activation_schema": dict, "cuda": str}
 
 
 # What the manifest counts per projection, and what the sum over blocks and projections is called.
@@ -100,13 +104,16 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return dict(words)
 
 
-def schema_of(root: Path, manifest: Mapping[str, Any]) -> TargetSchema:
-    """The weight schema that a manifest names. Raises VerificationError where it is none."""
+def schema_of(root: Path, words: Mapping[str, Any], inside: str = "") -> TargetSchema:
+    """The weight schema that a manifest names, or a block of it. Raises VerificationError where it is none.
+
+    inside: where in the manifest, such as `blocks: NAME: `.
+    """
     try:
-        return TargetSchema(name=manifest["schema_name"], **manifest["weight_schema"])
+        return TargetSchema(name=words["schema_name"], **words["weight_schema"])
     except (HqconvError, TypeError) as error:
         field, found = getattr(error, "where", ""), getattr(error, "found", error)
-        where = f"{root / artifact.MANIFEST}: weight_schema{f': {field}' if field else ''}"
+        where = f"{root / artifact.MANIFEST}: {inside}weight_schema{f': {field}' if field else ''}"
         raise _damaged(where, "the fields of a weight schema", found) from error
 
 
@@ -116,6 +123,7 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
     Raises VerificationError.
     """
     path = root / artifact.MANIFEST
+    _check_kinds(root, words)
     if "importance" in words:
         _check_keys(path, "importance: ", words["importance"], {"sha256": str, "file": str})
     for kind, names in words["tensors"].items():
@@ -129,6 +137,18 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
             if not isinstance(error, dict) or not all(type(n) in (int, float) for n in error.values()):
                 where = f"{path}: blocks: {name}: quantization_error: {role}"
                 raise _damaged(where, "numbers by name", repr(error)[:80])
+
+
+def _check_kinds(root: Path, words: Mapping[str, Any]) -> None:
+    """What the artifact and blocks that differ are made of."""
+    own = {f"blocks: {n}: ": block for n, block in words["blocks"].items() if "weight_schema" in block}
+    for inside, one in {"": words, **own}.items():
+        try:
+            artifact.kind_of_words(one, schema_of(root, one, inside), words["dtype"])
+        except (RequestError, KeyError, TypeError) as error:
+            inside += getattr(error, "where", "activation_schema").removeprefix("--")
+            expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
+            raise _damaged(f"{root / artifact.MANIFEST}: {inside}", expected, found) from error
 
 
 def _check(path: Path, words: Any) -> None:
@@ -156,6 +176,42 @@ def _check(path: Path, words: Any) -> None:
     for name in words["blocks"]:  # which become names of files
         if not artifact.is_block_name(name):
             raise _damaged(f"{path}: blocks", "names of modules: words with dots between", repr(name))
+    _check_mixed(path, words)
+
+
+def _check_mixed(path: Path, words: dict[str, Any]) -> None:
+    """What makes blocks differ from each other: said as it must be, and with the version that says so."""
+    _check_optional(path, "", words)
+    left = words.get("left_blocks", [])
+    if not isinstance(left, list) or not all(isinstance(n, str) and artifact.is_block_name(n) for n in left):
+        raise _damaged(f"{path}: left_blocks", "a list of names of modules", repr(left)[:80])
+    twice = [name for name, count in Counter([*left, *words["blocks"]]).items() if count > 1]
+    if twice:
+        expected = "each name once, and of no block that is there"
+        raise _damaged(f"{path}: left_blocks", expected, repr(twice[0]))
+    keys = {*_OWN_KEYS, *_OPTIONAL_KEYS}
+    overridden = [name for name, block in words["blocks"].items() if not keys.isdisjoint(block)]
+    for name in overridden:
+        _check_own(path, f"blocks: {name}: ", words["blocks"][name], words)
+    version = artifact.MIXED_VERSION if left or overridden else artifact.FORMAT_VERSION
+    if words["format_version"] != version:
+        raise _damaged(f"{path}: format_version", f"{version}, by its blocks", words["format_version"])
+    if overridden and words["layout"] == artifact.CHECKPOINT:
+        raise _damaged(f"{path}: layout", "kernel, where blocks differ", words["layout"])
+
+
+def _check_own(path: Path, inside: str, block: Mapping[str, Any], words: Mapping[str, Any]) -> None:
+    """A block that is made of something else than the others, for the same GPU."""
+    _check_keys(path, inside, block, _OWN_KEYS)
+    _check_optional(path, inside, block)
+    for key in ("target", "cuda"):
+        if block.get(key) != words.get(key):
+            expected = f"{words.get(key, 'none')}, as of the artifact"
+            raise _damaged(f"{path}: {inside}{key}", expected, repr(block.get(key)))
+
+
+def _check_optional(path: Path, inside: str, words: Mapping[str, Any]) -> None:
+    _check_keys(path, inside, words, {key: kind for key, kind in _OPTIONAL_KEYS.items() if key in words})
 
 
 def _check_keys(path: Path, inside: str, words: Any, types: Mapping[str, type]) -> None:

@@ -1,6 +1,7 @@
 """Scales that might encode a group better than round-to-nearest's: as they are stored, and as they decode.
 
-Everything here is torch, elementwise and IEEE exact, so that a GPU and the CPU try the very same scales.
+Everything here is torch, elementwise and IEEE exact, so that a GPU and the CPU try the very same scales. Whoever
+changes what is tried raises `planning.encoding.SEARCH_VERSION`.
 Legend: E experts, R rows of scales (output rows, blocks of them, or 1), G groups along K.
 """
 

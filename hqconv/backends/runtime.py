@@ -163,6 +163,17 @@ def _by_device(cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Calla
     return op
 
 
+def compiler_version() -> tuple[int, int]:
+    """Major and minor version of the CUDA compiler that Humming uses on this machine, as it finds it.
+
+    Raises what Humming does where there is none: OSError, RuntimeError and others.
+    """
+    humming()
+    config, runtime = (importlib.import_module(name) for name in ("humming.config.config", _LAUNCHING))
+    major, minor = config._cuda_compiler_version(runtime.KernelRuntime._get_compiler())
+    return major, minor
+
+
 @contextmanager
 def target_facts(target: Target) -> Iterator[None]:
     """Answer Humming's questions about the device for `target`, in this thread."""

@@ -242,7 +242,7 @@ def inspect(*, json: bool, **options: Any) -> None:
 @_guarded
 @takes(lambda: None, "json")
 def schemas(*, json: bool) -> None:
-    """List the presets and the integer shorthand."""
+    """List the schemas of weights and of activations."""
     from hqconv.inspection.schemas import describe_schemas
 
     _show(describe_schemas(), json=json)

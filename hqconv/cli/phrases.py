@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hqconv.cli.progress import human_bytes
 from hqconv.errors import NUM_SHOWN
 from hqconv.inspection.words import Words
-from hqconv.schemas.target import PARAM_DTYPES
+from hqconv.schemas.gpu_target import TARGETS
+from hqconv.schemas.target import PARAM_DTYPES, PRESETS
 
 
 def ranks(rank_bytes: Mapping[str, int]) -> str:
@@ -52,6 +53,20 @@ def stock_vllm(words: Mapping[str, Any]) -> str:
     if not served:
         return f"no: {words['stock_vllm_obstacle']}"
     return "yes" if len(served) == len(PARAM_DTYPES) else f"with {' or '.join(served)} only"
+
+
+def targets(found: Sequence[str]) -> str:
+    """Of GPUs: `sm80 – sm89`, `from sm89 on`, or one after the other where others lie between."""
+    known = [f"sm{number}" for number in TARGETS]
+    begin = known.index(found[0])
+    if len(found) < 3 or known[begin : begin + len(found)] != [*found]:
+        return ", ".join(found)
+    return f"from {found[0]} on" if found[-1] == known[-1] else f"{found[0]} – {found[-1]}"
+
+
+def of_all(presets: Sequence[str]) -> str:
+    """Schemas of weights, or that these are all of them."""
+    return "every schema above" if len(presets) == len(PRESETS) else ", ".join(presets)
 
 
 def target(words: Mapping[str, Any]) -> str:

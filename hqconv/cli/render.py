@@ -233,7 +233,7 @@ def _show_warm(console: Console, words: Words) -> None:
 
 
 def _show_schemas(console: Console, words: Words) -> None:
-    """The table of presets and the shorthand."""
+    """The tables of presets and of input schemas, and the shorthand."""
     rows = [
         (
             schema["name"],
@@ -252,7 +252,15 @@ def _show_schemas(console: Console, words: Words) -> None:
     print_facts(
         console, (("  bits per weight", short["bits_per_weight"]), ("  in vLLM", short["stock_vllm"]))
     )
-    console.print("\nFILE.toml: the fields of Humming's HummingWeightSchema.")
+    console.print("\nFILE.toml: the fields of Humming's HummingWeightSchema.\n")
+    inputs = [
+        (one["name"], one["description"], phrases.targets(one["targets"]), phrases.of_all(one["schemas"]))
+        for one in words["input_schemas"]
+    ]
+    print_table(console, ("--input-schema", "what it is", "targets", "with"), inputs)
+    console.print(
+        "\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target."
+    )
 
 
 _SHOW = {

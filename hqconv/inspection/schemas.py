@@ -1,13 +1,17 @@
-"""The schemas that there are, in words."""
+"""The schemas that there are, of weights and of activations, in words."""
 
 from __future__ import annotations
 
 from hqconv.inspection.words import Words, schema_words
-from hqconv.schemas.target import PRESETS, SHORTHAND
+from hqconv.schemas.gpu_target import TARGETS, Target
+from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
+from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.pairs import why_not
+from hqconv.schemas.target import PARAM_DTYPES, PRESETS, SHORTHAND
 
 
 def describe_schemas() -> Words:
-    """Every preset, and the integer shorthand."""
+    """Every preset, the integer shorthand, and every input schema."""
     return {
         "kind": "schemas",
         "presets": [schema_words(schema, "bfloat16") for schema in PRESETS.values()],
@@ -18,4 +22,22 @@ def describe_schemas() -> Words:
             "bits_per_weight": "N + 16/G, + N/G with -zp, + 16/G with -fpzp",
             "stock_vllm": "without zero points, N >= 2",
         },
+        "input_schemas": [_input_words(inputs) for inputs in INPUT_PRESETS.values()],
+    }
+
+
+def _input_words(inputs: InputSchema) -> Words:
+    """An input schema, with the targets that run it over any preset, and the presets that any target runs it over."""
+    pairs = [
+        (schema.name, target)
+        for schema in PRESETS.values()
+        for target in map(Target, TARGETS)
+        if any(why_not(KernelKind(schema, dtype, target, inputs)) is None for dtype in PARAM_DTYPES)
+    ]
+    return {
+        "name": inputs.name,
+        "description": inputs.describe(),
+        **inputs.humming_fields(),
+        "targets": [target.name for target in map(Target, TARGETS) if target in {t for _, t in pairs}],
+        "schemas": [name for name in PRESETS if name in {schema for schema, _ in pairs}],
     }

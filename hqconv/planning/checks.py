@@ -9,7 +9,8 @@ from hqconv.checkpoint.described import Described
 from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
-from hqconv.formats.format import DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.formats.format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.planning.encoding import MSE
 from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_blocks
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
@@ -153,6 +154,7 @@ def check_copied(checkpoint: Described, experts: ExpertMap, request: Request) ->
 def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
     """What converts, but is known not to run well, or loses what another option would keep."""
     name, warnings = request.schema.name, _rounding_warnings(experts, request)
+    warnings += _search_warnings(experts, request)
     for dtype in PARAM_DTYPES if not request.round_scales else ():
         kept, here = (
             [b for b in experts.blocks if not why_not_direct(b.format, request.kind_of(b.name).schema, param)]
@@ -214,6 +216,21 @@ def _rounding_warnings(experts: ExpertMap, request: Request) -> list[str]:
         f"by {LARGEST_CHANGE[dtype]:.2%} at most."
         for kind in sorted(kinds)
     ]
+
+
+def _search_warnings(experts: ExpertMap, request: Request) -> Iterator[str]:
+    """Whether there is nothing to search scales for; where gate and up must share a scale, only the data tell."""
+    for block in experts.blocks:
+        schema = request.kind_of(block.name).schema
+        words = (block.format, schema, request.param_dtype)
+        is_direct = conversion_of(*words, round_scales=request.round_scales) in (DIRECT, DIRECT_ROUNDED)
+        if not is_direct or (schema.is_coupled and not request.must_be_direct):
+            return
+    if request.quantizer == MSE:
+        named = (
+            "--quantizer mse has" if request.importance is None else "--quantizer mse and --importance have"
+        )
+        yield f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."
 
 
 def _stock_vllm_warnings(experts: ExpertMap, request: Request) -> list[str]:

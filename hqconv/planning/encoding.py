@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hqconv.formats.format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
 from hqconv.schemas.target import TargetSchema
 
 RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched for the least squared error
+# Of what mse tries and how it chooses (`backends/candidates`, `backends/search`): raised by every change of its
+# results, so that `verify` knows which it can repeat. tests/backends/test_search.py holds them to a digest.
+SEARCH_VERSION = 1
+
+
+def quantizer_words(quantizer: str) -> dict[str, Any]:
+    """What a manifest says of a quantizer: nothing of rtn, of which there are no versions."""
+    return {} if quantizer == RTN else {"quantizer": quantizer, "quantizer_version": SEARCH_VERSION}
 
 
 @dataclass(frozen=True)

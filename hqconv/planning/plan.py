@@ -15,6 +15,7 @@ from functools import cached_property
 from hqconv.checkpoint.described import Described
 from hqconv.experts.map import ExpertMap
 from hqconv.planning.checks import check_copied, check_loose, check_request, request_warnings
+from hqconv.planning.encoding import quantizer_words
 from hqconv.planning.groups import (
     Group,
     PlannedBlock,
@@ -107,7 +108,7 @@ class Plan:
             "--layout": request.layout,
             "--input-schema": request.inputs.humming_fields(),
             "--round-scales": request.round_scales,
-            "--quantizer": request.quantizer,
+            "--quantizer": quantizer_words(request.quantizer),
             "--importance": None if request.importance is None else request.importance.sha256,
             "the overrides": {name: artifact.kind_words(kind) for name, kind in request.of_blocks.items()},
         }

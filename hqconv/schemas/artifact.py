@@ -148,6 +148,9 @@ def kind_of_words(words: Mapping[str, Any], schema: TargetSchema, param_dtype: s
     name, fields = words["input_schema"], words.get("activation_schema")
     if (fields is None) != (name == A16.name):
         raise RequestError("Activations are named without their schema.", where="input_schema", found=name)
+    if not isinstance(fields, Mapping | None):
+        what, found = "The schema of activations is no object.", type(fields).__name__
+        raise RequestError(what, where="activation_schema", found=found)
     inputs = A16 if fields is None else inputs_of(str(name), dict(fields), where="activation_schema")
     return KernelKind(schema, param_dtype, parse_target(words["target"], words.get("cuda")), inputs)
 

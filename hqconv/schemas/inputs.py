@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
+from hqconv.schemas.toml import read_toml
 
 A_DTYPES = ("float8e4m3", "float8e5m2", "float8e3m4", "int8", "int4", "float4e2m1", "float4e0m3")
 INPUT_SCALE_DTYPES = ("float32", "float8e8m0", "float8e4m3")
@@ -122,21 +122,18 @@ def resolve_inputs(text: str) -> InputSchema:
     Raises RequestError for an unknown name, an unreadable file or an impossible combination.
     """
     if text.endswith(".toml"):
-        return _load(Path(text))
+        path = Path(text)
+        return inputs_of(path.stem, read_toml(path, "input schema's file"), where=str(path))
     if text in NAMED_INPUTS:
         return NAMED_INPUTS[text]
     known = f"{', '.join(NAMED_INPUTS)}, or a .toml file"
     raise RequestError(
-        f"There is no input schema named '{text}'.", where="--input-schema", expected=known, found=text
+        f"There is no input schema named '{text}'.",
+        where="--input-schema",
+        expected=known,
+        found=text,
+        remedy="`hqconv schemas` explains each.",
     )
-
-
-def _load(path: Path) -> InputSchema:
-    try:
-        words = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RequestError("The input schema's file cannot be read.", where=str(path), found=error) from error
-    return inputs_of(path.stem, words, where=str(path))
 
 
 def inputs_of(name: str, words: dict[str, Any], *, where: str) -> InputSchema:

@@ -17,8 +17,7 @@ schema = "none"         # left as they are
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 from hqconv.errors import RequestError
 from hqconv.schemas.inputs import InputSchema, resolve_inputs
 from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
+from hqconv.schemas.toml import read_toml
 
 LEFT = "none"  # experts that are copied as they are
 _SECTION = "override"
@@ -63,17 +63,35 @@ class Override:
     def chosen(self, layer_of: Mapping[str, int]) -> list[str]:
         """The blocks that it is for, of those whose layers are `layer_of`. Raises RequestError where there is none."""
         last = max(layer_of.values(), default=0)
-        runs = [(_counted(first, last), _counted(end, last)) for first, end in self.layers]
-        found = [
-            name
-            for name, layer in layer_of.items()
-            if (self.blocks is not None and fnmatchcase(name, self.blocks))
-            or any(first <= layer <= end for first, end in runs)
-        ]
-        if not found:
-            what, expected = "An override is for no block.", f"such as {next(iter(layer_of), 'a block')}"
-            raise RequestError(what, where=self.where, expected=expected, found=self.blocks or "layers")
-        return found
+        found = [name for name in layer_of if self.blocks is not None and fnmatchcase(name, self.blocks)]
+        if self.blocks is not None and not found:
+            raise self._of_none(self.blocks, f"a pattern of names such as {next(iter(layer_of), 'a block')}")
+        for first, end in self.layers:
+            run = range(_counted(first, last), _counted(end, last) + 1)
+            of_run = [name for name, layer in layer_of.items() if layer in run]
+            if not of_run:
+                raise self._of_none(f"layers {_shown(first, end)}", _known(layer_of.values()))
+            found += of_run
+        return list(dict.fromkeys(found))
+
+    def _of_none(self, found: str, expected: str) -> RequestError:
+        what = "An override is for no block."
+        return RequestError(what, where=self.where, expected=expected, found=found)
+
+
+def _shown(first: int, end: int) -> str:
+    return str(first) if first == end else f"{first}-{end}"
+
+
+def _known(layers: Iterable[int]) -> str:
+    """The numbers of MoE layers: `layers of 3-60, 62`."""
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return f"layers of {', '.join(_shown(*run) for run in runs)}"
 
 
 def _counted(number: int, last: int) -> int:
@@ -108,10 +126,7 @@ def load_recipe(path: Path) -> Recipe:
 
     Schemas that are files, and an importance file, are looked for beside the recipe.
     """
-    try:
-        words = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RequestError("The recipe cannot be read.", where=str(path), found=error) from error
+    words = read_toml(path, "recipe")
     sections = words.pop(_SECTION, [])
     for key, value in words.items():
         if type(value) is not _OPTIONS.get(key):

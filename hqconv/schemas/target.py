@@ -7,7 +7,6 @@ keys are the fields of Humming's `HummingWeightSchema`.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.schemas.dtypes import code_bits, code_of, num_bits
+from hqconv.schemas.toml import read_toml
 
 PARAM_DTYPES = ("bfloat16", "float16")
 _SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
@@ -268,10 +268,7 @@ def resolve_schema(text: str) -> TargetSchema:
 
 def load_schema(path: Path) -> TargetSchema:
     """Read a schema from a TOML file with Humming's field names; unknown keys are refused."""
-    try:
-        words = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RequestError("The schema file cannot be read.", where=str(path), found=error) from error
+    words = read_toml(path, "schema file")
     types = {f.name: f.type for f in fields(TargetSchema) if f.name != "name"}
     if "b_dtype" not in words:
         raise RequestError("The schema file names no weight type.", where=str(path), expected="b_dtype = …")

@@ -96,7 +96,7 @@ def open_served(place: Place) -> Served:
                 if path.startswith(f"{names.EXPERTS_FOLDER}/")
             },
         )
-    except (RequestError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (RequestError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise VerificationError(
             "The artifact's manifest describes what cannot be.",
             where=f"{place.name}: {names.MANIFEST}",
@@ -118,7 +118,8 @@ def _check_kind(place: Place, words: Mapping[str, Any]) -> None:
 
 def _block(root: Path, name: str, words: Mapping[str, Any], kind: KernelKind) -> ServedBlock:
     if "weight_schema" in words:
-        kind = names.kind_of_words(words, schema_of(root, words), kind.param_dtype)
+        schema = schema_of(root, words, f"blocks: {name}: ")
+        kind = names.kind_of_words(words, schema, kind.param_dtype)
     return ServedBlock(
         name=name,
         layer=words["layer"],

@@ -6,10 +6,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from hqconv import __version__
+from hqconv.artifact.opened import Artifact
 from hqconv.backends.quantize import Cost
 from hqconv.experts.block import ExpertBlock
 from hqconv.formats.format import DIRECT_ROUNDED, LARGEST_CHANGE
 from hqconv.pipeline.costs import requantized_counts, scale_changes
+from hqconv.planning.encoding import RTN, SEARCH_VERSION
 from hqconv.schemas import artifact as names
 from hqconv.verification.figures import Figures, summarize
 from hqconv.verification.result import CheckResult, compare_words
@@ -45,6 +48,19 @@ def check_recorded(
                 _check_figure(f"{where}: {key}", value, words.get(key), result)
             _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
             _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
+
+
+def check_search(artifact: Artifact, result: CheckResult) -> None:
+    """Whether the search that chose the scales is this hqconv's, and so can be repeated."""
+    if artifact.request.quantizer == RTN or artifact.search_version == SEARCH_VERSION:
+        return
+    result.add(
+        f"{names.MANIFEST}: quantizer_version",
+        "The scales were searched for by another version of the search, which cannot be repeated here: "
+        "verify against the source with the hqconv that made the artifact, or convert again.",
+        f"{SEARCH_VERSION} (hqconv {__version__})",
+        f"{artifact.search_version or 'none'} (hqconv {artifact.manifest['hqconv_version']})",
+    )
 
 
 def check_changes(block: str, words: Mapping[str, Any], param_dtype: str, result: CheckResult) -> None:

@@ -17,6 +17,7 @@ from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
 from hqconv.verification.batched import why_not
+from hqconv.verification.compiler import other_layout
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
 from hqconv.verification.limits import kind_of_inputs
@@ -249,4 +250,6 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
         for kind in artifact.request.kinds:
             if kind_of_inputs(kind.inputs) is None:
                 return None, f"there is no reference for {kind.inputs.a_dtype} activations"
+        if obstacle := other_layout(artifact):
+            return None, obstacle
     return device, ""

@@ -27,7 +27,7 @@ from hqconv.verification.expert import Job, Original, Outcome
 from hqconv.verification.figures import summarize
 from hqconv.verification.folded import folding_bytes
 from hqconv.verification.input_scales import check_source_scales
-from hqconv.verification.recorded import check_recorded
+from hqconv.verification.recorded import check_recorded, check_search
 from hqconv.verification.result import CheckResult, Finding
 
 
@@ -48,7 +48,7 @@ def check_weights(
     """
     result = CheckResult("weights")
     blocks = _blocks(artifact, layers, result)
-    sources = _source_blocks(source, result)
+    sources = _source_blocks(artifact, source, result)
     for name in (
         sorted((sources or {}).keys() - artifact.blocks.keys() - set(artifact.left)) if layers is None else ()
     ):
@@ -149,9 +149,12 @@ def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckRes
     return blocks
 
 
-def _source_blocks(source: Source | None, result: CheckResult) -> dict[str, ExpertBlock] | None:
+def _source_blocks(
+    artifact: Artifact, source: Source | None, result: CheckResult
+) -> dict[str, ExpertBlock] | None:
     if source is None:
         return None
+    check_search(artifact, result)
     try:
         return {block.name: block for block in source.map_experts().blocks}
     except HqconvError as error:

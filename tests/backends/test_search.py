@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import numpy as np
@@ -19,6 +20,7 @@ from hqconv.backends.quantize import quantize_stacks
 from hqconv.backends.quantizer import MSE, RTN, Quantizer
 from hqconv.backends.runtime import resident
 from hqconv.backends.search import Start, search
+from hqconv.planning.encoding import SEARCH_VERSION
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
 from tests.make.tensors import assert_same, same_bits
@@ -27,6 +29,24 @@ CPU = torch.device("cpu")
 ALL = (*SCHEMAS, *RARE_SCHEMAS)
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPE = (128, 384)
+# Of each version of the search, what it makes of `fixed_stacks`. One that is here is not changed: there is a next one.
+RESULTS = {1: "a88ca4d1f1b2ee181a06523c14cd04ad7b10d24b2c6a923d425d8b7402d64ee1"}
+SEARCHED = (
+    *(
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        "fp8",
+        "fp8-e5m2",
+        "fp8-block",
+        "fp8-tensor",
+        "fp6-e3m2",
+        "int8",
+        "int8-g128-zp",
+    ),
+    *("int6-g128", "int4", "int4-c", "int4-g64-zp", "int4-g128-fpzp", "int3-g64", "int2-g32-zp", "int1-g64"),
+    *("e2m1-row", "uint4-e5m3", "uint4-e8m0"),
+)
 
 
 def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -283,3 +303,24 @@ def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_t
         assert bool(found.changed) is (chosen is not None)
         expected = start if chosen is None else tried[chosen]
         assert float(found.scales.scale) == float(expected.scale)
+
+
+def fixed_stacks() -> list[torch.Tensor]:
+    """Gate and up of two experts, by integers alone: the same on every machine, with any version of any library."""
+    number = np.arange(2 * 2 * 128 * 256, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
+    values = (number.astype(np.float64) / 2**32 - 0.5) ** 3  # heavier tails than a uniform distribution has
+    return list(torch.from_numpy(values.astype(np.float32)).bfloat16().view(2, 2, 128, 256))
+
+
+def test_what_the_search_finds_is_that_of_its_version() -> None:
+    """A change here makes artifacts that an older hqconv cannot verify, and the other way round: it needs a number."""
+    digest = hashlib.sha256()
+    stacks, columns = fixed_stacks(), torch.arange(256) % 7 / 4.0
+    for name in SEARCHED:
+        for weights in (None, columns):
+            for param_dtype in ("bfloat16", "float16"):
+                quantizer = Quantizer("mse", weights)
+                for one in quantize_stacks(stacks, any_schema(name), param_dtype, quantizer=quantizer):
+                    for part in sorted(one.tensors):
+                        digest.update(one.tensors[part].contiguous().view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest() == RESULTS[SEARCH_VERSION]

@@ -650,7 +650,7 @@ def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> Non
     words = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["gate"]}
     config = config_of(QWEN, "qwen3_moe")
     assert map_experts(awq_experts(), config, words).blocks[0].format.decoder == "awq"
-    with pytest.raises(InputError, match="mixes formats"):  # AutoAWQ's reading: gate_proj is left as it was
+    with pytest.raises(RequestError, match="mixes formats"):  # AutoAWQ's reading: gate_proj is left as it was
         map_experts(awq_experts("gate_proj"), config, words)
     with pytest.raises(InputError, match="its weight is not quantized"):  # no entry speaks of it
         map_experts(awq_experts("up_proj"), config, words)

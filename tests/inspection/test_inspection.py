@@ -14,11 +14,14 @@ from typer.testing import CliRunner
 
 from hqconv.api import inspect
 from hqconv.artifact.manifest import read_manifest
+from hqconv.cli import phrases
 from hqconv.cli.app import app
 from hqconv.errors import RequestError, VerificationError
 from hqconv.inspection.schemas import describe_schemas
 from hqconv.inspection.words import block_runs, summarize_errors
 from hqconv.pipeline.progress import Progress
+from hqconv.schemas.gpu_target import TARGETS
+from hqconv.schemas.inputs import INPUT_PRESETS
 from hqconv.schemas.target import PRESETS
 from tests.make.conversions import run
 from tests.make.places import REPO
@@ -396,3 +399,30 @@ def test_schemas() -> None:
         assert name in stdout
     assert "with bfloat16 only" in " ".join(stdout.split())
     assert json.loads(succeed("schemas", "--json")) == words
+
+
+def test_input_schemas_are_listed() -> None:
+    """With the targets and weights that run with them, as a plan has it."""
+    listed = {one["name"]: one for one in describe_schemas()["input_schemas"]}
+    assert list(listed) == list(INPUT_PRESETS)
+    stdout = " ".join(succeed("schemas").split())
+    for name, inputs in INPUT_PRESETS.items():
+        words = listed[name]
+        assert words["description"] == inputs.describe()
+        assert {key: words[key] for key in inputs.humming_fields()} == inputs.humming_fields()
+        assert f"{name} {inputs.describe()}" in stdout
+    runs = {name: (one["targets"], one["schemas"]) for name, one in listed.items()}
+    assert runs["a16"] == ([f"sm{number}" for number in TARGETS], list(PRESETS))
+    assert runs["int8"] == (runs["a16"][0], ["mxfp4", "int8", "int4"])
+    assert runs["int4"] == (["sm75", "sm80", "sm86", "sm89"], ["int4"])
+    assert runs["nvfp4"] == (["sm100", "sm103", "sm120", "sm121"], ["nvfp4"])
+    assert runs["fp8"][0][0] == "sm89"
+    assert "nvfp4" not in runs["fp8"][1]
+    for phrase in ("from sm75 on every schema above", "sm75 – sm89 int4", "from sm100 on nvfp4"):
+        assert phrase in stdout
+
+
+def test_targets_in_short() -> None:
+    assert phrases.targets(["sm90"]) == "sm90"
+    assert phrases.targets(["sm120", "sm121"]) == "sm120, sm121"
+    assert phrases.targets(["sm89", "sm90", "sm120", "sm121"]) == "sm89, sm90, sm120, sm121"

@@ -95,6 +95,7 @@ ROWS.row(
     configs.fp8(),
     "as fp8-channel, `weight_scale` [N] in F32",
     refused=_CHANNELS,
+    rounded="fp8",
 )
 ROWS.row(
     "fp8-e5m2",
@@ -109,6 +110,7 @@ ROWS.row(
     configs.fbgemm(),
     "`fbgemm_fp8`, `weight_scale` [N, 1] in F32",
     refused=_CHANNELS,
+    rounded="fp8",
 )
 
 # --- microscaling and modelopt ------------------------------------------------------------------------------
@@ -240,5 +242,6 @@ ROWS.row(
     configs.fbgemm(),
     "`fbgemm_fp8`, stacks [E, in, out] with scales [E, 1, out] and [E, out, 1]",
     refused=_CHANNELS,
+    rounded="fp8",
     layout=layouts.llama4(turned_scales=("gate_up_proj",)),
 )

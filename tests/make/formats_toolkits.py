@@ -100,6 +100,7 @@ ROWS.row(
     pack.int8(per_tensor=True),
     *_compressed("naive-quantized", 8, "int", "tensor"),
     refused="int8",
+    rounded="int8",
 )
 ROWS.row(
     "ct-nvfp4",
@@ -259,6 +260,7 @@ ROWS.row(
     configs.quark("int8", "per_channel"),
     "`quark`, int8 per channel, F32 scales",
     refused=_CHANNELS,
+    rounded="int8",
 )
 ROWS.row(
     "quark-fp8-tensor",
@@ -273,6 +275,7 @@ ROWS.row(
     configs.quark("fp8_e4m3", "per_channel"),
     "`quark`, fp8 per channel, F32 scales",
     refused=_CHANNELS,
+    rounded="fp8",
 )
 ROWS.row(
     "quark-mxfp4",

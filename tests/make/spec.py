@@ -15,9 +15,10 @@ class FormatSpec:
     """One row: how its checkpoint is written, and what is expected of it.
 
     recognised: what in the config says so. direct: the schema that `--schema source` gives, "" where it is refused
-    with a message that contains `refused`. dtype: the config's. layers: the encoders of further layers. dense: how
-    modules beside the experts are stored, if otherwise. differs: gate and up have scales of their own. target, tp: the
-    schema to requantize to, and TP ranks that can hold it. needs: a package.
+    with a message that contains `refused`. rounded: the schema that it then gives with `--round-scales`, if any.
+    dtype: the config's. layers: the encoders of further layers. dense: how modules beside the experts are stored, if
+    otherwise. differs: gate and up have scales of their own. target, tp: the schema to requantize to, and TP ranks
+    that can hold it. needs: a package.
     """
 
     encode: Encoder
@@ -25,6 +26,7 @@ class FormatSpec:
     recognised: str
     direct: str = ""
     refused: str = ""
+    rounded: str = ""
     dtype: str = "bfloat16"
     layout: Layout = QWEN3_MOE
     layers: tuple[Encoder, ...] = ()

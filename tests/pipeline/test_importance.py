@@ -19,9 +19,11 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.errors import OutputError
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.target import resolve_schema
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.damage import BLOCK, Damaged
+from tests.make.formats import write
 from tests.make.importance import columns_of, write_importance
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import assert_same
@@ -293,3 +295,41 @@ def test_requantized_sources_are_weighted_too(src: Path, file: Path, tmp_path: P
         group_errors(tmp_path / n, src, "int4-g32", load_file(file)) for n in ("mse", "by")
     ):
         assert all(b[role].sum() < a[role].sum() for role in a)
+
+
+def test_where_all_codes_are_kept_it_has_no_effect_and_that_is_said(
+    src: Path, file: Path, tmp_path: Path
+) -> None:
+    """And nowhere else: one block with something to search for is enough."""
+
+    def warned(source: Path, schema: str, **options: Any) -> list[str]:
+        plan = hqconv.plan(source, schema=schema, target="sm90", **options)
+        return [warning for warning in plan.warnings if "no effect" in warning]
+
+    by = {"quantizer": "mse", "importance": file}
+    run(src, tmp_path / "kept", "int4-g32")
+    (both,) = warned(tmp_path / "kept", "int4-g32", **by)
+    assert both.startswith("--quantizer mse and --importance have no effect: the codes")
+    (alone,) = warned(tmp_path / "kept", "source", quantizer="mse")
+    assert alone.startswith("--quantizer mse has no effect: the codes")
+    assert not warned(tmp_path / "kept", "int4-g32")
+    assert not warned(tmp_path / "kept", "int4-g64", **by)
+    assert not warned(src, "int4-g32", **by)
+    (tmp_path / "r.toml").write_text('[[override]]\nlayers = "-1"\nschema = "mxfp4"\n')
+    overrides = load_recipe(tmp_path / "r.toml").overrides
+    assert not warned(tmp_path / "kept", "int4-g32", overrides=overrides, **by)
+    reports = {
+        name: run(tmp_path / "kept", tmp_path / name, "int4-g32", **options)
+        for name, options in {"plain": {}, "by": by}.items()
+    }
+    assert both in reports["by"].warnings
+    assert rank_bytes(tmp_path / "by") == rank_bytes(tmp_path / "plain")
+
+
+def test_where_only_the_data_tell_nothing_is_said_of_no_effect(tmp_path: Path) -> None:
+    """Gate and up of nvfp4 share a scale: experts whose own differ are quantized anew, and searched for."""
+    source = write(tmp_path / "src", "modelopt-nvfp4-apart").folder
+    for schema, quantizer in (("nvfp4", "mse"), ("nvfp4", "rtn")):
+        report = run(source, tmp_path / quantizer, schema, quantizer=quantizer)
+        assert not [warning for warning in report.warnings if "no effect" in warning]
+    assert rank_bytes(tmp_path / "mse") != rank_bytes(tmp_path / "rtn")

@@ -13,7 +13,8 @@ import hqconv
 from hqconv.api import open_source
 from hqconv.artifact.opened import Artifact
 from hqconv.cli.app import app
-from hqconv.errors import RequestError
+from hqconv.errors import OutputError, RequestError, VerificationError
+from hqconv.planning.encoding import SEARCH_VERSION
 from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
 from tests.make.artifacts import digest_of, make_source
@@ -61,8 +62,9 @@ def test_less_is_lost_and_the_artifact_is_proven(
     assert all(best[role] < (1 - gain) * plain[role] for role in plain)
     assert not both_ways(tmp_path / "mse", src).findings
     assert_verified(tmp_path / "mse", src)
-    assert manifest(tmp_path / "mse")["quantizer"] == "mse"
-    assert "quantizer" not in manifest(tmp_path / "rtn")
+    words = manifest(tmp_path / "mse")
+    assert (words["quantizer"], words["quantizer_version"]) == ("mse", SEARCH_VERSION)
+    assert not {"quantizer", "quantizer_version"} & manifest(tmp_path / "rtn").keys()
 
 
 def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_one_changed_byte_or_another_quantizer_is_found(src: Path, tmp_path: Pat
     copy.reseal()
     assert both_ways(copy.root, src).findings
     other = Damaged(tmp_path / "out", src, "int4")
-    other.edit_manifest(lambda words: words.pop("quantizer"))
+    other.edit_manifest(lambda words: [words.pop(key) for key in ("quantizer", "quantizer_version")])
     assert both_ways(other.root, src).findings
     other.edit_manifest(lambda words: words.update(quantizer="best"))
     report = check(other.root, src, "files", "weights")
@@ -115,6 +117,59 @@ def test_what_is_kept_is_kept(src: Path, tmp_path: Path) -> None:
             run(tmp_path / "first", tmp_path / schema / quantizer, schema, quantizer=quantizer)
         one, other = (rank_bytes(tmp_path / schema / quantizer) for quantizer in ("rtn", "mse"))
         assert one == other
+
+
+@pytest.mark.parametrize("version", [None, SEARCH_VERSION + 1])
+def test_another_version_of_the_search_is_told_from_damage(
+    version: int | None, src: Path, tmp_path: Path
+) -> None:
+    """None is of before versions were recorded. Without the source nothing is searched again."""
+    run(src, tmp_path / "out", "int4-g32", quantizer="mse")
+    other = Damaged(tmp_path / "out", src, "int4-g32")
+
+    def edit(words: dict[str, Any]) -> None:
+        words.update(hqconv_version="0.0.9", quantizer_version=version)
+        if version is None:
+            del words["quantizer_version"]
+
+    other.edit_manifest(edit)
+    (finding,) = both_ways(other.root, src).findings
+    assert finding.where == "hqconv.json: quantizer_version"
+    assert (
+        "verify against the source with the hqconv that made the artifact, or convert again" in finding.what
+    )
+    assert finding.expected == f"{SEARCH_VERSION} (hqconv {hqconv.__version__})"
+    assert finding.found == f"{version or 'none'} (hqconv 0.0.9)"
+    assert check(other.root, None, "files", "weights").passed
+    other.edit_manifest(lambda words: words.update(hqconv_version=hqconv.__version__))
+    with pytest.raises(OutputError, match="differs from this request in: quantizer_version"):
+        run(src, other.root, "int4-g32", quantizer="mse", resume=True)
+
+
+@pytest.mark.parametrize("version", [True, 0, -1, 1.0, "1", [1], {}])
+def test_a_version_that_is_none_is_found(version: Any, src: Path, tmp_path: Path) -> None:
+    run(src, tmp_path / "out", "int4-g32", quantizer="mse")
+    other = Damaged(tmp_path / "out", src, "int4-g32")
+    other.edit_manifest(lambda words: words.update(quantizer_version=version))
+    with pytest.raises(VerificationError, match=r"quantizer_version\n"):
+        hqconv.dequantize(other.root, block=BLOCK)
+    assert not check(other.root, None, "weights").passed
+    other.edit_manifest(lambda words: (words.pop("quantizer"), words.update(quantizer_version=1)))
+    assert not check(other.root, None, "weights").passed
+
+
+def test_a_conversion_is_not_resumed_by_another_search(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rtn knows nothing of."""
+    found = {}
+    for version in (SEARCH_VERSION, SEARCH_VERSION + 1):
+        monkeypatch.setattr("hqconv.planning.encoding.SEARCH_VERSION", version)
+        for quantizer in ("rtn", "mse"):
+            plan = hqconv.plan(src, schema="int4-g32", target="sm90", quantizer=quantizer)
+            found[quantizer, version] = plan.fingerprint()["--quantizer"]
+    assert found["mse", SEARCH_VERSION] != found["mse", SEARCH_VERSION + 1]
+    assert found["rtn", SEARCH_VERSION] == found["rtn", SEARCH_VERSION + 1] != found["mse", SEARCH_VERSION]
 
 
 def test_it_is_said(src: Path, tmp_path: Path) -> None:

@@ -179,6 +179,13 @@ def test_recipes_that_are_none(tmp_path: Path, text: str, needle: str) -> None:
     ("text", "words", "needle"),
     [
         ("[[override]]\nlayers = '9'\nschema = 'int4'", {}, "for no block"),
+        (
+            "[[override]]\nlayers = '0, 7-9'\nschema = 'int4'",
+            {},
+            "expected: layers of 0-4\n  found: layers 7-9",
+        ),
+        ("[[override]]\nlayers = '3-1, 0'\nschema = 'int4'", {}, "found: layers 3-1"),
+        ("[[override]]\nlayers = '-1, -6'\nschema = 'none'", {}, "found: layers -6"),
         ("[[override]]\nblocks = '*'\nschema = 'none'", {}, "nothing to convert"),
         ("[[override]]\nlayers = '0'\ninput_schema = 'mxfp4'", {}, "begin with sm100"),
         ("[[override]]\nlayers = '0'\nschema = 'fp8-block'", {"grid": Grid(2)}, "TP sizes that work"),

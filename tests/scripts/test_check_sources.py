@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from hqconv.schemas.families import FAMILIES
-from scripts.check_sources import TABLE, document, family_rows, find_row, format_row, missing_rows
+from scripts.check_sources import (
+    TABLE,
+    check_format,
+    document,
+    family_rows,
+    find_row,
+    format_row,
+    missing_rows,
+)
 from scripts.check_sources import Outcome as Done
 from tests.make.formats import FORMATS
 
@@ -22,7 +31,15 @@ def test_every_format_and_family_is_in_the_table() -> None:
 def test_every_format_passed(name: str) -> None:
     row = find_row(LINES, name)
     assert "FAILED" not in row
-    assert row.count("files, weights") == (2 if FORMATS[name].direct else 1)
+    assert row.count("files, weights") == (2 if FORMATS[name].direct or FORMATS[name].rounded else 1)
+
+
+@pytest.mark.parametrize("name", ["quark-int8", "fp8-channel-f32"])
+def test_rows_of_rounded_scales_are_what_comes_of_it(name: str, tmp_path: Path) -> None:
+    """But for the kernel's figure, which needs a GPU."""
+    found = format_row(name, *check_format(name, tmp_path, "cpu"))
+    assert " with `--round-scales`; else refused: " in found
+    assert found == re.sub(r", kernel [\d.]+", "", find_row(LINES, name))
 
 
 def test_there_is_no_row_without_a_format() -> None:

@@ -12,7 +12,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def test_every_schema_has_a_row() -> None:
-    assert re.findall(r"^\| `([\w-]+)` \|", TEXT.partition("## Rotated")[0], re.MULTILINE) == [
+    assert re.findall(r"^\| `([\w-]+)` \|", TEXT.partition("## What it costs")[0], re.MULTILINE) == [
         *SCHEMAS,
         *WEIGHTED,
     ]

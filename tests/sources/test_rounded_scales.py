@@ -216,6 +216,11 @@ def test_codes_are_kept_and_scales_rounded(name: str, dtype: str, get: Get, tmp_
         assert source.words()["conversion"] == {"direct": 1}
 
 
+def test_every_format_that_is_rounded_is_a_case() -> None:
+    rounded = {name: spec.rounded for name, spec in FORMATS.items() if spec.rounded}
+    assert rounded.items() <= {name: own for name, (_, own) in CASES.items()}.items()
+
+
 @pytest.mark.parametrize("name", ["fp8-channel-f32", "ct-w8-channel-zp", "fused-fbgemm-fp8"])
 def test_judged_together_as_on_a_gpu(
     name: str, get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
