@@ -65,7 +65,7 @@ def _words(source: SourceFormat) -> str:
 
 def outcome_of(path: Path, model: Published, folder: Path, *, with_twin: bool = True) -> Outcome:
     """Plan a model from its headers, and convert and verify a twin: to int4, and as it is where the plan keeps it."""
-    own = model.expect.get("source_schema")
+    own = model.expect.get("source_schema") or model.expect.get("mixed")
     wanted = ["int4-g64", *(["source"] if own else [])]
     sparse = write_sparse(model, folder / "sparse")
     try:
