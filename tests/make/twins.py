@@ -176,7 +176,9 @@ def _data(tensors: list[tuple[str, str, list[int]]], is_e8m0: bool) -> Iterator[
 
 def _floats(part: str, dtype: str, shape: list[int], random: np.random.Generator, is_e8m0: bool) -> bytes:
     values = random.standard_normal(shape, np.float32) * np.float32(0.02)
-    if "scale" in part:
+    if part.endswith(("scale_2", "global_scale")):  # gate's and up's are one, as calibration gives them
+        values = np.full(shape, 2.0**-8, np.float32)
+    elif "scale" in part:
         values = np.abs(values) / 4 + np.float32(2.0**-10)
         values = np.exp2(np.floor(np.log2(values))) if is_e8m0 else values
     elif "offset" in part:
