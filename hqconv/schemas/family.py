@@ -52,8 +52,7 @@ class Family:
     `projections` maps the role (w1 gate, w3 up, w2 down) to its name; `stacks` are the fused tensors that the
     family has instead, or may have instead. Each `*_keys` lists config keys, the first one present wins; a list
     value holds one number per layer. `activation` is what the family's code uses when the config does not say.
-    `limit` is the config key of a bound on the activation, where its value is not 0 or null (again maybe one per
-    layer), and the name that the activation then has instead, a format of the value.
+    Where the config has its numbers, `schemas/activation` says.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Family:
     num_layers_keys: tuple[str, ...] = ("num_hidden_layers",)
     pads_last_rank: bool = False  # where TP does not divide the experts, servers give the last rank less
     zero_experts_keys: tuple[str, ...] = ()  # routed to after the real experts, without weights of use
-    limit: tuple[str, str] = ("", "")
 
     @property
     def gated(self) -> bool:
