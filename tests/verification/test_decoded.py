@@ -85,7 +85,9 @@ def test_errors_of_decoded_weights_are_plain_arithmetic(src: Path, tmp_path: Pat
         block = source.map_experts().blocks[0]
         decoded = decoded_experts(artifact, artifact.expert_block(BLOCK), CPU, pool)
         found, _ = moe_forward(batch.x.double(), batch.routing, decoded, Activation("silu"))
-        measured = _compare_source(Activation("silu"), batch, found, decoded, source_experts(source, block, CPU, pool))
+        measured = _compare_source(
+            Activation("silu"), batch, found, decoded, source_experts(source, block, CPU, pool)
+        )
         exact = [source.read_expert(block, e, block.roles, CPU) for e in range(4)]
     values = hqconv.dequantize(tmp_path / "out", block=BLOCK)
     for role, error in measured["weights_against_source"].items():
