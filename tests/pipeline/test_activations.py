@@ -16,8 +16,10 @@ from hqconv.api import describe_plan
 from hqconv.artifact.opened import Artifact
 from hqconv.backends.moe import Gemm, layer_config
 from hqconv.cli import phrases
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas.activation import Activation
+from hqconv.serving.place import Place
+from hqconv.serving.served import open_served
 from hqconv.verification import kernel as module
 from hqconv.verification.result import CheckResult
 from hqconv.verification.run import _kernel_device, _sample
@@ -258,6 +260,18 @@ def test_older_manifests_say_the_name_only(made: Callable[[str], tuple[Path, Pat
     assert [finding.where.rpartition(": ")[2] for finding in report.results[0].findings] == [
         "activation_parameters"
     ]
+
+
+@pytest.mark.parametrize("parameters", [{"limit": "2"}, {"limit": True}, [2.0], 2.0], ids=str)
+def test_numbers_that_are_none_are_a_damaged_manifest(
+    parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    _, out = copied(made, "gpt_oss", tmp_path)
+    edit(out, lambda block: block.update(activation_parameters=parameters))
+    with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"):
+        hqconv.inspect(out)
+    with pytest.raises(VerificationError, match=r"describes what cannot be(.|\n)*activation_parameters"):
+        open_served(Place(str(out)))
 
 
 @pytest.mark.parametrize(
