@@ -145,10 +145,11 @@ def _oai(**more: str) -> Numbers:
 
 
 # model_type, or a family's name for all of its model types → the numbers. From transformers' classes of that name, and
-# from vLLM's where those have none: exaone_moe, bailing_moe_v3 (bailing_hybrid's configs have its key), kimi_k3 and
-# minimax_m3 (its beta).
+# from vLLM's where those have none: deepseek_v41 (deepseek_v4's layer), exaone_moe, bailing_moe_v3 (bailing_hybrid's
+# configs have its key), step5, kimi_k3 and minimax_m3 (its beta).
 NUMBERS: Mapping[str, Numbers] = {
     "deepseek_v4": _clamp("swiglu_limit", 10.0),
+    **dict.fromkeys(("deepseek_v41", "deepseek_v41_text"), _clamp("swiglu_limit", 10.0)),
     "glm5_next": _clamp("swiglu_limit", 10.0),
     "exaone_moe": _clamp("swiglu_limits"),
     "bailing_hybrid": _clamp("expert_swiglu_limit_list"),
