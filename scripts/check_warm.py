@@ -120,11 +120,12 @@ class Served:
         """Every route's output, [T * k, H]."""
         from humming.forward import may_process_input
 
+        from hqconv.schemas.activation import Activation
         from hqconv.serving.asked import activation_words
 
         wide = self.gemm("w13", x, ids, TOP_K)
         buffer = wide.new_empty(wide.size(0), wide.size(1) // 2)
-        words: dict[str, Any] = activation_words("silu", gated=True) or {}
+        words: dict[str, Any] = activation_words(Activation("silu"), gated=True) or {}
         hidden, _, _ = may_process_input(self.configs["w2"], inputs=wide, outputs=buffer, **words)
         return self.gemm("w2", hidden, ids, 1)
 

@@ -38,7 +38,7 @@ FLOORS = {
 INDEPENDENT = {
     "hqconv.artifact.unlayout": ("hqconv.errors", "hqconv.schemas", "hqconv.compiled"),
     "hqconv.artifact.stacked": ("hqconv.errors", "hqconv.schemas", "hqconv.experts", "hqconv.artifact"),
-    "hqconv.verification.reference": (),
+    "hqconv.verification.reference": ("hqconv.schemas.activation",),  # a name and numbers, no formula
     "hqconv.verification.rounding": (),
 }
 # Libraries that only some modules may import at all.

@@ -149,7 +149,7 @@ def _block_words(group: PlannedBlock, errors: dict[str, Any], scales: Mapping[st
         "num_experts": block.num_experts,
         "hidden_size": block.hidden_size,
         "intermediate_size": block.intermediate_size,
-        "activation": block.activation,
+        **block.activation.words(block.gated),
         "gated": block.gated,
         "top_k": block.top_k,
         "w13_order": ["gate", "up"] if block.gated else ["up"],

@@ -18,6 +18,7 @@ from hqconv.planning.groups import gemm_shapes
 from hqconv.planning.importance import Importance, read_importance
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact as names
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.families import FAMILIES, Family
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
@@ -175,6 +176,17 @@ class Facts:
         """The weight schema of one block's experts; errors as `kind_of`."""
         return self.kind_of(name).schema
 
+    def activation_of(self, name: str) -> Activation:
+        """What one block's experts do between their GEMMs. Raises VerificationError where its words cannot be true."""
+        try:
+            return Activation.of_words(self.blocks[name])
+        except ValueError as error:
+            raise _impossible(name, error) from error
+
+    def knows_activation(self, name: str) -> bool:
+        """Whether one block's activation is more than a name here. Raises VerificationError as `activation_of`."""
+        return self.activation_of(name).is_known(self.blocks[name]["gated"])
+
     def expert_block(self, name: str) -> ExpertBlock:
         """One block as the manifest's facts imply it, without `sources`.
 
@@ -214,7 +226,8 @@ class Facts:
             words=dict(family.projections),
             parts=parts,
             sources=(),
-            **{key: words[key] for key in ("layer", "gated", "activation", "top_k")},
+            activation=self.activation_of(name),
+            **{key: words[key] for key in ("layer", "gated", "top_k")},
         )
 
     def kernel_forms(self, block: ExpertBlock, target: Target | None = None) -> dict[str, KernelForm]:

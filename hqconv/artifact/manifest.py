@@ -10,6 +10,7 @@ from typing import Any
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.target import TargetSchema
 
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
@@ -133,6 +134,10 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
         _check_keys(
             path, f"blocks: {name}: source_format: ", block["source_format"], {"name": str, "decoder": str}
         )
+        try:
+            Activation.of_words(block)
+        except ValueError as wrong:
+            raise _damaged(f"{path}: blocks: {name}", "the activation's numbers", wrong) from wrong
         for role, error in block["quantization_error"].items():
             if not isinstance(error, dict) or not all(type(n) in (int, float) for n in error.values()):
                 where = f"{path}: blocks: {name}: quantization_error: {role}"

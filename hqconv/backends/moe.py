@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hqconv.backends.runtime import humming, humming_gpu
+from hqconv.schemas.activation import Activation
 
 _COMPUTE = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}
 
@@ -38,28 +39,33 @@ _NIBBLES = {
     "float4e2m1": (*_FP4, *(-value for value in _FP4)),
     "int4": (*map(float, range(8)), *map(float, range(-8, 0))),
 }
-# `silu_clamp10`: gate and up cut off before the function; `silu_bound7`: its value, and up, cut off.
-_LIMITED = re.compile(r"(?P<function>\w+)_(?P<kind>clamp|bound)(?P<limit>\d+(?:\.\d+)?)")
-_CLAMPED_SWIGLU = "fminf(a, 7.f) / (1.f + expf(-1.702f * fminf(a, 7.f))) * (fmaxf(fminf(b, 7.f), -7.f) + 1.f)"
+_CLAMPED_UP = "fmaxf(fminf(b, {limit}), -{limit})"
 
 
-def activation_words(name: str, gated: bool) -> dict[str, str]:
+def activation_words(activation: Activation, gated: bool) -> dict[str, str]:
     """The activation as Humming's input-processing kernel takes it. KeyError if unknown."""
-    if name == "swigluoai":
-        return {"activation_type": "binary_split", "activation_impl": _CLAMPED_SWIGLU}
     if not gated:
-        return {"activation_type": "unary", "activation_impl": _UNARY[name]}
-    limited = _LIMITED.fullmatch(name)
-    if limited is None:
-        return {"activation_type": "binary_split", "activation_impl": f"({_UNARY[name]}) * b"}
-    function, limit = _UNARY[limited["function"]], f"{float(limited['limit'])}f"
-    gate = f"fminf({function}, {limit})"
-    if limited["kind"] == "clamp":
-        gate = f"({re.sub(_OPERAND, f'fminf(a, {limit})', function)})"
-    return {
-        "activation_type": "binary_split",
-        "activation_impl": f"{gate} * fmaxf(fminf(b, {limit}), -{limit})",
-    }
+        return {"activation_type": "unary", "activation_impl": _UNARY[activation.name]}
+    return {"activation_type": "binary_split", "activation_impl": _gated_text(activation)}
+
+
+def _gated_text(activation: Activation) -> str:
+    """The C expression of gate a and up b. KeyError where the formula or one of its numbers is not known."""
+    name, number = activation.name, {key: f"{value!r}f" for key, value in activation.numbers.items()}
+    function, _, kind = name.rpartition("_")
+    if name == "swigluoai":
+        gate, up = f"fminf(a, {number['limit']})", _CLAMPED_UP.format_map(number)
+        return f"{gate} / (1.f + expf(-({number['alpha']}) * {gate})) * ({up} + ({number['beta']}))"
+    if name == "situ":
+        beta, linear = number["beta"], number.get("linear_beta")
+        up = "b" if linear is None else f"{linear} * tanhf(b / {linear})"
+        return f"{beta} * tanhf(a / {beta}) / (1.f + expf(-a)) * ({up})"
+    if kind == "bound":
+        return f"fminf({_UNARY[function]}, {number['limit']}) * {_CLAMPED_UP.format_map(number)}"
+    if kind == "clamp":
+        clamped = re.sub(_OPERAND, f"fminf(a, {number['limit']})", _UNARY[function])
+        return f"({clamped}) * {_CLAMPED_UP.format_map(number)}"
+    return f"({_UNARY[name]}) * b"
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def compile_kernels(configs: Iterable[Any], tuned_for_m: int, device: torch.devi
 def compile_input_kernels(
     w13: Any,
     w2: Any,
-    activation: str,
+    activation: Activation,
     gated: bool,
     num_tokens: Iterable[int],
     top_k: int,
@@ -219,7 +225,7 @@ def fused_moe(
     x: torch.Tensor,
     local_ids: torch.Tensor,
     weights: torch.Tensor,
-    activation: str,
+    activation: Activation,
     gated: bool,
     tuned_for_m: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:

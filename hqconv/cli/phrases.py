@@ -8,6 +8,7 @@ from typing import Any
 from hqconv.cli.progress import human_bytes
 from hqconv.errors import NUM_SHOWN
 from hqconv.inspection.words import Words
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.target import PARAM_DTYPES, PRESETS
 
@@ -24,6 +25,13 @@ def ranks(rank_bytes: Mapping[str, int]) -> str:
 def schema(words: Mapping[str, Any]) -> str:
     """`mxfp4: float4e2m1, float8e8m0 scale per group 32; 4.25 bits per weight`."""
     return f"{words['name']}: {words['description']}; {words['bits_per_weight']:g} bits per weight"
+
+
+def activation(run: Mapping[str, Any]) -> str:
+    """`silu (gated)`, `situ (beta 4, linear_beta 25, gated)`, or that no more than the name is known."""
+    found, gated = Activation.of_words(run), bool(run["gated"])
+    notes = ("gated",) * gated + ("known by name only",) * (not found.is_known(gated))
+    return found.describe(*notes)
 
 
 def otherwise(words: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
             run["hidden_size"],
             run["intermediate_size"],
             run["top_k"],
-            run["activation"] + (" (gated)" if run["gated"] else ""),
+            phrases.activation(run),
             run["source_dtype"] if run["source_format"] == PLAIN.name else run["source_format"],
         )
         for run in runs

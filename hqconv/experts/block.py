@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from hqconv.formats.format import SourceFormat
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.tensors import TensorRef
 
@@ -160,7 +161,7 @@ class ExpertBlock:
     hidden_size: int
     intermediate_size: int
     gated: bool
-    activation: str
+    activation: Activation
     top_k: int
     dtype: str
     pads_last_rank: bool
@@ -183,6 +184,11 @@ class ExpertBlock:
     def roles(self) -> tuple[str, ...]:
         """The block's projections, gate first."""
         return tuple(role for role in ("w1", "w3", "w2") if role in self.words)
+
+    @property
+    def knows_activation(self) -> bool:
+        """Whether the activation is more than a name: its formula and numbers are known."""
+        return self.activation.is_known(self.gated)
 
     @property
     def has_bias(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 
 from hqconv.errors import RequestError
 from hqconv.experts.checks import Size, Sizes, contradiction
 from hqconv.experts.names import Choice
-from hqconv.schemas.families import FAMILIES, Config, Family
+from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers
+from hqconv.schemas.families import Config, Family
 
 
 def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[str, int]:
@@ -50,11 +52,9 @@ def top_k(family: Family, name: str, layer: int, text: Config) -> int:
     return found[1]
 
 
-def activation_of(choice: Choice, text: Config) -> tuple[str, str]:
-    """The activation and where it came from; never guessed for a model_type without a row of its own."""
+def named_activation(choice: Choice, text: Config) -> tuple[str, str]:
+    """The activation's name and where it came from; never guessed for a model_type without a row of its own."""
     family = choice.family
-    if not choice.is_own_row:
-        _refuse_unknown_bounds(choice, text)
     for key in family.activation_keys:
         value = text.get(key)
         if isinstance(value, str) and value:
@@ -70,32 +70,48 @@ def activation_of(choice: Choice, text: Config) -> tuple[str, str]:
     )
 
 
-def _refuse_unknown_bounds(choice: Choice, text: Config) -> None:
-    """What other families bound their activation by means nothing certain in a model without a row of its own."""
-    keys = {row.limit[0] for row in FAMILIES if row.limit[0]}
-    key = next((key for key in sorted(keys) if text.get(key)), None)
-    if key is not None:
-        raise RequestError(
-            "The experts' activation is not known.",
-            where=f"config.json: {key}",
-            expected=f"no bound, since the family is not known ({choice.because})",
-            found=text[key],
-            remedy="A new family needs a row in hqconv/schemas/families.py.",
-        )
+def activation_of(choice: Choice, name: str, layer: int, text: Config) -> Activation:
+    """The activation of one layer with its numbers, as the model's own code takes them from the config.
+
+    Where a config has numbers that this model's code is not known to read, the activation has a name of its own such as
+    `silu+swiglu_limit`, of which nothing else is known. Raises InputError for a value that is no number.
+    """
+    numbers = _numbers_of(choice, text)
+    own = set(numbers.keys.values()) if numbers is not None and numbers.plain == name else set()
+    foreign = [key for key in CHANGING_KEYS if key not in own and _reached(text.get(key), layer)]
+    if foreign:
+        return Activation("+".join((name, *foreign)))
+    if numbers is None or numbers.plain != name:
+        return Activation.of_label(name)
+    return numbers.with_numbers(
+        {field: _number_at(numbers, field, text, layer) for field, key in numbers.keys.items() if key in text}
+    )
 
 
-def bounded(family: Family, activation: str, layer: int, text: Config) -> str:
-    """The activation of one layer, by the name that says its bound where the family has one; 0 and null are none."""
-    key, name = family.limit
-    limit = _of_layer(text.get(key), layer) if key else None
-    if limit is None or limit == 0:
-        return activation
-    if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < float("inf"):
-        raise contradiction("A value of config.json is not usable.", key, "a positive number", text[key])
-    if not name.startswith(f"{activation}_"):
-        what = "The experts' activation has a bound that is not known for it."
-        raise contradiction(what, f"config.json: {key}", name.partition("_")[0], activation)
-    return name.format(limit)
+def _numbers_of(choice: Choice, text: Config) -> Numbers | None:
+    """Where the model's numbers are; another family's keys mean nothing certain in a model without a row of its own."""
+    of_type = NUMBERS.get(str(text.get("model_type")))
+    return NUMBERS.get(choice.family.name) if of_type is None and choice.is_own_row else of_type
+
+
+def _reached(value: object, layer: int) -> object:
+    """A config's value for one layer; layers that a list does not reach have none, as in vLLM's model classes."""
+    if isinstance(value, list):
+        return value[layer] if layer < len(value) else None
+    return value
+
+
+def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float | None:
+    """One number of one layer; None for null, and for 0 where that switches something off."""
+    key = numbers.keys[field]
+    value = _reached(text[key], layer)
+    if value is None or (value == 0 and field not in numbers.any_value):
+        return None
+    least = -math.inf if field in numbers.any_value else 0
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least < value < math.inf:
+        expected = "a finite number" if field in numbers.any_value else "a positive number"
+        raise contradiction("A value of config.json is not usable.", key, expected, text[key])
+    return float(value)
 
 
 def _of_layer(value: object, layer: int) -> object:

@@ -15,7 +15,15 @@ from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock, Parts
 from hqconv.experts.build import build_block
 from hqconv.experts.checks import Found, check_once
-from hqconv.experts.facts import activation_of, bounded, layer_config, layer_indices, number, sizes_of, top_k
+from hqconv.experts.facts import (
+    activation_of,
+    layer_config,
+    layer_indices,
+    named_activation,
+    number,
+    sizes_of,
+    top_k,
+)
 from hqconv.experts.names import choose_family, looks_like_expert, name_pattern, unmatched_error
 from hqconv.formats.declared import Declared, declared_formats
 from hqconv.formats.format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
@@ -103,14 +111,14 @@ def map_experts(
         )
     layers = layer_indices(family, grouped, text)
     dropped = _drop_zero_experts(family, grouped, layers, text)
-    activation, origin = activation_of(choice, text)
+    activation, origin = named_activation(choice, text)
     blocks = []
     for name in sorted(grouped, key=lambda name: (layers[name], name)):
         layer, found = layers[name], grouped[name]
         own = layer_config(family, layer, text)
         facts = {
             "layer": layer,
-            "activation": bounded(family, activation, layer, own),
+            "activation": activation_of(choice, activation, layer, own),
             "top_k": top_k(family, name, layer, own),
         }
         format_of = _formats(declared, name, found, _is_extra(family, layer, text))

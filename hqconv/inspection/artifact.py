@@ -13,6 +13,7 @@ from hqconv.formats.format import SourceFormat
 from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, schema_words, summarize_errors
 from hqconv.planning.encoding import RTN
 from hqconv.schemas import artifact
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.serving import serve_command
 
@@ -120,4 +121,5 @@ def _manifest_block_words(words: Mapping[str, Any]) -> Words:
         source = SourceFormat.from_words(words["source_format"]).describe()
     except (AttributeError, KeyError, TypeError, ValueError):
         source = "unknown"
-    return {**words, "source_format": source}
+    activation = Activation.of_words(words).words(words["gated"])  # with what older manifests do not say
+    return {**words, **activation, "source_format": source}

@@ -69,6 +69,7 @@ def tensor_words(facts: SourceFacts, experts: ExpertMap) -> Words:
 def block_words(block: ExpertBlock) -> Words:
     """The facts of a block that `block_runs` goes by."""
     words = {key: getattr(block, key) for key in SHAPE_KEYS if hasattr(block, key)}
+    words |= block.activation.words(block.gated)
     return words | {"source_dtype": block.dtype, "source_format": block.format.describe()}
 
 

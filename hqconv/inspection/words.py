@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -18,6 +19,8 @@ SHAPE_KEYS = (
     "intermediate_size",
     "top_k",
     "activation",
+    "activation_parameters",
+    "activation_is_known",
     "gated",
     "source_format",
     "source_dtype",
@@ -26,18 +29,18 @@ SHAPE_KEYS = (
 
 def block_runs(blocks: Mapping[str, Mapping[str, Any]]) -> list[Words]:
     """Blocks of the same shape and naming, each set as one entry named like `model.layers.[3-60].mlp.experts`."""
-    runs: dict[tuple[Any, ...], list[int]] = {}
+    runs: dict[tuple[str, str, str], list[int]] = {}
     for name, words in blocks.items():
         parts = re.split(r"\b(\d+)\b", name, maxsplit=1)
         before, number, after = parts if len(parts) == 3 else (name, "", "")
-        key = (before, after, tuple(words[k] for k in SHAPE_KEYS))
+        key = (before, after, json.dumps({k: words[k] for k in SHAPE_KEYS if k in words}))
         runs.setdefault(key, []).extend([int(number)] if number else [])
     entries = []
     for (before, after, shape), numbers in runs.items():
         count = max(len(numbers), 1)
         middle = str(numbers[0]) if len(numbers) == 1 else f"[{_ranges(numbers)}]" if numbers else ""
         name = f"{before}{middle}{after}"
-        entries.append({"name": name, "num_blocks": count, **dict(zip(SHAPE_KEYS, shape, strict=True))})
+        entries.append({"name": name, "num_blocks": count, **json.loads(shape)})
     return entries
 
 

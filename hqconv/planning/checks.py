@@ -164,6 +164,7 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
             warnings.append(
                 f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
             )
+    warnings += _activation_warnings(experts)
     if request.layout == artifact.CHECKPOINT:
         warnings += _stock_vllm_warnings(experts, request)
     else:
@@ -179,6 +180,16 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
         warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
     warnings += missing_warnings(static_blocks(experts, request))
     return tuple(dict.fromkeys(warnings))
+
+
+def _activation_warnings(experts: ExpertMap) -> list[str]:
+    """Activations of which the name is all that is known; weights do not depend on them."""
+    unknown = (block.activation.describe() for block in experts.blocks if not block.knows_activation)
+    return [
+        f"the experts' activation {name} is known by name only: verify's kernel check passes over these blocks, and "
+        "vLLM refuses to serve them from the kernel layout."
+        for name in dict.fromkeys(unknown)
+    ]
 
 
 def _kernel_warnings(kind: KernelKind) -> Iterator[str]:

@@ -63,6 +63,7 @@ FAMILIES: tuple[Family, ...] = (
             "bailing_moe_linear",
             "bailing_moe_v2",
             "bailing_hybrid",
+            "bailing_moe_v3",
         ),
         blocks=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
@@ -114,7 +115,6 @@ FAMILIES: tuple[Family, ...] = (
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
-        limit=("swiglu_limit", "silu_clamp{:g}"),
     ),
     Family(
         name="deepseek_v4",
@@ -122,7 +122,6 @@ FAMILIES: tuple[Family, ...] = (
         blocks=under_layers("ffn.experts", "mtp.{layer}"),
         projections=W1_W3_W2,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
-        limit=("swiglu_limit", "silu_clamp{:g}"),
     ),
     Family(
         # Mistral's own format: neither mlp nor ffn between the layer and its experts.
@@ -379,7 +378,6 @@ FAMILIES: tuple[Family, ...] = (
         ),
         num_experts_keys=("moe_num_experts", "n_routed_experts", "num_local_experts"),
         top_k_keys=("moe_top_k", "num_experts_per_tok"),
-        limit=("swiglu_limits", "silu_bound{:g}"),
     ),
     Family(
         name="aria",

@@ -53,11 +53,10 @@ class Family:
     `projections` maps the role (w1 gate, w3 up, w2 down) to its name; `stacks` are the fused tensors that the
     family has instead, or may have instead; `expert_stacks` are those of a single expert. Each `*_keys` lists config
     keys, the first one present wins; a list value holds one number per layer. `activation` is what the family's
-    code uses when the config does not say. `architectures` are classes that choose the row where model_type does not;
-    `layer_configs_key` is the config key of a list that has one layer's own values in each element; `other_models` are
-    prefixes of models of their own in the same checkpoint, with experts of which the config's numbers do not speak:
-    they are copied. `limit` is the config key of a bound on the activation, where its value is not 0 or null (again
-    maybe one per layer), and the name that the activation then has instead, a format of the value.
+    code uses when the config does not say; where the config has its numbers, `schemas/activation` says.
+    `architectures` are classes that choose the row where model_type does not; `layer_configs_key` is the config key
+    of a list that has one layer's own values in each element; `other_models` are prefixes of models of their own in
+    the same checkpoint, with experts of which the config's numbers do not speak: they are copied.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Family:
     num_layers_keys: tuple[str, ...] = ("num_hidden_layers",)
     pads_last_rank: bool = False  # where TP does not divide the experts, servers give the last rank less
     zero_experts_keys: tuple[str, ...] = ()  # routed to after the real experts, without weights of use
-    limit: tuple[str, str] = ("", "")
     architectures: tuple[str, ...] = ()
     layer_configs_key: str = ""
     other_models: tuple[str, ...] = ()

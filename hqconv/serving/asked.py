@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from hqconv.errors import RequestError
+from hqconv.schemas.activation import Activation
+from hqconv.serving.activations import serving_activation
 from hqconv.serving.gpus import Gpu
 
 INDEXED, CONTIGUOUS, MASKED = "indexed", "grouped_contiguous", "grouped_masked"
@@ -38,6 +39,12 @@ _CLAMPED_SILU = """[](float a, float b) {{
     const float activated_gate = gate / (1.f + expf(-{alpha} * gate));
     return activated_gate * (up + {beta});
 }}(a, b)"""
+_SITU = """[](float a, float b) {{
+            const float gate = {beta} * tanhf(a / {beta});
+            const float activated_gate = gate / (1.f + expf(-a));
+            const float up = {up};
+            return activated_gate * up;
+        }}(a, b)"""
 _SWIGLUSTEP = """[](float a, float b) {
             const float activated_gate = a / (1.f + expf(-a));
             const float gate = fminf(activated_gate, 7.f);
@@ -48,8 +55,6 @@ _GATED = {
     **dict.fromkeys(("silu", "swish"), f"({_SILU}) * b"),
     "gelu": f"({_GELU}) * b",
     **dict.fromkeys(("gelu_tanh", "gelu_pytorch_tanh", "gelu_new"), f"({_GELU_TANH}) * b"),
-    "swigluoai": _CLAMPED_SILU.format(limit="(7.0f)", alpha="(1.702f)", beta="(1.0f)"),
-    "silu_bound7": _SWIGLUSTEP,
 }
 _UNARY = {
     **dict.fromkeys(("silu", "swish"), _SILU),
@@ -111,16 +116,29 @@ class Asking:
         }
 
 
-def activation_words(activation: str, gated: bool) -> dict[str, str] | None:
-    """The activation as vLLM hands it to Humming, or None where its text is not known here."""
-    if not gated:
-        text, kind = _UNARY.get(activation), "unary"
-    else:
-        text, kind = _GATED.get(activation), "binary_split"
-        clamped = re.fullmatch(r"silu_clamp(\d+(?:\.\d+)?)", activation)
-        if clamped:
-            text = _CLAMPED_SILU.format(limit=f"({float(clamped[1])}f)", alpha="(1.0f)", beta="(0.0f)")
+def activation_words(activation: Activation, gated: bool) -> dict[str, str] | None:
+    """The activation as vLLM hands it to Humming, or None where it does not, or its text is not known here."""
+    text, kind = (
+        (_gated_text(activation), "binary_split") if gated else (_UNARY.get(activation.name), "unary")
+    )
     return None if text is None else {"activation_type": kind, "activation_impl": text}
+
+
+def _gated_text(activation: Activation) -> str | None:
+    found = serving_activation(activation, gated=True)
+    if found is None:
+        return None
+    number = {key: f"({value}f)" for key, value in found.numbers.items()}
+    if found.name == "situ":
+        linear = number.get("linear_beta")
+        return _SITU.format(
+            beta=number["beta"], up="b" if linear is None else f"{linear} * tanhf(b / {linear})"
+        )
+    if found.name == "swiglustep":
+        return _SWIGLUSTEP
+    if found.limit is not None:
+        return _CLAMPED_SILU.format_map({"alpha": "(1.0f)", "beta": "(0.0f)", **number})
+    return _GATED.get(activation.name)
 
 
 @contextmanager

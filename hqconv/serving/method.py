@@ -20,8 +20,9 @@ from vllm.utils import humming
 
 from hqconv.errors import RequestError
 from hqconv.schemas import artifact as names
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.serving.activations import Activation, agreed
+from hqconv.serving.activations import agreed
 from hqconv.serving.filling import Target
 from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.refusals import (
@@ -154,15 +155,20 @@ def _asked(layer: RoutedExperts, hidden_size: int | None = None) -> Asked:
 
 def _set_activation(served: Served, block: ServedBlock, layer: RoutedExperts) -> None:
     """Have the layer do what was converted. Raises RequestError where its model means something else."""
+    moe, is_situ = layer.moe_config, layer.activation is MoEActivation.SITU
     asked = Activation(
         layer.activation.value,
         layer.swiglu_limit,
         layer.swiglu_alpha,
-        layer.swiglu_beta,
+        moe.activation_situ_beta if is_situ else layer.swiglu_beta,
+        moe.activation_situ_linear_beta if is_situ else None,
     )
     found = agreed(f"{served.place.name}: {block.name}", block.activation, block.gated, asked)
-    layer.activation = layer.moe_config.activation = MoEActivation(found.name)
-    layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = found.limit, found.alpha, found.beta
+    layer.activation = moe.activation = MoEActivation(found.name)
+    if is_situ:
+        moe.activation_situ_beta, moe.activation_situ_linear_beta = found.beta, found.linear_beta
+    else:
+        layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = found.limit, found.alpha, found.beta
 
 
 def _layer_config(served: Served, block: ServedBlock, gemm: str, words: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact as names
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.kernel import KernelKind
 from hqconv.serving.place import Place
@@ -32,7 +33,7 @@ class ServedBlock:
     num_experts: int
     hidden_size: int
     intermediate_size: int
-    activation: str
+    activation: Activation
     gated: bool
     kind: KernelKind
     flags: Mapping[str, Mapping[str, bool]]
@@ -126,7 +127,7 @@ def _block(root: Path, name: str, words: Mapping[str, Any], kind: KernelKind) ->
         num_experts=words["num_experts"],
         hidden_size=words["hidden_size"],
         intermediate_size=words["intermediate_size"],
-        activation=words["activation"],
+        activation=Activation.of_words(words),
         gated=words["gated"],
         kind=kind,
         flags={gemm: dict(words[gemm]["flags"]) for gemm in names.GEMMS},

@@ -32,6 +32,7 @@ from hqconv.serving.kernels import (
 
 if TYPE_CHECKING:
     from hqconv.artifact.opened import Artifact
+    from hqconv.schemas.activation import Activation
     from hqconv.serving.asked import Asking, KernelSource
 
 _OURS = (".cu", ".cubin", ".partial")
@@ -128,14 +129,14 @@ def _warm(
     }
 
 
-def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, str, bool, int, int, dict[str, Any]]]:
+def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, int, int, dict[str, Any]]]:
     """GEMM, activation, gated, top-k, rotation and LayerConfig of every block and rank."""
     for block, facts in artifact.blocks.items():
-        rotation = artifact.schema_of(block).rotation
+        rotation, activation = artifact.schema_of(block).rotation, artifact.activation_of(block)
         for rank in artifact.grid.ranks:
             for gemm in names.GEMMS:
                 config = artifact.layer_config(block, gemm, *rank)
-                yield gemm, facts["activation"], facts["gated"], facts["top_k"], rotation, config
+                yield gemm, activation, facts["gated"], facts["top_k"], rotation, config
 
 
 def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource], list[str]]:
@@ -146,14 +147,14 @@ def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource
     seen: set[str] = set()
     unknown: set[str] = set()
     for gemm, activation, gated, top_k, rotation, config in _layer_configs(artifact):
-        key = json.dumps([gemm, activation, gated, top_k, rotation, config], sort_keys=True)
+        key = json.dumps([gemm, activation.words(gated), gated, top_k, rotation, config], sort_keys=True)
         if key in seen:
             continue
         seen.add(key)
         words = activation_words(activation, gated) if gemm == "w2" else None
         kernels = gemm_kernels(config, asking)
         if gemm == "w2" and words is None:
-            unknown.add(activation)
+            unknown.add(activation.describe())
         else:
             kernels += input_kernels(config, asking, words, top_k, rotation)
         found |= {kernel.name: kernel for kernel in kernels}

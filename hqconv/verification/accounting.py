@@ -12,6 +12,7 @@ from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.formats.format import KNOWN_BY_SOURCE, conversion_of
 from hqconv.schemas import artifact as names
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.input_scales import is_static
 from hqconv.verification.recorded import check_changes
@@ -22,7 +23,6 @@ _FACTS = {
     "num_experts": "num_experts",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
-    "activation": "activation",
     "gated": "gated",
     "top_k": "top_k",
     "source_dtype": "dtype",
@@ -189,9 +189,19 @@ def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: 
             )
             continue
         facts = _facts(block, artifact)
-        found = {key: words[key] for key in facts}
+        found = {key: words[key] for key in facts} | _activation_words(words)
+        facts |= block.activation.words(block.gated)
         what = f"A block's fact is not that of {origin}."
         compare_words(f"{names.MANIFEST}: {name}", what, facts, found, result)
+
+
+def _activation_words(words: Mapping[str, Any]) -> dict[str, Any]:
+    """What a block's words say of its activation, older ones by its name alone."""
+    try:
+        return Activation.of_words(words).words(words["gated"])
+    except ValueError:
+        keys = ("activation", "activation_parameters")
+        return {key: words[key] for key in keys}
 
 
 def _facts(block: ExpertBlock, artifact: Artifact) -> dict[str, Any]:

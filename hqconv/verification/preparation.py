@@ -44,9 +44,12 @@ def kernel_tasks(
     for block in blocks:
         words = artifact.blocks[block]
         try:
+            if not artifact.knows_activation(block):  # the check passes over it
+                continue
             configs = [artifact.layer_config(block, gemm, 0, 0) for gemm in names.GEMMS]
         except (HqconvError, OSError):  # the check comes upon it
             continue
         facts = [words["top_k"], words["activation"], words["gated"], words["num_experts"]]
+        facts.append(words.get("activation_parameters"))
         kinds.setdefault(json.dumps([configs, facts], sort_keys=True), block)
     return [partial(compile_ahead, artifact, block, tokens, device) for block in kinds.values()]

@@ -5,27 +5,18 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from hqconv.schemas.activation import Activation
+
+Step = Callable[[torch.Tensor], torch.Tensor]
 Expert = Mapping[str, torch.Tensor]  # w1 (if gated), w3 [I, H], w2 [H, I]; biases b1, b3 [I], b2 [H]
-
-# gpt_oss: https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py (swiglu)
-_SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702
-
-
-def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate.clamp(max=_SWIGLU_LIMIT), up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
-    return gate * torch.sigmoid(_SWIGLU_ALPHA * gate) * (up + 1)
-
-
-def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda gate, up: function(gate) * up
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +27,7 @@ def _relu2(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
-_ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_ELEMENTWISE: dict[str, Step] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
@@ -46,37 +37,68 @@ _ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": _relu2,
 }
-ACTIVATIONS = (*_ELEMENTWISE, "swigluoai")
-# silu_clamp10: gate and up are cut off at 10 first (DeepSeek-V4); silu_bound7: the activated gate and up at 7
-# (Step-3.7). transformers: modeling_deepseek_v4.py, modeling_step3p7.py (_apply_gate).
-_LIMITED = re.compile(r"(?P<function>\w+)_(?P<kind>clamp|bound)(?P<limit>\d+(?:\.\d+)?)")
+_Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ACTIVATIONS = (*_ELEMENTWISE, "swigluoai", "situ")
 
 
-def activate(name: str, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
     """The experts' activation of w13's output; without a gate it acts on `up` alone. KeyError if unknown.
 
-    A name of `ACTIVATIONS`, or one that acts elementwise with a limit: `<name>_clamp<limit>`, `<name>_bound<limit>`.
+    One of `ACTIVATIONS`, or one that acts elementwise with a limit: `<name>_clamp`, `<name>_bound`.
     """
-    if gate is not None and (limited := _LIMITED.fullmatch(name)):
-        return _limited_gate(limited, gate, up)
-    if name == "swigluoai":
-        assert gate is not None
-        return _clamped_swiglu(gate, up)
-    function = _ELEMENTWISE[name]
-    return function(up) if gate is None else _gated(function)(gate, up)
+    if gate is not None:
+        return _gated(activation)(gate, up)
+    return _ELEMENTWISE[activation.name](up)
 
 
-def _limited_gate(name: re.Match[str], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    function, limit = _ELEMENTWISE[name["function"]], float(name["limit"])
-    is_before = name["kind"] == "clamp"
-    activated = function(gate.clamp(max=limit)) if is_before else function(gate).clamp(max=limit)
-    return activated * up.clamp(-limit, limit)
+def _gated(activation: Activation) -> _Gate:
+    """What is done with gate and up. KeyError if it is not known, or lacks a number."""
+    name, limit = activation.name, activation.limit
+    function, _, kind = name.rpartition("_")
+    alpha, beta = activation.alpha, activation.beta
+    if name == "swigluoai" and limit is not None and alpha is not None and beta is not None:
+        return partial(_swigluoai, limit, alpha, beta)
+    if name == "situ" and beta is not None:
+        return partial(_situ, beta, activation.linear_beta)
+    if kind == "clamp" and limit is not None:
+        return partial(_clamped, _ELEMENTWISE[function], limit)
+    if kind == "bound" and limit is not None:
+        return partial(_bound, _ELEMENTWISE[function], limit)
+    return partial(_product, _ELEMENTWISE[name])
 
 
-def is_known(activation: str, gated: bool = True) -> bool:
+def _product(function: Step, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return function(gate) * up
+
+
+def _clamped(function: Step, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """transformers: modeling_deepseek_v4.py (_apply_gate)."""
+    return function(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def _bound(function: Step, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """transformers: modeling_step3p7.py (_apply_gate)."""
+    return function(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def _swigluoai(limit: float, alpha: float, beta: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py (swiglu), its constants as numbers."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+
+def _situ(beta: float, linear_beta: float | None, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """vLLM 0.33: layers/activation.py (SituAndMul.forward_native)."""
+    wide = up if linear_beta is None else linear_beta * torch.tanh(up / linear_beta)
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * wide
+
+
+def is_known(activation: Activation, gated: bool = True) -> bool:
     """Whether `activate` computes it."""
-    limited = _LIMITED.fullmatch(activation)
-    return activation in ACTIVATIONS if limited is None else gated and limited["function"] in _ELEMENTWISE
+    try:
+        return bool(_gated(activation) if gated else _ELEMENTWISE[activation.name])
+    except KeyError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -135,9 +157,6 @@ def cover_all_experts(routing: Routing, num_experts: int) -> Routing:
     return Routing(ids, routing.weights)
 
 
-Step = Callable[[torch.Tensor], torch.Tensor]
-
-
 def _as_it_is(values: torch.Tensor) -> torch.Tensor:
     return values
 
@@ -155,7 +174,7 @@ EXACT = Roundings()
 
 
 def expert_forward(
-    expert: Expert, x: torch.Tensor, activation: str, roundings: Roundings = EXACT
+    expert: Expert, x: torch.Tensor, activation: Activation, roundings: Roundings = EXACT
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One expert on its tokens [t, H]: the activated intermediate [t, I] and the output [t, H], in x's dtype."""
 
@@ -172,7 +191,7 @@ def expert_forward(
 
 
 def moe_forward(
-    x: torch.Tensor, routing: Routing, experts: Callable[[int], Expert], activation: str
+    x: torch.Tensor, routing: Routing, experts: Callable[[int], Expert], activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A whole MoE block (without shared experts) on tokens [T, H], in x's dtype.
 
@@ -186,7 +205,7 @@ def moe_forwards(
     x: torch.Tensor,
     routing: Routing,
     experts: Callable[[int], Expert],
-    activation: str,
+    activation: Activation,
     roundings: Sequence[Roundings],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """`moe_forward` once for each of `roundings`; each expert is asked for once."""

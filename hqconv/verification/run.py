@@ -15,6 +15,8 @@ import torch
 from hqconv.artifact.opened import Artifact
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact as names
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.kernel import KernelKind
 from hqconv.sources.source import Source
 from hqconv.verification.batched import why_not
 from hqconv.verification.compiler import other_layout
@@ -140,10 +142,14 @@ def _sample(artifact: Artifact, blocks: list[str], options: Options) -> list[str
         return blocks
     chosen = {blocks[0], blocks[len(blocks) // 2], blocks[-1]}
     with suppress(VerificationError):  # the check of files says it
-        firsts = {artifact.kind_of(name): name for name in reversed(blocks)}
-        known = {artifact.kind_of(name) for name in chosen}
+        firsts = {_kind_of(artifact, name): name for name in reversed(blocks)}
+        known = {_kind_of(artifact, name) for name in chosen}
         chosen.update(name for kind, name in firsts.items() if kind not in known)
     return [name for name in blocks if name in chosen]
+
+
+def _kind_of(artifact: Artifact, block: str) -> tuple[KernelKind, Activation]:
+    return artifact.kind_of(block), artifact.activation_of(block)
 
 
 def _check_options(options: Options) -> None:
@@ -252,4 +258,7 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
                 return None, f"there is no reference for {kind.inputs.a_dtype} activations"
         if obstacle := other_layout(artifact):
             return None, obstacle
+        if not any(artifact.knows_activation(block) for block in artifact.blocks):
+            found = dict.fromkeys(artifact.activation_of(block).describe() for block in artifact.blocks)
+            return None, f"the experts' activation is known by name only: {', '.join(found)}"
     return device, ""

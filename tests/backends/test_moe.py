@@ -11,10 +11,12 @@ from hqconv.backends.layout import humming_schema, kernel_form, layer_config, to
 from hqconv.backends.moe import Gemm, activation_words, fused_moe
 from hqconv.backends.quantize import quantize
 from hqconv.backends.runtime import humming, resident
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.target import resolve_schema
-from hqconv.verification.reference import ACTIVATIONS, Routing, activate, moe_forward
+from hqconv.verification.reference import Routing, activate, moe_forward
 from tests.make.conversions import kind_of
+from tests.make.formulas import GATED, UNGATED
 
 pytestmark = [
     pytest.mark.cuda,
@@ -23,26 +25,26 @@ pytestmark = [
 NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2
 
 
-# swigluoai is gpt_oss's, whose experts are gated.
 @pytest.mark.parametrize(
-    ("name", "gated"),
-    [(name, gated) for name in ACTIVATIONS for gated in (True, False) if gated or name != "swigluoai"],
+    ("activation", "gated"),
+    [(activation, True) for activation in GATED] + [(activation, False) for activation in UNGATED],
+    ids=lambda value: value.describe() if isinstance(value, Activation) else str(value),
 )
-def test_activation_expressions(name: str, gated: bool) -> None:
+def test_activation_expressions(activation: Activation, gated: bool) -> None:
     x = torch.randn(33, 2 * 192 if gated else 192, device="cuda").mul(4).bfloat16()
-    found, _, _ = humming().ops.process_input(x, **activation_words(name, gated))
+    found, _, _ = humming().ops.process_input(x, **activation_words(activation, gated))
     gate, up = x.double().chunk(2, -1) if gated else (None, x.double())
-    wanted = activate(name, gate, up)
+    wanted = activate(activation, gate, up)
     assert found.shape == wanted.shape
     assert (found.double() - wanted).norm() < 4e-3 * wanted.norm()
 
 
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
-def test_biases_and_ungated_experts_over_tp_ranks(activation: str) -> None:
+@pytest.mark.parametrize("name", ["silu", "swigluoai", "relu2"])
+def test_biases_and_ungated_experts_over_tp_ranks(name: str) -> None:
     """Experts with biases, cut over two ranks: the w2 bias counts once, w13's are cut with their rows."""
     schema, device = resolve_schema("fp8"), torch.device("cuda")
     torch.manual_seed(3)
-    gated = activation != "relu2"
+    gated, activation = name != "relu2", Activation.of_label(name)
     roles = {"w1": (INNER, HIDDEN), "w3": (INNER, HIDDEN), "w2": (HIDDEN, INNER)}
     roles = {p: s for p, s in roles.items() if gated or p != "w1"}
     experts, decoded = [], []

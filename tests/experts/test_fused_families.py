@@ -22,6 +22,7 @@ from hqconv.api import open_source
 from hqconv.errors import InputError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.families import BY_MODEL_TYPE, UNSUPPORTED, Family, Stack
 from hqconv.schemas.families import FUSED as FUSED_STACKS
 from hqconv.sources.source import Source
@@ -74,7 +75,7 @@ def _expert(source: Source, block: ExpertBlock, expert: int) -> dict[str, torch.
     return matrices
 
 
-def distance(module: nn.Module, experts: list[dict[str, torch.Tensor]], activation: str) -> float:
+def distance(module: nn.Module, experts: list[dict[str, torch.Tensor]], activation: Activation) -> float:
     """How far our experts' outputs are from the module's, relatively, on tokens that reach every expert."""
     generator = torch.Generator().manual_seed(5)
     num_experts, hidden_size = len(experts), experts[0]["w3"].size(1)
@@ -106,7 +107,7 @@ def test_experts_are_those_of_the_model(model_type: str, inner: int, tmp_path: P
         sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
         assert sizes == (SIZES["experts"], SIZES["hidden"], inner)
         assert block.top_k == spec.words.get(spec.keys.top_k, SIZES["top_k"])
-        assert block.activation == spec.activation
+        assert block.activation.label == spec.activation
         _assert_same_parameters(module, experts)
         if is_known(block.activation):
             assert distance(module, experts, block.activation) < ROUNDING
@@ -148,8 +149,8 @@ def test_step3_bounds_its_activation_layer_by_layer(
     model = save_family(tmp_path, "step3p7", swiglu_limits=limits)
     ((layer, _, module),) = moe_blocks(model)
     block, experts = read(tmp_path).only(layer)
-    assert block.activation == names
-    assert distance(module, experts, names) < ROUNDING
+    assert block.activation.label == names
+    assert distance(module, experts, block.activation) < ROUNDING
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -219,7 +220,7 @@ def test_a_wrong_reading_is_seen(model_type: str, damage: str, tmp_path: Path) -
     layer, _, module = moe_blocks(model)[0]
     block, experts = read(tmp_path).only(layer)
     if not is_known(block.activation):
-        pytest.skip(f"{block.activation} is not computed here")
+        pytest.skip(f"{block.activation.label} is not computed here")
     assert distance(module, experts, block.activation) < ROUNDING
     (DAMAGE | BIASES)[damage](experts)
     assert distance(module, experts, block.activation) > 0.05

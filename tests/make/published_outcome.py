@@ -45,7 +45,7 @@ class Outcome:
         sizes = list(
             dict.fromkeys(f"{b.num_experts} of [{b.intermediate_size}, {b.hidden_size}]" for b in blocks)
         )
-        activations = list(dict.fromkeys(str(block.activation) for block in blocks))
+        activations = list(dict.fromkeys(block.activation.describe() for block in blocks))
         done = ", ".join(f"{schema} {'ok' if good else 'FAILED'}" for schema, good in self.twin.items())
         cells = (
             model.name,

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from hqconv.schemas.families import BY_MODEL_TYPE
+
 E, INNER, HIDDEN = 4, 256, 256
 LAYER = "model.layers.0"
 BLOCK = f"{LAYER}.mlp.experts"
@@ -91,6 +93,24 @@ def _codes(n: int, k: int, seed: int) -> torch.Tensor:
 def plain() -> Source:
     """bf16, not quantized."""
     return per_expert(lambda n, k, seed: {"weight": _noise(n, k).roll(seed).bfloat16()})
+
+
+def with_activation(words: dict[str, Any]) -> Source:
+    """bf16 under the names of `model_type`'s family, with words of a config that say what its experts compute."""
+    if words["model_type"] == "gpt_oss":
+        tensors, config = gpt_oss_floats()
+        return tensors, {**config, **words}
+    family, (tensors, config) = BY_MODEL_TYPE[words["model_type"]], plain()
+    names = dict(zip(ROLES, (family.projections[role] for role in ("w1", "w3", "w2")), strict=True))
+    block = family.blocks[0].format(layer=0)
+    renamed = {}
+    for name, tensor in tensors.items():
+        expert, _, word = name.removesuffix(".weight").removeprefix(f"{BLOCK}.").partition(".")
+        renamed[f"{block}.{expert}.{names[word]}.weight" if name.startswith(BLOCK) else name] = tensor
+    sizes = (INNER, INNER, E, E, E, 2)
+    keys: tuple[str, ...] = ("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts")
+    keys += ("moe_num_experts", "moe_top_k")
+    return renamed, {**config, **dict(zip(keys, sizes, strict=True)), **words}
 
 
 def fp8_blocks() -> Source:

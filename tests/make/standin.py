@@ -14,9 +14,9 @@ import torch
 
 import hqconv.backends.moe as moe
 from tests.make.activations import NUMBERS, quantize_by_search
+from tests.make.formulas import run_c
 
 BLOCK_M = 16
-_SILU = "(a / (1.f + expf(-a))) * b"
 _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _TORCH = {"float8e4m3": torch.float8_e4m3fn, "float8e5m2": torch.float8_e5m2, "int8": torch.int8}
 
@@ -85,13 +85,13 @@ def process(
     activation_impl: str | None = None,
     hadamard_block_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """`humming.forward.may_process_input` of silu or nothing."""
+    """`humming.forward.may_process_input` of an activation with a gate, or none."""
     assert not hadamard_block_size
     values = inputs.float()
     if activation_type != "none":
-        assert (activation_type, activation_impl) == ("binary_split", _SILU)
-        gate, up = values.chunk(2, -1)
-        values = torch.nn.functional.silu(gate.double()).mul(up.double()).float()
+        assert activation_type == "binary_split"
+        gate, up = (half.double().numpy() for half in values.chunk(2, -1))
+        values = torch.from_numpy(run_c(activation_impl or "", gate, up)).float()
     scheme = scheme_of(config)
     if scheme.mode == "none":
         assert token_scales is None

@@ -133,6 +133,7 @@ def build_layer(
     grid: FusedMoEParallelConfig | None = None,
     placement: str = "linear",
     expert_groups: int | None = None,
+    situ: tuple[float | None, float | None] = (None, None),
     **words: Any,
 ) -> RoutedExperts:
     """A layer of experts as vLLM's model classes make it, for one rank; parameters exist, nothing is loaded."""
@@ -161,6 +162,8 @@ def build_layer(
         in_dtype=dtype,
         has_bias=has_bias,
         swiglu_limit=words.get("swiglu_limit"),
+        activation_situ_beta=situ[0],
+        activation_situ_linear_beta=situ[1],
     )
     up = {} if function.is_gated else {"ckpt_up_proj_name": None}
     return RoutedExperts(name, dtype, moe, quant_config, expert_map_manager=manager, **up, **words)

@@ -18,6 +18,7 @@ from hqconv.artifact.unrotate import unrotated
 from hqconv.backends import moe
 from hqconv.backends.rotation import rotate
 from hqconv.errors import RequestError
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.target import TargetSchema
 from hqconv.verification import decoded, kernel
@@ -226,7 +227,7 @@ def test_the_kernel_check_wants_rotated_intermediates(
     def stand_in(gemms: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any) -> Any:
         assert {gemm.rotation for gemm in gemms.values()} == {128}
         experts = [{role: values[e].double() for role, values in back.items()} for e in range(4)]
-        out, hidden = moe_forward(x.double(), Routing(ids, weights), experts.__getitem__, "silu")
+        out, hidden = moe_forward(x.double(), Routing(ids, weights), experts.__getitem__, Activation("silu"))
         return out.float(), unrotated(hidden, block)
 
     monkeypatch.setattr(kernel, "fused_moe", stand_in)
@@ -284,7 +285,7 @@ def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.Monkey
         configs = {name: FakeConfig(name=name, input_quant_mode=mode, **shape) for name in weights}
         gemms = {name: moe.Gemm(config, {}, None, block) for name, config in configs.items()}
         ids = torch.zeros(6, 1, dtype=torch.int64)
-        found = moe.fused_moe(gemms, x, ids, torch.ones(6, 1), "silu", True, 6)
+        found = moe.fused_moe(gemms, x, ids, torch.ones(6, 1), Activation("silu"), True, 6)
         outs.append((found[0], unrotated(found[1], block)))
         assert lib.blocks == [block, block]
     for plain, rotated in zip(*outs, strict=True):

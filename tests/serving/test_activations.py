@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.experts.facts import bounded
-from hqconv.schemas.families import FAMILIES
-from hqconv.schemas.family import Family
-from hqconv.serving.activations import GPT_OSS, Activation, agreed, serving_activation
+from hqconv.schemas.activation import SWIGLUOAI, Activation
+from hqconv.serving.activations import agreed, serving_activation
 from hqconv.serving.asked import activation_words
-from hqconv.verification.reference import ACTIVATIONS, is_known
+from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c
 
 # Manifest's name → vLLM's with a gate, and without one.
 NAMES: dict[str, tuple[str | None, str | None]] = {
@@ -25,53 +24,62 @@ NAMES: dict[str, tuple[str | None, str | None]] = {
     "gelu_new": ("gelu_tanh", "gelu_tanh_no_mul"),
     "relu2": (None, "relu2_no_mul"),
     "relu": (None, None),
-    "swigluoai": ("swigluoai_uninterleave", None),
 }
-LIMITED: dict[str, Activation | None] = {
-    "silu_clamp10": Activation("silu", 10.0),
-    "silu_clamp7": Activation("silu", 7.0),
-    "silu_clamp7.5": Activation("silu", 7.5),
-    "silu_clamp10.0": Activation("silu", 10.0),
-    "silu_bound7": Activation("swiglustep"),
-    "silu_bound16": None,
-    "silu_bound7.5": None,
-    "gelu_clamp10": None,
-    "gelu_tanh_clamp10": None,
-    "relu2_bound7": None,
+GPT_OSS = replace(SWIGLUOAI, name="swigluoai_uninterleave")
+OTHER_OAI = Activation("swigluoai", 20.0, 1.0, 0.0)
+SITU = Activation("situ", beta=4.0, linear_beta=25.0)
+NUMBERED: dict[Activation, Activation | None] = {
+    SWIGLUOAI: GPT_OSS,
+    OTHER_OAI: replace(OTHER_OAI, name="swigluoai_uninterleave"),
+    Activation("silu_clamp", 10.0): Activation("silu", 10.0),
+    Activation("silu_clamp", 7.5): Activation("silu", 7.5),
+    Activation("silu_bound", 7.0): Activation("swiglustep"),
+    Activation("silu_bound", 16.0): None,
+    Activation("gelu_clamp", 10.0): None,
+    Activation("relu2_bound", 7.0): None,
+    SITU: SITU,
+    Activation("situ", beta=4.0): Activation("situ", beta=4.0),
 }
 
 
-def test_the_table_has_every_name_that_can_be_verified() -> None:
-    assert set(NAMES) == set(ACTIVATIONS)
+def test_the_tables_have_every_name_that_can_be_verified() -> None:
+    assert set(NAMES) == {activation.name for activation in UNGATED}
+    assert {activation.name for activation in GATED} - set(NAMES) <= {
+        *(activation.name for activation in NUMBERED),
+        "gelu_tanh_clamp",
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_without_a_limit(name: str) -> None:
     for gated, expected in zip((True, False), NAMES[name], strict=True):
-        found = serving_activation(name, gated)
+        found = serving_activation(Activation(name), gated)
         assert (None if found is None else found.name) == expected
-        if found is not None and found != GPT_OSS:
+        if found is not None:
             assert found == Activation(found.name)
-            assert agreed("here", name, gated, found) == found
+            assert agreed("here", Activation(name), gated, found) == found
 
 
-@pytest.mark.parametrize("name", LIMITED)
-def test_names_with_a_limit(name: str) -> None:
-    assert is_known(name)
-    assert serving_activation(name, True) == LIMITED[name]
-    assert serving_activation(name, False) is None
+@pytest.mark.parametrize("converted", NUMBERED, ids=Activation.describe)
+def test_those_with_numbers(converted: Activation) -> None:
+    found = serving_activation(converted, True)
+    assert found == NUMBERED[converted]
+    assert serving_activation(converted, False) is None
+    if found is not None:
+        assert agreed("here", converted, True, found) == found
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.limit[0]], ids=lambda f: f.name)
-def test_the_limits_of_families_as_the_manifest_writes_them(family: Family) -> None:
-    """A number of config.json, whole or not; a bound other than vLLM's is refused."""
-    key, pattern = family.limit
-    for limit in (7, 7.0, 10, 2.5):
-        found = serving_activation(bounded(family, "silu", 0, {key: limit}), True)
-        if "clamp" in pattern:
-            assert found == Activation("silu", float(limit))
-        else:
-            assert found == (Activation("swiglustep") if limit == 7 else None)
+@pytest.mark.parametrize("activation", GATED, ids=Activation.describe)
+def test_what_vllm_is_asked_to_compile_is_the_converted_activation(activation: Activation) -> None:
+    """The text of its kernels, run as C would, value by value."""
+    words = activation_words(activation, gated=True)
+    if words is None:
+        assert serving_activation(activation, True) is None
+        return
+    gate, up = np.random.default_rng(0).normal(size=(2, 300)) * 9
+    expected = [by_definition(activation, a, b) for a, b in zip(gate, up, strict=True)]
+    assert words["activation_type"] == "binary_split"
+    assert np.allclose(run_c(words["activation_impl"], gate, up), expected, rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.vllm
@@ -82,30 +90,73 @@ def test_vllms_humming_layers_have_all_of_them() -> None:
     from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
     from vllm.model_executor.layers.quantization.utils.humming.activation import get_humming_activation
 
-    for name, gated in itertools.product([*NAMES, *LIMITED], (True, False)):
-        found = serving_activation(name, gated)
+    num_known = 0
+    for activation, gated in itertools.product([*GATED, *UNKNOWN], (True, False)):
+        found = serving_activation(activation, gated)
         if found is not None:
-            function = vllm_cpu.MoEActivation(found.name)
+            function, is_situ = vllm_cpu.MoEActivation(found.name), found.name == "situ"
             assert vllm_cpu.experts.HummingExpertsBase._supports_activation(function), found
-            config = ApplyMoEActivationConfig(clamp_limit=found.limit, alpha=found.alpha, beta=found.beta)
-            words, known = get_humming_activation(function, config), activation_words(name, gated)
-            assert known in (words, None)  # what `hqconv warm` compiles
+            config = ApplyMoEActivationConfig(
+                clamp_limit=found.limit,
+                alpha=1.0 if found.alpha is None else found.alpha,
+                beta=0.0 if found.beta is None else found.beta,
+                activation_situ_beta=found.beta if is_situ else None,
+                activation_situ_linear_beta=found.linear_beta,
+            )
+            assert activation_words(activation, gated) == get_humming_activation(function, config)
+            num_known += 1
+    assert num_known > 20
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "mish", "SILU", "silu_clamp", "silu_clamp-1", "silu_clamp1e3", " silu", "silu_clamp10 ", "silu\n"],
-)
-def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(RequestError, match="no such activation"):
-        agreed("here", name, True, Activation("silu"))
+@pytest.mark.vllm
+@pytest.mark.parametrize("linear_beta", [None, 25.0, 2.0])
+def test_situ_is_vllms_own(linear_beta: float | None) -> None:
+    """Its module without a kernel, and the judge of the kernel check."""
+    pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs these")
+    from tests.make import vllm_cpu  # isort: skip  - before vLLM
+
+    import torch
+    from vllm.model_executor.layers.activation import SituAndMul
+
+    from hqconv.verification.reference import activate
+
+    with vllm_cpu.config():
+        module = SituAndMul.__new__(SituAndMul)
+        torch.nn.Module.__init__(module)
+        module.beta, module.linear_beta = 4.0, linear_beta
+        x = torch.randn(20, 200, generator=torch.Generator().manual_seed(3)) * 9
+        theirs = module.forward_native(x)
+    ours = activate(Activation("situ", beta=4.0, linear_beta=linear_beta), *x.double().chunk(2, -1))
+    assert torch.allclose(theirs.double(), ours, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", UNKNOWN, ids=Activation.describe)
+def test_what_is_known_by_name_only_is_refused_as_that(activation: Activation) -> None:
+    for gated in (True, False):
+        with pytest.raises(RequestError, match=r"known by name only(.|\n)*original") as caught:
+            agreed("here", activation, gated, Activation("silu"))
+        assert caught.value.found == activation.describe()
 
 
 def test_gpt_oss_is_asked_for_by_either_name_and_its_parameters_may_be_left_out() -> None:
-    """vLLM's own class says `swigluoai` and nothing else: the constants are its kernel's."""
-    for name in ("swigluoai", "swigluoai_uninterleave"):
-        for given in (Activation(name), Activation(name, 7.0), replace(GPT_OSS, name=name)):
-            assert agreed("here", "swigluoai", True, given) == GPT_OSS
+    """vLLM's own class says `swigluoai` and nothing else: the numbers are the artifact's."""
+    for converted in (SWIGLUOAI, OTHER_OAI):
+        expected = replace(converted, name="swigluoai_uninterleave")
+        for name in ("swigluoai", "swigluoai_uninterleave"):
+            for given in (Activation(name), Activation(name, converted.limit), replace(converted, name=name)):
+                assert agreed("here", converted, True, given) == expected
+
+
+def test_situs_betas_may_be_left_out_together_only() -> None:
+    assert agreed("here", SITU, True, Activation("situ")) == SITU
+    assert agreed("here", Activation("situ", beta=4.0), True, Activation("situ", beta=4.0, linear_beta=-1.0))
+    for asked in (
+        Activation("situ", beta=4.0),
+        Activation("situ", beta=1.0, linear_beta=25.0),
+        Activation("situ", beta=4.0, linear_beta=2.0),
+    ):
+        with pytest.raises(RequestError, match="another activation"):
+            agreed("here", SITU, True, asked)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +167,7 @@ def test_gpt_oss_is_asked_for_by_either_name_and_its_parameters_may_be_left_out(
         ("silu", True, Activation("silu_no_mul")),
         ("silu", False, Activation("silu")),
         ("silu", True, GPT_OSS),
+        ("silu", True, SITU),
         ("silu_clamp10", True, Activation("silu")),
         ("silu_clamp10", True, Activation("silu", 7.0)),
         ("silu_bound7", True, Activation("silu")),
@@ -132,7 +184,7 @@ def test_gpt_oss_is_asked_for_by_either_name_and_its_parameters_may_be_left_out(
 )
 def test_a_model_that_means_another_one_is_refused(converted: str, gated: bool, asked: Activation) -> None:
     with pytest.raises(RequestError, match="another activation") as caught:
-        agreed("out: block", converted, gated, asked)
+        agreed("out: block", Activation.of_label(converted), gated, asked)
     error = caught.value
     assert error.where == "out: block"
     assert converted in error.expected
@@ -140,9 +192,10 @@ def test_a_model_that_means_another_one_is_refused(converted: str, gated: bool, 
     assert error.remedy
 
 
-@pytest.mark.parametrize(
-    ("name", "gated"), [("relu", True), ("relu2", True), ("silu_bound16", True), ("swigluoai", False)]
-)
-def test_what_vllm_has_not_is_refused_even_if_the_model_says_so(name: str, gated: bool) -> None:
-    with pytest.raises(RequestError, match=rf"no such activation(.|\n)*found: {name}\n(.|\n)*original"):
-        agreed("here", name, gated, Activation(name))
+@pytest.mark.parametrize("name", ["relu", "relu2", "silu_bound16", "gelu_clamp10"])
+def test_what_vllm_has_not_is_refused_even_if_the_model_says_so(name: str) -> None:
+    with pytest.raises(
+        RequestError, match=rf"no such activation(.|\n)*found: {name}\n(.|\n)*original"
+    ) as caught:
+        agreed("here", Activation.of_label(name), True, Activation(name))
+    assert ("bound is 7" in caught.value.expected) == ("bound" in name)

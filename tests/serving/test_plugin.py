@@ -46,6 +46,13 @@ pytestmark = pytest.mark.vllm
 
 BLOCK = "model.layers.0.mlp.experts"
 SIZES = {"num_experts": 5, "hidden": 256, "inter": 512}
+Words = dict[str, Any]
+KIMI: Words = {
+    "model_type": "kimi_linear",
+    "hidden_act": "situ",
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+}
 SCHEMAS = (*MATRIX_SCHEMAS, "int2-g64", "int5-g128")
 GRIDS = {
     "tp1": (Grid(), [parallel()]),
@@ -93,11 +100,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_holds_its_file(layer: Any) -> None:
-    stored = load_file(layer.quant_method.file.path)
+    stored, block = load_file(layer.quant_method.file.path), layer.quant_method.block.name
     found = dict(layer.named_parameters())
-    assert {f"{BLOCK}.{name}" for name in found} == set(stored)
+    assert {f"{block}.{name}" for name in found} == set(stored)
     for name, param in found.items():
-        wanted = stored[f"{BLOCK}.{name}"]
+        wanted = stored[f"{block}.{name}"]
         assert param.dtype == wanted.dtype, name
         assert torch.equal(as_bytes(param), as_bytes(wanted)), name
 
@@ -316,6 +323,93 @@ def test_gpt_oss_has_biases_and_gate_before_up(tmp_path: Path, sources: dict[str
         quant = layer.quant_method.moe_quant_config
         assert quant.w1_bias is layer.w13_bias
         assert bool(layer.w2_bias.any()) == (rank == 0)
+
+
+NUMBERED: dict[str, tuple[Words, Words, tuple[str, tuple[float | None, ...]]]] = {
+    "gpt_oss says no number": (
+        {"model_type": "gpt_oss", "swiglu_limit": 20.0},
+        {"activation": "swigluoai"},
+        ("swigluoai_uninterleave", (20.0, 1.702, 1.0, None, None)),
+    ),
+    "minimax_m3 says all": (
+        {"model_type": "minimax_m3_vl_text", "swiglu_alpha": 1.0, "swiglu_limit": 20.0, "swiglu_beta": 0.0},
+        {
+            "activation": "swigluoai_uninterleave",
+            "swiglu_limit": 20.0,
+            "swiglu_alpha": 1.0,
+            "swiglu_beta": 0.0,
+        },
+        ("swigluoai_uninterleave", (20.0, 1.0, 0.0, None, None)),
+    ),
+    "bailing": (
+        {"model_type": "bailing_moe_v3", "expert_swiglu_limit_list": [7.0]},
+        {"swiglu_limit": 7.0},
+        ("silu", (7.0, 1.0, 0.0, None, None)),
+    ),
+    "kimi says both": (
+        KIMI,
+        {"activation": "situ", "situ": (4.0, 25.0)},
+        ("situ", (None, 1.0, 0.0, 4.0, 25.0)),
+    ),
+    "kimi says nothing": (KIMI, {"activation": "situ"}, ("situ", (None, 1.0, 0.0, 4.0, 25.0))),
+}
+OTHERS: dict[str, tuple[Words, Words, str]] = {
+    "another limit": (
+        {"model_type": "bailing_moe_v3", "expert_swiglu_limit_list": [7.0]},
+        {"swiglu_limit": 6.0},
+        "another activation",
+    ),
+    "no limit": (
+        {"model_type": "bailing_moe_v3", "expert_swiglu_limit_list": [7.0]},
+        {},
+        "another activation",
+    ),
+    "another beta": (KIMI, {"activation": "situ", "situ": (4.0, None)}, "another activation"),
+    "known by name only": (
+        {"model_type": "kimi_linear", "hidden_act": "situ"},
+        {"activation": "situ", "situ": (4.0, 25.0)},
+        "known by name only",
+    ),
+    "a bound that vLLM has not": (
+        {"model_type": "step3p5", "swiglu_limits": [16.0]},
+        {"activation": "swiglustep"},
+        r"no such activation(.|\n)*bound is 7(.|\n)*silu_bound16",
+    ),
+    "a number that no code is known to read": (
+        {"model_type": "qwen3_moe", "swiglu_limit": 7.0},
+        {"swiglu_limit": 7.0},
+        r"known by name only(.|\n)*silu\+swiglu_limit",
+    ),
+}
+
+
+def layer_of_numbers(words: Words, tmp_path: Path, asked: Words) -> Any:
+    """A layer of experts whose artifact was made from a config with these words."""
+    source = small.save(tmp_path / "src", small.with_activation(words))
+    run(source, tmp_path / "out", "mxfp4")
+    (block,) = json.loads((tmp_path / "out" / "hqconv.json").read_text())["blocks"]
+    has_bias = words["model_type"] == "gpt_oss"
+    sizes = {"num_experts": small.E, "hidden": small.HIDDEN, "inter": small.INNER}
+    return load(tmp_path / "out", name=block, has_bias=has_bias, **sizes, **asked)
+
+
+@pytest.mark.parametrize("case", NUMBERED)
+def test_numbers_of_the_activation_reach_the_kernel(case: str, tmp_path: Path) -> None:
+    """The artifact's, whether vLLM's model class knows them or not."""
+    words, asked, (name, numbers) = NUMBERED[case]
+    layer = layer_of_numbers(words, tmp_path, asked)
+    assert_holds_its_file(layer)
+    assert layer.activation.value == name
+    found = layer.quant_method.moe_kernel.fused_experts.activation_config
+    assert (found.clamp_limit, found.alpha, found.beta) == numbers[:3]
+    assert (found.activation_situ_beta, found.activation_situ_linear_beta) == numbers[3:]
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_numbers_that_cannot_be_had_are_refused_before_a_parameter_exists(case: str, tmp_path: Path) -> None:
+    words, asked, message = OTHERS[case]
+    with pytest.raises(RequestError, match=message):
+        layer_of_numbers(words, tmp_path, asked)
 
 
 def test_ranks_are_counted_as_vllm_counts_them(tmp_path: Path, sources: dict[str, Path]) -> None:

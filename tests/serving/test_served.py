@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hqconv.errors import RequestError, VerificationError
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import A16, INPUT_PRESETS
 from hqconv.schemas.target import resolve_schema
@@ -59,7 +60,7 @@ def test_the_facts_are_the_manifests(made: Path) -> None:
     ]
     block = served.blocks[BLOCK]
     assert (block.num_experts, block.hidden_size, block.intermediate_size) == (4, 128, 256)
-    assert (block.activation, block.gated) == ("silu", True)
+    assert (block.activation, block.gated) == (Activation("silu"), True)
     for gemm in ("w13", "w2"):
         stored = words["blocks"][BLOCK][gemm]
         assert block.flags[gemm] == stored["flags"]

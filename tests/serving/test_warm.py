@@ -14,6 +14,7 @@ import hqconv
 from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.target import ROTATIONS
 from hqconv.serving.asked import (
     CONTIGUOUS,
@@ -195,7 +196,7 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
     fp8 = {**WORDS, "a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"}
     static = {**fp8, "input_quant_mode": "static_tensor"}
     grouped = {**fp8, "input_quant_mode": "dynamic_group", "input_scale_group_size": 128}
-    silu = activation_words("silu", gated=True)
+    silu = activation_words(Activation("silu"), gated=True)
     with standing_in(KNOWN["h200"]):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             asking = Asking(kind)
@@ -212,7 +213,7 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
 
 def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
     """Both GEMMs', whichever way inputs are dealt; without rotation w13's inputs need none where they are not dealt."""
-    words = activation_words("silu", gated=True)
+    words = activation_words(Activation("silu"), gated=True)
     with standing_in(KNOWN["h200"]):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             for activation in (None, words):
@@ -281,15 +282,15 @@ def test_groups_that_are_no_powers_of_two_do_not_run(compiler: Any) -> None:
 
 
 def test_activations_are_those_of_the_families() -> None:
-    assert activation_words("silu", gated=True) == {
+    assert activation_words(Activation("silu"), gated=True) == {
         "activation_type": "binary_split",
         "activation_impl": "(a / (1.f + expf(-a))) * b",
     }
-    clamped = activation_words("silu_clamp10", gated=True)
+    clamped = activation_words(Activation("silu_clamp", 10.0), gated=True)
     assert clamped is not None
     assert "fminf(a, (10.0f))" in clamped["activation_impl"]
-    assert activation_words("relu2", gated=False) is not None
-    assert activation_words("sine", gated=True) is None
+    assert activation_words(Activation("relu2"), gated=False) is not None
+    assert activation_words(Activation("sine"), gated=True) is None
 
 
 def test_standing_in_leaves_no_trace() -> None:

@@ -46,7 +46,7 @@ def test_a_published_model(path: Path, tmp_path: Path) -> None:
     if expect:
         assert (outcome.experts.family, len(blocks)) == (expect["family"], expect["blocks"])
         assert {block.num_experts for block in blocks} == {expect["experts"]}
-        assert {block.activation for block in blocks} == {expect["activation"]}
+        assert {block.activation.label for block in blocks} == {expect["activation"]}
         assert all(word in outcome.formats()[0] for word in FORMATS[expect["format"]])
         assert (len(outcome.formats()) > 1) == bool(expect.get("mixed"))
         assert (outcome.experts.blocks[0].dtype == "BF16") == (expect["format"] == "plain")

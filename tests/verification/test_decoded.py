@@ -15,6 +15,7 @@ import hqconv
 from hqconv.api import open_source
 from hqconv.artifact.opened import Artifact
 from hqconv.errors import VerificationError
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import A16
 from hqconv.verification import decoded as module
@@ -83,8 +84,10 @@ def test_errors_of_decoded_weights_are_plain_arithmetic(src: Path, tmp_path: Pat
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
         block = source.map_experts().blocks[0]
         decoded = decoded_experts(artifact, artifact.expert_block(BLOCK), CPU, pool)
-        found, _ = moe_forward(batch.x.double(), batch.routing, decoded, "silu")
-        measured = _compare_source("silu", batch, found, decoded, source_experts(source, block, CPU, pool))
+        found, _ = moe_forward(batch.x.double(), batch.routing, decoded, Activation("silu"))
+        measured = _compare_source(
+            Activation("silu"), batch, found, decoded, source_experts(source, block, CPU, pool)
+        )
         exact = [source.read_expert(block, e, block.roles, CPU) for e in range(4)]
     values = hqconv.dequantize(tmp_path / "out", block=BLOCK)
     for role, error in measured["weights_against_source"].items():
@@ -105,9 +108,9 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
         block = source.map_experts().blocks[0]
         decoded = decoded_experts(artifact, artifact.expert_block(block.name), CPU, pool)
-        found, _ = moe_forward(batch.x.double(), batch.routing, decoded, "silu")
+        found, _ = moe_forward(batch.x.double(), batch.routing, decoded, Activation("silu"))
         original = source_experts(source, block, CPU, pool)
-        measured = good | _compare_source("silu", batch, found, decoded, original)
+        measured = good | _compare_source(Activation("silu"), batch, found, decoded, original)
         errors = artifact.blocks[block.name]["quantization_error"]
     recorded = {role: _recorded(words) for role, words in errors.items()}
     for role, words in errors.items():

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import hqconv
 from hqconv.artifact.opened import Artifact
 from hqconv.backends.moe import Gemm, fused_moe, layer_config, load_gemm
+from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid, tp_slices
 from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
 from hqconv.schemas.pairs import why_not
@@ -113,12 +114,12 @@ def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.Mon
     x = torch.randn(19, HIDDEN, generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:2] for _ in range(19)])
     routing = Routing(ids, torch.rand(19, 2, generator=generator))
-    found = fused_moe(gemms, x, ids, routing.weights, "silu", True, 38)
+    found = fused_moe(gemms, x, ids, routing.weights, Activation("silu"), True, 38)
     scheme = Rounding.of(words)
     assert scheme is not None
     inputs = BlockInputs({"w13": scheme, "w2": scheme}, static, ((0, INNER),), torch.bfloat16)
     exact, rounded = moe_forwards(
-        x.double(), routing, lambda e: weights[e], "silu", [module.EXACT, inputs.reference()]
+        x.double(), routing, lambda e: weights[e], Activation("silu"), [module.EXACT, inputs.reference()]
     )
     assert max(errors(found, rounded)) < 0.004  # bfloat16 outputs
     kind = name.removesuffix("-static")
@@ -126,7 +127,7 @@ def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.Mon
     for found_error in errors(found, exact):
         assert 0.7 * error < found_error < 1.4 * error
     some = torch.where(ids < 2, -1, ids)  # the others are another rank's
-    away = fused_moe(gemms, x, some, routing.weights, "silu", True, 38)
+    away = fused_moe(gemms, x, some, routing.weights, Activation("silu"), True, 38)
     assert not away[1][(ids < 2).reshape(-1)].any()
 
 
