@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hqconv.errors import InputError
-from hqconv.experts.block import ExpertBlock, Parts, PartSource, View
+from hqconv.experts.block import ExpertBlock, PartSource, Sources, View
 from hqconv.experts.checks import (
     REMEDY,
     Found,
@@ -22,6 +22,7 @@ from hqconv.experts.checks import (
     check_one_format,
     contradiction,
 )
+from hqconv.experts.places import OwnTensors, StackShares
 from hqconv.formats.complete import PART_NAMES, UNUSED_PARTS, Completed, complete, logical_shape
 from hqconv.formats.format import SourceFormat
 from hqconv.schemas.families import Family, Stack
@@ -29,6 +30,7 @@ from hqconv.schemas.tensors import TensorRef, TensorSpec
 
 # Always [out, in], whatever the floats' orientation: packed four bits at a time, or no matrix at all.
 _NEVER_TRANSPOSED = ("blocks", "scales", "bias")
+_UNUSED = frozenset(UNUSED_PARTS)
 
 
 def build_block(
@@ -87,7 +89,8 @@ def _unused(done: Mapping[str, Completed], raw: RoleParts, found: Found, count: 
     }
     for roles in found.experts.values():
         for parts in roles.values():
-            unused |= {parts[key].name: UNUSED_PARTS[key] for key in parts.keys() & UNUSED_PARTS.keys()}
+            if not _UNUSED.isdisjoint(parts):
+                unused |= {parts[key].name: UNUSED_PARTS[key] for key in parts.keys() & _UNUSED}
     return unused
 
 
@@ -265,19 +268,11 @@ def _in_words(error: InputError, parts: Mapping[str, PartSource], sizes: Sizes) 
 
 def _sources(
     found: Found, raw: RoleParts, parts: Mapping[str, Mapping[str, PartSource]], count: int
-) -> tuple[dict[str, Parts], ...]:
+) -> Sources:
     """Every expert's byte ranges; experts with tensors of their own must all be like expert 0."""
     if found.stacks:
         tensors = {ref.name: ref for parts_ in found.stacks.values() for ref in parts_.values()}
-        return tuple(
-            {
-                role: {
-                    part: source.ref(tensors[source.template], e, count) for part, source in of_role.items()
-                }
-                for role, of_role in parts.items()
-            }
-            for e in range(count)
-        )
+        return StackShares(parts, tensors, count)
     keys = {
         role: {
             part: next(key for key, other in raw[role].items() if other is source)
@@ -287,10 +282,12 @@ def _sources(
     }
     for e in range(count):
         check_alike(found.experts[e], raw, e)
-    return tuple(
+    return OwnTensors(
         {
-            role: {part: found.experts[e][role][key] for part, key in of_role.items()}
+            role: {
+                part: tuple(found.experts[e][role][key] for e in range(count))
+                for part, key in of_role.items()
+            }
             for role, of_role in keys.items()
         }
-        for e in range(count)
     )

@@ -6,7 +6,6 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -525,7 +524,7 @@ def test_exactly_once_or_a_clean_error(
         if (ref := tensors.pop(name, None)) is not None:
             parts = name.split(".")
             parts[position % len(parts)] = segment
-            tensors[".".join(parts)] = replace(ref, name=".".join(parts))
+            tensors[".".join(parts)] = ref._replace(name=".".join(parts))
     try:
         found = map_experts(tensors, config | {"model_type": model_type})
     except HqconvError:
