@@ -130,7 +130,7 @@ def measure_headers(
     for fmt in formats:
         small = work / f"headers-{fmt}-small"
         num_small = apart("make", small, fmt, 1, 8)
-        fixed = {name: best(small, words, num_runs) for name, words in LOOKS.items()}
+        fixed = {name: best(small, words, num_runs + 2) for name, words in LOOKS.items()}
         for size in sizes:
             folder = work / f"headers-{fmt}-{size}"
             count = apart("make", folder, fmt, size, EXPERTS)

@@ -96,7 +96,8 @@ def _usual(where: str, raw: bytes, data: range, file: int) -> tuple[list[TensorR
     """The same of a header as nearly all are: tensors in the order of their bytes. None wherever there is a doubt.
 
     The parser keeps the last of several equal keys. Every key has a colon after it: if there are no more colons than
-    the keys that are left have, with those in their text, then none was lost.
+    the keys that are left have, with those in their text, then none was lost. The three of each entry are asked for
+    by name, so that a fourth would be one too many.
     """
     if any(text in raw for text in _UNUSUAL):
         return None
@@ -130,7 +131,7 @@ def _in_order(
     for name, entry in header.items():
         shape = entry["shape"]
         begin, end = entry["data_offsets"]
-        if type(shape) is not list or len(entry) != len(_FIELDS) or begin != position:
+        if type(shape) is not list or begin != position:
             return None
         key = (entry["dtype"], *shape)
         if key not in known:
