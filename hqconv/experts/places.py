@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from hqconv.experts.block import Parts, PartSource
 from hqconv.schemas.tensors import TensorRef
@@ -39,7 +38,7 @@ class OwnTensors:
 
 @dataclass(frozen=True)
 class StackShares:
-    """`ExpertBlock.sources` of experts in stacks, worked out when they are first asked for: a look never does.
+    """`ExpertBlock.sources` of experts in stacks, each worked out when it is first asked for: a look asks for few.
 
     parts: role → part → the stack that holds it. tensors: by name. count: of experts.
     """
@@ -47,24 +46,22 @@ class StackShares:
     parts: Mapping[str, Mapping[str, PartSource]]
     tensors: Mapping[str, TensorRef]
     count: int
+    _known: dict[int, dict[str, Parts]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, expert: int, /) -> dict[str, Parts]:
-        return self._all[expert]
-
-    def __iter__(self) -> Iterator[dict[str, Parts]]:
-        return iter(self._all)
-
-    @cached_property
-    def _all(self) -> tuple[dict[str, Parts], ...]:
-        return tuple(
-            {
+        if expert not in self._known:
+            place = range(self.count)[expert]
+            self._known[expert] = {
                 role: {
-                    part: one.ref(self.tensors[one.template], e, self.count) for part, one in of_role.items()
+                    part: one.ref(self.tensors[one.template], place, self.count)
+                    for part, one in of_role.items()
                 }
                 for role, of_role in self.parts.items()
             }
-            for e in range(self.count)
-        )
+        return self._known[expert]
+
+    def __iter__(self) -> Iterator[dict[str, Parts]]:
+        return (self[expert] for expert in range(self.count))

@@ -11,6 +11,7 @@ import pytest
 
 from hqconv.errors import InputError, RequestError
 from hqconv.experts import grouping, names
+from hqconv.experts.block import PartSource
 from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.schemas.families import Family
 from hqconv.schemas.tensors import TensorRef
@@ -131,3 +132,24 @@ def seconds(layers: int) -> float:
 def test_time_grows_with_the_number_of_tensors() -> None:
     """Eight times as many may take up to twenty times as long, so that a busy machine passes; a square is 64 times."""
     assert seconds(128) < 20 * seconds(16)
+
+
+def test_a_look_works_out_no_shares_of_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is asked for is worked out once."""
+    tensors, config = model(0, 8, "qwen3_moe")
+    for layer in range(4):
+        for word, shape in {"gate_up_proj": (8, 2 * INTER, H), "down_proj": (8, H, INTER)}.items():
+            full = f"model.layers.{layer}.mlp.experts.{word}"
+            tensors[full] = TensorRef(full, "BF16", shape, 0, 0, 2 * shape[0] * shape[1] * shape[2])
+    calls: list[int] = []
+    ref = PartSource.ref
+    monkeypatch.setattr(PartSource, "ref", lambda part, *rest: calls.append(rest[1]) or ref(part, *rest))
+    block = map_experts(tensors, config | {"num_hidden_layers": 4}).blocks[0]
+    assert not calls
+    assert block.sources[5] == block.sources[5]
+    assert calls == [5, 5, 5]
+    assert [roles["w2"]["weight"].offset_bytes for roles in block.sources] == [
+        2 * H * INTER * e for e in range(8)
+    ]
+    with pytest.raises(IndexError):
+        block.sources[8]
