@@ -3,13 +3,15 @@
     python scripts/bench.py [--sizes 2,8,29] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--threads N] [--runs 3]
                             [--sinks files,null] [--cold] [--peers] [--quantized fp8-block] [--quantizer mse]
                             [--work FOLDER] [--log NAME]
+    python scripts/bench.py --headers [--tensors 45000,178000,370000] [--formats bf16,fp8-block] [--runs 3]
 
-Makes Qwen3-MoE-shaped checkpoints (experts [768, 2048]) of about `--size` GB each, reads them into the page cache,
-alternates hqconv with its peers, `--runs` times after one uncounted round, and then measures what this machine can do
-(reading the source in parallel, writing as many bytes as come out to the same folder, SHA-256, copies to and from the
-GPU; *together* is reading, writing and hashing at once with all threads, which any converter has to do). Every figure
-is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning, and begins when
-the first batch came through: what was in flight then does not count.
+The first makes Qwen3-MoE-shaped checkpoints (experts [768, 2048]) of about `--size` GB each, reads them into the page
+cache, alternates hqconv with its peers, `--runs` times after one uncounted round, and then measures what this machine
+can do (reading the source in parallel, writing as many bytes as come out to the same folder, SHA-256, copies to and
+from the GPU; *together* is reading, writing and hashing at once with all threads, which any converter has to do). Every
+figure is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning, and begins
+when the first batch came through: what was in flight then does not count. The second form measures how long looking at
+headers takes, and nothing else (`bench_headers.py`).
 With the sink `null` files are made up and forgotten. `--cold` drops the source from the page cache before each run.
 `--peers` adds vLLM's load path, rebuilt from Humming's calls, and llm-compressor's `model_free_ptq` where installed.
 `--log NAME` writes NAME.json, and a plot to NAME.svg.
@@ -37,6 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench_headers import measure_headers
 from scripts.bench_limits import measure_limits, read_all
 from scripts.bench_plot import plot
 from scripts.shared import make_source
@@ -265,10 +268,18 @@ def main() -> None:
     parser.add_argument("--max-memory", default="4GiB")
     parser.add_argument("--quantized", default="")
     parser.add_argument("--quantizer", default="rtn")
+    parser.add_argument("--headers", action="store_true", help="how long looking takes, and nothing else")
+    parser.add_argument("--tensors", default="45000,178000,370000")
+    parser.add_argument("--formats", default="bf16,fp8-block")
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     args.work = args.work or Path(tempfile.mkdtemp(prefix="hqconv-bench-"))
+    if args.headers:
+        sizes = [int(size) for size in args.tensors.split(",")]
+        for found in measure_headers(args.work, sizes, args.formats.split(","), args.runs):
+            print(json.dumps(found), flush=True)
+        return
     schemas, devices, sinks = (one.split(",") for one in (args.schemas, args.devices, args.sinks))
     if not args.skip_bytes:
         check_bytes(sorted({"cpu", *devices}), schemas)

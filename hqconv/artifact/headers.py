@@ -67,7 +67,7 @@ class ArtifactHeaders(SafetensorsHeaders):
             status = (self.root / path).stat()
             for tensor, ref in header.items():
                 full = f"{path}:{tensor}"
-                self.tensors[full] = replace(ref, name=full)
+                self.tensors[full] = ref._replace(name=full)
             files.append(SourceFile(path, status.st_size, sha256, status.st_mtime_ns))
         self.files = tuple(files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
@@ -143,7 +143,7 @@ class ArtifactHeaders(SafetensorsHeaders):
         ref = self.tensors[part.template]
         ep_rank, local = home
         if f"-ep{ep_rank}/" not in part.template:
-            return replace(ref, num_bytes=0)
+            return ref._replace(num_bytes=0)
         return ref.entry(local)
 
     def format_of(self, block: str) -> SourceFormat:

@@ -105,8 +105,9 @@ def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None
         what, expected = "The index has no usable weight_map.", "an object of tensor names with unique keys"
         found = repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
         raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
+    plain = set(filter(is_plain_name, {name for name in weight_map.values() if isinstance(name, str)}))
     for tensor, name in weight_map.items():
-        if not is_plain_name(name):
+        if not isinstance(name, str) or name not in plain:
             where, expected = f"{path}, tensor {tensor!r}", "a .safetensors file inside the folder"
             what = "The index names a file that cannot be a shard."
             raise InputError(what, where=where, expected=expected, found=repr(name), remedy=COPY_AGAIN)

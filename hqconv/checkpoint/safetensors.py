@@ -15,6 +15,7 @@ import reprlib
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from hqconv.errors import InputError
 from hqconv.schemas.dtypes import DTYPES, num_bits
@@ -71,14 +72,77 @@ def parse_header(
 ) -> tuple[dict[str, TensorRef], dict[str, str], str]:
     """`read_header` of a file whose bytes before the tensors, `head`, are in hand already; `where` names it."""
     raw = head[LENGTH_BYTES:]
+    data = range(len(head), file_bytes)
+    refs, metadata = _usual(where, raw, data, file) or _any(where, raw, data, file)
+    return {ref.name: ref for ref in refs}, metadata, hashlib.sha256(head).hexdigest()
+
+
+def _any(where: str, raw: bytes, data: range, file: int) -> tuple[list[TensorRef], dict[str, str]]:
+    """What a header says, every value looked at by itself: slow, but it knows what is wrong."""
     header = _parse(where, raw)
     _check_names(where, header)
     metadata = _check_metadata(where, header.pop("__metadata__", None))
-    data = range(len(head), file_bytes)
     refs = [_check_entry(where, name, value, data, file) for name, value in header.items()]
     refs.sort(key=lambda ref: (ref.offset_bytes, ref.num_bytes))
     _check_coverage(where, refs, data)
-    return {ref.name: ref for ref in refs}, metadata, hashlib.sha256(head).hexdigest()
+    return refs, metadata
+
+
+# What turns the usual way off: escapes hide colons, and true, false and -0 pass for numbers.
+_UNUSUAL = (b"\\", b"true", b"false", b"-0")
+
+
+def _usual(where: str, raw: bytes, data: range, file: int) -> tuple[list[TensorRef], dict[str, str]] | None:
+    """The same of a header as nearly all are: tensors in the order of their bytes. None wherever there is a doubt.
+
+    The parser keeps the last of several equal keys. Every key has a colon after it: if there are no more colons than
+    the keys that are left have, with those in their text, then none was lost. The three of each entry are asked for
+    by name, so that a fourth would be one too many.
+    """
+    if any(text in raw for text in _UNUSUAL):
+        return None
+    try:
+        header = json.loads(raw.decode("utf-8"), parse_float=_refuse, parse_constant=_refuse)
+        num_colons = len(header) + "".join(header).count(":")
+        metadata = _check_metadata(where, header.pop("__metadata__", None))
+        num_colons += len(metadata) + "".join((*metadata, *metadata.values())).count(":")
+        if num_colons + len(_FIELDS) * len(header) != raw.count(b":"):
+            return None
+        refs = _in_order(where, header, data, file)
+    except (AttributeError, TypeError, ValueError, KeyError, RecursionError, InputError):
+        return None
+    return None if refs is None else (refs, metadata)
+
+
+def _refuse(text: str) -> object:
+    raise ValueError(text)
+
+
+def _in_order(
+    where: str, header: dict[str, dict[str, Any]], data: range, file: int
+) -> list[TensorRef] | None:
+    """Tensors that lie one after the other and fill the file; None where anything is otherwise.
+
+    Each dtype and shape is checked once, which spares time, and kept once, which spares memory.
+    """
+    refs: list[TensorRef] = []
+    known: dict[tuple[object, ...], tuple[str, tuple[int, ...], int]] = {}
+    start, position = data.start, 0
+    for name, entry in header.items():
+        shape = entry["shape"]
+        begin, end = entry["data_offsets"]
+        if type(shape) is not list or begin != position:
+            return None
+        key = (entry["dtype"], *shape)
+        if key not in known:
+            ref = _check_entry(where, name, entry, data, file)
+            known[key] = (ref.dtype, ref.shape, ref.num_bytes)
+        dtype, dims, num_bytes = known[key]
+        if end - begin != num_bytes:
+            return None
+        refs.append(TensorRef(name, dtype, dims, file, start + begin, num_bytes))
+        position = end
+    return refs if position == len(data) else None
 
 
 def _check_names(where: str, names: Iterable[str]) -> None:

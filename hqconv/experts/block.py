@@ -6,10 +6,10 @@ Legend: E experts, I intermediate size, H hidden size. Roles: w1 gate, w3 up (bo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from hqconv.formats.format import SourceFormat
 from hqconv.schemas.activation import Activation
@@ -17,6 +17,16 @@ from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.tensors import TensorRef
 
 Parts = dict[str, TensorRef]
+
+
+class Sources(Protocol):
+    """Every expert's byte ranges: expert → role → part. Some are worked out when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, expert: int, /) -> dict[str, Parts]: ...
+
+    def __iter__(self) -> Iterator[dict[str, Parts]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ class PartSource:
                 return tensor
             num_experts, expert = 1, 0
         elif self._is_for_all(num_experts):
-            return replace(tensor, shape=())
+            return tensor._replace(shape=())
         shape = self.share(num_experts)
         share_bytes = num_bytes = tensor.num_bytes // num_experts
         offset = tensor.offset_bytes + expert * share_bytes
@@ -103,7 +113,7 @@ class PartSource:
             shape = self.view.shape(shape)
             num_bytes = math.prod(shape) * num_bits(self.dtype) // 8
             offset += self.view.index * num_bytes if num_bytes < share_bytes else 0
-        return replace(tensor, shape=shape, offset_bytes=offset, num_bytes=num_bytes)
+        return tensor._replace(shape=shape, offset_bytes=offset, num_bytes=num_bytes)
 
     @property
     def is_run(self) -> bool:
@@ -168,7 +178,7 @@ class ExpertBlock:
     format: SourceFormat
     words: Mapping[str, str]
     parts: Mapping[str, Mapping[str, PartSource]]
-    sources: tuple[dict[str, Parts], ...]
+    sources: Sources
     input_scales: InputScales = field(default_factory=InputScales)
 
     def shape(self, role: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from hqconv.errors import InputError
-from hqconv.experts.block import ExpertBlock, Parts, PartSource
+from hqconv.experts.block import ExpertBlock, PartSource, Sources
 from hqconv.experts.checks import (
     REMEDY,
     Found,
@@ -26,9 +26,12 @@ from hqconv.experts.checks import (
 )
 from hqconv.experts.input_scales import find_input_scales
 from hqconv.experts.places import names_of, raw_parts, raw_single, raw_stacked
+from hqconv.experts.shares import OwnTensors, StackShares
 from hqconv.formats.complete import PART_NAMES, UNUSED_PARTS, Completed, complete, logical_shape
 from hqconv.formats.format import SourceFormat
 from hqconv.schemas.families import Family
+
+_UNUSED = frozenset(UNUSED_PARTS)
 
 
 def build_block(
@@ -85,7 +88,8 @@ def _unused(done: Mapping[str, Completed], raw: RoleParts, found: Found, count: 
     }
     for roles in found.experts.values():
         for parts in roles.values():
-            unused |= {parts[key].name: UNUSED_PARTS[key] for key in parts.keys() & UNUSED_PARTS.keys()}
+            if not _UNUSED.isdisjoint(parts):
+                unused |= {parts[key].name: UNUSED_PARTS[key] for key in parts.keys() & _UNUSED}
     return unused
 
 
@@ -161,19 +165,11 @@ def _in_words(error: InputError, parts: Mapping[str, PartSource], sizes: Sizes) 
 
 def _sources(
     found: Found, raw: RoleParts, parts: Mapping[str, Mapping[str, PartSource]], count: int
-) -> tuple[dict[str, Parts], ...]:
+) -> Sources:
     """Every expert's byte ranges; experts with tensors of their own must all be like expert 0."""
     if found.stacks:
         tensors = {ref.name: ref for parts_ in found.stacks.values() for ref in parts_.values()}
-        return tuple(
-            {
-                role: {
-                    part: source.ref(tensors[source.template], e, count) for part, source in of_role.items()
-                }
-                for role, of_role in parts.items()
-            }
-            for e in range(count)
-        )
+        return StackShares(parts, tensors, count)
     keys = {
         role: {
             part: next(key for key, other in raw[role].items() if other is source)
@@ -183,13 +179,14 @@ def _sources(
     }
     for e in range(count):
         check_alike(found.experts[e], raw, e)
-    return tuple(
+    return OwnTensors(
         {
             role: {
-                part: parts[role][part].ref(found.experts[e][role][key], e, count)
+                part: tuple(
+                    parts[role][part].ref(found.experts[e][role][key], e, count) for e in range(count)
+                )
                 for part, key in of_role.items()
             }
             for role, of_role in keys.items()
         }
-        for e in range(count)
     )

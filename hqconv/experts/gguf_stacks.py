@@ -5,7 +5,7 @@ Legend: E experts, I intermediate size, H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hqconv.checkpoint.gguf import COPY_AGAIN, wrong_shape
 from hqconv.errors import InputError
@@ -37,7 +37,7 @@ class GgufPart:
         if shape:
             num_bytes //= self.view.count
             offset += self.view.index * num_bytes
-        return replace(self.ref, shape=shape, offset_bytes=offset, num_bytes=num_bytes)
+        return self.ref._replace(shape=shape, offset_bytes=offset, num_bytes=num_bytes)
 
 
 GgufLayer = dict[str, dict[str, GgufPart]]  # role → part → where it is

@@ -14,7 +14,7 @@ from typing import Any
 from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import ExpertBlock, Parts
 from hqconv.experts.build import build_block
-from hqconv.experts.checks import Found, check_once
+from hqconv.experts.checks import Found
 from hqconv.experts.facts import (
     activation_of,
     layer_config,
@@ -24,7 +24,9 @@ from hqconv.experts.facts import (
     sizes_of,
     top_k,
 )
-from hqconv.experts.names import choose_family, looks_like_expert, name_pattern, unmatched_error
+from hqconv.experts.grouping import group
+from hqconv.experts.names import choose_family, looks_like_expert, unmatched_error
+from hqconv.experts.shares import OwnTensors
 from hqconv.formats.declared import Declared, declared_formats
 from hqconv.formats.format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS
@@ -99,7 +101,7 @@ def map_experts(
     family, because = choice.family, choice.because
     candidates = [name for name in candidates if not name.startswith(family.other_models)]
     declared = declared_formats(quantization, text)
-    grouped, unmatched = _group(family, tensors, candidates)
+    grouped, unmatched = group(family, tensors)
     if unmatched:
         raise unmatched_error(InputError, family, unmatched, because)
     if not grouped:
@@ -114,7 +116,7 @@ def map_experts(
     activation, origin = named_activation(choice, text)
     blocks = []
     for name in sorted(grouped, key=lambda name: (layers[name], name)):
-        layer, found = layers[name], grouped[name]
+        layer, found = layers[name], grouped.pop(name)  # a block has them in less memory
         own = layer_config(family, layer, text)
         facts = {
             "layer": layer,
@@ -125,11 +127,16 @@ def map_experts(
         block, unused = build_block(family, name, found, sizes_of(family, layer, own), format_of, facts)
         blocks.append(block)
         dropped |= unused
-    converted = {name: block.name for block in blocks for name in block.tensor_names()}
+    converted = {name: block.name for block in blocks for name in _names(block)}
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
-    assert not set(candidates).intersection(copied), "an expert tensor was lost"
+    assert set(copied).isdisjoint(candidates), "an expert tensor was lost"
     return ExpertMap(family.name, f"{because}; {origin}", tuple(blocks), converted, copied, dropped)
+
+
+def _names(block: ExpertBlock) -> Iterable[str]:
+    """A block's tensors; where each expert has its own, the very texts that the checkpoint has them by."""
+    return block.sources.names() if isinstance(block.sources, OwnTensors) else block.tensor_names()
 
 
 def _formats(declared: Declared, block: str, found: Found, is_extra: bool) -> Callable[[str], SourceFormat]:
@@ -171,34 +178,6 @@ def _is_extra(family: Family, layer: int, text: Config) -> bool:
     """Whether a layer comes after the decoder's last one."""
     num_layers = number(text, family.num_layers_keys, 0)
     return num_layers is not None and layer >= num_layers[1]
-
-
-def _group(
-    family: Family, tensors: Mapping[str, TensorRef], candidates: list[str]
-) -> tuple[dict[str, Found], list[str]]:
-    """block name → its tensors, and the candidate names that matched nothing."""
-    roles_of: dict[str, tuple[str, ...]] = {name: (role,) for role, name in family.projections.items()}
-    roles_of |= {stack.name: stack.roles for stack in family.expert_stacks}
-    match = name_pattern(family).fullmatch
-    grouped: dict[str, Found] = {}
-    unmatched = set(candidates)
-    for name, ref in tensors.items():
-        if name not in unmatched and "expert" not in name and "moe" not in name:
-            continue
-        found = match(name)
-        if found is None:
-            continue
-        unmatched.discard(name)
-        block_name, expert, projection, part, *stack = found.groups()
-        if (block := grouped.get(block_name)) is None:
-            block = grouped[block_name] = Found()
-        if expert is not None:
-            roles = block.experts.setdefault(int(expert), {})
-            for role in roles_of[projection]:
-                check_once(block_name, ref, roles.setdefault(role, {}).setdefault(part, ref))
-        else:
-            block.stacks.setdefault(stack[0], {})[stack[1] or "weight"] = ref
-    return grouped, [name for name in candidates if name in unmatched]
 
 
 def _drop_zero_experts(

@@ -6,6 +6,7 @@ Legend: a candidate is a tensor whose name looks like an expert's.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from hqconv.schemas.families import (
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
 _CORRECTION = ".e_score_correction_bias"
 _SUM_BIAS = ".mlp.experts.bias"  # nomic_bert's, of the weighted sum
+# Indices are all alike to every pattern: names that differ in them only match or do not match together.
+_INDICES = re.compile(rf"(?<=\.){INDEX}(?=\.)")
 _SHARED = ("shared_expert.", "shared_experts.")  # dense, though a stack in some
 
 
@@ -67,16 +70,19 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Choice
     rows = sorted(FAMILIES, key=lambda row: -_num_keys_found(row, text))
     if not candidates:
         return Choice(rows[0], because, False)
+    templates = [_INDICES.sub("0", name) for name in candidates]
+    num_names = Counter(templates)
+    num_unmatched = {}
     for row in rows:
         match = name_pattern(row).fullmatch
-        if all(match(name) for name in candidates):
-            _refuse_unknown_stacks(row, candidates, because)
+        num_unmatched[row.name] = sum(count for one, count in num_names.items() if not match(one))
+        if not num_unmatched[row.name]:
+            _refuse_unknown_stacks(row, candidates, set(templates), because)
             return Choice(row, f"closest row {row.name} for {because}", False)
-    unmatched = {
-        row.name: [name for name in candidates if not name_pattern(row).fullmatch(name)] for row in rows
-    }
-    closest = min(rows, key=lambda row: len(unmatched[row.name]))
-    raise unmatched_error(RequestError, closest, unmatched[closest.name], because)
+    closest = min(rows, key=lambda row: num_unmatched[row.name])
+    match = name_pattern(closest).fullmatch
+    unmatched = [name for name in candidates if not match(name)]
+    raise unmatched_error(RequestError, closest, unmatched, because)
 
 
 def _known_architecture(config: Config, text: Config) -> str | None:
@@ -85,11 +91,11 @@ def _known_architecture(config: Config, text: Config) -> str | None:
     return next((name for names in lists for name in names if name in BY_ARCHITECTURE), None)
 
 
-def _refuse_unknown_stacks(row: Family, candidates: list[str], because: str) -> None:
+def _refuse_unknown_stacks(row: Family, candidates: list[str], templates: set[str], because: str) -> None:
     """Names do not say in which order a stack holds gate and up, nor whether their rows alternate."""
-    pattern = _name_pattern(row.blocks, tuple(row.projections.values()), ())
-    fused = [name for name in candidates if not pattern.fullmatch(name)]
-    if fused:
+    match = _name_pattern(row.blocks, tuple(row.projections.values()), ()).fullmatch
+    if not all(map(match, templates)):
+        fused = [name for name in candidates if not match(name)]
         raise RequestError(
             "The experts of an unknown model are fused: gate and up cannot be told apart.",
             where=first_few(fused),

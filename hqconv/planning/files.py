@@ -30,20 +30,19 @@ def build_file(
     """
     ordered = sorted(specs, key=lambda spec: -num_bits(spec.dtype))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    begins: list[int] = []
+    places: list[tuple[int, int]] = []
     end = 0
     for spec in ordered:
-        begins.append(end)
-        end += spec.num_bytes
-        offsets = [begins[-1], end]
-        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        begin, end = end, end + spec.num_bytes
+        places.append((begin, end))
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (begin, end)}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     tensors = {
         spec.name: TensorRef(
-            spec.name, spec.dtype, tuple(spec.shape), number, len(header) + begin, spec.num_bytes
+            spec.name, spec.dtype, tuple(spec.shape), number, len(header) + begin, end - begin
         )
-        for spec, begin in zip(ordered, begins, strict=True)
+        for spec, (begin, end) in zip(ordered, places, strict=True)
     }
     return OutFile(path, header, len(header) + end, tensors)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from hqconv.schemas.dtypes import num_bits
 
@@ -22,9 +23,12 @@ class TensorSpec:
         return math.prod(self.shape) * num_bits(self.dtype) // 8
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """A tensor, or a part of one, and its place: `num_bytes` at `offset_bytes` of file number `file` of its owner."""
+class TensorRef(NamedTuple):
+    """A tensor, or a part of one, and its place: `num_bytes` at `offset_bytes` of file number `file` of its owner.
+
+    A tuple, since there may be a million of them: made in a third of a frozen dataclass's time, and not walked by the
+    collector of cycles again and again.
+    """
 
     name: str
     dtype: str
@@ -36,6 +40,5 @@ class TensorRef:
     def entry(self, index: int) -> TensorRef:
         """The place of one entry of the first dimension."""
         size = self.num_bytes // self.shape[0]
-        return replace(
-            self, shape=self.shape[1:], offset_bytes=self.offset_bytes + index * size, num_bytes=size
-        )
+        offset = self.offset_bytes + index * size
+        return self._replace(shape=self.shape[1:], offset_bytes=offset, num_bytes=size)

@@ -29,6 +29,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as torch_save_file
 
 from hqconv.checkpoint import hub
+from hqconv.checkpoint import safetensors as checked
 from hqconv.checkpoint.folder import Checkpoint
 from hqconv.checkpoint.safetensors import read_header
 from hqconv.errors import HqconvError, InputError, NetworkError, RequestError
@@ -256,6 +257,90 @@ def test_a_null_metadata_and_surrogate_pairs_are_fine(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(pack({"__metadata__": None, "\U0001f600": ONE}, b"xx"))
     entries, metadata, _ = read_header(tmp_path / "f")
     assert (list(entries), metadata) == (["\U0001f600"], {})
+
+
+TWICE = [
+    # what lies around a key that is there twice: text with colons, escapes, words and signs that are no values
+    b'{"a:b:c":%(one)s,"__metadata__":{"x:y":"1:2","x:y":"1:2"}}',
+    b'{"a:b":1,"a:b":%(one)s}',
+    b'{"a:b":{},"a:b":%(one)s}',
+    b'{"a\\u003ab":1,"a:b":%(one)s}',
+    b'{"a\\u003a\\u003a":%(one)s,"b":%(none)s,"b":%(none)s}',
+    b'{"true":%(one)s,"true":%(one)s}',
+    b'{"-0":%(one)s,"-0":%(one)s}',
+    b'{"a":{"dtype":"U8","shape":[2],"shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[]}}',
+    b'{"a":%(one)s,"__metadata__":null,"__metadata__":{"x":"y"}}',
+]
+
+
+@pytest.mark.parametrize("raw", TWICE)
+def test_no_key_is_lost_unseen(tmp_path: Path, raw: bytes) -> None:
+    words = {b"one": json.dumps(ONE).encode(), b"none": json.dumps(tensor("U8", [0], 2, 2)).encode()}
+    (tmp_path / "f").write_bytes(pack(raw % words, b"xx"))
+    with pytest.raises(InputError, match="twice"):
+        read_header(tmp_path / "f")
+
+
+def test_odd_text_is_fine(tmp_path: Path) -> None:
+    names = ["a:b", "true", "-0", 'x"y', "\\", "\n", "é:", "1.5", "{}"]
+    header: dict[str, Any] = {name: tensor("U8", [1], i, i + 1) for i, name in enumerate(names)}
+    header["__metadata__"] = {":": "::", "null": "false"}
+    for odd in ([], *([name] for name in names)):  # with each of them left out, and with all
+        kept = {name: header[name] for name in names if name not in odd}
+        for i, entry in enumerate(kept.values()):
+            entry["data_offsets"] = [i, i + 1]
+        raw = pack({**kept, "__metadata__": header["__metadata__"]}, bytes(len(kept)))
+        assert list(ours(raw, tmp_path / "f")) == list(kept)
+        assert read_header(tmp_path / "f")[1] == header["__metadata__"]
+
+
+def test_each_shape_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a header with its tensors in order, as writers leave it; in another each tensor is."""
+    header = {f"t{i}": tensor("U8", [i % 3], i // 3 * 3 + i % 3 * (i % 3 - 1) // 2, 0) for i in range(300)}
+    for entry in header.values():
+        entry["data_offsets"][1] = entry["data_offsets"][0] + entry["shape"][0]
+    calls: list[str] = []
+    check = checked.num_bits
+    monkeypatch.setattr(checked, "num_bits", lambda code: calls.append(code) or check(code))
+    in_order = ours(pack(header, bytes(300)), tmp_path / "f")
+    assert len(calls) == 3
+    backwards = ours(pack(dict(reversed(header.items())), bytes(300)), tmp_path / "f")
+    assert len(calls) == 3 + 300
+    assert in_order == backwards
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (b'"dtype":"U8","shape":[true],"data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":[1.0],"data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":[1e0],"data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":{},"data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":"","data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":[1],"data_offsets":[true,3]', "data_offsets are malformed"),
+        (b'"dtype":"U8","shape":[1],"data_offsets":[2.0,3]', "data_offsets are malformed"),
+        (b'"dtype":"U8","shape":[1],"data_offsets":[2,3],"x":3', "malformed"),
+        (b'"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[2,3]', "twice"),
+        (b'"dtype":"U16","shape":[1],"data_offsets":[2,3]', "disagree"),
+    ],
+)
+def test_what_equals_a_shape_that_was_seen_is_looked_at(tmp_path: Path, second: bytes, text: str) -> None:
+    """To Python true and 1.0 are 1, and nothing, made a tuple, is the shape of a scalar."""
+    first = json.dumps({"one": tensor("U8", [1], 0, 1), "none": tensor("U8", [], 1, 2)}).encode()
+    raw = first[:-1] + b',"a":{%s}}' % second
+    (tmp_path / "f").write_bytes(pack(raw, b"xyz"))
+    with pytest.raises(InputError, match=text) as caught:
+        read_header(tmp_path / "f")
+    assert "tensor 'a'" in caught.value.where
+
+
+def test_shards_share_no_state(tmp_path: Path) -> None:
+    """A shape that is right in one file says nothing of another's bytes."""
+    (tmp_path / "f").write_bytes(pack({"a": ONE, "b": tensor("U8", [2], 2, 4)}, b"xxxx"))
+    assert len(read_header(tmp_path / "f")[0]) == 2
+    (tmp_path / "g").write_bytes(pack({"a": ONE, "b": tensor("U8", [2], 2, 5)}, b"xxxxx"))
+    with pytest.raises(InputError, match="disagree"):
+        read_header(tmp_path / "g")
 
 
 # --- headers against the library, on random files ---

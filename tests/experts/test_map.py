@@ -6,7 +6,6 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -500,7 +499,7 @@ def test_exactly_once_or_a_clean_error(
         if (ref := tensors.pop(name, None)) is not None:
             parts = name.split(".")
             parts[position % len(parts)] = segment
-            tensors[".".join(parts)] = replace(ref, name=".".join(parts))
+            tensors[".".join(parts)] = ref._replace(name=".".join(parts))
     try:
         found = map_experts(tensors, config | {"model_type": model_type})
     except HqconvError:
@@ -603,7 +602,7 @@ def test_a_run_of_an_experts_own_tensor_is_narrowed_to_its_bytes() -> None:
     ref = tensors[f"{BLOCK}.2.gate_up_proj.weight"]
     source = PartSource("{expert}", ref.dtype, ref.shape, View(False, 1, 2))
     half = ref.num_bytes // 2
-    expected = replace(ref, shape=(INTER, H), offset_bytes=ref.offset_bytes + half, num_bytes=half)
+    expected = ref._replace(shape=(INTER, H), offset_bytes=ref.offset_bytes + half, num_bytes=half)
     assert source.ref(ref, 2, E) == expected
 
 

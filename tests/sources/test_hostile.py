@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -747,8 +746,7 @@ def damage(draw: Callable[..., Any], refs: dict[str, TensorRef]) -> None:
         if action == "rename":
             each = f"{each.rpartition('.')[0]}.{other}"
         if action != "remove":
-            refs[each] = replace(
-                ref,
+            refs[each] = ref._replace(
                 name=each,
                 dtype=dtype if action == "dtype" else ref.dtype,
                 shape=tuple(sizes) if action == "shape" else ref.shape,
