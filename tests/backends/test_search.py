@@ -140,8 +140,11 @@ def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) ->
     assert gain >= least.get(name, 0.005)
 
 
-@pytest.mark.parametrize(("weighted", "dtype"), [(False, torch.bfloat16), (True, torch.float32)], ids=str)
-@pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("param_dtype", "weighted", "dtype"),
+    [("bfloat16", False, torch.bfloat16), ("float16", True, torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ALL)
 def test_torch_chooses_what_the_loops_choose(
     name: str, param_dtype: str, weighted: bool, dtype: torch.dtype
