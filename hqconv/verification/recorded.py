@@ -47,7 +47,16 @@ def check_recorded(
             for key, value in expected.items():
                 _check_figure(f"{where}: {key}", value, words.get(key), result)
             _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
+            if at_worst is not None:
+                _check_first(f"{where}: worst_expert", int(worst), of_role, result)
             _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
+
+
+def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: CheckResult) -> None:
+    """Of experts with the same sums, as the conversion measures them, the first is the worst."""
+    costs = [one.quantizer and (one.quantizer.error, one.quantizer.power) for one in of_role]
+    if costs[worst] is not None and (first := costs.index(costs[worst])) != worst:
+        result.add(where, "Of experts with the same error the first is the worst.", first, worst)
 
 
 def check_search(artifact: Artifact, result: CheckResult) -> None:
