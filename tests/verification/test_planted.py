@@ -251,6 +251,12 @@ def test_stray_weights_that_the_manifest_lists(
     assert "weight" in files.findings[0].what
 
 
+def test_a_rank_file_that_names_no_rank(copy: Damaged) -> None:
+    copy.edit_header(copy.path, lambda entries: entries["__metadata__"].update(rank=""))
+    copy.reseal()
+    found(copy.check(with_source=False)[0], f"{copy.path}, metadata rank", "another rank", "tp1-ep1")
+
+
 # --- the padding of an uneven last rank ------------------------------------------------------------------------
 
 TWICE = TargetSchema(
