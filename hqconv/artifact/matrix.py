@@ -20,6 +20,7 @@ from hqconv.schemas.target import TargetSchema
 
 Array = NDArray[Any]
 Note = Callable[[str, str, object, object], None]  # where, what, expected, found
+_TENSORS = {"codes": "weight", "scale": "weight_scale", "scale_2": "weight_scale_2"}
 _CHUNK_NUMBERS = 1 << 18  # decoded at once: what a caller makes of them stays in the cache
 
 
@@ -100,11 +101,12 @@ def join(slices: Sequence[Matrix], axis: int, schema: TargetSchema, home: Home) 
 
 
 def trim(matrix: Matrix, axis: int, size: int, home: Home) -> Matrix:
-    """Take the last TP rank's padding off along `axis`; its rows must give zeros."""
+    """Take the last TP rank's padding off along `axis`; it must be zero, and of e8m0 scales the last ones again."""
     total = matrix.codes.shape[axis]
     if total == size:
         return matrix
     is_e8m0 = matrix.scale_dtype == "F8_E8M0"  # has no zero; the codes below are zero anyway
+    checked = ("codes", "bias", "zero_point", "scale", "scale_2")
 
     def cut(field: str) -> Any:
         array = getattr(matrix, field)
@@ -112,20 +114,25 @@ def trim(matrix: Matrix, axis: int, size: int, home: Home) -> Matrix:
         if not is_along or (field == "bias" and axis == 1):
             return array
         kept = array.shape[axis] * size // total
-        rest = array[kept:] if axis == 0 else array[:, kept:]
-        if field in ("codes", "bias", "zero_point") or (field == "scale" and not is_e8m0):
-            _check_padding(rest, field, home)
-        return array[:kept] if axis == 0 else array[:, :kept]
+        inner, rest = np.split(array, [kept], axis)
+        if field in checked:
+            is_repeated = field == "scale" and is_e8m0
+            last = np.take(inner, [-1], axis) if is_repeated else np.zeros((), array.dtype)
+            _check_padding(rest != last, field, home, "the last scale" if is_repeated else "zero")
+        return inner
 
     names_ = [one.name for one in fields(matrix) if one.name != "scale_dtype"]
     return replace(matrix, **{name: cut(name) for name in names_})
 
 
-def _check_padding(rest: Array, field: str, home: Home) -> None:
-    if rest.any():
-        tensor = {"codes": "weight", "scale": "weight_scale"}.get(field, field)
-        what, found = "The padding of the last TP rank is not zero.", f"{np.count_nonzero(rest)} values"
-        home.note(home.where(home.num_tp - 1, tensor), what, "zero", found)
+def _check_padding(wrong: Array, field: str, home: Home, expected: str) -> None:
+    if wrong.any():
+        tensor = _TENSORS.get(field, field)
+        what, found = (
+            f"The padding of the last TP rank is not {expected}.",
+            f"{np.count_nonzero(wrong)} values",
+        )
+        home.note(home.where(home.num_tp - 1, tensor), what, expected, found)
 
 
 def _merge(parts: Sequence[Any], axis: int | None, tensor: str, home: Home | None) -> Any:

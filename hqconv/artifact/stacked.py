@@ -205,11 +205,11 @@ def _join(slices: Sequence[Stack], axis: int, schema: TargetSchema) -> Stack:
 
 
 def _trim(stack: Stack, axis: int, size: int) -> Stack:
-    """Take the last TP rank's padding off; an expert where it is not zero is wrong. e8m0 scales have no zero."""
+    """Take the last TP rank's padding off; an expert where it is not zero is wrong. e8m0 scales are the last again."""
     total = stack.codes.size(axis + 1)
     if total == size:
         return stack
-    checked = ("codes", "bias", "zero_point", *(("scale",) if stack.scale_dtype != "F8_E8M0" else ()))
+    checked = ("codes", "bias", "zero_point", "scale", "scale_2")
     cut: dict[str, Any] = {}
     wrong = stack.wrong
     for name in _VALUES:
@@ -219,7 +219,9 @@ def _trim(stack: Stack, axis: int, size: int) -> Stack:
             kept = values.size(axis + 1) * size // total
             cut[name], rest = values.split([kept, values.size(axis + 1) - kept], axis + 1)
             if name in checked:
-                wrong = wrong | (rest != 0).flatten(1).any(1)
+                is_repeated = name == "scale" and stack.scale_dtype == "F8_E8M0"
+                last = cut[name].narrow(axis + 1, kept - 1, 1) if is_repeated else 0
+                wrong = wrong | (rest != last).flatten(1).any(1)
     return replace(stack, wrong=wrong, **cut)
 
 

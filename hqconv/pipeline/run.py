@@ -14,6 +14,7 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, first_difference, json_bytes
 from hqconv.artifact.manifest import read_manifest, requantized, scale_changes
+from hqconv.artifact.seal import sealed
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
 from hqconv.pipeline.executor import Destination, Executor
@@ -204,7 +205,7 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     loose = _write_loose_files(source, plan, folder.root)
     measured = {name: entry.measured for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
-    folder.seal(json_bytes(build_manifest(source, plan, measured, [*records, *loose], work.scales)))
+    folder.seal(sealed(build_manifest(source, plan, measured, [*records, *loose], work.scales)))
 
 
 def _help(work: _Work, team: Team) -> _Outcome:

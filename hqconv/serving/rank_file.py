@@ -45,7 +45,7 @@ def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFil
         entries, metadata, _ = read_header(path)
     except (OSError, InputError) as error:
         raise _damaged(name, "a readable safetensors file", error) from error
-    if other := names.other_rank(name, metadata):
+    if (other := names.other_rank(name, metadata)) is not None:
         raise _damaged(name, f"the file of rank {name.split('/')[-2]}", f"that of {other}")
     tensors, prefix = {}, f"{block}."
     for full, ref in entries.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from hqconv import __version__
 from hqconv.artifact.opened import Artifact
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.experts.block import ExpertBlock
@@ -27,6 +28,7 @@ _FACTS = {
     "top_k": "top_k",
     "source_dtype": "dtype",
 }
+_BECAUSE = "family_chosen_because"
 Placed = tuple[str, TensorRef]  # file of the artifact, and where in it
 
 
@@ -173,6 +175,11 @@ def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: 
     if artifact.manifest["family"] != experts.family:
         found = artifact.manifest["family"]
         result.add(f"{names.MANIFEST}: family", f"The family is not that of {origin}.", experts.family, found)
+    # In other words by another version.
+    because, is_ours = artifact.manifest.get(_BECAUSE), artifact.manifest["hqconv_version"] == __version__
+    if is_ours and because != experts.chosen_because:
+        what = f"Why the family was chosen is not what {origin} say."
+        result.add(f"{names.MANIFEST}: {_BECAUSE}", what, experts.chosen_because, because)
     mapped = {block.name: block for block in experts.blocks}
     for name in artifact.blocks:
         if name not in mapped:

@@ -52,9 +52,13 @@ def check_source(
 
 
 def _check_identity(artifact: Artifact, source: Source, result: CheckResult) -> None:
-    """The source is the one that the manifest records; its name and folder do not matter."""
+    """The source is the one that the manifest records: repo and commit where both have them; no folder's name."""
     words, what = artifact.manifest["source"], "The source is not the one that was converted."
     where = f"{names.MANIFEST}: source"
+    if words.get("revision") is not None and source.revision is not None:
+        for key, found_ in (("name", source.repo_id), ("revision", source.revision)):
+            if words.get(key) != found_:
+                result.add(f"{where}: {key}", what, words.get(key), found_)
     if words.get("quantization_config") != source.quantization:
         texts = [json.dumps(one) for one in (source.quantization, words.get("quantization_config"))]
         result.add(f"{where}: quantization_config", what, *texts)

@@ -19,11 +19,14 @@ from hqconv.errors import HqconvError, VerificationError
 from hqconv.experts.block import ExpertBlock
 from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
-from hqconv.verification.accounting import check_accounting
+from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
 from hqconv.verification.input_scales import check_rank_scales
 from hqconv.verification.layout import SUFFIX, check_packed, check_ranks
+from hqconv.verification.manifest import check_manifest
 from hqconv.verification.result import CheckResult, compare_names, compare_words, read_json
+
+_METADATA = {"format": "pt"}  # of an ordinary shard
 
 
 def check_files(artifact: Artifact, source: Source | None, num_threads: int) -> CheckResult:
@@ -34,6 +37,7 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int) -> 
     """
     result = CheckResult("files")
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
+        check_manifest(artifact, result)
         _check_disk(artifact, result, pool)
         _check_stray(artifact, result)
         headers = _read_headers(artifact, result)
@@ -45,9 +49,7 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int) -> 
         _check_importance(artifact, blocks, result)
         shards = {path: header for path, header in headers.items() if artifact.is_shard(path)}
         _check_shards(artifact, shards, result)
-        inside = {
-            name: (path, entry) for path, (entries, _) in shards.items() for name, entry in entries.items()
-        }
+        inside = _placed(shards, result)
         experts = check_packed(artifact, blocks, inside, result)
         copied = {name: place for name, place in inside.items() if name not in experts}
         config = _check_config(artifact, source, result)
@@ -217,6 +219,21 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
     compare_words(f"{names.INDEX}: weight_map", what, weight_map, found, result)
     size = sum(ref.num_bytes for entries, _ in shards.values() for ref in entries.values())
     compare_words(f"{names.INDEX}: metadata", what, {"total_size": size}, index.get("metadata"), result)
+
+
+def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Placed]:
+    """Every tensor of the shards by name; each is in one of them, and all say that they are torch's."""
+    inside: dict[str, Placed] = {}
+    for path, (entries, metadata) in shards.items():
+        compare_words(
+            f"{path}: metadata", "A shard's metadata are not a conversion's.", _METADATA, metadata, result
+        )
+        for name, entry in entries.items():
+            first, _ = inside.setdefault(name, (path, entry))
+            if first != path:
+                what = "A tensor is in more than one shard."
+                result.add(f"{path}, tensor {name}", what, f"in {first} only", "here too")
+    return inside
 
 
 def _check_config(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, Any] | None:

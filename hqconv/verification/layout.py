@@ -111,7 +111,7 @@ def _compare_with_form(
     _compare_tensors(path, header, {**expected, **extra}, result)
     if header[1].get("format") != "pt":
         result.add(path, "The file's metadata does not name its format.", "pt", header[1].get("format"))
-    if other := names.other_rank(path, header[1]):
+    if (other := names.other_rank(path, header[1])) is not None:
         what = "This is the file of another rank."
         result.add(f"{path}, metadata rank", what, path.split("/")[-2], other)
     for gemm, one in form.items():

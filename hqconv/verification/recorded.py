@@ -42,12 +42,21 @@ def check_recorded(
             changed = [one for one in of_role if one.quantizer is None or not one.quantizer.is_exact]
             total = summarize(changed, as_recorded=True)["relative_error"] if changed else 0.0
             worst = words.get("worst_expert")
-            at_worst = each[worst] if isinstance(worst, int) and 0 <= worst < len(each) else None
+            at_worst = each[worst] if type(worst) is int and 0 <= worst < len(each) else None
             expected = {"relative_error": total, "worst_relative_error": max(each)}
             for key, value in expected.items():
                 _check_figure(f"{where}: {key}", value, words.get(key), result)
             _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
+            if type(worst) is int and at_worst is not None:
+                _check_first(f"{where}: worst_expert", worst, of_role, result)
             _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
+
+
+def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: CheckResult) -> None:
+    """Of experts with the same sums, as the conversion measures them, the first is the worst."""
+    costs = [one.quantizer and (one.quantizer.error, one.quantizer.power) for one in of_role]
+    if costs[worst] is not None and (first := costs.index(costs[worst])) != worst:
+        result.add(where, "Of experts with the same error the first is the worst.", first, worst)
 
 
 def check_search(artifact: Artifact, result: CheckResult) -> None:

@@ -13,7 +13,7 @@ import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas.artifact import is_block_name
-from tests.make.conversions import run
+from tests.make.conversions import run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
@@ -35,7 +35,7 @@ def edited(good: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> P
             (folder / path.relative_to(good)).symlink_to(path)
     words = json.loads((good / "hqconv.json").read_bytes())
     edit(words)
-    (folder / "hqconv.json").write_text(json.dumps(words))
+    write_manifest(folder, words)
     return folder
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hqconv
 from hqconv.artifact.build import FileRecord
 from hqconv.artifact.opening import open_source
+from hqconv.artifact.seal import sealed
 from hqconv.pipeline.run import ConversionReport
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
@@ -76,6 +77,11 @@ def check(out: Path, source: Path | None = None, *checks: str, **options: Any) -
 
 def manifest(out: Path) -> dict[str, Any]:
     return dict(json.loads((out / "hqconv.json").read_bytes()))
+
+
+def write_manifest(out: Path, words: Mapping[str, Any]) -> None:
+    """Write an edited manifest, with the digest that belongs to it."""
+    (out / "hqconv.json").write_bytes(sealed(words))
 
 
 def assert_verified(out: Path, source: Path | None = None) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from hqconv.api import open_source
 from hqconv.artifact.opened import Artifact
+from hqconv.artifact.seal import sealed
 from hqconv.backends.assemble import gemm_tensors
 from hqconv.backends.encoded import stack_tensors
 from hqconv.backends.layout import kernel_form, to_kernel
@@ -100,7 +101,7 @@ class Damaged:
         path = self.root / "hqconv.json"
         words = json.loads(path.read_bytes())
         edit(words)
-        path.write_text(json.dumps(words))
+        path.write_bytes(sealed(words))
 
     def reseal(self) -> None:
         """Make the manifest agree with the bytes again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from hqconv.verification import kernel as module
 from hqconv.verification.result import CheckResult
 from hqconv.verification.run import _kernel_device, _sample
 from tests.make import small, standin
-from tests.make.conversions import assert_verified, check, manifest, run
+from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
 
 Words = dict[str, Any]
 KIMI = {"model_type": "kimi_linear", "hidden_act": "situ"}
@@ -115,7 +114,7 @@ def edit(out: Path, change: Callable[[Words], object]) -> None:
     words = manifest(out)
     for block in words["blocks"].values():
         change(block)
-    (out / "hqconv.json").write_text(json.dumps(words))
+    write_manifest(out, words)
 
 
 def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = "") -> CheckResult:

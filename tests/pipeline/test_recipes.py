@@ -15,7 +15,7 @@ from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import Choice, assign, load_recipe
 from hqconv.schemas.target import resolve_schema
-from tests.make.conversions import check, manifest, run
+from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 
 MIXED = """
@@ -94,11 +94,11 @@ def test_it_verifies_and_faults_are_found(model: Path, mixed: tuple[Path, Grid])
     words = json.loads(good)
     try:
         del words["blocks"][BLOCK.format(0)]["weight_schema"]
-        path.write_text(json.dumps(words))
+        write_manifest(out, words)
         assert not check(out, model, "weights").passed
         words = json.loads(good)
         words["left_blocks"] = []
-        path.write_text(json.dumps(words))
+        write_manifest(out, words)
         assert not check(out, model, "files").passed
     finally:
         path.write_text(good)

@@ -25,7 +25,7 @@ from hqconv.verification import decoded, kernel
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
 from tests.make import small
-from tests.make.conversions import assert_verified, check, manifest, run
+from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
 from tests.make.damage import BLOCK, check_both_ways
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import assert_same, load_all
@@ -183,7 +183,7 @@ def test_another_rotation_is_found(src: Path, tmp_path: Path) -> None:
     run(src, out, schema_of("int8"), Grid(2))
     words = manifest(out)
     words["weight_schema"]["hadamard_block_size"] = 64
-    (out / "hqconv.json").write_text(json.dumps(words))
+    write_manifest(out, words)
     found = check(out, src, "weights").results[0].findings
     assert found
     assert (

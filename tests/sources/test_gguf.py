@@ -27,6 +27,7 @@ from hqconv.planning.encoding import takes_powers_of_two
 from hqconv.schemas.target import PRESETS
 from hqconv.sources.gguf import GgufSource, open_with_gguf
 from hqconv.sources.source import Source
+from tests.make.conversions import write_manifest
 from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.startup import cold
 from tests.make.tensors import load_file
@@ -407,7 +408,7 @@ def test_a_damaged_artifact_is_noticed(converted: tuple[Path, Path], tmp_path: P
     words = json.loads((damaged / "hqconv.json").read_bytes())
     name = next(iter(words["tensors"]["converted"]))
     del words["tensors"]["converted"][name]
-    (damaged / "hqconv.json").write_text(json.dumps(words))
+    write_manifest(damaged, words)
     for more in ([], ["--source", source]):
         done = call("verify", damaged, "--checks", "files", *more)
         assert done.exit_code == 1

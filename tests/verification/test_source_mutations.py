@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
-from tests.make.conversions import run
+from tests.make.conversions import run, write_manifest
 from tests.make.damage import Damaged, found, raw_and_resealed, swapped_experts_are_found
 from tests.make.small import BLOCK, GOOD, INNER, E, Source, save
 
@@ -401,7 +401,7 @@ def test_any_words_on_the_source_are_found_or_harmless(one_copy: Damaged, data: 
     is_changed = key != "quantization_error" and json.dumps(before) != json.dumps(inner[last])
     findings: list[object] = []
     try:
-        (one_copy.root / "hqconv.json").write_text(json.dumps(words))
+        write_manifest(one_copy.root, words)
         findings += [finding for result in one_copy.check() for finding in result.findings]
     except VerificationError as error:  # of the manifest as a whole, which is where a command stops
         findings.append(error)

@@ -128,18 +128,18 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> KernelTe
             is_centred=_is_centred(words["a_dtype"], code_bits, exponent_bits, zero_kind),
             has_bias=bool(words["has_bias"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        _check_sizes(form)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise VerificationError(
             "The layer configuration is not one that Humming writes.", where="LayerConfig", found=repr(error)
         ) from error
-    _check_sizes(form)
     return form
 
 
 def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The words of both. Without flags only 16-bit activations on sm90 are known: all of theirs are off."""
     a_dtype, sm_version = config.get("a_dtype"), config.get("sm_version")
-    if a_dtype not in _ACTIVATION_BITS:
+    if not isinstance(a_dtype, str) or a_dtype not in _ACTIVATION_BITS:
         what = f"The kernel layout for activations in {a_dtype} cannot be read back."
         raise RequestError(what, expected=", ".join(_ACTIVATION_BITS))
     if config.get("use_int_weight_scale") or flags.get("use_int_weight_scale"):

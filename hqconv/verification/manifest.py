@@ -1,0 +1,52 @@
+"""The `files` check's look at the manifest as a file: its digest, and words that nothing else is compared with."""
+
+from __future__ import annotations
+
+from hqconv.artifact.opened import Artifact
+from hqconv.artifact.seal import DIGEST, digest_of
+from hqconv.checkpoint.folder import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
+from hqconv.schemas import artifact as names
+from hqconv.verification.result import CheckResult
+
+_LAST = "tensors"  # of the manifests that are older than the digest
+
+
+def check_manifest(artifact: Artifact, result: CheckResult) -> None:
+    """The manifest's bytes are those of its digest, it lists no stray weights, and its worst experts can be."""
+    _check_digest(artifact, result)
+    _check_listed(artifact, result)
+    for name, block in artifact.blocks.items():
+        for role, error in block["quantization_error"].items():
+            worst = error.get("worst_expert") if isinstance(error, dict) else None
+            if type(worst) is not int or not 0 <= worst < block["num_experts"]:
+                where = f"{names.MANIFEST}: {name}: quantization_error: {role}: worst_expert"
+                result.add(where, "The worst expert is none of the block's.", "one of them", repr(worst)[:80])
+
+
+def _check_digest(artifact: Artifact, result: CheckResult) -> None:
+    """Older manifests have no digest, and end with the tensors."""
+    where, words = f"{names.MANIFEST}: {DIGEST}", artifact.manifest
+    if DIGEST in words:
+        found = digest_of((artifact.root / names.MANIFEST).read_bytes())
+        if words[DIGEST] != found:
+            what = "The manifest's bytes are not those that its digest was made of."
+            expected = f"sha256 {str(words[DIGEST])[:80]}, as the manifest's last field"
+            result.add(where, what, expected, found or "another end of the file")
+    elif list(words)[-1] == _LAST:
+        result.notes.append(
+            "the manifest has no digest of itself, as of an older hqconv: words that nothing else tells may differ"
+        )
+    else:
+        what = "The manifest does not end as one does."
+        result.add(where, what, f"{DIGEST}, or {_LAST} in older ones", repr(list(words)[-1])[:80])
+
+
+def _check_listed(artifact: Artifact, result: CheckResult) -> None:
+    """Weights are in shards, rank files (which are looked at with the blocks) and the importance file, nowhere else."""
+    is_kernel = artifact.manifest["layout"] == names.KERNEL
+    for path in artifact.manifest["files"]:
+        is_weights = path.endswith((*WEIGHT_SUFFIXES, ".index.json")) or path.split("/")[0] in WEIGHT_FOLDERS
+        is_own = path in (names.INDEX, names.IMPORTANCE) or artifact.is_shard(path)
+        is_ranks = is_kernel and "/" in path and path.endswith(".safetensors")
+        if is_weights and not (is_own or is_ranks):
+            result.add(path, "The manifest lists weights where no artifact has any.", "not listed", "listed")

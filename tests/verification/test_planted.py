@@ -1,0 +1,424 @@
+"""Faults that were once missed: planted with sizes and digests made right again, each is found and named.
+
+Where a word of the manifest is all that was changed, and nothing tells what it was, its digest is what shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from hqconv.api import open_source
+from hqconv.artifact.opened import Artifact
+from hqconv.artifact.seal import digest_of, sealed
+from hqconv.backends import assemble
+from hqconv.errors import HqconvError
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.target import TargetSchema
+from hqconv.verification.files import check_files
+from hqconv.verification.manifest import check_manifest
+from hqconv.verification.result import CheckResult
+from tests.make import small
+from tests.make.conversions import manifest, run, schema_of
+from tests.make.damage import BLOCK, Damaged, check_both_ways, found
+from tests.make.qwen import write_qwen3_moe
+
+SCHEMA = "int4-g64"
+DIGEST = "The manifest's bytes are not those that its digest was made of."
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("planted")
+    src = write_qwen3_moe(folder / "src")
+    run(src, folder / "kernel", SCHEMA, Grid(2, 2))
+    run(src, folder / "checkpoint", SCHEMA, layout="checkpoint")
+    return {"src": src, "kernel": folder / "kernel", "checkpoint": folder / "checkpoint"}
+
+
+def copy_of(good: dict[str, Path], layout: str, folder: Path) -> Damaged:
+    shutil.copytree(good[layout], folder / "out")
+    return Damaged(folder / "out", good["src"], SCHEMA)
+
+
+@pytest.fixture
+def copy(good: dict[str, Path], tmp_path: Path) -> Damaged:
+    return copy_of(good, "kernel", tmp_path)
+
+
+@pytest.fixture
+def sharded(good: dict[str, Path], tmp_path: Path) -> Damaged:
+    """The checkpoint layout: three shards and an index."""
+    return copy_of(good, "checkpoint", tmp_path)
+
+
+# --- the manifest's digest ---------------------------------------------------------------------------------
+
+
+def of_manifest(root: Path) -> CheckResult:
+    result = CheckResult("files")
+    with Artifact(root) as artifact:
+        check_manifest(artifact, result)
+    return result
+
+
+def test_the_digest_is_the_last_field_of_every_manifest(good: dict[str, Path]) -> None:
+    for layout in ("kernel", "checkpoint"):
+        data, words = (good[layout] / "hqconv.json").read_bytes(), manifest(good[layout])
+        assert list(words)[-1] == "digest"
+        assert words["digest"] == digest_of(data)
+        assert sealed(words) == data
+        result = of_manifest(good[layout])
+        assert (result.findings, result.notes) == ([], [])
+
+
+def test_any_altered_byte_of_the_manifest_shows(copy: Damaged) -> None:
+    path = copy.root / "hqconv.json"
+    data = path.read_bytes()
+    positions = [*range(0, len(data), 41), *range(len(data) - 90, len(data))]
+    for position in positions:
+        for mask in (0x01, 0x20):
+            altered = bytearray(data)
+            altered[position] ^= mask
+            path.write_bytes(altered)
+            try:
+                findings = of_manifest(copy.root).findings
+            except HqconvError:  # no manifest any more, which says so
+                continue
+            assert findings, (position, bytes(altered[position - 20 : position + 20]))
+
+
+WORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "hqconv": lambda w: w.update(hqconv_version="9.9"),
+    "Humming": lambda w: w.update(humming_kernels_version="9.9"),
+    "schema": lambda w: w.update(schema_name="int4"),
+    "source": lambda w: w["source"].update(name="another"),
+    "revision": lambda w: w["source"].update(revision="0" * 40),
+    "placement": lambda w: w.update(expert_placement="round_robin"),
+    "worst": lambda w: w["blocks"][BLOCK]["quantization_error"]["w2"].update(worst_expert=0),
+    "worst too": lambda w: w["blocks"][BLOCK]["quantization_error"]["w2"].update(worst_expert=1),
+    "because": lambda w: w.update(family_chosen_because="it was"),
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_words_that_nothing_else_tells(sharded: Damaged, what: str) -> None:
+    """The manifest is written again as a conversion writes it, but for its digest."""
+    words = manifest(sharded.root)
+    digest, before = words["digest"], json.dumps(words)
+    WORDS[what](words)
+    data = sealed(words)
+    (sharded.root / "hqconv.json").write_bytes(data.replace(digest_of(data).encode(), digest.encode()))  # type: ignore[union-attr]
+    findings = of_manifest(sharded.root).findings
+    assert [f.what for f in findings] == [DIGEST] * (json.dumps(words) != before)
+    assert what.startswith("worst") or findings
+
+
+def test_an_older_manifest_has_no_digest(copy: Damaged) -> None:
+    words = manifest(copy.root)
+    del words["digest"]
+    (copy.root / "hqconv.json").write_text(json.dumps(words, indent=2) + "\n")
+    for with_source in (True, False):
+        files, weights = copy.check(with_source)
+        assert (files.findings, weights.findings) == ([], [])
+        assert any("the manifest has no digest of itself" in note for note in files.notes)
+    (copy.root / "hqconv.json").write_text(json.dumps({**words, "Digest": "0" * 64}))
+    found(of_manifest(copy.root), "The manifest does not end as one does", "Digest")
+
+
+def test_a_manifest_that_was_written_by_another_hand(copy: Damaged) -> None:
+    words = manifest(copy.root)
+    (copy.root / "hqconv.json").write_text(json.dumps(words))
+    found(of_manifest(copy.root), "hqconv.json: digest", DIGEST, "another end of the file")
+    (copy.root / "hqconv.json").write_bytes(sealed({**words, "digest": 3}))
+    assert of_manifest(copy.root).findings == []
+
+
+# --- words that can be worked out again --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [-1, 4, None, 1.0, True, "1"])
+def test_a_worst_expert_that_is_none(copy: Damaged, value: Any) -> None:
+    copy.edit_manifest(lambda w: w["blocks"][BLOCK]["quantization_error"]["w3"].update(worst_expert=value))
+    found(copy.check(with_source=False)[0], f"{BLOCK}: quantization_error: w3: worst_expert", repr(value))
+
+
+def test_the_worst_of_equal_experts_is_the_first(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
+    tensors = load_file(src / "model.safetensors")
+    for name in [name for name in tensors if f"{BLOCK}." in name]:
+        expert = name.removeprefix(f"{BLOCK}.").split(".")[0]
+        tensors[name] = tensors[name.replace(f"{BLOCK}.{expert}.", f"{BLOCK}.0.")].clone()
+    save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
+    run(src, tmp_path / "out", SCHEMA)
+    copy = Damaged(tmp_path / "out", src, SCHEMA)
+    assert [result.findings for result in copy.check()] == [[], []]
+    copy.edit_manifest(lambda w: w["blocks"][BLOCK]["quantization_error"]["w3"].update(worst_expert=2))
+    files, weights = copy.check()
+    assert files.findings == []
+    found(weights, f"{BLOCK}: quantization_error: w3: worst_expert", "the first is the worst", "| 0 | 2")
+
+
+@pytest.mark.parametrize("with_source", [True, False])
+def test_why_the_family_was_chosen(copy: Damaged, with_source: bool) -> None:
+    copy.edit_manifest(lambda words: words.update(family_chosen_because="model_type mixtral"))
+    files, weights = copy.check(with_source)
+    found(files, "hqconv.json: family_chosen_because", "qwen3_moe", "model_type mixtral")
+    assert (len(files.findings), weights.findings) == (1, [])
+    copy.edit_manifest(
+        lambda words: words.update(hqconv_version="0.0.1")
+    )  # which may have said it in other words
+    assert copy.check(with_source)[0].findings == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("name", "org/other"), ("revision", "b" * 40)])
+def test_a_repo_and_its_commit(copy: Damaged, key: str, value: str) -> None:
+    """As of the Hub: where only one side has a commit, the other is a folder, whose name does not matter."""
+    recorded = {"name": "org/model", "revision": "a" * 40}
+    copy.edit_manifest(lambda words: words["source"].update(recorded))
+    for opened_as, count in (
+        (recorded, 0),
+        ({"name": "org/model", "revision": None}, 0),
+        ({**recorded, key: value}, 1),
+    ):
+        with Artifact(copy.root) as artifact, open_source(copy.source) as source:
+            source.repo_id, source.revision = opened_as["name"], opened_as["revision"]  # type: ignore[misc]
+            result = check_files(artifact, source, 2)
+        assert len(result.findings) == count, (opened_as, result.findings)
+    found(result, f"hqconv.json: source: {key}", "not the one that was converted", recorded[key], value)
+
+
+# --- shards, and files that are listed ---------------------------------------------------------------------
+
+
+def test_a_tensor_in_two_shards(sharded: Damaged) -> None:
+    shards = sorted(path.name for path in sharded.root.glob("model-*.safetensors"))
+    name, first = next((n, s) for s in shards for n in sharded.tensor_names(s) if "experts" not in n)
+    second = next(shard for shard in shards if shard != first)
+    tensors = load_file(sharded.root / second)
+    tensors[name] = load_file(sharded.root / first)[name] + 1
+    save_file(tensors, sharded.root / second, {"format": "pt"})
+    size = sum(t.nbytes for shard in shards for t in load_file(sharded.root / shard).values())
+    for place in (first, second):
+        index = json.loads((sharded.root / "model.safetensors.index.json").read_bytes())
+        index["weight_map"][name], index["metadata"]["total_size"] = place, size
+        (sharded.root / "model.safetensors.index.json").write_text(json.dumps(index))
+        sharded.reseal()
+        for with_source in (True, False):
+            files, _ = sharded.check(with_source)
+            found(files, f"tensor {name}", "A tensor is in more than one shard", "only", "here too")
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "tf"}, {"format": "pt", "x": "y"}])
+def test_a_shard_without_its_metadata(copy: Damaged, metadata: dict[str, str] | None) -> None:
+    save_file(load_file(copy.root / "model.safetensors"), copy.root / "model.safetensors", metadata)
+    copy.reseal()
+    files, weights = copy.check()
+    found(files, "model.safetensors: metadata", "A shard's metadata are not a conversion's")
+    assert (len(files.findings), weights.findings) == (1, [])
+
+
+STRAYS = (
+    "more/model.safetensors",
+    "more/pytorch_model.bin",
+    "a.gguf",
+    "original/params.json",
+    "more/x.index.json",
+)
+
+
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+@pytest.mark.parametrize("path", [*STRAYS, f"experts/tp0-ep0/{BLOCK}.bin", "experts/tp0-ep0/x.safetensors"])
+def test_stray_weights_that_the_manifest_lists(
+    good: dict[str, Path], tmp_path: Path, layout: str, path: str
+) -> None:
+    copy = copy_of(good, layout, tmp_path)
+    (copy.root / path).parent.mkdir(parents=True, exist_ok=True)
+    save_file({"x": torch.zeros(4)}, copy.root / path, {"format": "pt"})
+    copy.edit_manifest(lambda words: words["files"].update({path: {"size_bytes": 0, "sha256": ""}}))
+    copy.reseal()
+    files, _ = copy.check(with_source=False)
+    assert [f.where for f in files.findings] == [path]
+    assert "weight" in files.findings[0].what
+
+
+def test_a_rank_file_that_names_no_rank(copy: Damaged) -> None:
+    copy.edit_header(copy.path, lambda entries: entries["__metadata__"].update(rank=""))
+    copy.reseal()
+    found(copy.check(with_source=False)[0], f"{copy.path}, metadata rank", "another rank", "tp1-ep1")
+
+
+# --- the padding of an uneven last rank ------------------------------------------------------------------------
+
+TWICE = TargetSchema(
+    name="twice",
+    b_dtype="float4e2m1",
+    bs_dtype="float8e4m3",
+    weight_scale_type="group",
+    weight_scale_group_size=32,
+    weight_scale_2_type="channel",
+)
+
+
+def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: int) -> None:
+    """From now on, conversions write another value into one tensor's padding."""
+    pad = assemble._pad
+
+    def damaged(
+        tensors: dict[str, Any], schema: TargetSchema, along: int, size: int, share: int
+    ) -> dict[str, Any]:
+        padded = pad(tensors, schema, along, size, share)
+        one, length = padded[tensor], tensors[tensor].size(along) if tensors[tensor].ndim > along else 0
+        if along == axis and one.size(along) > length > 0:
+            bits = one.view({1: torch.uint8, 2: torch.int16}[one.element_size()])
+            bits.narrow(along, length, one.size(along) - length).fill_(value)
+        return padded
+
+    monkeypatch.setattr(assemble, "_pad", damaged)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("gemm", "axis"), [("w13", 1), ("w2", 2)])
+@pytest.mark.parametrize(
+    ("schema", "tensor", "value"),
+    [
+        ("mxfp4", "weight_scale", 255),
+        ("mxfp4", "weight_scale", 118),
+        ("mxfp8", "weight_scale", 126),
+        ("int4-g32", "weight_scale", 0x7FC0),
+        ("nvfp4", "weight_scale", 0x7F),
+        ("twice", "weight_scale_2", 0x7FC0),
+    ],
+)
+def test_padding_of_an_uneven_last_rank(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    schema: str,
+    tensor: str,
+    value: int,
+    gemm: str,
+    axis: int,
+    dtype: str,
+) -> None:
+    if (tensor, gemm) == ("weight_scale_2", "w2") or (value, dtype) == (255, "float16"):
+        pytest.skip(
+            "second scales have no columns; Humming itself cannot make a NaN of e8m0 one of float16's"
+        )
+    src = small.save(tmp_path / "src", small.gpt_oss_floats(320))
+    made_of = TWICE if schema == "twice" else schema_of(schema)
+    for is_damaged in (False, True):
+        if is_damaged:
+            padding_of(monkeypatch, tensor, axis, value)
+        out = tmp_path / f"out-{is_damaged}"
+        run(src, out, made_of, Grid(4), dtype=dtype)
+        block = next(iter(manifest(out)["blocks"]))
+        for with_source in (True, False):
+            with Artifact(out) as artifact, open_source(src) as source:
+                weights = check_both_ways(artifact, source if with_source else None)
+            assert bool(weights.findings) == is_damaged, weights.findings[:3]
+        if is_damaged:
+            what = "The padding of the last TP rank is not "
+            found(weights, f"experts/tp3-ep0/{block}.safetensors, tensor {block}.{gemm}_{tensor}", what)
+
+
+# --- words of every kind --------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 1 << 40)
+    | st.floats(allow_nan=True)
+    | st.sampled_from(["float16", "int8", "none", "channel", ""]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@pytest.fixture(scope="module")
+def one_copy(good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    return copy_of(good, "kernel", tmp_path_factory.mktemp("one"))
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_words_of_a_layer_config_end_in_findings(one_copy: Damaged, data: st.DataObject) -> None:
+    """Every value of any kind: a finding, and never an error of ours."""
+    kept = [(path, (one_copy.root / path).read_bytes()) for path in ("hqconv.json", one_copy.path)]
+    words = json.loads(one_copy.header(one_copy.path)[0]["__metadata__"]["w2"])
+    key, value = data.draw(st.sampled_from(sorted(words))), data.draw(JSON)
+    is_changed = json.dumps(words[key]) != json.dumps(value)
+    changed = json.dumps({**words, key: value})
+    try:
+        one_copy.edit_header(one_copy.path, lambda entries: entries["__metadata__"].update(w2=changed))
+        one_copy.reseal()
+        files, _ = one_copy.check(with_source=False)
+        assert bool(files.findings) == is_changed
+    finally:
+        for path, good_bytes in kept:
+            (one_copy.root / path).write_bytes(good_bytes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shape_k", float("inf")),
+        ("pad_shape_n", float("-inf")),
+        ("a_dtype", {}),
+        ("a_dtype", [1]),
+        ("shape_k", 0),
+    ],
+)
+def test_words_of_a_layer_config_that_were_an_internal_error(copy: Damaged, key: str, value: Any) -> None:
+    def edit(entries: dict[str, Any]) -> None:
+        words = json.loads(entries["__metadata__"]["w13"])
+        entries["__metadata__"]["w13"] = json.dumps({**words, key: value})
+
+    copy.edit_header(copy.path, edit)
+    copy.reseal()
+    files, weights = copy.check()
+    found(files, f"{copy.path}, metadata w13: {key}", "A LayerConfig is not the one")
+    found(weights, copy.path, "w13")
+
+
+# --- what no check can tell --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schema", ["nvfp4", "fp8-tensor", "fp8-block"])
+def test_another_dtype_in_all_words_is_another_artifact(tmp_path: Path, schema: str) -> None:
+    """No tensor has the parameter dtype: with all words on it changed it is, to the byte, what `--dtype` writes.
+
+    So no check can tell, and only the digest of before does.
+    """
+    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
+    for dtype in ("bfloat16", "float16"):
+        run(src, tmp_path / dtype, schema, dtype=dtype)
+    copy = Damaged(tmp_path / "bfloat16", src, schema)
+
+    def edit(entries: dict[str, Any]) -> None:
+        metadata = entries["__metadata__"]
+        entries["__metadata__"] = {key: text.replace("bfloat16", "float16") for key, text in metadata.items()}
+
+    copy.edit_header(copy.rank_file(BLOCK, 0, 0), edit)
+    digest = manifest(copy.root)["digest"]
+    copy.edit_manifest(lambda words: words.update(dtype="float16"))
+    copy.reseal()
+    for path in (tmp_path / "float16").rglob("*"):
+        if path.is_file():
+            assert (copy.root / path.relative_to(tmp_path / "float16")).read_bytes() == path.read_bytes(), (
+                path
+            )
+    assert [result.findings for result in copy.check()] == [[], []]
+    data = (copy.root / "hqconv.json").read_bytes()
+    (copy.root / "hqconv.json").write_bytes(
+        data.replace(manifest(copy.root)["digest"].encode(), digest.encode())
+    )
+    assert [f.what for f in of_manifest(copy.root).findings] == [DIGEST]
