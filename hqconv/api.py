@@ -114,12 +114,12 @@ def convert(
     threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
+    modes = check_modes(resume=resume, overwrite=overwrite)
+    grid = Grid(tp, ep, expert_placement, redundant_experts)
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
-    modes = check_modes(resume=resume, overwrite=overwrite)
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     on = choose_target(target, cuda, layout, resources.device_name)
-    grid = Grid(tp, ep, expert_placement, redundant_experts)
     options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
     wanted = Wanted(*options, quantizer, importance)
     with open_source(src, revision) as source:
@@ -161,7 +161,8 @@ def describe_plan(
     place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
     try:
         check_places(Path(planned.source.folder), place)
-        notes = output_notes(place, planned.num_bytes_out, resume=resume, overwrite=overwrite)
+        num_bytes = planned.num_bytes_out + planned.num_bytes_beside
+        notes = output_notes(place, num_bytes, resume=resume, overwrite=overwrite)
     except OutputError as error:
         notes = [error.message()]
     words = describe(planned, resources)

@@ -12,6 +12,7 @@ What is none of these is a bug of hqconv and ends with EXIT_BUG.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
@@ -19,6 +20,35 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 NUM_SHOWN = 5  # names that a message lists
+_MAX_WORD, _MAX_TEXT = 200, 4000  # characters of a name, and of all that is said at one place
+
+# C0 but the line feed, DEL, C1, what changes the writing direction or breaks lines, what is not seen, half characters.
+_CONTROLS = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0001-\U000e007f]"
+)
+_LONG_WORD = re.compile(rf"[^\s/]{{{_MAX_WORD + 1},}}")
+
+
+def printable(text: str) -> str:
+    """The text as a terminal may show it, whoever wrote it: control characters are written out, `\\x1b` for ESC.
+
+    Words of more than 200 characters (a part of a path is a word), and texts of more than 4000, lose their middle. What
+    went through once stays as it is.
+    """
+    text = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return _shortened(_LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text), _MAX_TEXT, " … ")
+
+
+def printable_line(text: str) -> str:
+    """`printable`, and on one line: what was a name cannot pass for lines of ours."""
+    return printable(text.replace("\n", "\\n"))
+
+
+def _shortened(text: str, most: int, gap: str = "…") -> str:
+    """The text without its middle, where it has more than `most` characters."""
+    end = (most - len(gap)) // 2
+    return text if len(text) <= most else f"{text[: most - len(gap) - end]}{gap}{text[-end:]}"
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -28,7 +58,10 @@ def first_few(names: Sequence[str]) -> str:
 
 
 class HqconvError(Exception):
-    """One readable message: what, where, what was expected, what was found, what to do next."""
+    """One readable message: what, where, what was expected, what was found, what to do next.
+
+    The attributes are as they were given; the message is `printable`, whatever a checkpoint's names hold.
+    """
 
     exit_code = EXIT_BUG
 
@@ -40,8 +73,8 @@ class HqconvError(Exception):
         super().__init__(self.message())
 
     def message(self) -> str:
-        """The parts that were given, one to a line, in a fixed order."""
-        lines = [self.what]
+        """The parts that were given, one to a line, in a fixed order; nothing in them can change a terminal."""
+        lines = [printable_line(self.what)]
         for label, text in (
             ("where", self.where),
             ("expected", self.expected),
@@ -49,7 +82,7 @@ class HqconvError(Exception):
             ("what to do", self.remedy),
         ):
             if text:
-                lines.append(f"  {label}: {text}")
+                lines.append(f"  {label}: {printable_line(text)}")
         return "\n".join(lines)
 
 

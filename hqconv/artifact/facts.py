@@ -21,7 +21,7 @@ from hqconv.schemas import artifact as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.families import FAMILIES, Family
 from hqconv.schemas.gpu_target import Target
-from hqconv.schemas.grid import MAX_COUNT, Grid, check_grid
+from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE, Grid, check_grid
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.pairs import why_not
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
@@ -196,8 +196,10 @@ class Facts:
         num_experts, hidden, inner = (
             words[key] for key in ("num_experts", "hidden_size", "intermediate_size")
         )
-        if not (0 < num_experts <= MAX_COUNT and 0 < hidden < 1 << 24 and 0 < inner < 1 << 24):
+        if not (0 < num_experts <= MAX_COUNT and 0 < hidden < MAX_SIZE and 0 < inner < MAX_SIZE):
             raise _impossible(name, f"{num_experts} experts, hidden {hidden}, intermediate {inner}")
+        if not (-1 <= words["layer"] < MAX_SIZE and 0 < words["top_k"] <= num_experts):
+            raise _impossible(name, f"layer {words['layer']}, {words['top_k']} experts per token")
         try:
             sizes = (num_experts, hidden, inner)
             pads = family.pads_last_rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,11 @@ from typing import Any
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE
+from hqconv.schemas.regular import MAX_LIST_BYTES, MAX_WORDS_BYTES, found_at, parse_json, read_regular
 from hqconv.schemas.target import TargetSchema
 
+_BYTES_PER_NAME = 16  # of quotes, spaces and the like around it
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
 
 # What every reader relies on; more keys may be there.
@@ -92,17 +94,35 @@ def read_manifest(root: Path) -> dict[str, Any]:
             "This is not an hqconv artifact.",
             where=str(root),
             expected=f"a folder with {artifact.MANIFEST}",
-            found="no such file" if root.is_dir() else "no such folder",
+            found=found_at(path) if root.is_dir() else "no such folder",
             remedy="Give the OUT of `hqconv convert`; where the manifest is lost, convert again.",
         )
     try:
-        words = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_regular(path, MAX_LIST_BYTES)
+        words = parse_json(raw)
     except OSError as error:
         raise _damaged(path, "a readable file", error.strerror) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too deep
+    except ValueError as error:  # not UTF-8, not JSON, too deep
         raise _damaged(path, "a JSON document", error) from error
     _check(path, words)
+    _check_size(path, len(raw), words)
     return dict(words)
+
+
+def _check_size(path: Path, num_bytes: int, words: Mapping[str, Any]) -> None:
+    """Only the names of tensors may make a manifest large: there may be a million."""
+    if num_bytes <= MAX_WORDS_BYTES:
+        return
+    of_names = sum(
+        _BYTES_PER_NAME + len(name) + len(str(names[name]) if isinstance(names, dict) else "")
+        for names in words["tensors"].values()
+        if isinstance(names, dict | list)
+        for name in names
+        if isinstance(name, str)
+    )
+    if num_bytes - of_names > MAX_WORDS_BYTES:
+        expected = f"at most {MAX_WORDS_BYTES} bytes besides the names of tensors"
+        raise _damaged(path, expected, f"{num_bytes} bytes")
 
 
 def schema_of(root: Path, words: Mapping[str, Any], inside: str = "") -> TargetSchema:
@@ -125,6 +145,7 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
     """
     path = root / artifact.MANIFEST
     _check_kinds(root, words)
+    _check_numbers(path, words)
     if "importance" in words:
         _check_keys(path, "importance: ", words["importance"], {"sha256": str, "file": str})
     for kind, names in words["tensors"].items():
@@ -142,6 +163,19 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
             if not isinstance(error, dict) or not all(type(n) in (int, float) for n in error.values()):
                 where = f"{path}: blocks: {name}: quantization_error: {role}"
                 raise _damaged(where, "numbers by name", repr(error)[:80])
+
+
+def _check_numbers(path: Path, words: Mapping[str, Any]) -> None:
+    """Numbers that can be; whether they are those of this artifact is for `verify` to say."""
+    ranges = {"tp": (1, MAX_COUNT), "ep": (1, MAX_COUNT), "redundant_experts": (0, MAX_COUNT)}
+    of_block = {"num_experts": (1, MAX_COUNT), "top_k": (1, MAX_COUNT), "layer": (-1, MAX_SIZE)}
+    of_block |= {"hidden_size": (1, MAX_SIZE), "intermediate_size": (1, MAX_SIZE)}
+    places = [("", words, ranges), *((f"blocks: {n}: ", b, of_block) for n, b in words["blocks"].items())]
+    places += [(f"files: {n}: ", f, {"size_bytes": (0, 1 << 60)}) for n, f in words["files"].items()]
+    for inside, of, known in places:
+        for key, (least, most) in known.items():
+            if not least <= of[key] <= most:
+                raise _damaged(f"{path}: {inside}{key}", f"from {least} to {most}", of[key])
 
 
 def _check_kinds(root: Path, words: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.checkpoint.folder import SourceFile
+from hqconv.checkpoint.loose import Loose
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -23,6 +24,6 @@ class Described(Protocol):
     tensors: dict[str, TensorRef]
     metadata: tuple[Mapping[str, str], ...]
     index_sha256: str | None
+    loose: Loose
     other_files: tuple[str, ...]
-    partial_files: tuple[str, ...]
     total_bytes: int

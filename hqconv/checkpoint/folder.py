@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hqconv.checkpoint import hub, index
 from hqconv.checkpoint.descriptors import Descriptors
+from hqconv.checkpoint.loose import WEIGHT_FOLDERS, WEIGHT_SUFFIXES, Loose
 from hqconv.checkpoint.reading import adjoining, fill
 from hqconv.checkpoint.safetensors import parse_header, read_header
 from hqconv.errors import InputError, RequestError, first_few
-from hqconv.schemas.artifact import CONFIG, INDEX, MANIFEST, PARTIAL, SINGLE
+from hqconv.schemas.artifact import CONFIG, INDEX, MANIFEST, SINGLE
+from hqconv.schemas.regular import MAX_LIST_BYTES, open_regular
 from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# Weights in other formats (or the same ones once more, in original/): neither read, copied nor downloaded.
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-WEIGHT_FOLDERS = ("original", "onnx")
 _NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
 # All that is needed besides headers to look at a repo.
 _WORDS = (CONFIG, *index.QUANTIZATION_FILES, INDEX, MANIFEST)
@@ -51,9 +50,9 @@ class Checkpoint:
     commit hash, None for a folder; config: config.json;
     quantization: its quantization_config or what stands for it; files: the weight files sorted by name; tensors: by
     file, then by offset; metadata: each file's `__metadata__`, in the order of files; index_sha256: of the
-    index, None without one; other_files: what belongs in an artifact verbatim, POSIX paths relative to root
-    (a link to a folder is not followed); partial_files: what looks like it, but was never finished;
-    total_bytes: of all tensors; listing: of a repo of which only the headers were read, else None.
+    index, None without one; loose: the files beside the weights; other_files: those that belong in an artifact
+    verbatim, POSIX paths relative to root; total_bytes: of all tensors;
+    listing: of a repo of which only the headers were read, else None.
     """
 
     def __init__(
@@ -68,6 +67,7 @@ class Checkpoint:
         """Reads and checks config, index and headers of the folder `root`; see `open`."""
         self.root, self.name, self.repo_id, self.revision = root, name, repo_id, revision
         self.listing = listing
+        index.check_regular(root)
         self.config: dict[str, Any] = index.read_config(root)
         self.quantization = index.read_quantization(root, self.config)
         weight_map, self.index_sha256 = index.read_weight_map(root, self._has(SINGLE))
@@ -77,9 +77,8 @@ class Checkpoint:
         self.files, self.tensors, self.metadata = self._read_files(names)
         if weight_map is not None:
             index.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
-        loose = sorted(_loose_files(root) if listing is None else filter(_is_loose, listing.sizes))
-        self.other_files = tuple(name for name in loose if not name.endswith(PARTIAL))
-        self.partial_files = tuple(name for name in loose if name.endswith(PARTIAL))
+        self.loose = Loose.of_folder(root) if listing is None else Loose.of_listing(listing.sizes)
+        self.other_files = self.loose.names
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
         self._descriptors = Descriptors(self._open_file)
 
@@ -205,7 +204,7 @@ class Checkpoint:
         if self.listing is not None and not (self.root / name).is_file():
             what, remedy = "Only the headers of this repo were read.", "Open it without `headers_only`."
             raise RequestError(what, where=f"{self.repo_id}/{name}", remedy=remedy)
-        descriptor = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(self.root / name)
         status = os.fstat(descriptor)
         if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
             os.close(descriptor)
@@ -226,38 +225,7 @@ class Checkpoint:
 _KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
 
-# --- the files beside the weights ----------------------------------------------------------------------------
-
-
-def _is_loose(path: str) -> bool:
-    """Whether a file is no weight and none that an artifact has its own of."""
-    *folders, name = path.split("/")
-    if any(part.startswith(".") for part in (*folders, name)) or path in (CONFIG, MANIFEST):
-        return False
-    is_other = folders[:1] and folders[0] in WEIGHT_FOLDERS
-    return not is_other and not name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-
-
-def _loose_files(root: Path) -> Iterator[str]:
-    """The files below a folder that are no weights, in folders that may hold some."""
-    for folder, folders, names in os.walk(
-        root, onerror=_raise
-    ):  # by itself it passes over what it cannot read
-        relative = Path(folder).relative_to(root)
-        folders[:] = [name for name in folders if _is_loose((relative / name / "file").as_posix())]
-        for name in names:
-            path = (relative / name).as_posix()
-            if not _is_loose(path):
-                continue
-            index.check_text(path, str(root))
-            if not (root / path).is_file():
-                what, where = "This is not a file, or a link to nothing.", str(root / path)
-                raise InputError(what, where=where, remedy=index.COPY_AGAIN)
-            yield path
-
-
-def _raise(error: OSError) -> None:
-    raise error
+# --- repos of the Hub ---------------------------------------------------------------------------------------
 
 
 def _download(repo_id: str, revision: str | None) -> Path:
@@ -278,7 +246,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
 def _shards(root: Path) -> Iterator[str]:
     """The shards that the index names, if there is one that names any."""
     if (root / INDEX).is_file():
-        weight_map = index.read_json(root / INDEX)[0].get("weight_map")
+        weight_map = index.read_json(root / INDEX, max_bytes=MAX_LIST_BYTES)[0].get("weight_map")
         yield from filter(index.is_plain_name, weight_map.values() if isinstance(weight_map, dict) else ())
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hqconv.errors import InputError, RequestError
+from hqconv.schemas.regular import open_regular
 from hqconv.schemas.tensors import TensorRef
 
 MAX_HEADER_BYTES = 256 << 20  # tokenizers of a million words fit many times over
@@ -66,7 +67,7 @@ def read_header(path: Path, file: int = 0) -> tuple[dict[str, TensorRef], str]:
     where the file breaks the format, ends before a tensor does, or cannot be read; RequestError without the library.
     """
     try:
-        with path.open("rb") as opened:
+        with open(open_regular(path), "rb") as opened:  # noqa: PTH123 - of a descriptor
             header = _Header(path, opened)
             infos, sha256 = header.read()
     except OSError as error:

@@ -11,8 +11,16 @@ from typing import Any
 from hqconv.checkpoint.safetensors import RepeatedKey, keep_repeats
 from hqconv.errors import InputError, first_few
 from hqconv.schemas import ascend
-from hqconv.schemas.artifact import CONFIG, INDEX, SINGLE
+from hqconv.schemas.artifact import CONFIG, INDEX, JOURNAL, MANIFEST, SINGLE
 from hqconv.schemas.family import text_config
+from hqconv.schemas.regular import (
+    MAX_LIST_BYTES,
+    MAX_WORDS_BYTES,
+    NOTHING,
+    found_at,
+    parse_json,
+    read_regular,
+)
 from hqconv.schemas.tensors import TensorRef
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -20,16 +28,16 @@ QUANTIZATION_FILES = (HF_QUANT_CONFIG, ascend.DESCRIPTION)
 COPY_AGAIN = "Copy or download the checkpoint again."
 
 
-def read_json(path: Path, hook: Any = None) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in a file, and the file's bytes. Raises InputError where there is none."""
+def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_WORDS_BYTES) -> tuple[dict[str, Any], bytes]:
+    """The JSON object in a file, and the file's bytes. Raises InputError where there is none, and for a larger file."""
     found: object
     try:
-        raw = path.read_bytes()
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
+        raw = read_regular(path, max_bytes)
+        value = parse_json(raw, hook)
     except OSError as error:
         what, found = "A file of the checkpoint cannot be read.", error.strerror
         raise InputError(what, where=str(path), found=found, remedy=COPY_AGAIN) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too deep
+    except ValueError as error:  # not UTF-8, not JSON, too deep
         what = "A file of the checkpoint is not valid JSON."
         raise InputError(what, where=str(path), found=error, remedy=COPY_AGAIN) from error
     if not isinstance(value, dict):
@@ -72,12 +80,28 @@ def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | No
     if path.is_file():
         return _read_words(path)
     path = root / ascend.DESCRIPTION
-    return ascend.quantization_words(text_config(config), _read_words(path) if path.is_file() else {})
+    # With a word for every tensor, as an index.
+    words = _read_words(path, MAX_LIST_BYTES) if path.is_file() else {}
+    return ascend.quantization_words(text_config(config), words)
 
 
-def _read_words(path: Path) -> dict[str, Any]:
+def check_regular(root: Path) -> None:
+    """Refuse a folder where something else lies under the name of a file that is read, or of ours. Raises InputError.
+
+    Nothing is opened, so that nothing is waited for.
+    """
+    for name in (CONFIG, INDEX, SINGLE, MANIFEST, JOURNAL, *QUANTIZATION_FILES):
+        path = root / name
+        found = found_at(path)
+        if found not in (None, NOTHING):
+            what = "A name that files of models and artifacts have is of something else."
+            remedy = "Remove it, or give it another name."
+            raise InputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
+
+
+def _read_words(path: Path, max_bytes: int = MAX_WORDS_BYTES) -> dict[str, Any]:
     """A JSON object that a manifest can repeat."""
-    words, _ = read_json(path)
+    words, _ = read_json(path, max_bytes=max_bytes)
     check_text(json.dumps(words, ensure_ascii=False), str(path))
     return words
 
@@ -99,7 +123,7 @@ def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None
         what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
         remedy = "Convert other weight formats to safetensors first."
         raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)
-    index, raw = read_json(path, keep_repeats)
+    index, raw = read_json(path, keep_repeats, MAX_LIST_BYTES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         what, expected = "The index has no usable weight_map.", "an object of tensor names with unique keys"

@@ -20,13 +20,13 @@ import hqconv
 from hqconv import api
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.profile import profile_writer
-from hqconv.cli.text import printable
 from hqconv.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     HqconvError,
     OutputError,
     VerificationError,
+    printable,
 )
 from hqconv.pipeline.environment import in_team, is_first
 

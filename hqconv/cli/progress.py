@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
-from hqconv.cli.text import printable
+from hqconv.errors import printable_line
 from hqconv.pipeline.progress import Progress
 
 _PLAIN_INTERVAL_S = 5.0
@@ -35,7 +35,7 @@ def human_seconds(seconds: float) -> str:
 
 def say(text: str) -> None:
     """One message on stderr."""
-    print(printable(text), file=sys.stderr, flush=True)
+    print(printable_line(text), file=sys.stderr, flush=True)
 
 
 def line_of(done: Progress, seconds: float) -> str:
@@ -62,7 +62,8 @@ class ConversionProgress:
         self._bar: Bar | None = None
         self._task = TaskID(0)
         if not quiet and sys.stderr.isatty():
-            columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
+            said = TextColumn("{task.description}", markup=False)
+            columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), said)
             console = Console(stderr=True, markup=False, highlight=False)
             self._bar = Bar(*columns, console=console, transient=True, refresh_per_second=4)
             self._task = self._bar.add_task("", total=None)
@@ -82,7 +83,7 @@ class ConversionProgress:
             return
         now = time.monotonic()
         if self._bar is not None:
-            line = printable(line_of(done, now - self._started_s))
+            line = printable_line(line_of(done, now - self._started_s))
             total = max(done.total_bytes, 1)
             self._bar.update(self._task, completed=done.done_bytes, total=total, description=line)
         elif now - self._last_line_s >= _PLAIN_INTERVAL_S:

@@ -1,24 +1,19 @@
-"""Text that cannot change what a terminal shows: a name in a checkpoint may hold the terminal's own commands."""
+"""Documents as a terminal may show them: a name in a checkpoint may hold the terminal's own commands."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-# C0 but the line feed, DEL, C1, changes of the writing direction, and what is no text at all.
-_CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+from hqconv.errors import printable, printable_line
+
+_MANY_LINES = ("notes", "obstacle")  # keys of texts that hold messages of ours
 
 
-def printable(text: str) -> str:
-    """The text with its control characters written out, `\\x1b` for ESC."""
-    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-
-
-def printable_words(words: Any) -> Any:
-    """`printable` of every text in JSON words, keys too."""
+def printable_words(words: Any, key: str = "") -> Any:
+    """`printable` of every text in JSON words, keys too; each on one line, but messages. `key`: of the words."""
     if isinstance(words, str):
-        return printable(words)
+        return printable(words) if key in _MANY_LINES else printable_line(words)
     if isinstance(words, Mapping):
-        return {printable_words(key): printable_words(value) for key, value in words.items()}
-    return [printable_words(value) for value in words] if isinstance(words, list | tuple) else words
+        return {printable_words(k): printable_words(value, k) for k, value in words.items()}
+    return [printable_words(value, key) for value in words] if isinstance(words, list | tuple) else words

@@ -17,6 +17,7 @@ from hqconv.experts.checks import (
     RoleParts,
     Sizes,
     check_alike,
+    check_counts,
     check_cuts,
     check_indices,
     check_one_form,
@@ -49,6 +50,7 @@ def build_block(
     """
     check_one_form(found)
     count = _count(family, name, found, sizes)
+    check_counts(name, count, facts["top_k"])
     raw = raw_single(family, name, found) if found.experts else raw_stacked(family, name, found, sizes, count)
     modules = partial(_module_of, family, name, raw)
     declared = one_declared(modules, family.projections, count if found.experts else 1, format_of)

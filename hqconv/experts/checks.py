@@ -12,6 +12,7 @@ from hqconv.errors import InputError, RequestError
 from hqconv.experts.block import Parts, PartSource, View
 from hqconv.formats.complete import UNUSED_PARTS, Completed
 from hqconv.formats.format import SourceFormat
+from hqconv.schemas.grid import MAX_COUNT
 from hqconv.schemas.tensors import TensorRef
 
 Size = tuple[str, int]  # the config key it came from, "" if from shapes, and the value
@@ -72,6 +73,15 @@ def check_indices(name: str, experts: Mapping[int, object], count: Size | None) 
         f"{len(experts)} experts, the highest is {highest}"
         + (f", the first missing is {first_missing}" if is_gap else ""),
     )
+
+
+def check_counts(name: str, count: int, top_k: int) -> None:
+    """There are experts that a grid can deal, and as many as serve a token."""
+    if not 0 < count <= MAX_COUNT:
+        raise contradiction("A block has too many experts, or none.", name, f"1 to {MAX_COUNT}", count)
+    if top_k > count:
+        what = "More experts serve a token than a block has."
+        raise contradiction(what, name, f"at most {count} experts per token", top_k)
 
 
 _ONE_FORMAT = (

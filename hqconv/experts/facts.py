@@ -11,6 +11,7 @@ from hqconv.experts.checks import Size, Sizes, contradiction
 from hqconv.experts.names import Choice
 from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers
 from hqconv.schemas.families import Config, Family
+from hqconv.schemas.grid import MAX_SIZE
 
 
 def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[str, int]:
@@ -120,12 +121,16 @@ def _of_layer(value: object, layer: int) -> object:
 
 
 def number(text: Config, keys: tuple[str, ...], layer: int) -> Size | None:
-    """The first key the config has, with its value; a list holds one value per layer."""
+    """The first key the config has, with its value; a list holds one value per layer.
+
+    Raises InputError for a value that is no whole number, or one that no model has.
+    """
     for key in keys:
         if text.get(key) is None:
             continue
         value = _of_layer(text[key], layer)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise contradiction("A value of config.json is not usable.", key, "a positive integer", text[key])
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
+            expected = f"a positive integer below {MAX_SIZE}"
+            raise contradiction("A value of config.json is not usable.", key, expected, text[key])
         return key, value
     return None

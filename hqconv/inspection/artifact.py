@@ -15,6 +15,7 @@ from hqconv.planning.encoding import RTN
 from hqconv.schemas import artifact
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.regular import read_json
 from hqconv.schemas.serving import serve_command
 
 
@@ -90,7 +91,7 @@ def _is_group(line: bytes) -> bool:
 
 def _config_of(root: Path) -> Words:
     try:
-        words = json.loads((root / artifact.CONFIG).read_text(encoding="utf-8"))
+        words = read_json(root / artifact.CONFIG)
     except (OSError, ValueError):
         return {}
     return words if isinstance(words, dict) else {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from hqconv.artifact.build import FileRecord
 from hqconv.errors import InputError, OutputError
 from hqconv.schemas.artifact import PARTIAL
+from hqconv.schemas.regular import open_regular
 
 _CHUNK_BYTES = 1 << 22
 _RESUME = "Free the space or mend the folder, then run the same command with --resume."
@@ -64,7 +65,7 @@ def copy_whole(source: Path, root: Path, name: str) -> FileRecord:
     """Copy a file into the folder `root`, a chunk at a time. Raises InputError where it cannot be read."""
 
     def chunks() -> Iterator[bytes]:
-        with source_errors(source), source.open("rb", buffering=0) as file:
+        with source_errors(source), open(open_regular(source), "rb", buffering=0) as file:  # noqa: PTH123
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 

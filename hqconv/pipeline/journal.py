@@ -20,6 +20,7 @@ from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import output_errors, sync_folder
 from hqconv.schemas.artifact import JOURNAL, is_member_journal
+from hqconv.schemas.regular import what_instead
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -82,12 +83,15 @@ class Journal:
         return cls(root) if (root / JOURNAL).is_file() else None
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         while True:
             try:
                 descriptor, self.is_new = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
             except FileExistsError:
                 try:
+                    found = what_instead(self.path.lstat().st_mode)
+                    if found is not None:  # which may wait to be read, or do something when it is opened
+                        raise _no_file(self.path, found)
                     descriptor, self.is_new = os.open(self.path, flags), False
                 except FileNotFoundError:
                     continue
@@ -226,6 +230,11 @@ def _last_process(lines: list[bytes]) -> str:
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return "a process that has just begun"
+
+
+def _no_file(path: Path, found: str) -> OutputError:
+    what, remedy = "Something else has the name of a journal.", "Remove it, or choose another folder with -o."
+    return OutputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
 
 
 def _busy(path: Path, found: str) -> OutputError:

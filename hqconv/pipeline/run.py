@@ -16,7 +16,7 @@ from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, f
 from hqconv.artifact.manifest import read_manifest, requantized, scale_changes
 from hqconv.artifact.seal import sealed
 from hqconv.errors import OutputError
-from hqconv.pipeline.durable import check_space, copy_whole, source_errors, write_whole
+from hqconv.pipeline.durable import check_space, copy_whole, write_whole
 from hqconv.pipeline.executor import Destination, Executor
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.forms import check_forms
@@ -173,7 +173,7 @@ def _lead(work: _Work, *, resume: bool, overwrite: bool) -> _Outcome:
     source, plan, team = work.source, work.plan, work.team
     identity = _identity(source, plan)
     with OutputFolder(work.out, identity, plan.paths) as folder:
-        is_new = folder.start(_num_bytes(source, plan), resume=resume, overwrite=overwrite)
+        is_new = folder.start(plan.num_bytes_out + plan.num_bytes_beside, resume=resume, overwrite=overwrite)
         done = list(folder.done)
         if team is not None:
             words = {"is_new": is_new, "root": str(folder.root), "done": done, "identity": _digest(identity)}
@@ -198,7 +198,8 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
         if group.name in folder.done:
             work.meter.resume(group.name, group.num_bytes_read)
     missing = [group for group in plan.groups if group.name not in folder.done]
-    check_space(folder.root, sum(file.size_bytes for group in missing for file in group.files))
+    num_bytes = sum(file.size_bytes for group in missing for file in group.files)
+    check_space(folder.root, num_bytes + plan.num_bytes_beside)
     work.run(folder, list(folder.done))
     for entry in () if work.team is None else work.team.collect():
         folder.record(entry)
@@ -232,16 +233,6 @@ def _digest(identity: Mapping[str, Any]) -> str:
     """Of what every process must see alike: the source's files too, whenever they were put there."""
     files = [{key: value for key, value in f.items() if key != "mtime_ns"} for f in identity["source files"]]
     return hashlib.sha256(json_bytes({**identity, "source files": files})).hexdigest()
-
-
-def _num_bytes(source: Source, plan: Plan) -> int:
-    """Bytes that the artifact takes on the disk, the manifest aside."""
-    importance = plan.request.importance
-    num_bytes = plan.num_bytes_out + (0 if importance is None else len(importance.data))
-    for path in (source.root / name for name in plan.other_files):
-        with source_errors(path):
-            num_bytes += path.stat().st_size
-    return num_bytes
 
 
 def _identity(source: Source, plan: Plan) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 from hqconv.checkpoint.described import Described
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import RequestError
 from hqconv.experts.block import ExpertBlock
 from hqconv.experts.map import ExpertMap
 from hqconv.formats.format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
@@ -23,7 +22,6 @@ from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle, stock_vllm_obs
 from hqconv.schemas.target import PARAM_DTYPES
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
-_MAX_NAME = 255  # bytes, of most file systems
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
@@ -112,27 +110,6 @@ def _check_sizes(block: ExpertBlock, request: Request) -> None:
         hint = " With --schema source the source's scales are repeated into smaller blocks."
         words = {"where": error.where, "expected": error.expected, "found": error.found}
         raise RequestError(error.what, **words, remedy=error.remedy + hint) from None
-
-
-def check_loose(other_files: Iterable[str], planned: Collection[str]) -> None:
-    """Refuse a source whose other files would lie where the artifact's own are planned, or have no room for a name.
-
-    Raises InputError.
-    """
-    folders = {folder.as_posix() for path in planned for folder in Path(path).parents}
-    for path in other_files:
-        above = {folder.as_posix() for folder in Path(path).parents}
-        if path in planned or path in folders or above & set(planned):
-            what, expected = "A file of the source has a name that the artifact needs.", "another name"
-            remedy = "Rename the file, or leave it out of the source."
-            raise InputError(what, where=path, expected=expected, remedy=remedy)
-        longest = max(len(part.encode()) for part in Path(path + artifact.PARTIAL).parts)
-        if longest > _MAX_NAME:
-            what, expected = (
-                "The name of a file of the source is too long.",
-                f"room for {artifact.PARTIAL} in 255 bytes",
-            )
-            raise InputError(what, where=path, expected=expected, remedy="Rename the file.")
 
 
 def check_copied(checkpoint: Described, experts: ExpertMap, request: Request) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hqconv.checkpoint.described import Described
 from hqconv.experts.map import ExpertMap
-from hqconv.planning.checks import check_copied, check_loose, check_request, request_warnings
+from hqconv.planning.checks import check_copied, check_request, request_warnings
 from hqconv.planning.encoding import quantizer_words
 from hqconv.planning.groups import (
     Group,
@@ -26,6 +26,7 @@ from hqconv.planning.groups import (
     shard_groups,
 )
 from hqconv.planning.input_scales import static_blocks
+from hqconv.planning.loose import check_loose
 from hqconv.planning.request import Request
 from hqconv.planning.source_facts import SourceFacts, source_facts
 from hqconv.schemas import artifact
@@ -33,13 +34,14 @@ from hqconv.schemas import artifact
 
 @dataclass(frozen=True)
 class Plan:
-    """All there is to do. `other_files` are copied as they are."""
+    """All there is to do. `other_files`, of `other_bytes` together, are copied as they are."""
 
     source: SourceFacts
     request: Request
     experts: ExpertMap
     groups: tuple[Group, ...]
     other_files: tuple[str, ...]
+    other_bytes: int
     warnings: tuple[str, ...]
 
     @property
@@ -56,6 +58,12 @@ class Plan:
     def num_bytes_out(self) -> int:
         """Bytes of all safetensors files."""
         return sum(file.size_bytes for group in self.groups for file in group.files)
+
+    @property
+    def num_bytes_beside(self) -> int:
+        """Bytes of what is copied beside them as it is."""
+        importance = self.request.importance
+        return self.other_bytes + (0 if importance is None else len(importance.data))
 
     @property
     def num_ranks(self) -> int:
@@ -133,17 +141,19 @@ def make_plan(checkpoint: Described, experts: ExpertMap, request: Request) -> Pl
     shards += copy_shards(checkpoint.tensors[name] for name in experts.copied)
     packed, copies = shard_groups(shards, request)
     groups: tuple[Group, ...] = (*packed, *blocks, *copies)
-    check_loose(checkpoint.other_files, {file.path for group in groups for file in group.files})
+    planned = {file.path for group in groups for file in group.files}
+    check_loose(checkpoint.other_files, planned, request.layout)
     return Plan(
         source=source_facts(checkpoint, experts),
         request=request,
         experts=experts,
         groups=groups,
         other_files=checkpoint.other_files,
+        other_bytes=checkpoint.loose.num_bytes,
         warnings=(*request_warnings(experts, request), *_left_out(checkpoint)),
     )
 
 
 def _left_out(checkpoint: Described) -> list[str]:
     """What is not taken along, although it lies in the source."""
-    return [f"{name} is left out: an unfinished download or conversion." for name in checkpoint.partial_files]
+    return [f"{name} is left out: {reason}." for name, reason in checkpoint.loose.left_out.items()]

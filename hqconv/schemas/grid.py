@@ -21,6 +21,7 @@ PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
 
 
 MAX_COUNT = 1 << 16  # of ranks, experts or copies: more is a slip, or damage
+MAX_SIZE = 1 << 24  # above every hidden size, every number of layers and of experts for a token
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Grid:
             if type(value) is not int or not least <= value <= MAX_COUNT:  # True would be written as true
                 what, expected = "A grid size is out of range.", f"a whole number from {least} to {MAX_COUNT}"
                 raise RequestError(what, where=option, expected=expected, found=repr(value))
+        if self.tp * self.ep > MAX_COUNT:
+            what, expected = "The grid has too many ranks.", f"--tp times --ep at most {MAX_COUNT}"
+            raise RequestError(what, where="--tp, --ep", expected=expected, found=self.tp * self.ep)
         if self.placement not in (LINEAR, ROUND_ROBIN):
             raise RequestError(
                 "There is no such expert placement.",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import stat
+import errno
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
+from hqconv.schemas.regular import read_regular
 
 _MAX_BYTES = 1 << 20  # far more than anybody writes
 
@@ -20,26 +20,14 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
     no UTF-8, no TOML, or nested too deeply.
     """
     try:
-        return tomllib.loads(_read(path, called).decode())
+        return tomllib.loads(read_regular(path, _MAX_BYTES).decode())
     except RecursionError as error:
         raise _unreadable(path, called, "it is nested too deeply") from error
     except OSError as error:
-        raise _unreadable(path, called, error.strerror or error) from error
+        expected = f"at most {_MAX_BYTES} bytes" if error.errno == errno.EFBIG else ""
+        raise _unreadable(path, called, error.strerror or error, expected) from error
     except ValueError as error:  # no UTF-8, no TOML, a number or a path that Python does not take
         raise _unreadable(path, called, error) from error
-
-
-def _read(path: Path, called: str) -> bytes:
-    if path.exists() and not path.is_file():  # opening a device may do something
-        raise _unreadable(path, called, "a folder" if path.is_dir() else "no regular file")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _unreadable(path, called, "no regular file")
-        data = file.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise _unreadable(path, called, "it is larger", expected=f"at most {_MAX_BYTES} bytes")
-    return data
 
 
 def _unreadable(path: Path, called: str, found: object, expected: str = "") -> RequestError:

@@ -5,7 +5,6 @@ Legend: T tokens, k choices per token, E experts, H hidden size.
 
 from __future__ import annotations
 
-import json
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from hqconv.artifact.opened import Artifact
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.families import text_config
+from hqconv.schemas.regular import read_json
 from hqconv.verification.reference import Routing, cover_all_experts, route
 
 
@@ -50,7 +50,7 @@ def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.de
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
-    words = json.loads((artifact.root / names.CONFIG).read_text(encoding="utf-8"))
+    words = read_json(artifact.root / names.CONFIG)
     return dict(text_config(words))
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hqconv.schemas import regular
+
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 MAX_PER_KIND = 50  # findings listed of one kind; a damaged block has as many as it has experts
 
@@ -78,8 +80,8 @@ def compare_words(
 def read_json(path: Path, result: CheckResult) -> dict[str, Any] | None:
     """The JSON object in a file of the artifact; None, and a finding, where there is none."""
     try:
-        words = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        words = regular.read_json(path, regular.MAX_LIST_BYTES)
+    except (OSError, ValueError) as error:
         result.add(path.name, "A file cannot be read as JSON.", "a JSON object", error)
         return None
     if not isinstance(words, dict):

@@ -710,7 +710,7 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
             Checkpoint.open(src)
     with pytest.raises(RequestError, match="revision"):
         Checkpoint.open(str(root), "main")
-    with pytest.raises(InputError, match="x" * 300):
+    with pytest.raises(InputError, match="x" * 90 + ".*…"):
         Checkpoint.open("x" * 300)
 
 
@@ -807,7 +807,8 @@ def test_threads_read_the_right_bytes_through_one_descriptor_a_file(
         refs = list(checkpoint.tensors.values())
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(8)))
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    opened = [(name, flags) for name, flags in opened if name.endswith(".safetensors")]
     assert sorted(opened) == [(f"model-{s}.safetensors", flags) for s in range(4)]
 
 

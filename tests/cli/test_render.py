@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +18,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
+from hqconv.cli.progress import ConversionProgress
 from hqconv.cli.render import print_json
-from hqconv.cli.text import printable, printable_words
+from hqconv.cli.text import printable_words
+from hqconv.errors import printable
+from hqconv.pipeline.progress import Progress
 from tests.make.conversions import run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -77,17 +82,21 @@ def test_verify_prints_json_whatever_it_measures(tmp_path: Path) -> None:
 )
 def test_control_characters_are_written_out(text: str, shown: str) -> None:
     assert printable(text) == shown
-    assert printable_words({text: [text, 1, None]}) == {shown: [shown, 1, None]}
+    line = shown.replace("\n", "\\n")
+    assert printable_words({text: [text, 1, None]}) == {line: [line, 1, None]}
+    assert printable_words({"notes": [text], "obstacle": text}) == {"notes": [shown], "obstacle": shown}
 
 
 def hostile(model: Path) -> Path:
     """A checkpoint with terminal commands in a tensor's name, a file's and the config."""
     tensors = load_file(model / "model.safetensors")
-    tensors["evil\x1b[2J.weight"] = tensors["model.embed_tokens.weight"].clone()
+    for name in ("evil\x1b[2J.weight", "[red]\u202e\x9b1m.weight", "n" * 5000):
+        tensors[name] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     (model / "x\x1b]0;pwned\x07.txt").write_text("")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"hidden_act": "silu\x1b[31m"}))
+    config |= {"hidden_act": "silu\x1b[31m", "model_type": "qwen3_moe\x1b]8;;\u2067\n" + "y" * 500}
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]}))
     return model
 
 
@@ -103,7 +112,23 @@ def test_names_with_escapes_reach_no_terminal(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(app, arguments)
         assert "\x1b" not in done.stdout + done.stderr, (arguments, done.stdout, done.stderr)
-        assert "\x07" not in done.stdout + done.stderr
+        shown = done.stdout + done.stderr
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown), arguments
+        assert "n" * 200 not in shown
+        assert "y" * 200 not in shown
+
+
+def test_the_bar_takes_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with ConversionProgress(quiet=False) as progress:
+        progress.update(Progress("[red]a[/red] \x1b]0;x\x07 :smile: [/]", 1, 2, 0, 1, 2))
+    shown = terminal.getvalue()
+    assert "[red]a[/red] \\x1b]0;x\\x07 :smile: [/]" in shown
+    assert "\x1b]" not in shown
 
 
 def test_80_columns_lose_no_word(tmp_path: Path) -> None:

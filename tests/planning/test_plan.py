@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from hqconv.checkpoint.loose import Loose
 from hqconv.errors import RequestError
 from hqconv.experts.map import ExpertMap, map_experts
 from hqconv.planning import groups as groups_module
@@ -69,6 +70,7 @@ def synthetic(
     words = {
         "num_hidden_layers": layers,
         "num_experts": experts,
+        "num_experts_per_tok": min(2, experts),
         "hidden_size": hidden,
         "moe_intermediate_size": inner,
     }
@@ -84,7 +86,7 @@ def synthetic(
         metadata=(),
         index_sha256=None,
         other_files=("tokenizer.json",),
-        partial_files=(),
+        loose=Loose(("tokenizer.json",)),
         total_bytes=sum(ref.num_bytes for ref in tensors.values()),
     )
     return checkpoint, map_experts(tensors, checkpoint.config)

@@ -1,0 +1,96 @@
+"""Files that somebody else made, read without waiting: what is no regular file, too large or too deep is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_WORDS_BYTES = 64 << 20  # of a config, and of a manifest beside the names of its tensors
+MAX_LIST_BYTES = 512 << 20  # of an index or a manifest, with a line for each of some million tensors
+NOTHING = "no such file"
+MAX_DEPTH = 64  # of objects and lists in each other: whoever copies or writes them goes down by recursion
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def what_instead(mode: int) -> str | None:
+    """What a file of this `st_mode` is instead of a regular one: `a pipe`; None for a regular file."""
+    if stat.S_ISREG(mode):
+        return None
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
+
+
+def found_at(path: Path) -> str | None:
+    """What lies at a path instead of a regular file, nothing included; None where it is one. Raises OSError."""
+    try:
+        return what_instead(path.stat().st_mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "a circle of links"
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return "a link to nothing" if path.is_symlink() else NOTHING
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor for reading a regular file, which is the caller's to close. Raises OSError for anything else."""
+    _refuse(path, os.stat(path).st_mode)  # noqa: PTH116 - opening a device may do something
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _refuse(path, os.fstat(descriptor).st_mode)  # it may be another file by now
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse(path: str | Path, mode: int) -> None:
+    found = what_instead(mode)
+    if found is not None:
+        raise OSError(errno.EINVAL, f"it is {found}, not a regular file", str(path))
+
+
+def read_regular(path: str | Path, max_bytes: int) -> bytes:
+    """All bytes of a regular file. Raises OSError for anything else, and for more than `max_bytes`."""
+    with open(open_regular(path), "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes} bytes", str(path))
+    return data
+
+
+def parse_json(raw: bytes, hook: Any = None) -> Any:
+    """A JSON document; `hook` as `object_pairs_hook`. Raises ValueError where it is none, no UTF-8, or too deep."""
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
+    except RecursionError as error:
+        raise _too_deep() from error
+    level = [value] if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH else []
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _items(outer) if isinstance(inner, dict | list)]
+    if level:
+        raise _too_deep()
+    return value
+
+
+def _items(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is nested too deeply: more than {MAX_DEPTH} objects or lists in each other")
+
+
+def read_json(path: str | Path, max_bytes: int = MAX_WORDS_BYTES) -> Any:
+    """The JSON document in a file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
+    return parse_json(read_regular(path, max_bytes))

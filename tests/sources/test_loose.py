@@ -1,0 +1,296 @@
+"""Files beside the weights: what an artifact cannot have is refused before anything is written, by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv import api
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.errors import HqconvError, InputError, OutputError
+from hqconv.pipeline.durable import copy_whole
+from tests.make.nodes import NODES, in_time
+from tests.make.qwen import write_qwen3_moe
+
+OPTIONS: dict[str, Any] = {"schema": "int4", "target": "sm90", "device": "cpu", "threads": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("loose") / "model", num_layers=1)
+
+
+@pytest.fixture
+def source(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "src"))
+
+
+def refusal(source: Path, out: Path, **options: Any) -> HqconvError:
+    """Of plan, inspection and conversion alike; nothing is written."""
+    with pytest.raises(HqconvError) as planned:
+        in_time(lambda: hqconv.plan(source, schema="int4", target="sm90"))
+    with pytest.raises(HqconvError) as converted:
+        in_time(lambda: hqconv.convert(source, out, **OPTIONS, **options))
+    assert str(planned.value) == str(converted.value)
+    assert not out.exists()
+    return converted.value
+
+
+def put(*paths: str) -> Callable[[Path], None]:
+    def act(source: Path) -> None:
+        for path in paths:
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            (source / path).write_text("x")
+
+    return act
+
+
+def link(path: str, target: str) -> Callable[[Path], None]:
+    return lambda source: (source / path).symlink_to(target)
+
+
+def config(ending: str) -> Callable[[Path], None]:
+    def act(source: Path) -> None:
+        text = (source / "config.json").read_text().rstrip().removesuffix("}")
+        (source / "config.json").write_text(f'{text}, "x": {ending}}}')
+
+    return act
+
+
+def links(source: Path) -> None:
+    """A link to a link, which is hidden, to a file elsewhere."""
+    (source / ".a").symlink_to("../other/file")
+    (source / "b.json").symlink_to(".a")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "no UTF-8": (put("a\udcff.txt"), "src", "valid Unicode"),
+    "a folder of no UTF-8": (put("a\udcff/b.txt"), "src", "valid Unicode"),
+    "no UTF-8, unfinished": (put("a\udcff.partial"), "src", "valid Unicode"),
+    "a name of 248 bytes": (put("x" * 248), "x" * 90, "too long"),
+    "a name of 249 bytes, fewer letters": (put("é" * 124 + "x"), "é" * 90, "too long"),
+    "a path of 3100 bytes": (put("/".join(["y" * 200] * 15 + ["z" * 85])), "yyy", "too long"),
+    "experts": (put("experts"), "experts", "that the artifact needs"),
+    "below experts": (put("experts/notes.txt"), "experts/notes.txt", "that the artifact needs"),
+    "a folder named as the index": (put("model.safetensors.index.json/x"), "index.json", "a folder"),
+    "a folder named as the manifest": (put("hqconv.json/x"), "hqconv.json", "a folder"),
+    "a folder named as the journal": (put(".hqconv-progress.jsonl/x"), ".hqconv-progress", "a folder"),
+    "a folder named as the importance": (put("importance.safetensors/x"), "importance", "needs"),
+    "a folder named as an unfinished file": (put("a.txt", "a.txt.partial/x"), "a.txt.partial/x", "needs"),
+    "a folder named as an unfinished config": (put("config.json.partial/x"), "config.json.partial", "needs"),
+    "a link to a file of the system": (
+        link("tokenizer2.json", "/etc/hostname"),
+        "tokenizer2.json",
+        "leads out",
+    ),
+    "a link upwards": (link("tokenizer2.json", "../other/file"), "tokenizer2.json", "leads out"),
+    "a link to a link": (links, "b.json", "leads out"),
+    "a link to nothing": (link("a.json", "../blobs/absent"), "a.json", "a link to nothing"),
+    "a link to itself": (link("a.json", "a.json"), "a.json", "a circle of links"),
+    "a config that links to nothing": (link("hf_quant_config.json", "absent"), "hf_quant", "link to nothing"),
+    "a config 65 deep": (config("[" * 64 + "]" * 64), "config.json", "nested too deeply"),
+    "a config 900 deep": (config("[" * 900 + "]" * 900), "config.json", "nested too deeply"),
+    "a config 100000 deep": (config("[" * 100_000 + "]" * 100_000), "config.json", "nested too deeply"),
+    "half a surrogate": (config('"\\ud800"'), "config.json", "valid Unicode"),
+    "half a surrogate as a key": (config('{"\\udfff": 1}'), "config.json", "valid Unicode"),
+    "too long a number": (config("1" * 5000), "config.json", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_copied_is_refused(name: str, source: Path, tmp_path: Path) -> None:
+    change, where, text = REFUSED[name]
+    (tmp_path / "other").mkdir()
+    put("file")(tmp_path / "other")
+    change(source)
+    error = refusal(source, tmp_path / "out")
+    assert (error.exit_code, where in error.where, text in str(error)) == (3, True, True), str(error)
+
+
+def plan_of(source: Path) -> Any:
+    return hqconv.plan(source, schema="int4", target="sm90")
+
+
+SPECIAL = ("a.txt", "config.json", "model.safetensors.index.json", "hqconv.json", ".hqconv-progress.jsonl")
+SPECIAL += ("model.safetensors", "hf_quant_config.json", "quant_model_description.json", "sub/a.txt")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NODES if kind != "a folder"])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_what_is_no_file_is_not_waited_for(name: str, kind: str, source: Path, tmp_path: Path) -> None:
+    (source / name).unlink(missing_ok=True)
+    (source / name).parent.mkdir(exist_ok=True)
+    NODES[kind](source / name)
+    error = refusal(source, tmp_path / "out")
+    assert (error.exit_code, error.where, error.found) == (3, str(source / name), kind)
+    with pytest.raises(InputError):
+        in_time(lambda: hqconv.inspect(source))
+
+
+def test_a_pipe_named_as_gguf_is_not_waited_for(source: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {n: t for n, t in load_file(source / "model.safetensors").items() if "experts" not in n}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    os.mkfifo(source / "x.gguf")
+    error = refusal(source, tmp_path / "out")
+    assert (error.exit_code, error.where) == (3, str(source / "x.gguf"))
+    assert "pipe" in error.found
+
+
+@pytest.mark.parametrize("name", ["hqconv.json", ".hqconv-progress.jsonl", ".hqconv-progress.rank1.jsonl"])
+@pytest.mark.parametrize("kind", NODES)
+@pytest.mark.parametrize("mode", ["", "resume", "overwrite"])
+def test_an_output_that_holds_no_files(mode: str, kind: str, name: str, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    NODES[kind](out / name)
+    before = (out / name).lstat()
+    options = {**OPTIONS, **({mode: True} if mode else {})}
+    if name.endswith("rank1.jsonl"):  # nobody looks at it before there is a journal
+        put(".hqconv-progress.jsonl")(out)
+    with pytest.raises(OutputError):
+        in_time(lambda: hqconv.convert(model, out, **options))
+    assert os.path.samestat(before, (out / name).lstat())
+    with contextlib.suppress(HqconvError):
+        assert not in_time(lambda: hqconv.verify(out, device="cpu")).passed
+    with contextlib.suppress(HqconvError):  # of a journal that can be read there is something to say
+        assert in_time(lambda: hqconv.inspect(out))["kind"] == "unfinished"
+
+
+def test_the_config_of_an_artifact_is_not_waited_for(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hqconv.convert(model, out, **OPTIONS)
+    (out / "config.json").unlink()
+    os.mkfifo(out / "config.json")
+    report = in_time(lambda: hqconv.verify(out, device="cpu", checks=("files",)))
+    assert any("pipe" in finding.found for finding in report.results[0].findings)
+    assert in_time(lambda: hqconv.inspect(out))["quant_method"] is None
+
+
+def large(path: Path, key: str) -> None:
+    """64 MiB of it under a key that nothing reads."""
+    words = json.loads(path.read_text())
+    path.write_text(json.dumps({**words, key: "x" * (64 << 20)}))
+
+
+def test_a_config_of_64_mib(source: Path, tmp_path: Path) -> None:
+    large(source / "config.json", "x")
+    error = refusal(source, tmp_path / "out")
+    assert (error.exit_code, error.where) == (3, str(source / "config.json"))
+    assert "larger than 67108864 bytes" in error.found
+
+
+def test_a_manifest_of_64_mib(model: Path, tmp_path: Path) -> None:
+    """But not where tensors have that many names: all that are converted are in it."""
+    hqconv.convert(model, tmp_path / "out", **OPTIONS)
+    manifest = tmp_path / "out/hqconv.json"
+    words = json.loads(manifest.read_text())
+    large(manifest, "x")
+    with pytest.raises(HqconvError, match="67108864 bytes besides the names"):
+        hqconv.inspect(tmp_path / "out")
+    block = next(iter(words["blocks"]))
+    words["tensors"]["converted"] |= {f"{block}.{'n' * 80}{i}": block for i in range(600_000)}
+    manifest.write_text(json.dumps(words, indent=2))
+    assert manifest.stat().st_size > 64 << 20
+    assert hqconv.inspect(tmp_path / "out")["kind"] == "artifact"
+
+
+def test_what_cannot_be_read_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def denied(path: Any, *more: Any, **options: Any) -> int:  # the tests may run as root
+        if str(path).endswith("tokenizer.json"):
+            raise PermissionError(13, os.strerror(13), str(path))
+        return real(path, *more, **options)
+
+    monkeypatch.setattr(os, "open", denied)
+    error = refusal(source, tmp_path / "out")
+    assert (error.exit_code, error.where) == (3, str(source / "tokenizer.json"))
+    assert error.found == "Permission denied"
+
+
+def test_what_is_left_out_is_said(source: Path, tmp_path: Path) -> None:
+    put("a.partial", "sub/b.json.partial", "experts.partial", ".hidden", "original/x.json")(source)
+    link("more", "sub")(source)
+    left = dict(Checkpoint.open(str(source)).loose.left_out)
+    unfinished = "an unfinished download or conversion"
+    assert left == {
+        **dict.fromkeys(("a.partial", "experts.partial", "sub/b.json.partial"), unfinished),
+        "more": "a link to a folder",
+    }
+    report = hqconv.convert(source, tmp_path / "out", **OPTIONS)
+    assert [w for w in report.warnings if "left out" in w] == [
+        f"{name} is left out: {reason}." for name, reason in left.items()
+    ]
+    assert not any((tmp_path / "out" / name).exists() for name in left)
+
+
+def test_links_inside_and_into_the_cache_of_the_hub(source: Path, tmp_path: Path) -> None:
+    """As in a snapshot, in a folder of links to a snapshot, and in an older download to a folder."""
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    (repo / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(source.iterdir())):
+        file.rename(repo / "blobs" / f"{number:040x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in snapshot.iterdir():
+        (links / file.name).symlink_to(file)
+    (links / "same.json").symlink_to("tokenizer.json")
+    for folder in (snapshot, links):
+        assert "tokenizer.json" in Checkpoint.open(str(folder)).other_files
+    hqconv.convert(links, tmp_path / "out", **OPTIONS)
+    assert (tmp_path / "out/same.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
+    assert not (tmp_path / "out/same.json").is_symlink()
+    put("x/blobs/secret")(tmp_path)  # no cache: there are no snapshots beside it
+    (links / "x.json").symlink_to(tmp_path / "x/blobs/secret")
+    with pytest.raises(InputError, match="leads out"):
+        Checkpoint.open(str(links))
+
+
+def test_loose_files_are_streamed(tmp_path: Path) -> None:
+    with (tmp_path / "huge.txt").open("wb") as file:
+        file.truncate(256 << 20)
+    tracemalloc.start()
+    try:
+        record = copy_whole(tmp_path / "huge.txt", tmp_path / "out", "huge.txt")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert record.size_bytes == 256 << 20
+    assert peak < 32 << 20
+
+
+def test_loose_files_count_in_the_space_that_is_needed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plan_of(source)
+    with (source / "huge.txt").open("wb") as file:
+        file.truncate(1 << 40)
+    planned = plan_of(source)
+    assert planned.num_bytes_beside == plain.num_bytes_beside + (1 << 40)
+    free = planned.num_bytes_out + planned.num_bytes_beside - 1
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr("hqconv.pipeline.durable.shutil.disk_usage", lambda _: usage)
+    notes = api.describe_plan(planned, tmp_path / "out", device="cpu")["notes"]
+    assert any("The disk cannot hold the artifact" in note for note in notes)
+    with pytest.raises(OutputError, match="cannot hold"):
+        hqconv.convert(source, tmp_path / "out", **OPTIONS)
+    assert not (tmp_path / "out").exists()
+    usage.free += 1
+    assert not api.describe_plan(planned, tmp_path / "out", device="cpu")["notes"]
