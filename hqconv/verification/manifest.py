@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.seal import DIGEST, digest_of
-from hqconv.checkpoint.folder import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
+from hqconv.checkpoint.loose import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.schemas import artifact as names
 from hqconv.verification.result import CheckResult
 

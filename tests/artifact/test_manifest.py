@@ -32,7 +32,7 @@ def edited(good: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> P
     for path in good.rglob("*"):
         if path.is_file() and path.name != "hqconv.json":
             (folder / path.relative_to(good)).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path.relative_to(good)).symlink_to(path)
+            (folder / path.relative_to(good)).hardlink_to(path)
     words = json.loads((good / "hqconv.json").read_bytes())
     edit(words)
     write_manifest(folder, words)

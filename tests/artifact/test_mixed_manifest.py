@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ def edited(made: Path, folder: Path, edit: Callable[[dict[str, Any]], object]) -
     """A copy of the artifact with another manifest; its files are links."""
     words = manifest(made)
     edit(words)
-    shutil.copytree(made, folder, copy_function=lambda source, copy: Path(copy).symlink_to(source))
+    shutil.copytree(made, folder, copy_function=os.link)
     (folder / "hqconv.json").unlink()
     write_manifest(folder, words)
     return folder
