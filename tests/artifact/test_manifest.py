@@ -28,11 +28,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(good: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy of the artifact whose manifest was edited; its files are links."""
+    """A copy of the artifact whose manifest was edited; its files are hard links."""
     for path in good.rglob("*"):
         if path.is_file() and path.name != "hqconv.json":
             (folder / path.relative_to(good)).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path.relative_to(good)).symlink_to(path)
+            (folder / path.relative_to(good)).hardlink_to(path)
     words = json.loads((good / "hqconv.json").read_bytes())
     edit(words)
     (folder / "hqconv.json").write_text(json.dumps(words))

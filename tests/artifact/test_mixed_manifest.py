@@ -52,10 +52,10 @@ def readers(out: Path) -> dict[str, Callable[[], object]]:
 
 
 def edited(made: Path, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy of the artifact with another manifest; its files are links."""
+    """A copy of the artifact with another manifest; its files are hard links."""
     words = manifest(made)
     edit(words)
-    shutil.copytree(made, folder, copy_function=lambda source, copy: Path(copy).symlink_to(source))
+    shutil.copytree(made, folder, copy_function=lambda source, copy: Path(copy).hardlink_to(source))
     (folder / "hqconv.json").unlink()
     (folder / "hqconv.json").write_text(json.dumps(words))
     return folder
