@@ -28,7 +28,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(good: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy of the artifact whose manifest was edited; its files are links."""
+    """A copy of the artifact whose manifest was edited; its files are hard links."""
     for path in good.rglob("*"):
         if path.is_file() and path.name != "hqconv.json":
             (folder / path.relative_to(good)).parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from hqconv.errors import VerificationError
 from hqconv.schemas.recipe import load_recipe
 from hqconv.serving.place import Place
 from hqconv.serving.served import open_served
-from tests.make.conversions import manifest, run, write_manifest
+from tests.make.conversions import manifest, run
 from tests.make.qwen import write_qwen3_moe
 
 BLOCKS = [f"model.layers.{layer}.mlp.experts" for layer in range(3)]
@@ -52,12 +52,12 @@ def readers(out: Path) -> dict[str, Callable[[], object]]:
 
 
 def edited(made: Path, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy of the artifact with another manifest; its files are links."""
+    """A copy of the artifact with another manifest; its files are hard links."""
     words = manifest(made)
     edit(words)
-    shutil.copytree(made, folder, copy_function=os.link)
+    shutil.copytree(made, folder, copy_function=lambda source, copy: Path(copy).hardlink_to(source))
     (folder / "hqconv.json").unlink()
-    write_manifest(folder, words)
+    (folder / "hqconv.json").write_text(json.dumps(words))
     return folder
 
 
