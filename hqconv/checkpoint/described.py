@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.checkpoint.folder import SourceFile
+from hqconv.checkpoint.guard import Guard
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -26,3 +27,4 @@ class Described(Protocol):
     other_files: tuple[str, ...]
     partial_files: tuple[str, ...]
     total_bytes: int
+    guard: Guard
