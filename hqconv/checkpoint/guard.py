@@ -106,7 +106,8 @@ class Guard:
         assert self._listed is not None
         if name not in self._listed:
             what, where = "The artifact's manifest does not list a file.", str(self._root / name)
-            expected, remedy = "no file but those, and such as README.md", "Move the file elsewhere."
+            expected = "none that is read but those, and README.md and its like"
+            remedy = "Take away what is not the artifact's; if it is, copy or convert the artifact again."
             raise InputError(what, where=where, expected=expected, remedy=remedy)
         return self._listed[name]
 
