@@ -63,8 +63,8 @@ class ArtifactHeaders(SafetensorsHeaders):
         for path in sorted(self.artifact.manifest["files"]):
             if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
                 continue
+            status = self.guard.look(path)
             header, _, sha256 = read_header(self.root / path, len(files))
-            status = (self.root / path).stat()
             for tensor, ref in header.items():
                 full = f"{path}:{tensor}"
                 self.tensors[full] = ref._replace(name=full)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.checkpoint.gguf import holds_gguf
@@ -15,6 +15,8 @@ from hqconv.schemas.artifact import KERNEL
 
 if TYPE_CHECKING:
     from hqconv.sources.source import Headers, Source
+
+Opened = TypeVar("Opened", bound="Headers")
 
 
 @contextmanager
@@ -38,6 +40,17 @@ def _refusing(src: str | Path) -> Iterator[None]:
         raise InputError(what, where=where, found=error.strerror or error) from error
 
 
+def _held(source: Opened) -> Opened:
+    """An artifact's files held to its manifest, whichever layout it has; closed where they are not those."""
+    try:
+        if is_artifact(source.root):
+            source.guard.hold_to(read_manifest(source.root)["files"])
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
 @without_gc()
 def open_source(src: str | Path, revision: str | None = None) -> Source:
     """Opens what can be converted: a model folder, a Hub repo (`org/name`), a folder with GGUF files, an artifact.
@@ -52,12 +65,12 @@ def open_source(src: str | Path, revision: str | None = None) -> Source:
         if kind == "artifact":
             from hqconv.artifact.source import ArtifactSource
 
-            return ArtifactSource(path, name=path.resolve().name)
+            return _held(ArtifactSource(path, name=path.resolve().name))
         if kind == "gguf":
             from hqconv.sources.gguf import open_with_gguf
 
-            return open_with_gguf(path)
-        return SafetensorsSource.open(str(src), revision)
+            return _held(open_with_gguf(path))
+        return _held(SafetensorsSource.open(str(src), revision))
 
 
 @without_gc()
@@ -70,12 +83,12 @@ def open_headers(src: str | Path, revision: str | None = None) -> Headers:
         if kind == "artifact":
             from hqconv.artifact.headers import ArtifactHeaders
 
-            return ArtifactHeaders(path, name=path.resolve().name)
+            return _held(ArtifactHeaders(path, name=path.resolve().name))
         if kind == "gguf":
             from hqconv.sources.gguf_headers import GgufHeaders, open_with_gguf_as
 
-            return open_with_gguf_as(path, SafetensorsHeaders, GgufHeaders)
-        return SafetensorsHeaders.open(str(src), revision, headers_only=True)
+            return _held(open_with_gguf_as(path, SafetensorsHeaders, GgufHeaders))
+        return _held(SafetensorsHeaders.open(str(src), revision, headers_only=True))
 
 
 def _kind(src: str | Path, revision: str | None) -> str:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from hqconv.artifact.headers import ArtifactHeaders
-from hqconv.artifact.load import refuse
 from hqconv.artifact.matrix import Matrix
 from hqconv.artifact.ranks import BlockReader
 from hqconv.backends import codec
@@ -49,16 +48,22 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
     ) -> dict[str, SourceMatrix]:
         """Projections of one expert, put together from all TP ranks. Raises InputError for what cannot be decoded."""
         if block.name not in self._readers:
-            self._readers[block.name] = BlockReader(self.artifact, block, refuse)
+            self._readers[block.name] = BlockReader(self.artifact, block, self._refuse)
         reader = self._readers[block.name]
         found: dict[str, Matrix] = {}
         for gemm, of_gemm in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             if set(of_gemm).intersection(roles):
-                found |= reader.read(gemm, expert, refuse)
+                found |= reader.read(gemm, expert, self._refuse)
         return {
             role: self._coded(block, f"{block.name}, {role} of expert {expert}", found[role], device)
             for role in roles
         }
+
+    def _refuse(self, where: str, what: str, expected: object, found: object) -> None:
+        """What the `weights` check of `verify` would list."""
+        remedy = "Verify the artifact; where it is damaged, convert the original model again."
+        where = str(self.root / where)
+        raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
 
     def _coded(self, block: ExpertBlock, where: str, matrix: Matrix, device: torch.device) -> SourceMatrix:
         if matrix.flushed is not None and bool(matrix.flushed.any()):

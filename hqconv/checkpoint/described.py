@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.checkpoint.folder import SourceFile
+from hqconv.checkpoint.guard import Guard
 from hqconv.checkpoint.loose import Loose
 from hqconv.schemas.tensors import TensorRef
 
@@ -27,3 +28,4 @@ class Described(Protocol):
     loose: Loose
     other_files: tuple[str, ...]
     total_bytes: int
+    guard: Guard

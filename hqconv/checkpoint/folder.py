@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hqconv.checkpoint import hub, index
 from hqconv.checkpoint.descriptors import Descriptors
+from hqconv.checkpoint.guard import Guard
 from hqconv.checkpoint.loose import WEIGHT_FOLDERS, WEIGHT_SUFFIXES, Loose
 from hqconv.checkpoint.reading import adjoining, fill
 from hqconv.checkpoint.safetensors import parse_header, read_header
@@ -52,7 +53,7 @@ class Checkpoint:
     file, then by offset; metadata: each file's `__metadata__`, in the order of files; index_sha256: of the
     index, None without one; loose: the files beside the weights; other_files: those that belong in an artifact
     verbatim, POSIX paths relative to root; total_bytes: of all tensors;
-    listing: of a repo of which only the headers were read, else None.
+    listing: of a repo of which only the headers were read, else None; guard: of all files that are read.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Checkpoint:
     ) -> None:
         """Reads and checks config, index and headers of the folder `root`; see `open`."""
         self.root, self.name, self.repo_id, self.revision = root, name, repo_id, revision
-        self.listing = listing
+        self.listing, self.guard = listing, Guard(root)
         index.check_regular(root)
+        self.guard.look_if_there(name for name in _WORDS if name != INDEX or not self._has(SINGLE))
         self.config: dict[str, Any] = index.read_config(root)
         self.quantization = index.read_quantization(root, self.config)
         weight_map, self.index_sha256 = index.read_weight_map(root, self._has(SINGLE))
@@ -79,6 +81,7 @@ class Checkpoint:
             index.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
         self.loose = Loose.of_folder(root) if listing is None else Loose.of_listing(listing.sizes)
         self.other_files = self.loose.names
+        self.guard.look_if_there(self.other_files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
         self._descriptors = Descriptors(self._open_file)
 
@@ -154,7 +157,7 @@ class Checkpoint:
             where, head = f"{self.repo_id}/{name}", self.listing.read_head(name)
             refs, metadata, sha256 = parse_header(where, head, size, number)
             return SourceFile(name, size, sha256, 0), refs, metadata
-        status = path.stat()
+        status = self.guard.look(name)
         refs, metadata, sha256 = read_header(path, number)
         return SourceFile(name, status.st_size, sha256, status.st_mtime_ns), refs, metadata
 
@@ -183,7 +186,7 @@ class Checkpoint:
             with self._descriptors.using(self.files[refs[0].file].name) as descriptor:
                 reached = fill(descriptor, views, offset)
         except OSError as error:
-            raise self._read_error(refs[0], "The file cannot be read.", error.strerror) from error
+            raise self._read_error(refs[0], "A file of the source cannot be read.", error.strerror) from error
         if reached < offset + sum(map(len, views)):
             ref = next(ref for ref in refs if ref.offset_bytes + ref.num_bytes > reached)
             what = "The file shrank since its header was read."

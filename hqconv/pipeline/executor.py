@@ -25,6 +25,7 @@ from hqconv.pipeline.journal import JournalEntry
 from hqconv.pipeline.produce import Produced, produce
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter
+from hqconv.pipeline.proofs import Proofs
 from hqconv.pipeline.resources import Resources, Staging
 from hqconv.pipeline.slots import STAGE as SLOTS
 from hqconv.pipeline.slots import Slots
@@ -52,6 +53,7 @@ class _Job:
     num_left: int = 0  # batches and pieces; one more until all are handed in
     files: dict[str, Any] = field(default_factory=dict)
     costs: dict[int, dict[str, Cost]] = field(default_factory=dict)
+    sources: set[str] = field(default_factory=set)  # the files that it is read from
     is_done: bool = False
 
 
@@ -62,6 +64,7 @@ class _Flight:
     job: _Job
     item: Batch | Piece
     slot: Slot
+    sources: set[str]
     raw: RawExperts | None = None
     num_reads_left: int = 0  # under the executor's lock, and so is the next
     num_writes_left: int = 0
@@ -111,6 +114,7 @@ class Executor:
         self._share = 1 if resources.is_cuda else resources.threads_per_lane
         self._helpers = Helpers(resources.num_threads) if self._share > 1 else None
         self._slots = Slots(staging, self._device, self._stages, profile)
+        self._proofs = Proofs(source, self._stages, profile, "finish")
         self._lock = threading.Lock()
         self._lanes = threading.local()
         self._jobs: list[_Job] = []
@@ -154,7 +158,8 @@ class Executor:
         job.num_left = 1
         piece_bytes = min(self._staging.slot_bytes, _SHARE_BYTES)
         for item in cut(job.group, self._staging.num_experts, piece_bytes):
-            flight = _Flight(job, item, self._slots.take())
+            flight = _Flight(job, item, self._slots.take(), self._proofs.begin(item))
+            job.sources |= flight.sources
             with self._lock:
                 job.num_left += 1
             self._read_ahead(flight)
@@ -202,7 +207,7 @@ class Executor:
 
     def _encode(self, flight: _Flight, batch: Batch) -> None:
         lane = self._lane()
-        with entered(lane):
+        with entered(lane), self._proofs.first(flight.sources):
             produced = produce(self._source, batch, flight.raw, lane, flight.slot)
         if produced.wait is None:
             self._collect(flight, batch, lane, produced)
@@ -222,12 +227,13 @@ class Executor:
 
     def _collect(self, flight: _Flight, batch: Batch, lane: Lane, produced: Produced) -> None:
         """Take what comes back, once it is there; have it done again where a check that was put off finds something."""
-        try:
-            costs = _awaited(produced)
-        except DoubtfulError:
-            with entered(lane):
-                produced = produce(self._source, batch, flight.raw, lane, flight.slot, is_careful=True)
-                costs = _awaited(produced)
+        with self._proofs.first(flight.sources):
+            try:
+                costs = produced.costs()
+            except DoubtfulError:
+                with entered(lane):
+                    produced = produce(self._source, batch, flight.raw, lane, flight.slot, is_careful=True)
+                    costs = produced.costs()
         with self._lock:
             for index, expert in enumerate(batch.experts):
                 flight.job.costs[expert] = {role: of_role[index] for role, of_role in costs.items()}
@@ -281,15 +287,10 @@ class Executor:
 
     def _publish(self, job: _Job) -> None:
         """Give a group's files their names and put them down in the journal, one group after the other."""
+        self._proofs.settle(job.sources)
         self._writer(job).publish()
         records = [job.files[file.path] for file in job.group.files]
         self._folder.record(JournalEntry(job.group.name, records, measured(job.group, job.costs)))
         job.is_done = True
         self._meter.finish(job.group.name)
         self._stages.tell()
-
-
-def _awaited(produced: Produced) -> dict[str, list[Cost]]:
-    if produced.wait is not None:
-        produced.wait()
-    return produced.costs()

@@ -27,7 +27,9 @@ class Produced:
     _measured: list[torch.Tensor]
 
     def costs(self) -> dict[str, list[Cost]]:
-        """What each matrix lost by role; see `EncodedBatch`."""
+        """What each matrix lost by role, once `wait` has returned; see `EncodedBatch`."""
+        if self.wait is not None:
+            self.wait()
         return self._encoded.costs(self._measured)
 
 

@@ -206,7 +206,9 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     loose = _write_loose_files(source, plan, folder.root)
     measured = {name: entry.measured for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
-    folder.seal(sealed(build_manifest(source, plan, measured, [*records, *loose], work.scales)))
+    manifest = sealed(build_manifest(source, plan, measured, [*records, *loose], work.scales))
+    source.guard.check_unchanged()
+    folder.seal(manifest)
 
 
 def _help(work: _Work, team: Team) -> _Outcome:
@@ -263,6 +265,8 @@ def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[st
 def _write_loose_files(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
     """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards."""
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
+    for record in written:
+        source.guard.compare(record.path, record.sha256)
     if plan.request.importance is not None:
         written.append(write_whole(root, artifact.IMPORTANCE, plan.request.importance.data))
     written.append(write_whole(root, artifact.CONFIG, json_bytes(artifact_config(source, plan))))

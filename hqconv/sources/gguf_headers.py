@@ -59,7 +59,7 @@ class GgufHeaders(SafetensorsHeaders):
         self._of_gguf: dict[str, TensorRef] = {}
         files = list(self.files)
         for path in _gguf_files(root):
-            status = path.stat()
+            status = self.guard.look(path.name)
             refs, sha256 = read_header(path, len(files))
             self._add(refs)
             files.append(SourceFile(path.name, status.st_size, sha256, status.st_mtime_ns))

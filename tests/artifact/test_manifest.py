@@ -128,8 +128,18 @@ def test_details_that_are_none(name: str, good: Path, tmp_path: Path) -> None:
 
 def test_a_source_whose_manifest_lists_no_files(good: Path, tmp_path: Path) -> None:
     out = edited(good, tmp_path / "in", lambda words: words.update(files={}))
-    with pytest.raises(HqconvError, match="no file for a rank"):
+    with pytest.raises(HqconvError, match=r"does not list a file(.|\n)*config\.json"):
         run(out, tmp_path / "out", "source")
+
+
+def test_a_source_whose_manifest_lists_no_rank_files(good: Path, tmp_path: Path) -> None:
+    def forget(words: dict[str, Any]) -> None:
+        words["files"] = {
+            name: one for name, one in words["files"].items() if not name.startswith("experts/")
+        }
+
+    with pytest.raises(HqconvError, match="no file for a rank"):
+        run(edited(good, tmp_path / "in", forget), tmp_path / "out", "source")
 
 
 @pytest.mark.parametrize("fields", [{"b_dtype": "uint77"}, {}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from hqconv.errors import VerificationError
 from hqconv.schemas.recipe import load_recipe
 from hqconv.serving.place import Place
 from hqconv.serving.served import open_served
-from tests.make.conversions import manifest, run
+from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 
 BLOCKS = [f"model.layers.{layer}.mlp.experts" for layer in range(3)]
@@ -57,7 +56,7 @@ def edited(made: Path, folder: Path, edit: Callable[[dict[str, Any]], object]) -
     edit(words)
     shutil.copytree(made, folder, copy_function=lambda source, copy: Path(copy).hardlink_to(source))
     (folder / "hqconv.json").unlink()
-    (folder / "hqconv.json").write_text(json.dumps(words))
+    write_manifest(folder, words)
     return folder
 
 

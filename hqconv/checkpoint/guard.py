@@ -1,0 +1,125 @@
+"""Whether a source's files are still what they were when it was opened, and what an artifact's manifest lists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hqconv.checkpoint.digest import sha256_of
+from hqconv.errors import InputError
+from hqconv.schemas.artifact import COMPANIONS, CONFIG, INDEX, MANIFEST
+
+_KEEP = "Keep the source as it is during a conversion. Then go on with --resume, which refuses where that is not safe."
+# Of a file with the size and time that a journal knows.
+_ANEW = "Keep the source as it is during a conversion, and start anew with --overwrite."
+_AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
+
+
+class Guard:
+    """What the files below `root` were when they were first looked at, by names relative to it.
+
+    Of an artifact also what its manifest lists. `prove`, `compare` and `check_unchanged` may be called by any thread.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._seen: dict[str, os.stat_result] = {}
+        self._listed: Mapping[str, Mapping[str, Any]] | None = None
+
+    def look(self, name: str) -> os.stat_result:
+        """Remember what a file is now; to be asked before its bytes are read. Raises OSError where there is none."""
+        status = (self._root / name).stat()
+        return self._seen.setdefault(name, status)
+
+    def look_if_there(self, names: Iterable[str]) -> None:
+        """`look` at those of the files that are there."""
+        for name in names:
+            if (self._root / name).is_file():
+                self.look(name)
+
+    def check_unchanged(self, names: Iterable[str] | None = None) -> None:
+        """Compare files that were looked at, all of them or some, with what they were: size, time, inode and device.
+
+        Raises InputError that names the first one which is another now, or is gone.
+        """
+        for name in list(self._seen) if names is None else names:
+            before = self._seen[name]
+            try:
+                now = (self._root / name).stat()
+            except OSError as error:
+                raise self._changed(name, before, error.strerror, _KEEP) from error
+            if _identity(now) != _identity(before):
+                is_new = _identity(now)[:2] == _identity(before)[:2]
+                raise self._changed(name, before, _words(now), _ANEW if is_new else _KEEP)
+
+    def _changed(self, name: str, before: os.stat_result, found: str | None, remedy: str) -> InputError:
+        what, where = "A file of the source changed during the conversion.", str(self._root / name)
+        return InputError(what, where=where, expected=_words(before), found=found, remedy=remedy)
+
+    # --- an artifact's files
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is a manifest that says what the files' bytes are."""
+        return self._listed is not None
+
+    def hold_to(self, listed: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have an artifact's files held to what its manifest lists: name → `size_bytes` and `sha256`.
+
+        Those that were looked at must be listed, and have that size; the config and the index, which were read by now,
+        that digest too. Raises InputError.
+        """
+        self._listed = listed
+        for name, status in self._seen.items():
+            if name == MANIFEST or self._is_beside(name):
+                continue
+            size_bytes = self._entry(name)["size_bytes"]
+            if status.st_size != size_bytes:
+                raise self._differs(name, f"{size_bytes} bytes", f"{status.st_size} bytes")
+        for name in sorted(self._seen.keys() & {CONFIG, INDEX}):
+            self.prove(name)
+
+    def prove(self, name: str) -> None:
+        """Hash a whole file of an artifact. Raises InputError where it is not the one that the manifest lists."""
+        try:
+            sha256 = sha256_of(self._root / name)
+        except OSError as error:
+            what, where = "A file of the source cannot be read.", str(self._root / name)
+            raise InputError(what, where=where, found=error.strerror or error, remedy=_AGAIN) from error
+        self.compare(name, sha256)
+
+    def compare(self, name: str, sha256: str) -> None:
+        """The same of a file that was hashed while it was read; of other sources than artifacts nothing is known."""
+        if self._listed is None or self._is_beside(name):
+            return
+        expected = self._entry(name)["sha256"]
+        if sha256 != expected:
+            raise self._differs(name, f"sha256 {expected}", f"sha256 {sha256}")
+
+    def _is_beside(self, name: str) -> bool:
+        """Whether it is a README or the like, that people put beside an artifact's files."""
+        return name in COMPANIONS and name not in (self._listed or ())
+
+    def _entry(self, name: str) -> Mapping[str, Any]:
+        assert self._listed is not None
+        if name not in self._listed:
+            what, where = "The artifact's manifest does not list a file.", str(self._root / name)
+            expected = "none that is read but those, and README.md and its like"
+            remedy = "Take away what is not the artifact's; if it is, copy or convert the artifact again."
+            raise InputError(what, where=where, expected=expected, remedy=remedy)
+        return self._listed[name]
+
+    def _differs(self, name: str, expected: str, found: str) -> InputError:
+        what, where = "A file of the artifact is not what its manifest lists.", str(self._root / name)
+        return InputError(what, where=where, expected=expected, found=found, remedy=_AGAIN)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
+def _words(status: os.stat_result) -> str:
+    size, mtime, inode, device = _identity(status)
+    return f"{size} bytes, mtime {mtime} ns, inode {inode} on device {device}"

@@ -1,0 +1,70 @@
+"""The source's files that the groups at work come from: hashed where they are an artifact's, and compared once more.
+
+A group is put down as finished only after that, so that a resumed conversion keeps nothing made of other bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from hqconv.errors import InputError
+from hqconv.pipeline.batches import Batch, Piece
+from hqconv.pipeline.profile import Profile
+from hqconv.pipeline.stages import Stages
+from hqconv.sources.source import Source
+
+
+class Proofs:
+    """What of a source is proven. `begin` is for the thread that feeds the stages, the rest for any."""
+
+    def __init__(self, source: Source, stages: Stages, profile: Profile, stage: str) -> None:
+        """stage: whose threads hash."""
+        self._source, self._stages, self._profile, self._stage = source, stages, profile, stage
+        self._begun: set[str] = set()
+        self._whole: set[str] = set()
+
+    def begin(self, item: Batch | Piece) -> set[str]:
+        """The names of the files that an item is read from. An artifact's are hashed meanwhile, each once."""
+        files = [self._source.files[number] for number in _numbers(item, self._source.reads_ahead)]
+        for file in files if self._source.guard.is_held else ():
+            if file.name not in self._begun:
+                self._begun.add(file.name)
+                self._stages.start(self._stage, file.size_bytes, self._prove, file.name)
+        return {file.name for file in files}
+
+    def _prove(self, name: str) -> None:
+        self._source.guard.prove(name)
+        self._whole.add(name)
+        self._stages.tell()
+
+    def settle(self, names: Collection[str]) -> None:
+        """Wait until files are proven, and compare them with what they were. Raises InputError for the first other."""
+        if self._source.guard.is_held:
+            with self._profile.waiting("digests of the source"):
+                self._stages.wait(lambda: self._whole.issuperset(names))
+        self._source.guard.check_unchanged(names)
+
+    @contextmanager
+    def first(self, names: Collection[str]) -> Iterator[None]:
+        """What is wrong with the files themselves comes before what was found in their bytes."""
+        try:
+            yield
+        except InputError:
+            self._source.guard.check_unchanged(names)
+            for name in sorted(set(names) - self._whole) if self._source.guard.is_held else ():
+                self._source.guard.prove(name)
+            raise
+
+
+def _numbers(item: Batch | Piece, reads_ahead: bool) -> set[int]:
+    """The files of an item's tensors; of a block's first experts also those of its activation scales."""
+    if isinstance(item, Piece):
+        return {ref.file for ref, _, _ in item.spans}
+    block = item.planned.block
+    numbers = {
+        ref.file for refs in block.input_scales.refs.values() for ref in refs if not item.experts.start
+    }
+    if reads_ahead:
+        return numbers | {ref.file for ref, _ in item.layout.ranges}
+    return numbers | {ref.file for expert in item.experts for ref in block.refs(expert)}
