@@ -79,7 +79,7 @@ def check_counts(name: str, count: int, top_k: int) -> None:
     """There are experts that a grid can deal, and as many as serve a token."""
     if not 0 < count <= MAX_COUNT:
         raise contradiction("A block has too many experts, or none.", name, f"1 to {MAX_COUNT}", count)
-    if top_k > count:
+    if top_k > count > 1:  # a single expert serves every token, whatever the config says
         what = "More experts serve a token than a block has."
         raise contradiction(what, name, f"at most {count} experts per token", top_k)
 
