@@ -198,7 +198,10 @@ class Facts:
         )
         if not (0 < num_experts <= MAX_COUNT and 0 < hidden < MAX_SIZE and 0 < inner < MAX_SIZE):
             raise _impossible(name, f"{num_experts} experts, hidden {hidden}, intermediate {inner}")
-        if not (-1 <= words["layer"] < MAX_SIZE and 0 < words["top_k"] <= num_experts):
+        if not (
+            -1 <= words["layer"] < MAX_SIZE
+            and 0 < words["top_k"] <= (num_experts if num_experts > 1 else MAX_SIZE)
+        ):
             raise _impossible(name, f"layer {words['layer']}, {words['top_k']} experts per token")
         try:
             sizes = (num_experts, hidden, inner)
