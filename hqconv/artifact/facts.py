@@ -193,18 +193,8 @@ class Facts:
         Raises VerificationError for facts that cannot be true.
         """
         words, family = self.blocks[name], self.family
-        num_experts, hidden, inner = (
-            words[key] for key in ("num_experts", "hidden_size", "intermediate_size")
-        )
-        if not (0 < num_experts <= MAX_COUNT and 0 < hidden < MAX_SIZE and 0 < inner < MAX_SIZE):
-            raise _impossible(name, f"{num_experts} experts, hidden {hidden}, intermediate {inner}")
-        if not (
-            -1 <= words["layer"] < MAX_SIZE
-            and 0 < words["top_k"] <= (num_experts if num_experts > 1 else MAX_SIZE)
-        ):
-            raise _impossible(name, f"layer {words['layer']}, {words['top_k']} experts per token")
+        sizes = num_experts, hidden, inner = _sizes(name, words)
         try:
-            sizes = (num_experts, hidden, inner)
             pads = family.pads_last_rank
             check_grid(name, *sizes, self.schema_of(name), self.request.grid, pads_last_rank=pads)
         except RequestError as error:
@@ -273,6 +263,17 @@ class Facts:
     def blocks(self) -> dict[str, dict[str, Any]]:
         """The manifest's words on each MoE block, in its order."""
         return dict(self.manifest["blocks"])
+
+
+def _sizes(name: str, words: dict[str, Any]) -> tuple[int, int, int]:
+    """Experts, hidden and intermediate size of one block. Raises VerificationError for numbers that cannot be."""
+    experts, hidden, inner = (words[key] for key in ("num_experts", "hidden_size", "intermediate_size"))
+    if not (0 < experts <= MAX_COUNT and 0 < hidden < MAX_SIZE and 0 < inner < MAX_SIZE):
+        raise _impossible(name, f"{experts} experts, hidden {hidden}, intermediate {inner}")
+    most = experts if experts > 1 else MAX_SIZE  # a single expert serves every token, whatever top_k says
+    if not (-1 <= words["layer"] < MAX_SIZE and 0 < words["top_k"] <= most):
+        raise _impossible(name, f"layer {words['layer']}, {words['top_k']} experts per token")
+    return experts, hidden, inner
 
 
 def _impossible(key: str, found: object) -> VerificationError:
