@@ -99,11 +99,20 @@ def test_a_verification_stops(
     number: Signals, model: Path, commands: Commands, whole: tuple[Path, float]
 ) -> None:
     asked = ("verify", whole[0], "--source", model, "--device", "cpu", "--threads", "2")
-    draw, seconds = random.Random(f"verify {number}"), commands.run(*asked).seconds
-    for _ in range(3):
+    draw, seconds, num_stopped = random.Random(f"verify {number}"), commands.run(*asked).seconds, 0
+    for _ in range(9):
         ended = commands.run(*asked, number=number, seconds=draw.uniform(0, 0.9 * seconds))
-        assert (ended.code, ended.stdout, ended.stderr) == (128 + number, "", NOTHING)
         assert ended.seconds_after < 2
+        if ended.code == 0:  # quicker this time, and done already
+            assert ended.seconds_after < 0.5
+            assert ended.stdout.endswith("kernel\n")
+            seconds = ended.seconds - ended.seconds_after
+            continue
+        assert (ended.code, ended.stdout, ended.stderr) == (128 + number, "", NOTHING)
+        num_stopped += 1
+        if num_stopped == 3:
+            return
+    raise AssertionError("it was stopped less than three times in nine")
 
 
 # --- the start of a process --------------------------------------------------------------------------------
