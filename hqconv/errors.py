@@ -7,7 +7,7 @@ HqconvError                      anything the user can act on
 ├── OutputError            (4)   the output exists, another process is at work on it, or the disk failed
 └── NetworkError           (5)   the Hub cannot be reached or failed: the same command may work later
 
-What is none of these is a bug of hqconv and ends with EXIT_BUG.
+What is none of these is a bug of hqconv and ends with EXIT_BUG; a signal ends with 128 and its number.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect as inspection
 import io
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -18,17 +17,21 @@ import typer
 
 import hqconv
 from hqconv import api
+from hqconv.cli import leftovers, stopping
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.profile import profile_writer
+from hqconv.cli.text import say
 from hqconv.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     HqconvError,
     OutputError,
+    RequestError,
     VerificationError,
     printable,
 )
 from hqconv.pipeline.environment import in_team, is_first
+from hqconv.serving.kernels import folder_beside
 
 if TYPE_CHECKING:
     from hqconv.planning.plan import Plan
@@ -40,7 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_NOTHING = "Interrupted. Nothing was written."
 Version = Annotated[bool, typer.Option("--version", help="Show the version.")]
 
 
@@ -55,10 +57,10 @@ def _one_message() -> Iterator[None]:
         sys.stdout.flush()
     except HqconvError as error:
         raise _fail(f"error: {error.message()}", error.exit_code) from None
-    except KeyboardInterrupt as interrupt:
-        raise _fail(str(interrupt) or _NOTHING, EXIT_INTERRUPTED) from None
+    except KeyboardInterrupt:  # raised by a library: the user's own never comes here
+        raise _fail(stopping.words(), EXIT_INTERRUPTED) from None
     except BrokenPipeError:  # the reader of stdout went away: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _lead_nowhere()
         raise typer.Exit(OutputError.exit_code) from None
     except OSError as error:
         place = f"\n  where: {error.filename}" if error.filename else ""
@@ -78,6 +80,12 @@ def _fail(text: str, exit_code: int) -> typer.Exit:
     with suppress(OSError):  # a full disk under stderr
         print(printable(text), file=sys.stderr, flush=True)
     return typer.Exit(exit_code)
+
+
+def _lead_nowhere() -> None:
+    """What stdout still holds goes to /dev/null, so that Python does not fail over it at its end."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -122,9 +130,13 @@ def convert(
     if not is_first():  # of several processes the first speaks
         profile, json, quiet = None, False, True
     write_profile = profile_writer(profile)
-    from hqconv.cli.progress import ConversionProgress, say
+    from hqconv.cli.progress import ConversionProgress
 
-    places: list[Path] = []
+    nothing = leftovers.of_source(options["src"])
+    stopping.expect(nothing)
+    if options["out"] is not None:
+        with suppress(OSError, ValueError):  # a place that cannot be is refused by its name
+            stopping.expect(*leftovers.of_output(Path(options["out"]), nothing))
     said: list[str] = []
 
     def warn(warnings: Iterable[str]) -> None:
@@ -134,21 +146,17 @@ def convert(
                 say(f"warning: {warning}")
 
     def on_plan(planned: Plan, place: Path) -> None:
-        _end_at_once(False)
-        places.append(place)
+        stopping.expect(*leftovers.of_output(place, nothing))
         warn(planned.warnings)
 
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    try:
-        with ConversionProgress(quiet=quiet) as progress:
-            report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=in_team())
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_interrupted(places)) from None
+    with ConversionProgress(quiet=quiet) as progress:
+        report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=in_team())
     warn(report.warnings)
     write_profile(report.profile)
     if json or not quiet:
-        _show(report.words(), json=json)
+        _report(report.words(), json=json)
 
 
 def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
@@ -158,43 +166,6 @@ def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
         for function in (api.plan, api.describe_plan)
     )
     return api.describe_plan(api.plan(**of_plan), **of_words)
-
-
-def _end_at_once(is_wanted: bool) -> None:
-    """Whether Ctrl-C ends the process on the spot: until something is written, and while libraries are loaded.
-
-    Some of them catch the interrupt while they are imported, and go on half loaded.
-    """
-    if signal.getsignal(signal.SIGINT) in (
-        _die,
-        signal.default_int_handler,
-    ):  # else it is ignored: a background job
-        signal.signal(signal.SIGINT, _die if is_wanted else signal.default_int_handler)
-
-
-def _die(*_: object) -> None:
-    with suppress(OSError):
-        print(_NOTHING, file=sys.stderr, flush=True)
-    os._exit(EXIT_INTERRUPTED)
-
-
-def _interrupted(places: list[Path]) -> str:
-    """What an interrupted conversion left, and how to go on."""
-    if not places:
-        return _NOTHING
-    from hqconv.artifact.manifest import is_artifact
-    from hqconv.pipeline.folder import place_of_work
-
-    out = places[0]
-    if not (is_artifact(out) or place_of_work(out)):
-        return _NOTHING
-    if place_of_work(out) is None:
-        return f"Interrupted. {out} holds a finished artifact."
-    state = "still holds the old artifact; the new one" if is_artifact(out) else "is no artifact yet; it"
-    return (
-        f"Interrupted. {out} {state} is unfinished.\n"
-        "  what to do: run the same command with --resume to go on, or with --overwrite to start anew"
-    )
 
 
 def _show(words: dict[str, Any], *, json: bool) -> None:
@@ -207,6 +178,18 @@ def _show(words: dict[str, Any], *, json: bool) -> None:
         render.show(words)
 
 
+def _report(words: dict[str, Any], *, json: bool) -> None:
+    """`_show` what was done: it is done, and the exit code says so, also where nobody can read of it."""
+    try:
+        _show(words, json=json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _lead_nowhere()
+    except (OSError, UnicodeError) as error:
+        _lead_nowhere()
+        say(f"warning: The report could not be written to stdout: {error}.")
+
+
 @app.command()
 @_guarded
 @takes(api.verify, "json", is_artifact=True)
@@ -215,7 +198,7 @@ def verify(*, checks: str | None, layers: str | None, tokens: str, json: bool, *
     report = api.verify(
         **options, checks=parse_checks(checks), layers=parse_layers(layers), tokens=parse_tokens(tokens)
     )
-    _show(report.words(), json=json)
+    _report(report.words(), json=json)
     if not report.passed:
         raise typer.Exit(VerificationError.exit_code)
 
@@ -225,9 +208,9 @@ def verify(*, checks: str | None, layers: str | None, tokens: str, json: bool, *
 @takes(api.warm, "json", is_artifact=True)
 def warm(*, json: bool, **options: Any) -> None:
     """Compile the kernels that serving an artifact needs, on any machine with the CUDA compiler."""
-    from hqconv.cli.progress import say
-
-    _show(api.warm(**options, announce=say), json=json)
+    kernels: Path | None = options["kernels"]
+    stopping.expect(*leftovers.of_kernels(kernels or folder_beside(options["out"])))
+    _report(api.warm(**options, announce=say), json=json)
 
 
 @app.command()
@@ -252,7 +235,7 @@ def main() -> None:
     """Entry point of the `hqconv` command."""
     from hqconv.checkpoint.descriptors import raise_limit
 
-    _end_at_once(True)
+    stopping.listen()
     raise_limit()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-
@@ -260,4 +243,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # terminals that know fewer letters
-    app(prog_name="hqconv")
+    try:
+        app(prog_name="hqconv")
+    except OSError:  # nobody could be told that the command line is wrong
+        sys.exit(RequestError.exit_code)

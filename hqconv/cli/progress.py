@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
+from hqconv.cli import stopping
+from hqconv.cli.text import say
 from hqconv.errors import printable_line
 from hqconv.pipeline.progress import Progress
 
 _PLAIN_INTERVAL_S = 5.0
+_NO_BAR = "\r\x1b[2K\x1b[?25h"  # the line is cleared, and the cursor shown again
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -33,11 +37,6 @@ def human_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def say(text: str) -> None:
-    """One message on stderr."""
-    print(printable_line(text), file=sys.stderr, flush=True)
-
-
 def line_of(done: Progress, seconds: float) -> str:
     """`1.20 GB of 4.00 GB  0.52 GB/s  0:05 left  (3/12) model.layers.3.mlp.experts` after `seconds` of work.
 
@@ -53,7 +52,7 @@ def line_of(done: Progress, seconds: float) -> str:
 class ConversionProgress:
     """A live bar where stderr is a terminal, a plain line every few seconds elsewhere, nothing if quiet.
 
-    `update` is `hqconv.convert`'s callback. It never fails: a closed stderr ends the progress, not the conversion.
+    `update` is `hqconv.convert`'s callback. It never fails: a closed stderr ends no conversion.
     """
 
     def __init__(self, *, quiet: bool) -> None:
@@ -70,12 +69,16 @@ class ConversionProgress:
 
     def __enter__(self) -> ConversionProgress:
         if self._bar is not None:
-            self._bar.start()
+            stopping.put_before(_NO_BAR)
+            with suppress(OSError):
+                self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
+            stopping.put_before("")
 
     def update(self, done: Progress) -> None:
         """Show how far the conversion is."""
@@ -85,10 +88,8 @@ class ConversionProgress:
         if self._bar is not None:
             line = printable_line(line_of(done, now - self._started_s))
             total = max(done.total_bytes, 1)
-            self._bar.update(self._task, completed=done.done_bytes, total=total, description=line)
+            with suppress(OSError):
+                self._bar.update(self._task, completed=done.done_bytes, total=total, description=line)
         elif now - self._last_line_s >= _PLAIN_INTERVAL_S:
             self._last_line_s = now
-            try:
-                say(line_of(done, now - self._started_s))
-            except OSError:
-                self._quiet = True
+            say(line_of(done, now - self._started_s))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from hqconv.errors import printable, printable_line
 
 _MANY_LINES = ("notes", "obstacle")  # keys of texts that hold messages of ours
+
+
+def say(text: str) -> None:
+    """One message on stderr, which never fails: nobody may be there to read it."""
+    with suppress(OSError, ValueError):
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def printable_words(words: Any, key: str = "") -> Any:

@@ -1,0 +1,224 @@
+"""Every exit code of the documents' table, and that what becomes of stdout changes none that was reached."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hqconv import errors
+from hqconv.cli import app as cli
+from hqconv.cli.app import app
+from hqconv.pipeline import run as conversion
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+from tests.make.stopping import environment
+
+SIGNALS = {130: "INT", 143: "TERM", 129: "HUP"}
+OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    assert call("convert", model, "-o", out, *OPTIONS).exit_code == 0
+    return out
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+# --- one way to each code ----------------------------------------------------------------------------------
+
+Place = tuple[Path, Path, Path, pytest.MonkeyPatch]  # model, artifact, an empty folder
+
+
+def done(place: Place) -> int:
+    return int(call("convert", place[0], "-o", place[2] / "out", *OPTIONS).exit_code)
+
+
+def not_verified(place: Place) -> int:
+    out = place[2] / "out"
+    assert done(place) == 0
+    with next(out.glob("*.safetensors")).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    result = call("verify", out, "--device", "cpu")
+    assert "FAIL" in result.stdout
+    return int(result.exit_code)
+
+
+def impossible(place: Place) -> int:
+    return int(call("convert", place[0], "-o", place[2] / "out", *OPTIONS, "--tp", 3).exit_code)
+
+
+def cut_off(place: Place) -> int:
+    source = place[2] / "model"
+    write_qwen3_moe(source)
+    data = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(data[:-1])
+    return int(call("convert", source, "-o", place[2] / "out", *OPTIONS).exit_code)
+
+
+def taken(place: Place) -> int:
+    return int(call("convert", place[0], "-o", place[1], *OPTIONS).exit_code)
+
+
+def no_network(place: Place) -> int:
+    def fail(*_: object, **__: object) -> None:
+        raise errors.NetworkError("The Hub does not answer.")
+
+    place[3].setattr("hqconv.checkpoint.hub.fetch", fail)
+    place[3].setattr("huggingface_hub.snapshot_download", fail)
+    return int(call("convert", "org/model", "-o", place[2] / "out", *OPTIONS).exit_code)
+
+
+def our_bug(place: Place) -> int:
+    def fail(*_: object, **__: object) -> None:
+        raise RecursionError
+
+    place[3].setattr(conversion, "convert", fail)
+    return done(place)
+
+
+def signalled(number: int) -> Callable[[Place], int]:
+    def stop(_: Place) -> int:
+        code = "import os, signal, time\nfrom hqconv.cli import stopping\nfor n in (1, 2, 15):\n"
+        code += "    signal.signal(n, signal.SIG_DFL)\nstopping.listen()\n"
+        code += f"os.kill(os.getpid(), signal.SIG{SIGNALS[number]})\ntime.sleep(60)"
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment(), capture_output=True, check=False
+        ).returncode
+
+    return stop
+
+
+WAYS: dict[int, Callable[[Place], int]] = {
+    0: done,
+    1: not_verified,
+    2: impossible,
+    3: cut_off,
+    4: taken,
+    5: no_network,
+    70: our_bug,
+    **{number: signalled(number) for number in SIGNALS},
+}
+
+
+@pytest.mark.parametrize("code", WAYS)
+def test_exit_codes(
+    code: int, model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert WAYS[code]((model, made, tmp_path, monkeypatch)) == code
+
+
+def test_the_table_of_the_documents_is_this_one() -> None:
+    text = (REPO / "docs/usage.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    assert [int(code) for code in re.findall(r"^\| (\d+) ", text, re.MULTILINE)] == [*WAYS]
+    kinds = (
+        errors.VerificationError,
+        errors.RequestError,
+        errors.InputError,
+        errors.OutputError,
+        errors.NetworkError,
+    )
+    assert [kind.exit_code for kind in kinds] == [1, 2, 3, 4, 5]
+
+
+# --- what becomes of stdout --------------------------------------------------------------------------------
+
+# A name that no ASCII terminal knows is in the summary: that of the output.
+STREAMS = {
+    "ascii": ("", {"PYTHONIOENCODING": "ascii"}),
+    "ascii, strictly": ("", {"PYTHONIOENCODING": "ascii:strict"}),
+    "the C locale": ("", {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
+    "closed": (">&-", {}),
+    "all closed": ("<&- >&- 2>&-", {}),
+    "full": (">/dev/full", {}),
+    "nobody reads": ("| true", {}),
+    "nobody reads JSON": ("--json | true", {}),
+    "nobody reads either": ("2>&1 | true", {}),
+}
+
+
+# The command with a conversion that is done at once: what follows it is real.
+DONE = """
+import json, sys, types
+from hqconv import api
+from hqconv.cli import app
+words = json.loads(sys.argv.pop(1))
+words["out"] = sys.argv[4]
+report = types.SimpleNamespace(words=lambda: words, warnings=["The gr\\u00f6\\u00dfe of it."], profile={})
+api.convert = lambda **_: report
+from hqconv.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def summary(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("summary") / "out"
+    return str(call("convert", model, "-o", out, *OPTIONS, "--json").stdout)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_finished_conversion_is_0_whatever_becomes_of_stdout(stream: str, summary: str) -> None:
+    more, variables = STREAMS[stream]
+    words = [sys.executable, "-c", DONE, summary, "convert", ".", "-o", "größe-日本", *OPTIONS]
+    shell = f"{shlex.join(words)} {more}\nexit ${{PIPESTATUS[0]}}"
+    run = {"env": environment(**variables), "capture_output": True, "check": False, "cwd": REPO}
+    done = subprocess.run(["bash", "-c", shell], **run)  # type: ignore[call-overload]
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    if more == "":
+        assert b"model.layers.1" in done.stdout or b"quantized (2 blocks)" in done.stdout
+    if stream == "full":
+        assert b"warning: The report could not be written to stdout: " in done.stderr
+
+
+@pytest.mark.parametrize("more", ["", "2>&1 | true", "2>&-"])
+def test_a_wrong_command_line_is_2_whoever_reads(more: str) -> None:
+    words = shlex.join([sys.executable, "-m", "hqconv", "convert", "--nonsense"])
+    shell = f"{words} {more}\nexit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", shell], env=environment(), capture_output=True, check=False, cwd=REPO
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (2, False)
+
+
+FAILURES = (BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device"), OSError(5, "EIO"))
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=str)
+def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `verify` and `warm`; what only shows has failed if it cannot."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    class Report:
+        passed = False
+
+        def words(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr(cli, "_show", fail)
+    monkeypatch.setattr("hqconv.api.verify", lambda *_, **__: Report())
+    monkeypatch.setattr("hqconv.api.warm", lambda **_: {})
+    assert call("verify", "out").exit_code == 1
+    assert call("warm", "out").exit_code == 0
+    Report.passed = True
+    assert call("verify", "out").exit_code == 0
+    assert call("schemas").exit_code == 4

@@ -1,0 +1,163 @@
+"""The command in processes that are sent a signal at a chosen moment, and whether what they say then is true."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from hqconv.pipeline.folder import side_folder
+from hqconv.schemas.artifact import JOURNAL, MANIFEST
+from tests.make.places import REPO
+from tests.make.qwen import read_tree
+
+# One process imports everything once; each command runs in a fork of it, with signals as it takes them at its start.
+DRIVER = """
+import json, os, signal, sys, tempfile, time
+from pathlib import Path
+import hqconv.cli.progress, hqconv.cli.render
+from hqconv.backends.runtime import humming
+from hqconv.cli import app, stopping
+from hqconv.schemas.grid import Grid
+from tests.make.conversions import run
+
+def command(arguments, go):
+    for number in stopping.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+    sys.argv = ["hqconv", *arguments]
+    stopping.listen()
+    os.write(go, b"x")
+    code = 1
+    try:
+        app.main()
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        os._exit(code)
+
+humming()
+with tempfile.TemporaryDirectory() as folder:  # loads what is compiled, once for all children
+    run(Path(sys.argv[1]), Path(folder) / "warm", "mxfp4", Grid(2))
+print("ready", flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    ready, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        command(job["arguments"], go)
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(go)
+    begun = time.monotonic()
+    if job["number"]:
+        time.sleep(job["seconds"])
+        os.kill(child, job["number"])
+    sent = time.monotonic()
+    _, status = os.waitpid(child, 0)
+    now = time.monotonic()
+    print(json.dumps([os.waitstatus_to_exitcode(status), now - sent, now - begun]), flush=True)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """A command's, as users have it."""
+    kept = {key: value for key, value in os.environ.items() if key != "HQCONV_DEBUG"}
+    return {**kept, "PYTHONPATH": str(REPO), **more}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended. seconds_after: since its signal; seconds: since its start."""
+
+    code: int
+    seconds_after: float
+    seconds: float
+    stdout: str
+    stderr: str
+
+
+class Commands:
+    """Runs commands in forks of a process that imported everything once. `work` is theirs to write their output to."""
+
+    def __init__(self, src: Path, work: Path) -> None:
+        self._work = work
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(src)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=work,
+            env=environment(OMP_NUM_THREADS="1"),
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def run(self, *arguments: object, number: int = 0, seconds: float = 0.0) -> Ended:
+        """The command, which is sent signal `number` (0: none) after so many seconds."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        job = {"arguments": [*map(str, arguments)], "number": int(number), "seconds": seconds}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        code, after, whole = json.loads(self.process.stdout.readline())
+        said = [(self._work / name).read_text() for name in ("stdout", "stderr")]
+        return Ended(code, after, whole, *said)
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def problem_of(
+    ended: Ended,
+    number: Signals,
+    out: Path,
+    new: dict[str, bytes],
+    old: dict[str, bytes] | None,
+    before: dict[str, bytes],
+) -> str:
+    """What is wrong about a conversion that was sent a signal, "" for nothing.
+
+    new: the artifact that it makes. old: the one that it replaces, if any. before: all that lay beside `out` and in it.
+    """
+    lines = [line for line in ended.stderr.splitlines() if " GB/s " not in line]
+    if ended.seconds_after >= 2:
+        return f"it took {ended.seconds_after:.1f} s"
+    if ended.code == 0 and ended.seconds_after >= 1:
+        return "exit 0 long after the signal"
+    if ended.code == 0:
+        return "" if lines == [] and read_tree(out) == new else "exit 0 without the whole artifact"
+    if ended.code != 128 + number or ended.stdout.count("{") != ended.stdout.count("}"):
+        return f"exit {ended.code}: {ended.stderr}"
+    if len(lines) != 1 or not lines[0].startswith("Interrupted. "):
+        return f"not one line: {ended.stderr!r}"
+    if lines[0] == "Interrupted. Nothing was written.":
+        is_true = read_tree(out.parent) == before
+    else:
+        is_true = _is_true(lines[0], out, new, old)
+    return "" if is_true else f"not true: {lines[0]}"
+
+
+def _is_true(line: str, out: Path, new: dict[str, bytes], old: dict[str, bytes] | None) -> bool:
+    found = read_tree(out)
+    has_journal = [(folder / JOURNAL).exists() for folder in (out, side_folder(out))]
+    if "old artifact; the new one is unfinished" in line:
+        return found == old and has_journal == [False, True]
+    if "unfinished" in line:
+        return MANIFEST not in found and any(has_journal)
+    if "finished artifact" in line:
+        return {name: data for name, data in found.items() if name != JOURNAL} == new
+    return "holds the artifact that was there before" in line and found == old and not any(has_journal)
+
+
+def is_begun(out: Path) -> bool:
+    """Whether there is something that `--resume` goes on with, or tidies up."""
+    return (out / JOURNAL).exists() or side_folder(out).exists()
