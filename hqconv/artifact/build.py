@@ -15,6 +15,7 @@ from hqconv.planning.groups import PlannedBlock
 from hqconv.planning.plan import Plan
 from hqconv.planning.request import Request
 from hqconv.schemas import artifact
+from hqconv.schemas.content import SUMS
 from hqconv.sources.source import Source
 
 # Keys that are there only where they say something.
@@ -32,6 +33,14 @@ class FileRecord:
     path: str
     size_bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a block's conversion measured: the errors of each projection, and its content sums (`schemas/content`)."""
+
+    errors: dict[str, Any]
+    sums: dict[str, Any]
 
 
 def is_mixed(plan: Plan) -> bool:
@@ -94,13 +103,13 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
 def build_manifest(
     source: Source,
     plan: Plan,
-    measured: Mapping[str, dict[str, Any]],
+    measured: Mapping[str, Measured],
     files: Iterable[FileRecord],
     scales: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """The words of hqconv.json, in an order that does not depend on how the conversion went.
 
-    `measured`: each block's quantization error. `files`: every file but the manifest. `scales`: block → GEMM → the
+    `measured`: of each block. `files`: every file but the manifest. `scales`: block → GEMM → the
     static scale of its activations, of the blocks that have them.
     """
     return {
@@ -142,7 +151,7 @@ def first_difference(source: Source, plan: Plan, manifest: Mapping[str, Any]) ->
     return None
 
 
-def _block_words(group: PlannedBlock, errors: dict[str, Any], scales: Mapping[str, float]) -> dict[str, Any]:
+def _block_words(group: PlannedBlock, measured: Measured, scales: Mapping[str, float]) -> dict[str, Any]:
     block = group.block
     words: dict[str, Any] = {
         "layer": block.layer,
@@ -157,7 +166,8 @@ def _block_words(group: PlannedBlock, errors: dict[str, Any], scales: Mapping[st
         "source_format": block.format.words(),
         "source_parts": block.parts_words(),
         "conversion": group.encoding.conversion,
-        "quantization_error": errors,
+        "quantization_error": measured.errors,
+        SUMS: measured.sums,
     }
     for gemm, form in group.forms.items():
         words[gemm] = {

@@ -14,6 +14,7 @@ from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, 
 from hqconv.planning.encoding import RTN
 from hqconv.schemas import artifact
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.content import SUMS
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.regular import read_json
 from hqconv.schemas.serving import serve_command
@@ -123,4 +124,5 @@ def _manifest_block_words(words: Mapping[str, Any]) -> Words:
     except (AttributeError, KeyError, TypeError, ValueError):
         source = "unknown"
     activation = Activation.of_words(words).words(words["gated"])  # with what older manifests do not say
-    return {**words, **activation, "source_format": source}
+    shown = {key: value for key, value in words.items() if key != SUMS}
+    return {**shown, **activation, "source_format": source}

@@ -8,6 +8,9 @@ from typing import Any
 
 from hqconv.backends.quantize import Cost
 from hqconv.planning.groups import Group, PlannedBlock
+from hqconv.schemas.content import ContentSums
+
+Sums = Mapping[tuple[str, str], Sequence[int]]
 
 
 def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict[str, Any]:
@@ -33,12 +36,30 @@ def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict
     return errors
 
 
-def measured(group: Group, costs: Mapping[int, Mapping[str, Cost]]) -> dict[str, Any]:
-    """The quantization error per projection, by every expert's costs; of copied tensors nothing."""
-    if not isinstance(group, PlannedBlock):
-        return {}
-    each = [costs[expert] for expert in range(group.block.num_experts)]
-    return block_errors(each, is_coded=group.encoding.is_coded)
+class Measurements:
+    """What is measured of a block while its batches are done, in any order."""
+
+    def __init__(self) -> None:
+        self._costs: dict[int, dict[str, Cost]] = {}
+        self._sums = ContentSums()
+
+    def add(self, experts: Sequence[int], costs: Mapping[str, Sequence[Cost]], sums: Sums) -> None:
+        """Add a batch: by role what each matrix lost, and by role and tensor what each expert's comes to."""
+        for index, expert in enumerate(experts):
+            self._costs[expert] = {role: of_role[index] for role, of_role in costs.items()}
+            for (role, name), of_experts in sums.items():
+                self._sums.add(role, name, expert, of_experts[index])
+
+    def errors(self, group: Group) -> dict[str, Any]:
+        """The quantization error per projection, by every expert's costs; of copied tensors nothing."""
+        if not isinstance(group, PlannedBlock):
+            return {}
+        each = [self._costs[expert] for expert in range(group.block.num_experts)]
+        return block_errors(each, is_coded=group.encoding.is_coded)
+
+    def sums(self) -> dict[str, dict[str, str]]:
+        """The content sums (`schemas/content`)."""
+        return self._sums.words()
 
 
 def requantized_counts(costs: Sequence[Cost]) -> dict[str, int]:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.backends.helpers import Helpers
-from hqconv.backends.quantize import Cost
 from hqconv.checkpoint.descriptors import open_limit
 from hqconv.pipeline.batches import Batch, Piece, Run, cut, shares
-from hqconv.pipeline.costs import measured
+from hqconv.pipeline.costs import Measurements
 from hqconv.pipeline.devices import Lane, Slot, entered, make_lane
 from hqconv.pipeline.encode import DoubtfulError
 from hqconv.pipeline.input_scales import InputScales, create_files
@@ -46,13 +45,13 @@ _SHARE_BYTES = 16 << 20  # of a batch that one thread reads or writes, while oth
 
 @dataclass(eq=False)
 class _Job:
-    """A group on its way. What several threads count (`num_left`, `files`, `costs`) is under the executor's lock."""
+    """A group on its way. What several threads count (`num_left`, `files`, `measured`) is under the executor's lock."""
 
     group: Group
     writer: GroupWriter | None = None
     num_left: int = 0  # batches and pieces; one more until all are handed in
     files: dict[str, Any] = field(default_factory=dict)
-    costs: dict[int, dict[str, Cost]] = field(default_factory=dict)
+    measured: Measurements = field(default_factory=Measurements)
     sources: set[str] = field(default_factory=set)  # the files that it is read from
     is_done: bool = False
 
@@ -235,8 +234,7 @@ class Executor:
                     produced = produce(self._source, batch, flight.raw, lane, flight.slot, is_careful=True)
                     costs = produced.costs()
         with self._lock:
-            for index, expert in enumerate(batch.experts):
-                flight.job.costs[expert] = {role: of_role[index] for role, of_role in costs.items()}
+            flight.job.measured.add(batch.experts, costs, produced.sums())
         self._write_out(flight, produced.runs)
 
     def _writer(self, job: _Job) -> GroupWriter:
@@ -290,7 +288,9 @@ class Executor:
         self._proofs.settle(job.sources)
         self._writer(job).publish()
         records = [job.files[file.path] for file in job.group.files]
-        self._folder.record(JournalEntry(job.group.name, records, measured(job.group, job.costs)))
+        measured = job.measured
+        entry = JournalEntry(job.group.name, records, measured.errors(job.group), measured.sums())
+        self._folder.record(entry)
         job.is_done = True
         self._meter.finish(job.group.name)
         self._stages.tell()

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A finished group: its files, and what its conversion measured."""
+    """A finished group: its files, what its conversion measured, and of a block the content sums."""
 
     group: str
     files: list[FileRecord]
     measured: dict[str, Any]
+    sums: dict[str, Any] = field(default_factory=dict)
 
 
 class Journal:
@@ -214,9 +215,10 @@ def _parse_entry(line: bytes) -> JournalEntry | None:
         are_records = all(
             (type(f.path), type(f.size_bytes), type(f.sha256)) == (str, int, str) for f in files
         )
-        measured = words["measured"]
-        is_whole = are_records and isinstance(words["group"], str) and isinstance(measured, dict)
-        return JournalEntry(words["group"], files, measured) if is_whole else None
+        measured, sums = words["measured"], words["sums"]
+        are_words = isinstance(measured, dict) and isinstance(sums, dict)
+        is_whole = are_records and isinstance(words["group"], str) and are_words
+        return JournalEntry(words["group"], files, measured, sums) if is_whole else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hqconv.backends.assemble import gemm_tensors
+from hqconv.backends.content import expert_sums, sum_names
 from hqconv.backends.layout import to_kernel
 from hqconv.backends.quantize import Cost
 from hqconv.pipeline.batches import Batch, Run
@@ -25,12 +26,18 @@ class Produced:
     wait: Callable[[], None] | None
     _encoded: EncodedBatch
     _measured: list[torch.Tensor]
+    _sums: torch.Tensor
 
     def costs(self) -> dict[str, list[Cost]]:
         """What each matrix lost by role, once `wait` has returned; see `EncodedBatch`."""
         if self.wait is not None:
             self.wait()
         return self._encoded.costs(self._measured)
+
+    def sums(self) -> dict[tuple[str, str], list[int]]:
+        """Content sums of each expert, by role and tensor, once `costs` has returned; see `schemas/content`."""
+        names = sum_names(self._encoded.tensors)
+        return dict(zip(names, self._sums.tolist(), strict=True))
 
 
 def produce(
@@ -45,8 +52,9 @@ def produce(
         source, block, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful
     )
     runs = list(_kernel_runs(batch, done) if planned.forms else _packed_runs(batch, done))
-    host = lane.to_host([*done.measured, *(run.data for run in runs)], slot)
-    measured, data = host[: len(done.measured)], host[len(done.measured) :]
+    sums = expert_sums(done.tensors, planned.encoding.schema)
+    host = lane.to_host([sums, *done.measured, *(run.data for run in runs)], slot)
+    sums_bits, measured, data = host[0], host[1 : len(done.measured) + 1], host[len(done.measured) + 1 :]
     for run, one in zip(runs, data, strict=True):
         assert one.numel() == run.num_bytes, (planned.name, run.file, run.offset_bytes, run.num_bytes)
     return Produced(
@@ -54,6 +62,7 @@ def produce(
         lane.arrive(),
         done,
         [bits.view(torch.float64).view(one.shape) for bits, one in zip(measured, done.measured, strict=True)],
+        sums_bits.view(torch.int64).view(sums.shape),
     )
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, first_difference, json_bytes
+from hqconv.artifact.build import (
+    FileRecord,
+    Measured,
+    artifact_config,
+    build_manifest,
+    first_difference,
+    json_bytes,
+)
 from hqconv.artifact.manifest import read_manifest, requantized, scale_changes
 from hqconv.artifact.seal import sealed
 from hqconv.errors import OutputError
@@ -204,7 +211,7 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     for entry in () if work.team is None else work.team.collect():
         folder.record(entry)
     loose = _write_loose_files(source, plan, folder.root)
-    measured = {name: entry.measured for name, entry in folder.done.items()}
+    measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
     manifest = sealed(build_manifest(source, plan, measured, [*records, *loose], work.scales))
     source.guard.check_unchanged()

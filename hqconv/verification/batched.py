@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ from hqconv.pipeline.encode import EncodedBatch, encode_batch
 from hqconv.schemas.target import TargetSchema
 from hqconv.sources.raw import RawExperts, RawLayout
 from hqconv.verification.comparison import hash_of_rows, printed_rows
+from hqconv.verification.content import stack_totals
 from hqconv.verification.expert import Job, Original, Outcome
 from hqconv.verification.figures import figures_of, measure_stack
 
@@ -175,6 +176,7 @@ class BatchedJob:
             device = self._staging.device
             done = encode_batch(original.source, original.block, experts, raw, original.encoding, device)
         columns, prints, expected = [], {}, self._expected(done)
+        totals: dict[str, dict[str, torch.Tensor]] = {}
         for role, stack in stacks.items():
             wrong, values = stack.wrong, None
             if original is not None and raw is not None:
@@ -184,10 +186,13 @@ class BatchedJob:
                 values = rotate(values, schema.rotation) if schema.rotation else values
             figures = measure_stack(stack, values, schema, param, job.misread)
             columns += [figures, wrong.double().unsqueeze(1)]
+            totals[role] = stack_totals(stack, schema)
         rows = torch.cat(columns, 1).tolist()
         costs = {} if done is None else done.costs([one.cpu() for one in done.measured])
         hashes = {role: [hash_of_rows(one) for one in found.cpu().numpy()] for role, found in prints.items()}
-        return [self._outcome(i, rows[i], stacks, costs, hashes) for i in range(len(experts))]
+        outcomes = [self._outcome(i, rows[i], stacks, costs, hashes) for i in range(len(experts))]
+        note_totals(outcomes, totals)
+        return outcomes
 
     def _expected(self, done: EncodedBatch | None) -> dict[str, Stack]:
         """The source's projections, quantized, as the artifact has them."""
@@ -235,6 +240,20 @@ def _stack_reader(job: Job) -> StackReader | None:
         return StackReader(job.artifact, job.block, job.reader.good)
     except (HqconvError, OSError):
         return None
+
+
+def note_totals(outcomes: Sequence[Outcome | None], totals: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Add what each expert's tensors come to, by role; scales that were flushed cannot be told any more."""
+    for role, of_role in totals.items():
+        each = {name: sums.tolist() for name, sums in of_role.items()}
+        for index, outcome in enumerate(outcomes):
+            if outcome is not None:
+                is_lost = outcome.figures[role].num_flushed > 0
+                outcome.content[role] = {
+                    name: sums[index]
+                    for name, sums in each.items()
+                    if not (is_lost and name == "weight_scale")
+                }
 
 
 def _values(original: Original, experts: range, role: str, raw: RawExperts) -> torch.Tensor:

@@ -25,6 +25,7 @@ from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.target import TargetSchema
 from hqconv.sources.source import Source
 from hqconv.verification.comparison import GemmPlace, compare, fingerprint
+from hqconv.verification.content import Totals, totals_of
 from hqconv.verification.figures import Figures, measure
 from hqconv.verification.folded import Folding, folding_of, misread_code
 from hqconv.verification.result import Finding
@@ -34,12 +35,17 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Outcome:
-    """What was found of one expert. `expected`, `found`: fingerprints by role, `found` of what is not as expected."""
+    """What was found of one expert.
+
+    `expected`, `found`: fingerprints by role, `found` of what is not as expected. `content`: by role what the tensors
+    come to.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Figures] = field(default_factory=dict)
     expected: dict[str, bytes] = field(default_factory=dict)
     found: dict[str, bytes] = field(default_factory=dict)
+    content: dict[str, Totals] = field(default_factory=dict)
 
     def note(self, where: str, what: str, expected: object, found: object) -> None:
         """Note one thing that is wrong."""
@@ -88,6 +94,7 @@ class Job:
         for gemm in names.GEMMS:
             roles = [r for r in (("w1", "w3") if gemm == "w13" else ("w2",)) if r in self.block.roles]
             found = self._read(gemm, roles, expert, outcome)
+            outcome.content |= {role: totals_of(matrix, self.schema) for role, matrix in found.items()}
             try:
                 stored = self._read_source(roles, expert)
                 results = encode(stored, self.original.encoding) if self.original is not None else {}

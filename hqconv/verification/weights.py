@@ -23,6 +23,7 @@ from hqconv.schemas.target import TargetSchema
 from hqconv.sources.source import Source
 from hqconv.verification.ahead import ahead
 from hqconv.verification.batched import BatchedJob, Shared, Staging, plan_staging, why_not
+from hqconv.verification.content import against, check_content
 from hqconv.verification.expert import Job, Original, Outcome
 from hqconv.verification.figures import summarize
 from hqconv.verification.folded import folding_bytes
@@ -78,8 +79,9 @@ def check_weights(
         else:
             _check_batches(jobs, staging, pool, result)
     result.notes += _misread_notes(result)
-    against = "compared with the source" if source else "decoded; without a source no value can be wrong"
-    result.notes.insert(0, f"{len(blocks)} of {len(artifact.blocks)} blocks {against}")
+    result.notes.insert(
+        0, f"{len(blocks)} of {len(artifact.blocks)} blocks {against(artifact, blocks, source)}"
+    )
     return result
 
 
@@ -254,6 +256,9 @@ def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> Non
     """Bring together what was found of a block's experts."""
     for finding in (*job.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
+    is_good = not job.findings and not any(outcome.findings for outcome in outcomes)
+    if job.original is None or is_good:  # what is wrong the source tells better
+        check_content(job.artifact, job.block.name, [one.content for one in outcomes], result)
     _name_swapped(job.block, outcomes, result)
     figures = {
         role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures]

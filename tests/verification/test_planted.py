@@ -143,6 +143,87 @@ def test_a_manifest_that_was_written_by_another_hand(copy: Damaged) -> None:
     assert of_manifest(copy.root).findings == []
 
 
+# --- content sums: what is wrong without the source --------------------------------------------------------
+
+OTHERS = "What is read back is not what the conversion made"
+
+
+def unsourced(copy: Damaged) -> CheckResult:
+    copy.reseal()
+    files, weights = copy.check(with_source=False)
+    assert files.findings == []
+    return weights
+
+
+@pytest.mark.parametrize(("gemm", "roles"), [("w13", ("w1", "w3")), ("w2", ("w2",))])
+def test_swapped_experts_are_named_without_the_source(
+    copy: Damaged, gemm: str, roles: tuple[str, ...]
+) -> None:
+    for tp_rank in range(2):
+        copy.swap_experts(copy.rank_file(BLOCK, tp_rank, 1), (gemm,))
+    weights = unsourced(copy)
+    for role in roles:
+        found(weights, f"block {BLOCK}, {role}: weight", OTHERS, "experts 2 and 3 are swapped")
+    assert {f.where.split(", ")[1][:2] for f in weights.findings} == set(roles)
+
+
+def test_a_slice_of_another_rank_shows_without_the_source(copy: Damaged) -> None:
+    copy.swap_files(copy.rank_file(BLOCK, 0, 0), copy.rank_file(BLOCK, 1, 0))
+    found(unsourced(copy), f"block {BLOCK}, w2: weight", OTHERS)
+
+
+def test_one_expert_swapped_on_one_rank_shows_without_the_source(copy: Damaged) -> None:
+    copy.swap_experts(copy.path, ("w2",))
+    weights = unsourced(copy)
+    found(weights, f"block {BLOCK}, w2: weight_scale", OTHERS)
+    assert not any("are swapped" in finding.found for finding in weights.findings)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "name"), [("w2_weight", "w2: weight"), ("w13_weight_scale", "weight_scale")]
+)
+def test_one_bit_shows_without_the_source(copy: Damaged, tensor: str, name: str) -> None:
+    copy.flip(copy.path, f"{BLOCK}.{tensor}", local=1, byte=64)
+    weights = unsourced(copy)
+    assert len(weights.findings) == 1
+    found(weights, BLOCK, name, OTHERS)
+
+
+def test_sums_do_not_depend_on_ranks_layout_or_way(good: dict[str, Path], tmp_path: Path) -> None:
+    def sums(out: Path) -> list[Any]:
+        return [block["content_sums"] for block in manifest(out)["blocks"].values()]
+
+    run(good["src"], tmp_path / "one", SCHEMA, max_memory="128MiB", threads=1)
+    run(good["kernel"], tmp_path / "cut", "source", Grid(1, 4))
+    expected = sums(good["kernel"])
+    assert [sums(good["checkpoint"]), sums(tmp_path / "one"), sums(tmp_path / "cut")] == [expected] * 3
+    assert expected[0] != expected[1]
+    assert {len(total) for of_role in expected[0].values() for total in of_role.values()} == {16}
+
+
+@pytest.mark.parametrize("words", [{}, [], {"w1": 3}, {"w1": {}, "w2": {}, "w3": {}}, 7])
+def test_sums_that_are_none(copy: Damaged, words: Any) -> None:
+    copy.edit_manifest(lambda w: w["blocks"][BLOCK].update(content_sums=words))
+    found(copy.check(with_source=False)[1], f"hqconv.json: {BLOCK}: content_sums", OTHERS)
+
+
+def test_a_sum_that_is_another_one_shows_with_the_source_too(copy: Damaged) -> None:
+    copy.edit_manifest(lambda w: w["blocks"][BLOCK]["content_sums"]["w2"].update(weight="0" * 16))
+    for with_source in (True, False):
+        found(copy.check(with_source)[1], f"block {BLOCK}, w2: weight", OTHERS, "0" * 16)
+
+
+def test_an_older_artifact_has_no_sums(copy: Damaged) -> None:
+    def forget(words: dict[str, Any]) -> None:
+        for block in words["blocks"].values():
+            del block["content_sums"]
+
+    copy.edit_manifest(forget)
+    weights = copy.check(with_source=False)[1]
+    assert weights.findings == []
+    assert weights.notes[0] == "2 of 2 blocks decoded; without a source no value can be wrong"
+
+
 # --- words that can be worked out again --------------------------------------------------------------------
 
 
