@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hqconv.artifact.opening import open_headers, open_source, without_gc
+from hqconv.artifact.opening import open_headers, open_source, own_target, without_gc
 from hqconv.errors import OutputError, RequestError
 from hqconv.pipeline.options import (
     check_modes,
@@ -23,7 +23,7 @@ from hqconv.schemas.artifact import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.inputs import InputSchema
 from hqconv.schemas.recipe import Override
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.target import SOURCE, TargetSchema
 from hqconv.serving.warm import warm as warm
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def plan(
     Raises the errors that `convert` raises before it writes.
     """
     with open_headers(src, revision) as source:
-        on = choose_target(target, cuda, layout, choose_device(device))
+        own = own_target(source) if schema == SOURCE else None
+        on = choose_target(target, cuda, layout, choose_device(device), own)
         grid = Grid(tp, ep, expert_placement, redundant_experts)
         options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
         wanted = Wanted(*options, quantizer, importance)
@@ -119,11 +120,11 @@ def convert(
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
-    on = choose_target(target, cuda, layout, resources.device_name)
-    options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
-    wanted = Wanted(*options, quantizer, importance)
     with open_source(src, revision) as source:
-        planned = wanted.plan(source)
+        own = own_target(source) if schema == SOURCE else None
+        on = choose_target(target, cuda, layout, resources.device_name, own)
+        options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
+        planned = Wanted(*options, quantizer, importance).plan(source)
         place = _announced(source, planned, out, on_plan)
         return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
 
@@ -180,6 +181,7 @@ def verify(
     max_memory: str | int = "4GiB",
     threads: int | None = None,
     revision: str | None = None,
+    progress: Callable[[str, Progress], None] | None = None,
 ) -> VerificationReport:
     """Proves an artifact: its files, its weights, and the production kernel on them; against its `source` where given.
 
@@ -187,7 +189,7 @@ def verify(
     against itself. checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look
     at; None: all, for the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto,
     cpu, cuda or cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at
-    work. threads: workers; None: all processors.
+    work. threads: workers; None: all processors. progress: called with `files` or `weights` and how far that check is.
 
     Whatever is wrong with the artifact is in the report, also that its manifest cannot be relied on. Raises
     RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
@@ -205,6 +207,7 @@ def verify(
         num_threads=resources.num_threads,
         max_memory_bytes=resources.max_memory_bytes,
         source=None if source is None else str(source),
+        progress=progress,
     )
     if source is None and revision is not None:
         what, remedy = "A revision is of a source.", "Name the source, or leave the revision out."

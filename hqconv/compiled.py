@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from numba import njit
+from numba.core import event
 
 Function = Callable[..., Any]
+_is_kept = [True]  # False once a loop could not be kept
 
 
 def compiled(function: Function) -> Function:
@@ -32,5 +35,37 @@ def _compile(function: Function, **options: Any) -> Function:
     try:
         done: Function = njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:  # "cannot cache function: no locator available"
+        _is_kept[0] = False
         done = njit(nogil=True, **options)(function)
     return done
+
+
+class _Announcer(event.Listener):  # type: ignore[misc]
+    """Says once that loops are being compiled."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say: Callable[[str], None] | None = say
+
+    def on_start(self, event: event.Event) -> None:
+        say, self._say = self._say, None
+        if say is not None:
+            then = (
+                "this is done once."
+                if _is_kept[0]
+                else "no folder can hold them, so that every process does this."
+            )
+            say(f"Compiling loops for this processor, which takes up to a minute; {then}")
+
+    def on_end(self, event: event.Event) -> None:
+        return None
+
+
+@contextmanager
+def announced(say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `say` is called once when a loop must be compiled, and not where it is found on disk."""
+    listener = _Announcer(say)
+    event.register("numba:compile", listener)
+    try:
+        yield
+    finally:
+        event.unregister("numba:compile", listener)

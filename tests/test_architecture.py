@@ -55,7 +55,7 @@ ONLY_IN = {
     ),
     "gguf": ("hqconv.checkpoint.gguf",),
     "bitsandbytes": ("hqconv.decode.bitsandbytes",),
-    "typer": ("hqconv.cli.app", "hqconv.cli.options"),
+    "typer": ("hqconv.cli.app", "hqconv.cli.grouped", "hqconv.cli.options"),
     "rich": ("hqconv.cli.tables", "hqconv.cli.render", "hqconv.cli.report", "hqconv.cli.progress"),
 }
 # What can be imported without torch, numba, numpy or Humming: everything that only looks at names and headers.

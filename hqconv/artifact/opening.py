@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.checkpoint.gguf import holds_gguf
+from hqconv.checkpoint.naming import named
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.artifact import KERNEL
+from hqconv.schemas.gpu_target import Target, parse_target
 
 if TYPE_CHECKING:
     from hqconv.sources.source import Headers, Source
@@ -61,6 +63,7 @@ def open_source(src: str | Path, revision: str | None = None) -> Source:
     from hqconv.sources.safetensors import SafetensorsSource
 
     with _refusing(src):
+        src, revision = named(str(src), revision)
         kind, path = _kind(src, revision), Path(src)
         if kind == "artifact":
             from hqconv.artifact.source import ArtifactSource
@@ -79,6 +82,7 @@ def open_headers(src: str | Path, revision: str | None = None) -> Headers:
     from hqconv.sources.headers import SafetensorsHeaders
 
     with _refusing(src):
+        src, revision = named(str(src), revision)
         kind, path = _kind(src, revision), Path(src)
         if kind == "artifact":
             from hqconv.artifact.headers import ArtifactHeaders
@@ -89,6 +93,14 @@ def open_headers(src: str | Path, revision: str | None = None) -> Headers:
 
             return _held(open_with_gguf_as(path, SafetensorsHeaders, GgufHeaders))
         return _held(SafetensorsHeaders.open(str(src), revision, headers_only=True))
+
+
+def own_target(source: Headers) -> Target | None:
+    """The target that an artifact in the kernel layout was made for; None of any other source."""
+    if not is_artifact(source.root):
+        return None
+    words = read_manifest(source.root)
+    return parse_target(words["target"], words.get("cuda")) if words["layout"] == KERNEL else None
 
 
 def _kind(src: str | Path, revision: str | None) -> str:

@@ -19,6 +19,7 @@ from hqconv.checkpoint import hub, index
 from hqconv.checkpoint.descriptors import Descriptors
 from hqconv.checkpoint.guard import Guard
 from hqconv.checkpoint.loose import WEIGHT_FOLDERS, WEIGHT_SUFFIXES, Loose
+from hqconv.checkpoint.naming import refuse_what_is_no_model
 from hqconv.checkpoint.reading import adjoining, fill
 from hqconv.checkpoint.safetensors import parse_header, read_header
 from hqconv.errors import InputError, RequestError, first_few
@@ -96,6 +97,7 @@ class Checkpoint:
         """
         path = Path(src)
         try:
+            refuse_what_is_no_model(path)
             if src and path.is_dir():  # Path("") is the current folder
                 if revision is not None:
                     what, remedy = "A local folder has no revisions.", "Leave the revision out."
@@ -106,7 +108,7 @@ class Checkpoint:
                     "The checkpoint cannot be opened.",
                     "a model folder or a Hub repo id (org/name)",
                 )
-                found = "a file" if path.exists() else "no such path"
+                found = "neither a file nor a folder" if path.exists() else "no such path"
                 raise RequestError(what, where=src, expected=expected, found=found)
             if headers_only:
                 root, listing = _fetch_words(src, revision)

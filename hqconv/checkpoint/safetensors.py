@@ -23,6 +23,10 @@ from hqconv.schemas.tensors import TensorRef
 
 MAX_HEADER_BYTES = 100_000_000  # the library's MAX_HEADER_SIZE
 LENGTH_BYTES = 8
+_POINTER, _MAX_POINTER_BYTES = (
+    b"version ",
+    1024,
+)  # of Git LFS: some lines of text, of which this is the first word
 _MAX_U64 = 2**64 - 1  # the library counts elements and bits in 64 bits
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 _REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
@@ -157,6 +161,9 @@ def header_length(where: str, prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < LENGTH_BYTES:
         what = "The file is truncated: it is shorter than its length field."
         raise _fault(where, None, what, f"{LENGTH_BYTES} bytes or more", f"{len(prefix)} bytes")
+    if prefix[:LENGTH_BYTES] == b"version " and file_bytes < 1024:
+        what = "This is a Git LFS pointer, not the file that it stands for: run `git lfs pull` in the folder."
+        raise _fault(where, None, what, "a safetensors file", f"{file_bytes} bytes of text")
     header_bytes = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if not 0 < header_bytes <= MAX_HEADER_BYTES:
         what = "The header length is not plausible: is this a safetensors file?"

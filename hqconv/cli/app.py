@@ -18,7 +18,8 @@ import typer
 import hqconv
 from hqconv import api
 from hqconv.cli import leftovers, stopping
-from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
+from hqconv.cli.grouped import GroupedCommand
+from hqconv.cli.options import at_home, parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.profile import profile_writer
 from hqconv.cli.text import say
 from hqconv.errors import (
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Converts Mixture-of-Experts checkpoints into artifacts that the Humming GPU kernels run as they lie.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -92,7 +92,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         with _one_message():
-            command(*args, **kwargs)
+            command(*args, **{name: at_home(value) for name, value in kwargs.items()})
 
     return run
 
@@ -109,7 +109,7 @@ def _root(context: typer.Context, version: Version = False) -> None:
         print(context.get_help())
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @_guarded
 @takes(api.convert, "config", "dry_run", "profile", "json", "quiet", optional=("schema",))
 def convert(
@@ -130,7 +130,7 @@ def convert(
     if not is_first():  # of several processes the first speaks
         profile, json, quiet = None, False, True
     write_profile = profile_writer(profile)
-    from hqconv.cli.progress import ConversionProgress
+    from hqconv.cli.progress import ShownProgress
 
     nothing = leftovers.of_source(options["src"])
     stopping.expect(nothing)
@@ -151,7 +151,7 @@ def convert(
 
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with ConversionProgress(quiet=quiet) as progress:
+    with ShownProgress(quiet=quiet) as progress:
         report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=in_team())
     warn(report.warnings)
     write_profile(report.profile)
@@ -190,20 +190,29 @@ def _report(words: dict[str, Any], *, json: bool) -> None:
         say(f"warning: The report could not be written to stdout: {error}.")
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @_guarded
-@takes(api.verify, "json", is_artifact=True)
-def verify(*, checks: str | None, layers: str | None, tokens: str, json: bool, **options: Any) -> None:
+@takes(api.verify, "json", "quiet", is_artifact=True)
+def verify(
+    *, checks: str | None, layers: str | None, tokens: str, json: bool, quiet: bool, **options: Any
+) -> None:
     """Prove that an artifact is right: its files, its weights, and the production kernel on them."""
-    report = api.verify(
-        **options, checks=parse_checks(checks), layers=parse_layers(layers), tokens=parse_tokens(tokens)
-    )
-    _report(report.words(), json=json)
+    from hqconv.cli.progress import ShownProgress
+
+    options |= {
+        "checks": parse_checks(checks),
+        "layers": parse_layers(layers),
+        "tokens": parse_tokens(tokens),
+    }
+    with ShownProgress(quiet=quiet) as progress:
+        report = api.verify(**options, progress=progress.of_check)
+    if json or not (quiet and report.passed):
+        _report(report.words(), json=json)
     if not report.passed:
         raise typer.Exit(VerificationError.exit_code)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @_guarded
 @takes(api.warm, "json", is_artifact=True)
 def warm(*, json: bool, **options: Any) -> None:
@@ -213,7 +222,7 @@ def warm(*, json: bool, **options: Any) -> None:
     _report(api.warm(**options, announce=say), json=json)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @_guarded
 @takes(api.inspect, "json")
 def inspect(*, json: bool, **options: Any) -> None:
@@ -221,7 +230,7 @@ def inspect(*, json: bool, **options: Any) -> None:
     _show(api.inspect(**options), json=json)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @_guarded
 @takes(lambda: None, "json")
 def schemas(*, json: bool) -> None:

@@ -6,6 +6,7 @@ Names and defaults are written once, in the signatures of `hqconv.api`; here sta
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hqconv.errors import RequestError
+from hqconv.schemas import gpu_target, inputs, target
 from hqconv.schemas.recipe import load_recipe
 
 
@@ -31,11 +33,17 @@ class Option:
     metavar: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def annotation(self) -> Any:
-        """The type of the command's parameter, for Typer."""
+    def annotation(self, group: str | None) -> Any:
+        """The type of the command's parameter, for Typer; `group`: the heading that it stands under in the help."""
+        words = {"help": self.help, "rich_help_panel": group, **self.settings}
         if self.metavar:
-            return Annotated[self.kind, typer.Argument(metavar=self.metavar, help=self.help, **self.settings)]
-        return Annotated[self.kind, typer.Option(*self.flags, help=self.help, **self.settings)]
+            return Annotated[self.kind, typer.Argument(metavar=self.metavar, **words)]
+        return Annotated[self.kind, typer.Option(*self.flags, **words)]
+
+
+def _names_of(known: Callable[[], list[str]]) -> Callable[[str], list[str]]:
+    """What a shell may complete to."""
+    return lambda incomplete: [name for name in known() if name.startswith(incomplete)]
 
 
 _AT_LEAST_ONE = {"min": 1}
@@ -45,15 +53,19 @@ OPTIONS: dict[str, Option] = {
     "path": Option(str, "Model folder, Hub repo id, or artifact.", metavar="SRC|OUT"),
     "out": Option(
         Path | None,
-        "Output folder.  [default: ./<model>-<schema>[-tpT][-epP]]",
+        "Output folder.  [default: ./<model>-<schema>[-tpT][-epP], and what else is unusual]",
         ("--out", "-o"),
         settings=_ANY_PATH,
     ),
     "schema": Option(
-        str, "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own."
+        str,
+        "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own.",
+        settings={"autocompletion": _names_of(lambda: [*target.PRESETS, target.SOURCE])},
     ),
     "input_schema": Option(
-        str, "What activations are quantized to when serving: a16, fp8, fp8-static, int8 …, or FILE.toml."
+        str,
+        "What activations are quantized to when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.",
+        settings={"autocompletion": _names_of(lambda: [*inputs.NAMED_INPUTS])},
     ),
     "cuda": Option(
         str | None, "CUDA compiler that will serve, such as 13.0; asked for where the layout depends on it."
@@ -79,7 +91,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "target": Option(
         str | None,
-        "Serving GPU, sm75 … sm121.  [default: the CUDA device here; --layout checkpoint needs none]",
+        "Serving GPU, sm75 … sm121.  [default: the CUDA device here, and of an artifact with --schema source its own; "
+        "--layout checkpoint needs none]",
+        settings={"autocompletion": _names_of(lambda: [f"sm{number}" for number in gpu_target.TARGETS])},
     ),
     "dtype": Option(Literal["bfloat16", "float16"] | None, "Parameter dtype.  [default: the checkpoint's]"),
     "tp": Option(int, "Tensor-parallel ranks.", settings=_AT_LEAST_ONE),
@@ -110,6 +124,17 @@ OPTIONS: dict[str, Option] = {
         Path | None, "Write where the time went, stage by stage, as JSON.", ("--profile",), settings=_ANY_PATH
     ),
     "quiet": Option(bool, "Show errors only (and what --json or --dry-run print).", ("--quiet", "-q")),
+}
+# Headings of the help; what is in none stands first.
+_GROUPS = {
+    "What is made": (
+        *("schema", "config", "layout", "target", "cuda", "dtype", "input_schema"),
+        *("quantizer", "importance", "round_scales"),
+    ),
+    "Ranks": ("tp", "ep", "expert_placement", "redundant_experts"),
+    "How": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
+    "What is there already": ("resume", "overwrite", "dry_run"),
+    "What is shown": ("json", "quiet", "profile"),
 }
 # What one command means differently.
 _ARTIFACT = Option(Path, "Artifact.", metavar="OUT", settings=_ANY_PATH)
@@ -146,7 +171,16 @@ def _parameter(name: str, default: Any, is_artifact: bool) -> inspect.Parameter:
     if isinstance(default, tuple):
         default = ",".join(map(str, default))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, kind, default=default, annotation=option.annotation())
+    group = next((heading for heading, members in _GROUPS.items() if name in members), None)
+    return inspect.Parameter(name, kind, default=default, annotation=option.annotation(group))
+
+
+def at_home(value: Any) -> Any:
+    """`~/x` as shells expand it, which they do not inside `--out=~/x`."""
+    is_there = isinstance(value, str) and Path(value).exists()
+    if not isinstance(value, str | Path) or not str(value).startswith("~") or is_there:
+        return value
+    return type(value)(os.path.expanduser(value))  # noqa: PTH111 - of a user that is not known it leaves the text
 
 
 def parse_checks(text: str | None) -> tuple[str, ...] | None:

@@ -1,10 +1,10 @@
-"""Shows a conversion's progress on stderr."""
+"""Shows on stderr how far a conversion or a verification is."""
 
 from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -17,7 +17,10 @@ from hqconv.errors import printable_line
 from hqconv.pipeline.progress import Progress
 
 _PLAIN_INTERVAL_S = 5.0
+_SETTLED_S = 3.0  # before that the speed is that of libraries being loaded and loops being compiled
 _NO_BAR = "\r\x1b[2K\x1b[?25h"  # the line is cleared, and the cursor shown again
+_BAR_WIDTH = 12
+_AROUND_BAR = _BAR_WIDTH + 7  # with ` 100% `
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -37,37 +40,49 @@ def human_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def line_of(done: Progress, seconds: float) -> str:
+def line_of(done: Progress, seconds: float, width: int | None = None) -> str:
     """`1.20 GB of 4.00 GB  0.52 GB/s  0:05 left  (3/12) model.layers.3.mlp.experts` after `seconds` of work.
 
-    Resumed bytes count as done, but not for the speed.
+    Resumed bytes count as done, but not for the speed; the time left is told once the speed has settled. In `width`
+    columns the group's name loses its beginning, then goes.
     """
     speed = (done.done_bytes - done.resumed_bytes) / max(seconds, 1e-9)
     parts = [f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}", f"{speed / 1e9:.2f} GB/s"]
-    if speed:
+    if speed and seconds >= _SETTLED_S:
         parts.append(f"{human_seconds((done.total_bytes - done.done_bytes) / speed)} left")
-    return "  ".join([*parts, f"({done.num_groups_done}/{done.num_groups}) {done.group}"])
+    figures, count = "  ".join(parts), f"({done.num_groups_done}/{done.num_groups})"
+    group = printable_line(done.group)
+    if width is not None:
+        room = width - len(figures) - len(count) - 3
+        group = group if len(group) <= room else f"…{group[len(group) - room + 1 :]}" if room > 8 else ""
+    return "  ".join([figures, f"{count} {group}".rstrip()])
 
 
-class ConversionProgress:
+class ShownProgress:
     """A live bar where stderr is a terminal, a plain line every few seconds elsewhere, nothing if quiet.
 
-    `update` is `hqconv.convert`'s callback. It never fails: a closed stderr ends no conversion.
+    `update` is `hqconv.convert`'s callback, `of_check` that of `hqconv.verify`. Neither fails: a closed stderr ends no
+    work.
     """
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
         self._started_s = self._last_line_s = time.monotonic()
         self._bar: Bar | None = None
-        self._task = TaskID(0)
+        self._task, self._check = TaskID(0), ""
+        self._announced = ExitStack()
         if not quiet and sys.stderr.isatty():
             said = TextColumn("{task.description}", markup=False)
-            columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), said)
+            columns = (BarColumn(_BAR_WIDTH), TextColumn("{task.percentage:>3.0f}%"), said)
             console = Console(stderr=True, markup=False, highlight=False)
             self._bar = Bar(*columns, console=console, transient=True, refresh_per_second=4)
             self._task = self._bar.add_task("", total=None)
 
-    def __enter__(self) -> ConversionProgress:
+    def __enter__(self) -> ShownProgress:
+        if not self._quiet:
+            from hqconv.compiled import announced
+
+            self._announced.enter_context(announced(say))
         if self._bar is not None:
             stopping.put_before(_NO_BAR)
             with suppress(OSError):
@@ -79,17 +94,28 @@ class ConversionProgress:
             with suppress(OSError):
                 self._bar.stop()
             stopping.put_before("")
+        self._announced.close()
 
     def update(self, done: Progress) -> None:
         """Show how far the conversion is."""
+        self._show(done, "")
+
+    def of_check(self, check: str, done: Progress) -> None:
+        """Show how far a check of a verification is."""
+        if check != self._check:
+            self._check, self._started_s = check, time.monotonic()
+        self._show(done, f"{check}: ")
+
+    def _show(self, done: Progress, before: str) -> None:
         if self._quiet:
             return
         now = time.monotonic()
         if self._bar is not None:
-            line = printable_line(line_of(done, now - self._started_s))
+            width = self._bar.console.width - _AROUND_BAR - len(before)
+            line = before + line_of(done, now - self._started_s, width)
             total = max(done.total_bytes, 1)
             with suppress(OSError):
                 self._bar.update(self._task, completed=done.done_bytes, total=total, description=line)
         elif now - self._last_line_s >= _PLAIN_INTERVAL_S:
             self._last_line_s = now
-            say(line_of(done, now - self._started_s))
+            say(before + line_of(done, now - self._started_s))

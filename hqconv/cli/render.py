@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -144,7 +145,9 @@ def _show_summary(console: Console, words: Words) -> None:
         ),
     )
     _errors(console, summarize_errors(words["errors"]))
-    console.print(f"\nThe artifact is in {words['out']}; see it with: hqconv inspect {words['out']}")
+    console.print(
+        f"\nThe artifact is in {words['out']}; see it with: hqconv inspect {shlex.quote(words['out'])}"
+    )
     if words["serve_command"]:
         console.print(f"Serve it with: {words['serve_command']}")
 

@@ -6,12 +6,17 @@ import ctypes
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas import artifact
 from hqconv.schemas.gpu_target import Target, parse_target
 
+if TYPE_CHECKING:
+    from hqconv.planning.request import Request
+
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
+_USUAL_SM = 90  # which is not said in the names of folders
 _CHECKPOINT_LAYOUT_TARGET = Target(90)  # only to ask Humming whether a schema runs at all
 
 
@@ -64,13 +69,17 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def choose_target(text: str | None, cuda: str | None, layout: str, device: str) -> Target:
-    """The target of `--target` and `--cuda`, or the CUDA device here. Raises RequestError where there is none.
+def choose_target(
+    text: str | None, cuda: str | None, layout: str, device: str, own: Target | None = None
+) -> Target:
+    """The target of `--target` and `--cuda`, the source's `own`, or the CUDA device here.
 
-    The checkpoint layout does not depend on it.
+    Raises RequestError where there is none. The checkpoint layout does not depend on it.
     """
     if text is not None:
         return parse_target(text, cuda)
+    if own is not None and layout != artifact.CHECKPOINT:
+        return own if cuda is None else parse_target(own.name, cuda)
     if layout == artifact.CHECKPOINT:
         return _CHECKPOINT_LAYOUT_TARGET
     if _num_gpus():
@@ -87,9 +96,23 @@ def choose_target(text: str | None, cuda: str | None, layout: str, device: str) 
     )
 
 
-def default_out(name: str, schema: str, tp: int, ep: int) -> Path:
-    """`./<model>-<schema>[-tpT][-epP]`."""
-    return Path(f"{name}-{schema}" + (f"-tp{tp}" if tp > 1 else "") + (f"-ep{ep}" if ep > 1 else ""))
+def default_out(name: str, schema: str, request: Request) -> Path:
+    """`./<model>-<schema>[-tpT][-epP]`, and what else is unusual: layout, quantizer, activations, target, dtype.
+
+    Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits.
+    """
+    grid, inputs, is_kernel = request.grid, request.inputs.name, request.layout == artifact.KERNEL
+    parts = {
+        f"tp{grid.tp}": is_kernel and grid.tp > 1,
+        f"ep{grid.ep}": is_kernel and grid.ep > 1,
+        artifact.CHECKPOINT: not is_kernel,
+        request.quantizer: request.quantizer != "rtn",
+        f"act-{inputs}": inputs != "a16",
+        request.target.name: is_kernel and request.target.sm_version != _USUAL_SM,
+        f"cuda{request.target.cuda_name}": is_kernel and request.target.cuda_name is not None,
+        request.param_dtype: request.param_dtype != "bfloat16",
+    }
+    return Path("-".join([name, schema, *(part for part, is_said in parts.items() if is_said)]))
 
 
 def check_modes(*, resume: bool, overwrite: bool) -> dict[str, bool]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,16 @@ class Progress:
     resumed_bytes: int
     num_groups_done: int
     num_groups: int
+
+
+def metered(
+    items: Iterable[Item], meter: Meter | None, told: Callable[[Item], tuple[str, int]]
+) -> Iterator[Item]:
+    """The items, each counted by its group and bytes as `told` has them once it is there."""
+    for item in items:
+        if meter is not None:
+            meter.advance(*told(item))
+        yield item
 
 
 class Meter:

@@ -76,7 +76,7 @@ def place_of(planned: Plan, out: str | Path | None) -> Path:
         return Path(out)
     request = planned.request
     name = SOURCE if request.must_be_direct else request.schema.name
-    return default_out(planned.source.name, name, request.grid.tp, request.grid.ep)
+    return default_out(planned.source.name, name, request)
 
 
 def resources_of(

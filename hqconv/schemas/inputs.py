@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
+from hqconv.schemas.hints import meant
 from hqconv.schemas.toml import read_toml
 
 A_DTYPES = ("float8e4m3", "float8e5m2", "float8e3m4", "int8", "int4", "float4e2m1", "float4e0m3")
@@ -132,7 +133,7 @@ def resolve_inputs(text: str) -> InputSchema:
         where="--input-schema",
         expected=known,
         found=text,
-        remedy="`hqconv schemas` explains each.",
+        remedy=f"{meant(text, NAMED_INPUTS, NAMED_INPUTS.get)} `hqconv schemas` explains each.".strip(),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.schemas.dtypes import code_bits, code_of, num_bits
+from hqconv.schemas.hints import meant
 from hqconv.schemas.toml import read_toml
 
 PARAM_DTYPES = ("bfloat16", "float16")
@@ -241,15 +242,25 @@ def resolve_schema(text: str) -> TargetSchema:
     """
     if text.endswith(".toml"):
         return load_schema(Path(text))
+    found = _named(text)
+    if found is not None:
+        return found
+    expected = f"{', '.join(PRESETS)}, {SHORTHAND}, {SOURCE}, or a .toml file"
+    remedy = f"{meant(text, [*PRESETS, SOURCE], _named)} `hqconv schemas` explains each.".strip()
+    what = f"There is no schema named '{text}'."
+    raise RequestError(what, where="--schema", expected=expected, remedy=remedy)
+
+
+def _named(text: str) -> TargetSchema | None:
+    """The preset or the shorthand of a name, None for any other. Raises RequestError for an impossible combination."""
     if text in PRESETS:
         return PRESETS[text]
     match = _SHORTHAND.fullmatch(text)
     if match:
         bits, size, channel, zero = match.groups()
         default = PRESETS.get(f"int{bits}")
-        size = (
-            int(size) if size else (0 if channel else (default.weight_scale_group_size if default else 128))
-        )
+        usual = default.weight_scale_group_size if default else 128
+        size = int(size) if size else (0 if channel else usual)
         return TargetSchema(
             name=text,
             b_dtype=f"uint{bits}",
@@ -258,12 +269,7 @@ def resolve_schema(text: str) -> TargetSchema:
             has_zero_point=zero is not None,
             is_fp_zero_point=zero == "fpzp",
         )
-    raise RequestError(
-        f"There is no schema named '{text}'.",
-        where="--schema",
-        expected=f"{', '.join(PRESETS)}, {SHORTHAND}, {SOURCE}, or a .toml file",
-        remedy="`hqconv schemas` explains each.",
-    )
+    return None
 
 
 def load_schema(path: Path) -> TargetSchema:

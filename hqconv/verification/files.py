@@ -17,6 +17,7 @@ from hqconv.artifact.opened import Artifact, Header
 from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.experts.block import ExpertBlock
+from hqconv.pipeline.progress import Meter
 from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
 from hqconv.verification.accounting import Placed, check_accounting
@@ -29,16 +30,18 @@ from hqconv.verification.result import CheckResult, compare_names, compare_words
 _METADATA = {"format": "pt"}  # of an ordinary shard
 
 
-def check_files(artifact: Artifact, source: Source | None, num_threads: int) -> CheckResult:
+def check_files(
+    artifact: Artifact, source: Source | None, num_threads: int, meter: Meter | None = None
+) -> CheckResult:
     """Everything but the weights' values: sizes, digests, headers, names, layout, config, copied tensors.
 
     Without `source`, what only the source can tell is left out, and a note says so. Raises nothing for a
-    damaged artifact: whatever is wrong is a finding.
+    damaged artifact: whatever is wrong is a finding. `meter` counts the bytes of files that were read.
     """
     result = CheckResult("files")
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
         check_manifest(artifact, result)
-        _check_disk(artifact, result, pool)
+        _check_disk(artifact, result, pool, meter)
         _check_stray(artifact, result)
         headers = _read_headers(artifact, result)
         blocks = _blocks(artifact, result)
@@ -71,7 +74,9 @@ def is_plain(path: str) -> bool:
     return path == PurePosixPath(path).as_posix() and not {"", ".", ".."}.intersection(path.split("/"))
 
 
-def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecutor) -> None:
+def _check_disk(
+    artifact: Artifact, result: CheckResult, pool: ThreadPoolExecutor, meter: Meter | None
+) -> None:
     """Every file of the manifest is there with its size and digest."""
     present = []
     for path, words in artifact.manifest["files"].items():
@@ -94,6 +99,9 @@ def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecuto
             return sha256_of(artifact.root / path)
         except OSError as error:
             return f"unreadable: {error.strerror}"
+        finally:
+            if meter is not None:
+                meter.advance(path, artifact.manifest["files"][path]["size_bytes"])
 
     # Every file by one thread: the largest first, so that none of them is begun when the others are done.
     by_size = sorted(present, key=lambda path: -artifact.manifest["files"][path]["size_bytes"])

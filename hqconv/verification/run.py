@@ -14,12 +14,14 @@ import torch
 
 from hqconv.artifact.opened import Artifact
 from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.pipeline.progress import Meter, Progress
 from hqconv.schemas import artifact as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel import KernelKind
 from hqconv.sources.source import Source
 from hqconv.verification.batched import why_not
 from hqconv.verification.compiler import other_layout
+from hqconv.verification.dealing import block_bytes
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
 from hqconv.verification.limits import kind_of_inputs
@@ -42,6 +44,9 @@ class Options:
     num_threads: int
     max_memory_bytes: int
     source: str | None  # what the source is called, for the report
+    progress: Callable[[str, Progress], None] | None = (
+        None  # called with the check's name, one call at a time
+    )
 
 
 @dataclass
@@ -100,7 +105,9 @@ def verify(root: Path, source: Source | None, options: Options) -> VerificationR
         layers = _chosen_blocks(artifact, options.layers)
         with begun(_tasks(artifact, source, options, asked, layers)) as finish:
             runs: dict[str, Callable[[], CheckResult]] = {
-                "files": lambda: check_files(artifact, source, options.num_threads),
+                "files": lambda: check_files(
+                    artifact, source, options.num_threads, _meter("files", artifact, options)
+                ),
                 "weights": lambda: check_weights(
                     artifact,
                     source,
@@ -108,6 +115,7 @@ def verify(root: Path, source: Source | None, options: Options) -> VerificationR
                     options.num_threads,
                     options.max_memory_bytes,
                     _weights_device(options.device),
+                    _meter("weights", artifact, options),
                 ),
                 "kernel": lambda: _kernel(artifact, source, options, layers, finish),
             }
@@ -134,6 +142,20 @@ def _tasks(
         if device is not None:
             tasks += kernel_tasks(artifact, _sample(artifact, layers, options), options.tokens, device)
     return tasks
+
+
+def _meter(check: str, artifact: Artifact, options: Options) -> Meter | None:
+    """Counts the bytes of the files that a check looks at, where somebody listens."""
+    listener = options.progress
+    if listener is None:
+        return None
+    sizes = {path: words["size_bytes"] for path, words in artifact.manifest["files"].items()}
+    if check == "weights":
+        names_ = _chosen_blocks(artifact, options.layers)
+        return Meter(
+            sum(block_bytes(artifact, name) for name in names_), len(names_), partial(listener, check)
+        )
+    return Meter(sum(sizes.values()), len(sizes), partial(listener, check))
 
 
 def _sample(artifact: Artifact, blocks: list[str], options: Options) -> list[str]:

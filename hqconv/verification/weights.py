@@ -6,24 +6,22 @@ off the source is measured on the decoded weights, which share no code with the 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from hqconv.artifact.opened import Artifact
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock
+from hqconv.pipeline.progress import Meter
 from hqconv.planning.encoding import RTN, encoding_of
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.target import TargetSchema
 from hqconv.sources.source import Source
-from hqconv.verification.ahead import ahead
-from hqconv.verification.batched import BatchedJob, Shared, Staging, plan_staging, why_not
+from hqconv.verification.batched import plan_staging, why_not
 from hqconv.verification.content import against, check_content
+from hqconv.verification.dealing import each_expert, in_batches, worker_pool
 from hqconv.verification.expert import Job, Original, Outcome
 from hqconv.verification.figures import summarize
 from hqconv.verification.folded import folding_bytes
@@ -39,6 +37,7 @@ def check_weights(
     num_threads: int,
     max_memory_bytes: int,
     device: torch.device | None = None,
+    meter: Meter | None = None,
 ) -> CheckResult:
     """Decode the blocks of `layers` (None: all) and compare them with the source, where it is given.
 
@@ -72,16 +71,14 @@ def check_weights(
     staging = None if device is None else plan_staging(device, num_threads, max_memory_bytes - need)
     left_bytes = max_memory_bytes - (0 if staging is None else staging.host_bytes)
     num_workers = max(1, min(num_threads, left_bytes // need))
-    with _pool(num_workers) as pool:
-        if staging is None:
-            _check_each(jobs, pool, num_workers, result)
-            result.notes.append("on the CPU")
-        else:
-            _check_batches(jobs, staging, pool, result)
-    result.notes += _misread_notes(result)
-    result.notes.insert(
-        0, f"{len(blocks)} of {len(artifact.blocks)} blocks {against(artifact, blocks, source)}"
-    )
+    with worker_pool(num_workers) as pool:
+        one_by_one = each_expert(jobs, pool, num_workers, meter)
+        judged = one_by_one if staging is None else in_batches(jobs, staging, pool, result, meter)
+        for job, outcomes in judged:
+            _conclude(job, outcomes, result)
+    result.notes += [*(["on the CPU"] if staging is None else []), *_misread_notes(result)]
+    looked_at = f"{len(blocks)} of {len(artifact.blocks)} blocks"
+    result.notes.insert(0, f"{looked_at} {against(artifact, blocks, source)}")
     return result
 
 
@@ -93,38 +90,6 @@ def _check_memory(need: int, max_memory_bytes: int) -> None:
             expected=f"at least {need / 2**20:.0f} MiB for this artifact",
             found=f"{max_memory_bytes / 2**20:.0f} MiB",
         )
-
-
-def _pool(num_workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_workers, "hqconv-verify", initializer=partial(torch.set_num_threads, 1))
-
-
-def _check_each(jobs: Iterable[Job], pool: ThreadPoolExecutor, num_workers: int, result: CheckResult) -> None:
-    """Every expert by itself."""
-    tasks = ((job, expert) for job in jobs for expert in range(job.block.num_experts))
-    done = ahead(pool, lambda task: task[0].run(task[1]), tasks, 2 * num_workers)
-    for job, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
-        _conclude(job, [outcome for _, outcome in of_block], result)
-
-
-def _check_batches(
-    jobs: Iterable[Job], staging: Staging, pool: ThreadPoolExecutor, result: CheckResult
-) -> None:
-    """Batches on a device, and by itself, on the CPU, each expert that must be looked at again."""
-    shared, num_again, num_all = Shared(), 0, 0
-    batched = (BatchedJob(job, staging, shared) for job in jobs)
-    tasks = ((one, experts) for one in batched for experts in one.batches())
-    with _pool(staging.num_readers) as readers:
-        done = ahead(readers, lambda task: task[0].run(task[1]), tasks, 2 * staging.num_readers)
-        for one, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
-            first = [outcome for _, outcomes in of_block for outcome in outcomes]
-            again = pool.map(one.job.run, [expert for expert, found in enumerate(first) if found is None])
-            outcomes = [found if found is not None else next(again) for found in first]
-            num_again, num_all = num_again + first.count(None), num_all + len(first)
-            _conclude(one.job, outcomes, result)
-    again_words = f"; {num_again} of {num_all} experts again on the CPU" if num_again else ""
-    again_words += f", some after {shared.errors[0]}" if shared.errors else ""
-    result.notes.append(f"on {staging.device}{again_words}")
 
 
 # --- what to look at ---------------------------------------------------------------------------------------

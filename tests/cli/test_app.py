@@ -25,12 +25,16 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.cli.progress import ConversionProgress, human_bytes, human_seconds, line_of
+from hqconv.cli.progress import ShownProgress, human_bytes, human_seconds, line_of
 from hqconv.errors import RequestError
 from hqconv.pipeline import run as conversion
 from hqconv.pipeline.options import default_out, parse_bytes
 from hqconv.pipeline.progress import Progress
+from hqconv.planning.request import Request
 from hqconv.schemas.gpu_target import Target, parse_target
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.inputs import NAMED_INPUTS
+from hqconv.schemas.target import resolve_schema
 from tests.make.formats import write
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
@@ -72,6 +76,7 @@ OPTIONS = {
         "--checks",
         "--layers",
         "--tokens",
+        "--quiet -q",
         "--device",
         "--max-memory",
         "--threads",
@@ -177,8 +182,19 @@ def test_targets() -> None:
 
 
 def test_default_out() -> None:
-    assert default_out("m", "mxfp4", 1, 1) == Path("m-mxfp4")
-    assert default_out("m", "int4-g64-zp", 8, 2) == Path("m-int4-g64-zp-tp8-ep2")
+    """Artifacts that differ have different names, and usual ones short ones."""
+
+    def name(schema: str = "mxfp4", sm: int = 90, dtype: str = "bfloat16", **words: Any) -> str:
+        cuda = words.pop("cuda", None)
+        request = Request(resolve_schema(schema), dtype, Target(sm, cuda), **words)
+        return str(default_out("m", schema, request))
+
+    assert name() == "m-mxfp4"
+    assert name("int4-g64-zp", grid=Grid(8, 2)) == "m-int4-g64-zp-tp8-ep2"
+    assert name(layout="checkpoint") == name(layout="checkpoint", sm=80) == "m-mxfp4-checkpoint"
+    assert name(sm=80, dtype="float16", grid=Grid(2)) == "m-mxfp4-tp2-sm80-float16"
+    assert name(sm=100, cuda=(12, 9), inputs=NAMED_INPUTS["mxfp8"]) == "m-mxfp4-act-mxfp8-sm100-cuda12.9"
+    assert name("int4", quantizer="mse") == "m-int4-mse"
 
 
 # --- convert -----------------------------------------------------------------------------------------------
@@ -534,7 +550,7 @@ def test_elsewhere_plain_lines_come_every_few_seconds(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with ConversionProgress(quiet=False) as progress:
+    with ShownProgress(quiet=False) as progress:
         for step in range(1, 5):
             now += 2
             progress.update(Progress("block.0", step * 500_000_000, 4_000_000_000, 0, 0, 2))
@@ -551,11 +567,11 @@ def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
 
     monkeypatch.setattr("hqconv.cli.progress._PLAIN_INTERVAL_S", 0.0)
     half = Progress("a", 5, 10, 0, 0, 1)
-    with ConversionProgress(quiet=True) as progress:
+    with ShownProgress(quiet=True) as progress:
         progress.update(half)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr", Broken())
-    with ConversionProgress(quiet=False) as progress:
+    with ShownProgress(quiet=False) as progress:
         progress.update(half)
         progress.update(half)
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.cli.progress import ConversionProgress
+from hqconv.cli.progress import ShownProgress
 from hqconv.cli.render import print_json
 from hqconv.cli.text import printable_words
 from hqconv.errors import printable
@@ -124,7 +124,7 @@ def test_the_bar_takes_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
-    with ConversionProgress(quiet=False) as progress:
+    with ShownProgress(quiet=False) as progress:
         progress.update(Progress("[red]a[/red] \x1b]0;x\x07 :smile: [/]", 1, 2, 0, 1, 2))
     shown = terminal.getvalue()
     assert "[red]a[/red] \\x1b]0;x\\x07 :smile: [/]" in shown

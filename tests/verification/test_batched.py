@@ -170,7 +170,7 @@ def test_the_device_is_the_one_asked_for(
     used: list[torch.device | None] = []
 
     def look(*words: Any) -> CheckResult:
-        used.append(words[-1])
+        used.append(words[-2])
         return CheckResult("weights")
 
     monkeypatch.setattr(run_module, "check_weights", look)

@@ -1,0 +1,56 @@
+"""Names that people type for schemas, and which of ours they most likely mean."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+
+from hqconv.errors import RequestError
+
+# What others call them. Bits of weights and activations, as in vLLM's and llm-compressor's names.
+_ALSO = {
+    "w4a16": "int4",
+    "w8a16": "int8",
+    "w2a16": "int2",
+    "w3a16": "int3",
+    "awq": "int4-zp",
+    "gptq": "int4",
+    "fp4": "mxfp4",
+    "fp8-e4m3": "fp8",
+    "e4m3": "fp8",
+    "e5m2": "fp8-e5m2",
+    "q4": "int4",
+    "q8": "int8",
+    "nvfp4a16": "nvfp4",
+    "mxfp4a16": "mxfp4",
+}
+_WITH_ACTIVATIONS = {
+    "w4a8": "int4 with --input-schema int8 or fp8",
+    "w4afp8": "int4 with --input-schema fp8",
+    "w8a8": "int8 with --input-schema int8, or fp8 with --input-schema fp8",
+    "w4a4": "mxfp4 with --input-schema mxfp4, or nvfp4 with --input-schema nvfp4",
+    "fp8-dynamic": "fp8 with --input-schema fp8",
+}
+_CLOSE = 0.6  # of difflib's measure
+
+
+def meant(text: str, known: Iterable[str], find: Callable[[str], object]) -> str:
+    """`Did you mean mxfp4?` and the like for a name that is none; "" where nothing is close.
+
+    find: None, or RequestError, for what is no name.
+    """
+    plain = re.sub(r"[_\s]+", "-", text.strip().lower())
+    name = _WITH_ACTIVATIONS.get(plain) or _ALSO.get(plain)
+    if name is None:
+        guesses = (plain, plain.replace("int-", "int"))
+        name = next((guess for guess in guesses if guess != text and _is_name(guess, find)), None)
+    close = difflib.get_close_matches(plain, [*known], 1, _CLOSE) if name is None else [name]
+    return f"Did you mean {close[0]}?" if close else ""
+
+
+def _is_name(text: str, find: Callable[[str], object]) -> bool:
+    try:
+        return find(text) is not None
+    except RequestError:
+        return False

@@ -1,0 +1,305 @@
+"""What people type that is almost right, what they are shown while they wait, and the help."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.api import own_target
+from hqconv.artifact.opening import open_headers
+from hqconv.checkpoint.naming import named
+from hqconv.cli.app import app
+from hqconv.cli.options import OPTIONS, at_home
+from hqconv.cli.progress import line_of
+from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.pipeline.progress import Progress
+from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.inputs import resolve_inputs
+from hqconv.schemas.target import PRESETS, resolve_schema
+from tests.make.conversions import manifest, run
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("words") / "model", num_layers=1)
+
+
+# --- schemas -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *(("MXFP4", "mxfp4"), ("mxpf4", "mxfp4"), ("w4a16", "int4"), ("W8A16", "int8"), ("int-4", "int4")),
+        *(("INT4_G64_ZP", "int4-g64-zp"), ("fp-8", "fp8"), ("Source", "source"), ("gptq", "int4")),
+        ("w4a8", "int4 with --input-schema int8 or fp8"),
+    ],
+)
+def test_a_schema_that_is_almost_named(typed: str, meant: str) -> None:
+    with pytest.raises(RequestError) as error:
+        resolve_schema(typed)
+    assert error.value.remedy.startswith(f"Did you mean {meant}? ")
+
+
+@pytest.mark.parametrize("typed", ["zzz", "", "int9", "\x1b[31m"])
+def test_nothing_is_guessed(typed: str) -> None:
+    with pytest.raises(RequestError) as error:
+        resolve_schema(typed)
+    assert error.value.remedy in (
+        "`hqconv schemas` explains each.",
+        "Did you mean int8? `hqconv schemas` explains each.",
+    )
+    assert ("int8" in error.value.remedy) == (typed == "int9")
+
+
+def test_activations_that_are_almost_named() -> None:
+    with pytest.raises(RequestError, match=r"Did you mean fp8-static\?"):
+        resolve_inputs("FP8_static")
+
+
+def test_names_of_others_lead_to_schemas() -> None:
+    from hqconv.schemas import hints
+
+    for name in hints._ALSO.values():
+        resolve_schema(name)
+    for words in hints._WITH_ACTIVATIONS.values():
+        assert words.split(" ")[0] in PRESETS
+
+
+# --- sources -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "repo", "revision"),
+    [
+        *(
+            ("org/name@v1", "org/name", "v1"),
+            ("hf://org/name", "org/name", None),
+            ("org/name", "org/name", None),
+        ),
+        *(("hf://models/org/name@abc/1", "org/name", "abc/1"), ("https://hf.co/org/name/", "org/name", None)),
+        ("https://huggingface.co/org/name/tree/main", "org/name", "main"),
+        *(("org/name/tree/x", "org/name/tree/x", None), ("/no/such", "/no/such", None), ("", "", None)),
+    ],
+)
+def test_other_ways_to_name_a_repo(typed: str, repo: str, revision: str | None) -> None:
+    assert named(typed) == (repo, revision)
+
+
+def test_names_that_say_two_things() -> None:
+    with pytest.raises(RequestError, match="Two revisions"):
+        named("org/name@a", "b")
+    assert named("org/name@a", "a") == ("org/name", "a")
+    with pytest.raises(RequestError, match="Name the repo: org/name"):
+        named("https://huggingface.co/org/name/blob/main/config.json")
+
+
+def test_a_folder_with_such_a_name_is_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name@v1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert named("org/name@v1") == ("org/name@v1", None)
+
+
+def opening(path: Path) -> str:
+    with pytest.raises(HqconvError) as error:
+        open_headers(path)
+    assert isinstance(error.value, RequestError | InputError)
+    return error.value.message()
+
+
+def test_what_is_no_model_gets_its_own_words(model: Path, tmp_path: Path) -> None:
+    assert f"Give the folder that it lies in: {model}" in opening(model / "model.safetensors")
+    gguf = tmp_path / "x.gguf"
+    gguf.write_bytes(b"GGUF")
+    assert "This is a file." in opening(gguf)
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    assert "This is an adapter (LoRA)" in opening(tmp_path / "lora")
+    (tmp_path / "models--org--name" / "snapshots").mkdir(parents=True)
+    assert "Name the repo, org/name" in opening(tmp_path / "models--org--name")
+
+
+def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    model = write_qwen3_moe(tmp_path / "model", num_layers=1)
+    oid = f"oid sha256:{'0' * 64}"
+    (model / "model.safetensors").write_text(f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9\n")
+    assert "git lfs pull" in opening(model)
+
+
+# --- targets and places ------------------------------------------------------------------------------------
+
+
+def test_a_recut_takes_the_artifacts_own_target(model: Path, tmp_path: Path) -> None:
+    first = ("--schema", "mxfp4", "--target", "sm80", "-o", str(tmp_path / "sm80"))
+    assert CliRunner().invoke(app, ["convert", str(model), *first]).exit_code == 0
+    again = [
+        "convert",
+        str(tmp_path / "sm80"),
+        "--schema",
+        "source",
+        "--tp",
+        "2",
+        "-o",
+        str(tmp_path / "tp2"),
+    ]
+    assert CliRunner().invoke(app, again).exit_code == 0
+    assert manifest(tmp_path / "tp2")["target"] == "sm80"
+    assert hqconv.plan(tmp_path / "sm80", schema="source").request.target == Target(80)
+    done = CliRunner().invoke(
+        app, ["convert", str(tmp_path / "sm80"), "--schema", "int4", "-o", str(tmp_path / "x")]
+    )
+    assert done.exit_code == 2
+    assert "--target" in done.stderr
+
+
+def test_a_checkpoint_has_no_target(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "out", "mxfp4", layout="checkpoint")
+    for path in (model, tmp_path / "out"):
+        with open_headers(path) as source:
+            assert own_target(source) is None
+
+
+def test_home_is_found_where_shells_do_not_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert at_home(Path("~/x")) == tmp_path / "x"
+    assert (at_home("~/m"), at_home("a~"), at_home(3), at_home(None)) == (f"{tmp_path}/m", "a~", 3, None)
+    (tmp_path / "~here").mkdir()
+    assert at_home("~here") == "~here"
+
+
+# --- what is shown -----------------------------------------------------------------------------------------
+
+
+def test_the_time_left_is_not_guessed_in_the_first_seconds() -> None:
+    done = Progress("model.layers.3.mlp.experts", 5_000_000, 4_000_000_000, 0, 0, 12)
+    assert "left" not in line_of(done, 2.9)
+    assert "left" in line_of(done, 3.0)
+
+
+@pytest.mark.parametrize("width", [61, 50, 30])
+def test_a_line_loses_names_before_figures(width: int) -> None:
+    done = Progress("language_model.model.layers.3.mlp.experts", 1_200_000_000, 4_000_000_000, 0, 3, 12)
+    line = line_of(done, 2.0, width)
+    assert line.startswith("1.20 GB of 4.00 GB  0.60 GB/s  (3/12)")
+    if width == 30:
+        assert line.endswith("(3/12)")
+    else:
+        assert "…" in line
+        assert line.endswith("mlp.experts")
+        assert len(line) == width
+
+
+def terminal(*arguments: object, columns: int) -> str:
+    """What a command writes to a terminal."""
+    primary, secondary = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "PYTHONPATH": str(REPO)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hqconv", *map(str, arguments)],
+        env=environment,
+        stderr=secondary,
+        stdout=subprocess.PIPE,
+    )
+    os.close(secondary)
+    seen = b""
+    try:
+        while chunk := os.read(primary, 65536):
+            seen += chunk
+    except OSError:
+        pass
+    assert process.wait(60) == 0
+    os.close(primary)
+    return seen.decode()
+
+
+def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "out", "mxfp4")
+    seen = terminal("verify", tmp_path / "out", "--source", model, "--device", "cpu", columns=80)
+    assert "files: " in seen
+    assert "weights: " in seen
+    for line in seen.replace("\x1b[2K", "\n").splitlines():
+        plain = "".join(part.partition("m")[2] if i else part for i, part in enumerate(line.split("\x1b[")))
+        assert len(plain.strip()) <= 80, plain
+    told: list[tuple[str, int]] = []
+    hqconv.verify(
+        tmp_path / "out",
+        model,
+        device="cpu",
+        progress=lambda check, done: told.append((check, done.done_bytes)),
+    )
+    assert {check for check, _ in told} == {"files", "weights"}
+    sizes = [words["size_bytes"] for words in manifest(tmp_path / "out")["files"].values()]
+    assert max(done for check, done in told if check == "files") == sum(sizes)
+
+
+def test_quiet_verification_says_nothing_unless_something_is_wrong(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "out", "mxfp4")
+    good = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "-q", "--device", "cpu"])
+    assert (good.exit_code, good.stdout, good.stderr) == (0, "", "")
+    (tmp_path / "out" / "tokenizer.json").write_text("another")
+    bad = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "-q", "--device", "cpu"])
+    assert bad.exit_code == 1
+    assert "tokenizer.json" in bad.stdout
+
+
+def test_a_first_run_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
+    code = "import hqconv.compiled as c\nfrom hqconv.cli.progress import ShownProgress\n"
+    code += "with ShownProgress(quiet=False):\n    c.compiled(eval('lambda x: x + 1'))(1)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    assert done.stderr.count("Compiling loops for this processor") == 1
+
+
+# --- help --------------------------------------------------------------------------------------------------
+
+
+def test_options_stand_under_headings() -> None:
+    shown = CliRunner().invoke(app, ["convert", "--help"]).stdout
+    headings = [line for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings == [
+        *(
+            "Arguments:",
+            "Options:",
+            "What is made:",
+            "Ranks:",
+            "How:",
+            "What is there already:",
+            "What is shown:",
+        )
+    ]
+    for name, option in OPTIONS.items():
+        if not option.metavar and name in ("tp", "schema", "resume", "json", "device", "config"):
+            assert f"--{name}" in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("mxf", ["mxfp4", "mxfp8"]), ("sou", ["source"]), ("zz", [])]
+)
+def test_a_shell_completes_schemas(typed: str, completed: list[str]) -> None:
+    asked = {
+        "_HQCONV_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"hqconv convert --schema {typed}",
+        "COMP_CWORD": "3",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "hqconv"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPO), **asked},
+    )
+    assert done.stdout.split() == completed
