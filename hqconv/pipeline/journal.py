@@ -74,8 +74,11 @@ class Journal:
 
     def _remove_members(self) -> None:
         with output_errors(self.path.parent):
-            for path in self._members():
+            members = self._members()
+            for path in members:
                 path.unlink(missing_ok=True)
+            if members:  # before the journal that they belong to may go
+                sync_folder(self.path.parent)
 
     @classmethod
     def if_there(cls, root: Path) -> Journal | None:

@@ -206,6 +206,10 @@ def _relies_on(disk: Disk, op: Op) -> list[str]:
         return _unsafe_below(disk, op.path, "the exchange") if disk.find(f"{op.path}/{MANIFEST}") else []
     if op.kind == "unlink" and is_member_journal(name):
         return [] if disk.is_safe(f"{path}/{JOURNAL}") else [f"{op.path} went before its lines were synced"]
+    if op.kind == "unlink" and name == JOURNAL:
+        folder = disk.find(path, safely=True)
+        left = [one for one in (folder.safe_names if folder else ()) if is_member_journal(one)]
+        return [f"{path}/{one} may outlast the journal that it belongs to" for one in left]
     if op.kind == "write":
         return _of_line(disk, op)
     return []
