@@ -1,8 +1,9 @@
 """How long a conversion takes that copies very many small tensors: `python scripts/bench_copies.py`.
 
-`[--tensors 1000000] [--runs 1] [--work /dev/shm]`. The model is DeepSeek-V3's by its names, with one small MoE block; all other tensors
-are small ones of the ordinary kind, with data, of 2 to 512 bytes, in shards of at most 250,000. It is converted by a
-whole `hqconv convert`, planned by `--dry-run` for comparison, and what was copied is compared with the source.
+`[--tensors 1000000] [--runs 1] [--work /dev/shm]`. The model is DeepSeek-V3's by its names, with one small MoE block;
+all other tensors are small ones of the ordinary kind, with data, of 2 to 512 bytes, in shards of at most 250,000. It is
+converted by a whole `hqconv convert`, planned by `--dry-run` for comparison, and what was copied is compared with the
+source.
 """
 
 from __future__ import annotations

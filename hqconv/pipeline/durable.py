@@ -63,7 +63,7 @@ def sync_folders(root: Path, folders: Iterable[Path]) -> None:
         while folder not in found:
             found.add(folder)
             folder = folder.parent
-    for folder in sorted(found, key=lambda folder: -len(folder.parts)):
+    for folder in sorted(found, key=lambda folder: (-len(folder.parts), folder)):
         sync_folder(folder)
 
 
