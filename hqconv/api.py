@@ -113,7 +113,7 @@ def convert(
     `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse; importance: a
     file that weights it. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
     threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
-    Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
+    Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
     modes = check_modes(resume=resume, overwrite=overwrite)
     grid = Grid(tp, ep, expert_placement, redundant_experts)
@@ -193,7 +193,7 @@ def verify(
 
     Whatever is wrong with the artifact is in the report, also that its manifest cannot be relied on. Raises
     RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
-    InputError, VerificationError (of an artifact as a source) or NetworkError.
+    InputError or NetworkError.
     """
     from hqconv.verification.run import Options
     from hqconv.verification.run import verify as run

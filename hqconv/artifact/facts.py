@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 class Facts:
     """The facts of one artifact, worked out from its manifest when they are asked for."""
 
-    def __init__(self, root: Path) -> None:
-        """Read the manifest. Raises RequestError or VerificationError where there is none to rely on."""
+    def __init__(self, root: Path, *, is_sealed: bool = False) -> None:
+        """Read the manifest as `read_manifest` does. Raises RequestError or VerificationError where that does."""
         self.root = root
-        self.manifest = read_manifest(root)
+        self.manifest = read_manifest(root, is_sealed=is_sealed)
 
     @cached_property
     def schema(self) -> TargetSchema:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from hqconv.artifact.as_source import as_source
 from hqconv.artifact.opened import Artifact
 from hqconv.checkpoint.folder import SourceFile
 from hqconv.checkpoint.safetensors import read_header
@@ -40,13 +41,14 @@ class ArtifactHeaders(SafetensorsHeaders):
     """An artifact opened as a checkpoint. Rank tensors are named `<rank file>:<tensor>`."""
 
     def __init__(self, root: Path, *, name: str) -> None:
-        """Read manifest and headers. Raises VerificationError or InputError for what is not whole.
+        """Read manifest and headers. Raises InputError for what is not whole.
 
-        RequestError, too, for an artifact whose codes are not those of its schema any more.
+        RequestError for an artifact whose codes are not those of its schema any more.
         """
         super().__init__(root, name=name)
-        self.artifact = Artifact(root)
-        _refuse_fused(self.artifact)
+        with as_source():
+            self.artifact = Artifact(root, is_sealed=True)
+            _refuse_fused(self.artifact)
         self.quantization = self.artifact.manifest["source"].get("quantization_config")
         self.config = names.admit_transformers(self.config)
         self.config.pop("quantization_config", None)
@@ -72,8 +74,9 @@ class ArtifactHeaders(SafetensorsHeaders):
         self.files = tuple(files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
 
+    @as_source()
     def map_experts(self) -> ExpertMap:
-        """The artifact's blocks and what becomes of its tensors."""
+        """The artifact's blocks and what becomes of its tensors. Raises InputError for what cannot be."""
         blocks = tuple(self._block(name) for name in self.artifact.blocks)
         converted = {name: block.name for block in blocks for name in block.tensor_names()}
         scales = [name for block in blocks for name in block.input_scales.names]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from hqconv.artifact.matrix import floats
 from hqconv.artifact.opened import Artifact
-from hqconv.artifact.ranks import BlockReader
+from hqconv.artifact.ranks import BlockReader, check_rank_headers
 from hqconv.artifact.unlayout.numbers import to_float32
 from hqconv.artifact.unrotate import unrotated
 from hqconv.errors import RequestError, VerificationError
@@ -45,9 +45,9 @@ def load_block(
     """One block of one rank of a kernel artifact: `w13`, `w2` → LayerConfig and tensors on `device`.
 
     Raises RequestError where `path` is no kernel artifact or has no such block or rank, VerificationError where a file
-    is damaged.
+    is damaged, or holds other numbers of experts, dtypes or a LayerConfig than the manifest implies.
     """
-    with Artifact(Path(path)) as artifact:
+    with Artifact(Path(path), is_sealed=True) as artifact:
         _check_kernel_layout(artifact)
         _check_block(artifact, block)
         if not (tp_rank in range(artifact.grid.tp) and ep_rank in range(artifact.grid.ep)):
@@ -57,6 +57,7 @@ def load_block(
                 expected=f"tp rank < {artifact.grid.tp}, ep rank < {artifact.grid.ep}",
                 found=f"tp {tp_rank!r}, ep {ep_rank!r}",
             )
+        check_rank_headers(artifact, artifact.expert_block(block), refuse, [(tp_rank, ep_rank)])
         return load_rank(artifact, block, tp_rank, ep_rank, device)
 
 
@@ -95,7 +96,7 @@ def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
     there are biases. Raises RequestError for an unknown block or the checkpoint layout, VerificationError where a
     file is damaged.
     """
-    with Artifact(Path(path)) as artifact:
+    with Artifact(Path(path), is_sealed=True) as artifact:
         _check_kernel_layout(artifact)
         _check_block(artifact, block)
         described = artifact.expert_block(block)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hqconv.artifact.own_digest import DIGEST, alteration
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact
 from hqconv.schemas.activation import Activation
@@ -76,8 +77,10 @@ def is_unfinished(root: Path) -> bool:
     return (root / artifact.JOURNAL).is_file() and not is_artifact(root)
 
 
-def read_manifest(root: Path) -> dict[str, Any]:
+def read_manifest(root: Path, *, is_sealed: bool = False) -> dict[str, Any]:
     """An artifact's `hqconv.json`, with every key that readers rely on present and of the right type.
+
+    is_sealed: its bytes must be those of its own digest as well; `verify` lists that beside whatever else is wrong.
 
     Raises RequestError where `root` is no artifact or was made by a newer hqconv, VerificationError where
     the conversion is unfinished or the manifest is damaged.
@@ -106,6 +109,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise _damaged(path, "a JSON document", error) from error
     _check(path, words)
     _check_size(path, len(raw), words)
+    if is_sealed and (wrong := alteration(raw, words)) is not None:
+        where, (what, expected, found) = f"{path}: {DIGEST}", wrong
+        raise VerificationError(what, where=where, expected=expected, found=found, remedy=_AGAIN)
     return dict(words)
 
 

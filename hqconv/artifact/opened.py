@@ -31,9 +31,9 @@ Tensors = dict[str, NDArray[Any]]
 class Artifact(Facts):
     """An artifact in either layout; a context manager that closes the files it read."""
 
-    def __init__(self, root: Path) -> None:
-        """Read the manifest. Raises RequestError or VerificationError where there is none to rely on."""
-        super().__init__(root)
+    def __init__(self, root: Path, *, is_sealed: bool = False) -> None:
+        """Read the manifest as `read_manifest` does. Raises RequestError or VerificationError where that does."""
+        super().__init__(root, is_sealed=is_sealed)
         self._headers: dict[str, Header] = {}
         self._configs: dict[tuple[str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()

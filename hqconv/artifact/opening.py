@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from hqconv.artifact.as_source import as_source
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.checkpoint.gguf import holds_gguf
 from hqconv.checkpoint.naming import named
@@ -36,17 +37,18 @@ def without_gc() -> Iterator[None]:
 @contextmanager
 def _refusing(src: str | Path) -> Iterator[None]:
     try:
-        yield
+        with as_source():
+            yield
     except OSError as error:  # from a look at a folder; reading a file has messages of its own
         what, where = "The source cannot be read.", str(error.filename or src)
         raise InputError(what, where=where, found=error.strerror or error) from error
 
 
-def _held(source: Opened) -> Opened:
+def _held(source: Opened, *, is_whole: bool = True) -> Opened:
     """An artifact's files held to its manifest, whichever layout it has; closed where they are not those."""
     try:
         if is_artifact(source.root):
-            source.guard.hold_to(read_manifest(source.root)["files"])
+            source.guard.hold_to(read_manifest(source.root, is_sealed=True)["files"], is_whole=is_whole)
     except BaseException:
         source.close()
         raise
@@ -57,8 +59,7 @@ def _held(source: Opened) -> Opened:
 def open_source(src: str | Path, revision: str | None = None) -> Source:
     """Opens what can be converted: a model folder, a Hub repo (`org/name`), a folder with GGUF files, an artifact.
 
-    A context manager that closes it. Raises RequestError, InputError, VerificationError (of a damaged artifact) or
-    NetworkError.
+    A context manager that closes it. Raises RequestError, InputError (also of a damaged artifact) or NetworkError.
     """
     from hqconv.sources.safetensors import SafetensorsSource
 
@@ -73,7 +74,7 @@ def open_source(src: str | Path, revision: str | None = None) -> Source:
             from hqconv.sources.gguf import open_with_gguf
 
             return _held(open_with_gguf(path))
-        return _held(SafetensorsSource.open(str(src), revision))
+        return _held(SafetensorsSource.open(str(src), revision), is_whole=path.is_dir())
 
 
 @without_gc()
@@ -92,7 +93,8 @@ def open_headers(src: str | Path, revision: str | None = None) -> Headers:
             from hqconv.sources.gguf_headers import GgufHeaders, open_with_gguf_as
 
             return _held(open_with_gguf_as(path, SafetensorsHeaders, GgufHeaders))
-        return _held(SafetensorsHeaders.open(str(src), revision, headers_only=True))
+        headers = SafetensorsHeaders.open(str(src), revision, headers_only=True)
+        return _held(headers, is_whole=path.is_dir())
 
 
 def own_target(source: Headers) -> Target | None:

@@ -5,7 +5,7 @@ Legend: N rows, K columns, G groups along K.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -26,10 +26,12 @@ from hqconv.schemas.layer import resolve
 Good = set[tuple[str, int, int]]  # GEMM, TP rank, EP rank
 
 
-def check_rank_headers(artifact: Artifact, block: ExpertBlock, note: Note) -> Good:
-    """The (GEMM, TP rank, EP rank) whose LayerConfig and dtypes are those of the manifest's schema."""
+def check_rank_headers(
+    artifact: Artifact, block: ExpertBlock, note: Note, ranks: Iterable[tuple[int, int]] | None = None
+) -> Good:
+    """The (GEMM, TP rank, EP rank) whose LayerConfig and dtypes are those of the manifest's schema; of all `ranks`."""
     good: Good = set()
-    for tp_rank, ep_rank in artifact.grid.ranks:
+    for tp_rank, ep_rank in artifact.grid.ranks if ranks is None else ranks:
         path = names.rank_file(block.name, tp_rank, ep_rank)
         num_local = len(artifact.grid.local_experts(block.num_experts, ep_rank))
         for gemm, shape in gemm_shapes(block, artifact.grid.tp, artifact.schema_of(block.name)).items():

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hqconv.artifact.as_source import as_source
 from hqconv.artifact.headers import ArtifactHeaders
 from hqconv.artifact.matrix import Matrix
 from hqconv.artifact.ranks import BlockReader
@@ -38,6 +39,7 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
 
     reads_ahead = False
 
+    @as_source()
     def read_expert(
         self,
         block: ExpertBlock,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,16 @@ class Guard:
         """Whether there is a manifest that says what the files' bytes are."""
         return self._listed is not None
 
-    def hold_to(self, listed: Mapping[str, Mapping[str, Any]]) -> None:
+    def hold_to(self, listed: Mapping[str, Mapping[str, Any]], *, is_whole: bool = True) -> None:
         """Have an artifact's files held to what its manifest lists: name → `size_bytes` and `sha256`.
 
-        Those that were looked at must be listed, and have that size; the config and the index, which were read by now,
-        that digest too. Raises InputError.
+        Those that were looked at must be listed, and what is listed must be there with that size, but for README.md and
+        its like (without `is_whole` other files too: of a repo some may not be on this machine). The config and the
+        index, which were read by now, must have that digest too. Raises InputError.
         """
         self._listed = listed
+        for name in listed if is_whole else ():
+            self._check_there(name, listed[name]["size_bytes"])
         for name, status in self._seen.items():
             if name == MANIFEST or self._is_beside(name):
                 continue
@@ -81,10 +84,13 @@ class Guard:
         for name in sorted(self._seen.keys() & {CONFIG, INDEX}):
             self.prove(name)
 
-    def prove(self, name: str) -> None:
-        """Hash a whole file of an artifact. Raises InputError where it is not the one that the manifest lists."""
+    def prove(self, name: str, keep_on: Callable[[], object] | None = None) -> None:
+        """Hash a whole file of an artifact. Raises InputError where it is not the one that the manifest lists.
+
+        keep_on: as of `sha256_of`.
+        """
         try:
-            sha256 = sha256_of(self._root / name)
+            sha256 = sha256_of(self._root / name, keep_on)
         except OSError as error:
             what, where = "A file of the source cannot be read.", str(self._root / name)
             raise InputError(what, where=where, found=error.strerror or error, remedy=_AGAIN) from error
@@ -97,6 +103,16 @@ class Guard:
         expected = self._entry(name)["sha256"]
         if sha256 != expected:
             raise self._differs(name, f"sha256 {expected}", f"sha256 {sha256}")
+
+    def _check_there(self, name: str, size_bytes: int) -> None:
+        try:
+            found = f"{(self._root / name).stat().st_size} bytes"
+        except (OSError, ValueError) as error:  # the latter of names that no file has
+            if name in COMPANIONS:
+                return
+            found = getattr(error, "strerror", None) or str(error)
+        if found != f"{size_bytes} bytes":
+            raise self._differs(name, f"{size_bytes} bytes", found)
 
     def _is_beside(self, name: str) -> bool:
         """Whether it is a README or the like, that people put beside an artifact's files."""

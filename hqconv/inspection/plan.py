@@ -9,9 +9,9 @@ from hqconv.artifact.manifest import is_artifact
 from hqconv.errors import OutputError
 from hqconv.inspection.source import block_words, source_words, tensor_words
 from hqconv.inspection.words import Words, block_runs, otherwise, schema_words
-from hqconv.pipeline.clearing import check_strays, listed_files
+from hqconv.pipeline.clearing import check_replaceable, check_strays, listed_files
 from hqconv.pipeline.durable import check_space
-from hqconv.pipeline.folder import check_replaceable, place_of_work
+from hqconv.pipeline.folder import place_of_work
 from hqconv.pipeline.resources import Resources, plan_staging
 from hqconv.planning.plan import Plan
 from hqconv.schemas.artifact import importance_words

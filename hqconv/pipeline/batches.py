@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,24 @@ class Batch:
         return sum(ref.num_bytes for expert in self.experts for ref in self.planned.block.refs(expert))
 
 
+class Stretch(NamedTuple):
+    """Adjoining bytes of one tensor, or of several that follow it: the first one, where they start in it, its place."""
+
+    ref: TensorRef
+    start: int
+    place: TensorRef
+    num_bytes: int
+
+    @property
+    def wide(self) -> TensorRef:
+        """A tensor that has all of these bytes."""
+        return self.ref._replace(num_bytes=self.start + self.num_bytes)
+
+    def run(self, data: torch.Tensor) -> Run:
+        """These bytes, to be written."""
+        return Run(self.place.file, self.place.offset_bytes + self.start, self.num_bytes, data)
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
     """Bytes of tensors that are copied as they are: for each tensor where they start in it, and how many they are."""
@@ -42,6 +61,22 @@ class Piece:
     def num_bytes(self) -> int:
         """Bytes of all spans."""
         return sum(size for _, _, size in self.spans)
+
+    def stretches(self) -> Iterator[Stretch]:
+        """The spans, in their order; those that adjoin in the source and in the group's file are one."""
+        tensors = self.planned.files[0].tensors
+        first: tuple[TensorRef, int, TensorRef] | None = None
+        where, size = (-1, -1, -1), 0
+        for ref, start, more in self.spans:
+            place = tensors[ref.name]
+            found = (ref.file, ref.offset_bytes + start, place.offset_bytes + start)
+            if first is None or found != (where[0], where[1] + size, where[2] + size):
+                if first is not None:
+                    yield Stretch(*first, size)
+                first, where, size = (ref, start, place), found, 0
+            size += more
+        if first is not None:
+            yield Stretch(*first, size)
 
 
 @dataclass(frozen=True, eq=False)

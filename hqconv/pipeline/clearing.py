@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hqconv.artifact.manifest import is_artifact, read_manifest
 from hqconv.errors import HqconvError, OutputError, first_few
-from hqconv.pipeline.durable import output_errors, partial
+from hqconv.pipeline.durable import output_errors, partial, sync_folders
 from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST, PARTIAL, is_member_journal
 
 
@@ -67,8 +67,19 @@ def check_strays(root: Path, listed: Collection[str], planned: Collection[str] =
         )
 
 
+def check_replaceable(out: Path) -> None:
+    """Raises OutputError for an artifact that no other folder can take the place of."""
+    if out.is_mount():
+        what, remedy = (
+            "A mount point cannot be replaced.",
+            "Convert to a folder inside it, or empty it yourself.",
+        )
+        raise OutputError(what, where=str(out), remedy=remedy)
+
+
 def remove_listed(root: Path, listed: Sequence[str]) -> None:
-    """Remove listed files, finished or not, in their order, and the folders that are then empty.
+    """Remove listed files, finished or not, in their order, and the folders that are then empty. What is gone stays so,
+    power cut or not.
 
     Raises OutputError where the system refuses.
     """
@@ -83,6 +94,8 @@ def remove_listed(root: Path, listed: Sequence[str]) -> None:
             if _lies_in(root, folder):
                 with suppress(OSError):
                     (root / folder).rmdir()
+        left = (root / folder for folder in _folders_of(listed) if _lies_in(root, folder))
+        sync_folders(root, [folder for folder in left if folder.is_dir() and not folder.is_symlink()])
 
 
 def _lies_in(root: Path, path: str) -> bool:

@@ -6,8 +6,8 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hqconv.artifact.build import FileRecord
@@ -56,6 +56,31 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_folders(root: Path, folders: Iterable[Path]) -> None:
+    """`sync_folder` of folders below `root`, of those between, and of `root`: what they hold lasts, and so do they."""
+    found = {root}
+    for folder in folders:
+        while folder not in found:
+            found.add(folder)
+            folder = folder.parent
+    for folder in sorted(found, key=lambda folder: (-len(folder.parts), folder)):
+        sync_folder(folder)
+
+
+def sync_above(folder: Path) -> None:
+    """Flush the name of a folder itself; a folder above it that may not be read is left alone."""
+    with suppress(PermissionError):
+        sync_folder(folder.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are not there; all names of the latter last."""
+    lacking = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in reversed(lacking):
+        sync_above(one)
+
+
 def write_whole(root: Path, name: str, data: bytes) -> FileRecord:
     """Write a small file of the folder `root`."""
     return _write_chunks(root, name, iter((data,)))
@@ -85,7 +110,7 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
             file.flush()
             os.fsync(file.fileno())
         partial(path).replace(path)
-        sync_folder(path.parent)
+        sync_folders(root, [path.parent])
     return FileRecord(name, num_bytes, digest.hexdigest())
 
 

@@ -7,6 +7,8 @@ import errno
 import os
 from pathlib import Path
 
+from hqconv.pipeline.durable import sync_above
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
 # What kernels and file systems say that cannot exchange: NFS, some overlays and FUSE file systems, gVisor.
@@ -14,16 +16,16 @@ _CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EP
 
 
 def exchange(new: Path, old: Path, parked: Path) -> None:
-    """After it `old` holds what `new` held, and the other way round. Raises OSError.
+    """After it `old` holds what `new` held, and the other way round, power cut or not. Raises OSError.
 
     Where the file system cannot exchange, three renames do it, by way of `parked`; `settle` mends what a kill between
     them leaves.
     """
-    if _exchange_at_once(new, old):
-        return
-    old.rename(parked)
-    new.rename(old)
-    parked.rename(new)
+    if not _exchange_at_once(new, old):
+        old.rename(parked)
+        new.rename(old)
+        parked.rename(new)
+    sync_above(old)
 
 
 def settle(new: Path, old: Path, parked: Path) -> None:
@@ -31,12 +33,10 @@ def settle(new: Path, old: Path, parked: Path) -> None:
     if not parked.exists():
         return
     if not old.exists():
-        if not new.exists():
-            parked.rename(old)
-            return
-        new.rename(old)
-    if not new.exists():
+        (new if new.exists() else parked).rename(old)
+    if parked.exists() and not new.exists():
         parked.rename(new)
+    sync_above(old)
 
 
 def _exchange_at_once(left: Path, right: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from hqconv.backends.helpers import Helpers
 from hqconv.checkpoint.descriptors import open_limit
+from hqconv.errors import InputError
 from hqconv.pipeline.batches import Batch, Piece, Run, cut, shares
 from hqconv.pipeline.costs import Measurements
 from hqconv.pipeline.devices import Lane, Slot, entered, make_lane
@@ -186,13 +187,16 @@ class Executor:
         self._stages.tell()
 
     def _read_piece(self, flight: _Flight, piece: Piece) -> None:
-        runs, end = [], 0
-        for ref, start, size in piece.spans:
-            data = flight.slot.raw[end : end + size]
-            self._source.read_into(ref, data.numpy().data, start)
-            place = piece.planned.files[0].tensors[ref.name]
-            runs.append(Run(place.file, place.offset_bytes + start, size, data))
-            end += size
+        runs, end = list[Run](), 0
+        try:
+            for one in piece.stretches():
+                runs.append(one.run(flight.slot.raw[end : end + one.num_bytes]))
+                self._source.read_into(one.wide, runs[-1].data.numpy().data, one.start)
+                end += one.num_bytes
+        except InputError:
+            for ref, start, size in piece.spans:  # one by one, for the name of the tensor that it is
+                self._source.read_into(ref, flight.slot.raw[:size].numpy().data, start)
+            raise
         self._write_out(flight, runs)
 
     def _read(self, flight: _Flight, batch: Batch, places: list[tuple[TensorRef, int]]) -> None:
@@ -276,7 +280,7 @@ class Executor:
                 self._stages.start("finish", file.size_bytes, self._finish_file, job, file)
 
     def _finish_file(self, job: _Job, file: OutFile) -> None:
-        record = self._writer(job).finish_file(file)
+        record = self._writer(job).finish_file(file, self._stages.keep_on)
         with self._lock:
             job.files[file.path] = record
             is_last = len(job.files) == len(job.group.files)

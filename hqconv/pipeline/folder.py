@@ -17,8 +17,15 @@ from hqconv.artifact.build import FileRecord
 from hqconv.artifact.manifest import is_artifact
 from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import OutputError
-from hqconv.pipeline.clearing import check_strays, files_in, listed_files, remove_listed
-from hqconv.pipeline.durable import check_space, output_errors, partial, sync_folder, write_whole
+from hqconv.pipeline.clearing import check_replaceable, check_strays, files_in, listed_files, remove_listed
+from hqconv.pipeline.durable import (
+    check_space,
+    make_folder,
+    output_errors,
+    partial,
+    sync_above,
+    write_whole,
+)
 from hqconv.pipeline.exchange import exchange, settle
 from hqconv.pipeline.journal import Journal, JournalEntry, compare_identities
 from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST
@@ -211,7 +218,7 @@ class OutputFolder:
                     exchange(side, self.out, parked_folder(self.out))
                 else:  # somebody removed the old artifact meanwhile
                     side.rename(self.out)
-                sync_folder(self.out.parent)
+                    sync_above(self.out)
             self.root = self.out
             self._journal.moved_to(self.out)
             self._try_to_discard(side)
@@ -222,11 +229,8 @@ class OutputFolder:
         for record in (record for entry in self.done.values() for record in entry.files):
             path = self.root / record.path
             if not path.is_file() or path.stat().st_size != record.size_bytes:
-                what, remedy = (
-                    "A finished file was removed or cut meanwhile.",
-                    "Run the same command with --resume.",
-                )
-                raise OutputError(what, where=str(path), remedy=remedy)
+                what = "A finished file was removed or cut meanwhile."
+                raise OutputError(what, where=str(path), remedy="Run the same command with --resume.")
 
     def _try_to_discard(self, side: Path) -> None:
         """The new artifact is in its place: what cannot be removed of the old one is said, and no failure."""
@@ -252,16 +256,7 @@ class OutputFolder:
             (side / MANIFEST).unlink(missing_ok=True)
             with suppress(OSError):  # not empty: somebody put files there meanwhile
                 side.rmdir()
-
-
-def check_replaceable(out: Path) -> None:
-    """Raises OutputError for an artifact that no other folder can take the place of."""
-    if out.is_mount():
-        what, remedy = (
-            "A mount point cannot be replaced.",
-            "Convert to a folder inside it, or empty it yourself.",
-        )
-        raise OutputError(what, where=str(out), remedy=remedy)
+            sync_above(side)
 
 
 def place_of_work(out: Path) -> Path | None:
@@ -276,7 +271,7 @@ def _claim(root: Path) -> Journal:
     """The journal of a folder, which is made if it is not there."""
     while True:
         with output_errors(root):
-            root.mkdir(parents=True, exist_ok=True)
+            make_folder(root)
         try:
             return Journal(root)
         except OutputError as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
-from hqconv.pipeline.durable import output_errors, sync_folder
+from hqconv.pipeline.durable import output_errors, sync_above, sync_folder
 from hqconv.schemas.artifact import JOURNAL, is_member_journal
 from hqconv.schemas.regular import what_instead
 
@@ -75,8 +75,11 @@ class Journal:
 
     def _remove_members(self) -> None:
         with output_errors(self.path.parent):
-            for path in self._members():
+            members = self._members()
+            for path in members:
                 path.unlink(missing_ok=True)
+            if members:  # before the journal that they belong to may go
+                sync_folder(self.path.parent)
 
     @classmethod
     def if_there(cls, root: Path) -> Journal | None:
@@ -117,8 +120,14 @@ class Journal:
             self.has_lock = False
 
     def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry]]:
-        """Identity and finished groups; half a line of a killed run is cut off."""
+        """Identity and finished groups; half a line of a killed run is cut off.
+
+        So is a first line that is none and the only one: the power failed while it was written, and the next is written
+        once it lasts.
+        """
         lines, torn = _lines(self.path.read_bytes())
+        if len(lines) == 1 and b"\0" in lines[0]:
+            lines, torn = [], lines[0]
         if torn:
             os.truncate(self.path, sum(len(line) + 1 for line in lines))
         if not lines:
@@ -130,8 +139,9 @@ class Journal:
         if self.identity is None:
             self._append(identity)
             self.identity = identity
-            with output_errors(self.path.parent):
-                sync_folder(self.path.parent)
+        with output_errors(self.path.parent):  # also where a run that was killed wrote the identity
+            sync_folder(self.path.parent)
+            sync_above(self.path.parent)
         self._append({"process": os.getpid(), "host": socket.gethostname()})
         for entry in self._of_members:
             self.record(entry)
@@ -155,6 +165,7 @@ class Journal:
         """Forget all lines, and keep the lock."""
         with output_errors(self.path):
             os.ftruncate(self._descriptor, 0)
+            os.fsync(self._descriptor)
         self._remove_members()
         self.identity, self.entries, self._of_members = None, [], []
 

@@ -34,7 +34,7 @@ class Proofs:
         return {file.name for file in files}
 
     def _prove(self, name: str) -> None:
-        self._source.guard.prove(name)
+        self._source.guard.prove(name, self._stages.keep_on)
         self._whole.add(name)
         self._stages.tell()
 

@@ -74,6 +74,11 @@ class Stages:
             if self._is_cancelled:
                 raise self._error or CancelledError
 
+    def keep_on(self) -> None:
+        """For a long task to ask from time to time. Raises CancelledError once all are to stop."""
+        if self._is_cancelled:
+            raise CancelledError
+
     def tell(self) -> None:
         """Something changed that others may wait for."""
         with self._changed:

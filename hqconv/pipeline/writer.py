@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.build import FileRecord
 from hqconv.checkpoint.descriptors import Descriptors
 from hqconv.checkpoint.digest import sha256_of
-from hqconv.pipeline.durable import output_errors, partial, sync_folder
+from hqconv.pipeline.durable import output_errors, partial, sync_folders
 from hqconv.planning.files import OutFile
 
 
@@ -45,23 +46,25 @@ class GroupWriter:
         with output_errors(self._root / path), self._descriptors.using(path) as descriptor:
             _write_at(descriptor, data, offset_bytes)
 
-    def finish_file(self, file: OutFile) -> FileRecord:
-        """Flush a file that is whole to the disk; its size and digest. Any thread may, for several files at once."""
+    def finish_file(self, file: OutFile, keep_on: Callable[[], object] | None = None) -> FileRecord:
+        """Flush a file that is whole to the disk; its size and digest. Any thread may, for several files at once.
+
+        keep_on: as of `sha256_of`.
+        """
         with output_errors(self._root / file.path):
             with self._descriptors.using(file.path) as descriptor:
                 os.fsync(descriptor)
-            return FileRecord(file.path, file.size_bytes, sha256_of(self._paths[file.path]))
+            return FileRecord(file.path, file.size_bytes, sha256_of(self._paths[file.path], keep_on))
 
     def publish(self) -> None:
-        """Give the files their final names, once all are flushed."""
+        """Give the files their final names, once all are flushed; the names last, and those of new folders too."""
         self._descriptors.close()
         for file in self._files:
             path = self._root / file.path
             with output_errors(path):
                 self._paths[file.path].replace(path)
         with output_errors(self._root):
-            for folder in sorted({(self._root / file.path).parent for file in self._files}):
-                sync_folder(folder)
+            sync_folders(self._root, {(self._root / file.path).parent for file in self._files})
 
     def abandon(self) -> None:
         """Remove what was written."""

@@ -79,7 +79,7 @@ def open_served(place: Place) -> Served:
     where it is damaged or the conversion unfinished, and as `Place.fetch`.
     """
     root = Path(place.name) if place.is_folder else place.fetch(names.MANIFEST).parent
-    words = read_manifest(root)
+    words = read_manifest(root, is_sealed=True)
     _check_kind(place, words)
     try:
         kind = names.kind_of_words(words, schema_of(root, words), words["dtype"])

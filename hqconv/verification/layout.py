@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from hqconv.artifact.opened import Artifact, Header
+from hqconv.artifact.own_digest import DIGEST
 from hqconv.backends.forms import KernelForm
 from hqconv.errors import VerificationError
 from hqconv.experts.block import ExpertBlock
@@ -54,6 +55,7 @@ def check_ranks(
                 scales = names.GEMMS if is_static(artifact, block.name) else ()
                 extra = {names.input_scale(block.name, gemm): ("F32", (1,)) for gemm in scales}
                 _compare_with_form(path, headers[path], block.name, form, num_local, extra, result)
+                _check_rank(path, headers[path][1], DIGEST in artifact.manifest, result)
     for path in artifact.manifest["files"]:
         if blocks and "/" in path and path.endswith(SUFFIX) and path not in expected_paths:
             what = "A weight file belongs to no rank and block of the manifest."
@@ -111,9 +113,6 @@ def _compare_with_form(
     _compare_tensors(path, header, {**expected, **extra}, result)
     if header[1].get("format") != "pt":
         result.add(path, "The file's metadata does not name its format.", "pt", header[1].get("format"))
-    if (other := names.other_rank(path, header[1])) is not None:
-        what = "This is the file of another rank."
-        result.add(f"{path}, metadata rank", what, path.split("/")[-2], other)
     for gemm, one in form.items():
         where = f"{path}, metadata {gemm}"
         try:
@@ -123,6 +122,15 @@ def _compare_with_form(
             continue
         what = "A LayerConfig is not the one of the manifest's facts."
         compare_words(where, what, {**one.config, "num_experts": num_local}, words, result)
+
+
+def _check_rank(path: str, metadata: Mapping[str, str], says: bool, result: CheckResult) -> None:
+    """A file says whose it is. `says`: whether the manifest is of a version whose files do."""
+    where, own = f"{path}, metadata rank", path.split("/")[-2]
+    if (other := names.other_rank(path, metadata)) is not None:
+        result.add(where, "This is the file of another rank.", own, other)
+    elif says and "rank" not in metadata:
+        result.add(where, "The file does not say which rank's it is.", own, "nothing")
 
 
 def _compare_tensors(path: str, header: Header, expected: Mapping[str, Stored], result: CheckResult) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from hqconv.artifact.opened import Artifact
-from hqconv.artifact.seal import DIGEST, digest_of
+from hqconv.artifact.own_digest import DIGEST, alteration
 from hqconv.checkpoint.loose import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.schemas import artifact as names
 from hqconv.verification.result import CheckResult
-
-_LAST = "tensors"  # of the manifests that are older than the digest
 
 
 def check_manifest(artifact: Artifact, result: CheckResult) -> None:
@@ -24,21 +22,14 @@ def check_manifest(artifact: Artifact, result: CheckResult) -> None:
 
 
 def _check_digest(artifact: Artifact, result: CheckResult) -> None:
-    """Older manifests have no digest, and end with the tensors."""
-    where, words = f"{names.MANIFEST}: {DIGEST}", artifact.manifest
-    if DIGEST in words:
-        found = digest_of((artifact.root / names.MANIFEST).read_bytes())
-        if words[DIGEST] != found:
-            what = "The manifest's bytes are not those that its digest was made of."
-            expected = f"sha256 {str(words[DIGEST])[:80]}, as the manifest's last field"
-            result.add(where, what, expected, found or "another end of the file")
-    elif list(words)[-1] == _LAST:
+    """Older manifests have no digest."""
+    wrong = alteration((artifact.root / names.MANIFEST).read_bytes(), artifact.manifest)
+    if wrong is not None:
+        result.add(f"{names.MANIFEST}: {DIGEST}", *wrong)
+    elif DIGEST not in artifact.manifest:
         result.notes.append(
             "the manifest has no digest of itself, as of an older hqconv: words that nothing else tells may differ"
         )
-    else:
-        what = "The manifest does not end as one does."
-        result.add(where, what, f"{DIGEST}, or {_LAST} in older ones", repr(list(words)[-1])[:80])
 
 
 def _check_listed(artifact: Artifact, result: CheckResult) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hqconv.checkpoint.folder import Checkpoint
+from hqconv.errors import InputError
 from hqconv.pipeline.batches import Batch, Piece, Run, cut, shares
 from hqconv.planning.groups import PlannedBlock
+from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.raw import RawLayout
+from tests.make import conversions
 from tests.make.conversions import open_plan
 from tests.make.qwen import write_qwen3_moe
 
@@ -42,6 +47,51 @@ def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
                 assert ends.setdefault(ref.name, 0) == start
                 ends[ref.name] = start + size
             assert ends == {ref.name: ref.num_bytes for ref in group.refs if ref.num_bytes}
+
+
+def test_stretches_are_the_spans(tmp_path: Path) -> None:
+    """What adjoins in the source and in the output is read and written at once; every byte goes where its tensor is."""
+    model = write_qwen3_moe(tmp_path / "model", num_layers=2)
+    source, plan = open_plan(model, "mxfp4")
+    source.close()
+    for group in (group for group in plan.groups if not isinstance(group, PlannedBlock)):
+        for piece_bytes in (1000, 4096, 1 << 20):
+            for piece in (piece for piece in cut(group, 1, piece_bytes) if isinstance(piece, Piece)):
+                found = {}
+                for one in piece.stretches():
+                    run = one.run(torch.zeros(0))
+                    assert one.wide.num_bytes >= one.start + one.num_bytes
+                    for at in range(one.num_bytes):
+                        found[run.offset_bytes + at] = (one.ref.file, one.ref.offset_bytes + one.start + at)
+                places = group.files[0].tensors
+                assert found == {
+                    places[ref.name].offset_bytes + start + at: (ref.file, ref.offset_bytes + start + at)
+                    for ref, start, size in piece.spans
+                    for at in range(size)
+                }
+            pieces = [piece for piece in cut(group, 1, 1 << 30) if isinstance(piece, Piece)]
+            counts = [(len(list(piece.stretches())), len(piece.spans)) for piece in pieces]
+            assert all(stretches < spans for stretches, spans in counts)
+
+
+def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_qwen3_moe(tmp_path / "model", num_layers=2)
+    _, plan = open_plan(model, "mxfp4")
+    refs = [ref for group in plan.groups if not isinstance(group, PlannedBlock) for ref in group.refs]
+    victim, real = sorted(refs, key=lambda ref: ref.offset_bytes)[len(refs) // 2], Checkpoint.read_into
+
+    def read(self: Checkpoint, ref: TensorRef, buffer: memoryview, start: int = 0) -> None:
+        first = ref.offset_bytes + start
+        if first < victim.offset_bytes + victim.num_bytes and first + len(buffer) > victim.offset_bytes:
+            raise InputError("A tensor cannot be read.", where=f"tensor {ref.name}")
+        real(self, ref, buffer, start)
+
+    monkeypatch.setattr(Checkpoint, "read_into", read)
+    with pytest.raises(InputError) as caught:
+        conversions.run(model, tmp_path / "out", "mxfp4")
+    assert caught.value.where == f"tensor {victim.name}"
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 40))

@@ -63,10 +63,10 @@ def slow_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     """All else is done before an artifact's large files are hashed."""
     real = guard.sha256_of
 
-    def slow(path: Path) -> str:
+    def slow(path: Path, keep_on: Callable[[], object] | None = None) -> str:
         if path.suffix == ".safetensors":
             time.sleep(0.5)
-        return real(path)
+        return real(path, keep_on)
 
     monkeypatch.setattr(guard, "sha256_of", slow)
 

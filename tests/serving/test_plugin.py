@@ -37,7 +37,7 @@ from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.serving.plugin import register
 from tests.make import input_scales, small
-from tests.make.conversions import kind_of, run
+from tests.make.conversions import kind_of, run, write_manifest
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 from tests.make.vllm_cpu import build_layer, parallel
@@ -474,7 +474,7 @@ def test_another_layout_in_humming_is_refused(tmp_path: Path, sources: dict[str,
     run(sources["bfloat16"], tmp_path / "out", "int8")
     manifest = json.loads((tmp_path / "out" / "hqconv.json").read_text())
     manifest["blocks"][BLOCK]["w2"]["flags"]["use_packed_k_layout"] = True
-    (tmp_path / "out" / "hqconv.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path / "out", manifest)
     with pytest.raises(RequestError, match=r"use_packed_k_layout(.|\n)*humming-kernels=="):
         load(tmp_path / "out")
 

@@ -19,7 +19,7 @@ from hqconv.serving.place import Place
 from hqconv.serving.rank_file import RankFile, check_digest, open_rank_file
 from hqconv.serving.served import Served, open_served
 from tests.make import input_scales, small
-from tests.make.conversions import run
+from tests.make.conversions import run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 
 FIRST, SECOND = (f"model.layers.{layer}.mlp.experts" for layer in range(2))
@@ -93,7 +93,7 @@ def rewrite(out: Path, change: Callable[[dict[str, Any]], object], name: str = n
     (out / name).write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     words = json.loads((out / "hqconv.json").read_text())
     words["files"][name]["size_bytes"] = (out / name).stat().st_size
-    (out / "hqconv.json").write_text(json.dumps(words))
+    write_manifest(out, words)
 
 
 def config(**words: Any) -> Callable[[dict[str, Any]], object]:

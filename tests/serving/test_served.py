@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import shutil
@@ -19,7 +18,7 @@ from hqconv.schemas.inputs import A16, INPUT_PRESETS
 from hqconv.schemas.target import resolve_schema
 from hqconv.serving.place import Place
 from hqconv.serving.served import Served, open_served
-from tests.make.conversions import manifest, run
+from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 
 BLOCK = "model.layers.0.mlp.experts"
@@ -93,7 +92,7 @@ def test_a_link_to_the_folder_is_as_good(made: Path, tmp_path: Path) -> None:
 def edit(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
     words = manifest(out)
     change(words)
-    (out / "hqconv.json").write_text(json.dumps(words))
+    write_manifest(out, words)
 
 
 def block(words: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from hqconv.api import open_source
 from hqconv.artifact.opened import Artifact
-from hqconv.artifact.seal import digest_of, sealed
+from hqconv.artifact.own_digest import digest_of
+from hqconv.artifact.seal import sealed
 from hqconv.backends import assemble
 from hqconv.errors import HqconvError
 from hqconv.schemas.grid import Grid

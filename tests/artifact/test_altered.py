@@ -1,0 +1,297 @@
+"""Artifacts whose manifest or headers were altered: who relies on them refuses, with the exit code of who asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv.checkpoint import digest
+from hqconv.errors import HqconvError, InputError, VerificationError
+from hqconv.schemas.grid import Grid
+from hqconv.serving.place import Place
+from hqconv.serving.served import open_served
+from tests.make.conversions import check, manifest, run, write_manifest
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+
+BLOCK = "model.layers.0.mlp.experts"
+RANK_FILE = f"experts/tp1-ep0/{BLOCK}.safetensors"
+ON_CPU: dict[str, Any] = {"schema": "source", "target": "sm90", "device": "cpu"}
+ALTERED = "The manifest's bytes are not those that its digest was made of"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("altered")
+    src = write_qwen3_moe(folder / "src", num_layers=1, num_experts=4)
+    (src / "README.md").write_text("a model card")
+    run(src, folder / "kernel", "int4-g64", Grid(tp=2))
+    run(src, folder / "checkpoint", "int4-g64", layout="checkpoint")
+    return {name: folder / name for name in ("src", "kernel", "checkpoint")}
+
+
+def copied(made: dict[str, Path], tmp_path: Path, layout: str = "kernel") -> Path:
+    return Path(shutil.copytree(made[layout], tmp_path / "artifact"))
+
+
+# --- the manifest as a file
+
+
+def alter(out: Path) -> None:
+    """Words that nothing else tells, and the digest as before."""
+    path = out / "hqconv.json"
+    path.write_bytes(path.read_bytes().replace(b'"revision": null', b'"revision": "v1"', 1))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "altered": alter,
+    "cut": lambda out: (out / "hqconv.json").write_bytes((out / "hqconv.json").read_bytes()[:-1]),
+    "no JSON": lambda out: (out / "hqconv.json").write_bytes(b"{"),
+    "deep": lambda out: (out / "hqconv.json").write_bytes(b"[" * 100_000),
+    "no key": lambda out: write_manifest(out, {k: v for k, v in manifest(out).items() if k != "blocks"}),
+    "a family of nobody": lambda out: write_manifest(out, manifest(out) | {"family": "nobody"}),
+    "no GPU": lambda out: write_manifest(out, manifest(out) | {"target": "h200"}),
+}
+OF_KERNEL = ("a family of nobody", "no GPU")  # in the checkpoint layout the shards say what they are
+
+
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_manifest_is_bad_input_where_the_artifact_is_a_source(
+    damage: str, layout: str, made: dict[str, Path], tmp_path: Path
+) -> None:
+    if layout == "checkpoint" and damage in OF_KERNEL:
+        pytest.skip("not what is read there")
+    out = copied(made, tmp_path, layout)
+    DAMAGES[damage](out)
+    calls: list[Callable[[], object]] = [
+        lambda: hqconv.plan(out, **ON_CPU),
+        lambda: hqconv.convert(out, tmp_path / "again", **ON_CPU),
+    ]
+    if damage not in OF_KERNEL:  # which a check says among its findings
+        calls.append(lambda: hqconv.verify(made["kernel"], out))
+    for call in calls:
+        with pytest.raises(InputError) as caught:
+            call()
+        assert caught.value.exit_code == 3
+        assert "hqconv.json" in caught.value.where
+        assert caught.value.remedy
+    assert not (tmp_path / "again").exists()
+    assert not check(out, None, "files").passed  # an artifact that failed verification: exit code 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("convert", "--schema=source", "--target=sm90", "--device=cpu"), 3),
+        (("convert", "--schema=source", "--target=sm90", "--device=cpu", "--dry-run"), 3),
+        (("verify", "--checks=files"), 1),
+    ],
+    ids=["convert", "dry-run", "verify"],
+)
+def test_exit_codes(words: tuple[str, ...], code: int, made: dict[str, Path], tmp_path: Path) -> None:
+    out = copied(made, tmp_path)
+    alter(out)
+    command = [sys.executable, "-m", "hqconv", words[0], str(out), *words[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert ALTERED in done.stdout + done.stderr
+
+
+def test_an_altered_manifest_is_neither_loaded_nor_served(made: dict[str, Path], tmp_path: Path) -> None:
+    out = copied(made, tmp_path)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: hqconv.load(out, block=BLOCK),
+        lambda: hqconv.dequantize(out, block=BLOCK),
+        lambda: open_served(Place(str(out))),
+    )
+    for call in calls:
+        call()
+    alter(out)
+    for call in calls:
+        with pytest.raises(VerificationError, match=ALTERED) as caught:
+            call()
+        assert caught.value.where.endswith("hqconv.json: digest")
+        assert "again" in caught.value.remedy
+
+
+def test_an_older_manifest_has_no_digest_and_is_as_good(made: dict[str, Path], tmp_path: Path) -> None:
+    out = copied(made, tmp_path)
+    words = manifest(out)
+    del words["digest"]
+    (out / "hqconv.json").write_text(json.dumps(words, indent=2) + "\n")
+    assert hqconv.load(out, block=BLOCK)
+    assert open_served(Place(str(out))).blocks
+    run(out, tmp_path / "again", "source")
+    (out / "hqconv.json").write_text(json.dumps({**words, "more": 1}))
+    with pytest.raises(VerificationError, match="does not end as one does"):
+        hqconv.load(out, block=BLOCK)
+
+
+# --- sizes in a source's manifest
+
+
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+def test_sizes_that_the_files_have_not(layout: str, made: dict[str, Path], tmp_path: Path) -> None:
+    """Of every file that is listed, one that is not there and one whose name leads elsewhere."""
+    out, good = copied(made, tmp_path, layout), manifest(made[layout])
+    assert hqconv.plan(out, **ON_CPU)
+    for name in (*good["files"], "ghost.json", "ghost\0.json"):
+        for size in (0, 10**9, 10**400, -5):
+            words = json.loads(json.dumps(good))
+            words["files"].setdefault(name, {"sha256": "0" * 64})["size_bytes"] = size
+            write_manifest(out, words)
+            with pytest.raises(InputError) as caught:
+                hqconv.plan(out, **ON_CPU)
+            assert name.split("\0")[0].split("/")[-1] in caught.value.where
+
+
+def test_a_source_that_lacks_a_file(made: dict[str, Path], tmp_path: Path) -> None:
+    out = copied(made, tmp_path)
+    (out / "README.md").unlink()  # which is its owner's
+    assert hqconv.plan(out, **ON_CPU)
+    (out / "tokenizer.json").unlink(missing_ok=True)
+    (out / "model.safetensors.index.json").unlink()
+    with pytest.raises(InputError, match="not what its manifest lists"):
+        hqconv.plan(out, **ON_CPU)
+
+
+# --- rank files
+
+
+def edit_header(out: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Another header before the same bytes; the manifest has the size and digest that belong to it."""
+    path = out / RANK_FILE
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    words = manifest(out)
+    words["files"][RANK_FILE] = {"size_bytes": path.stat().st_size, "sha256": digest.sha256_of(path)}
+    write_manifest(out, words)
+
+
+def fewer_experts(header: dict[str, Any]) -> None:
+    """Another number of experts, and wider ones: the bytes are all there."""
+    for name, entry in header.items():
+        if name.startswith(BLOCK):
+            experts, second, *more = entry["shape"]
+            entry["shape"] = [experts // 2, second * 2, *more]
+
+
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "fewer experts": (fewer_experts, "holds another number of experts"),
+    "another dtype": (lambda h: h[f"{BLOCK}.w2_weight"].update(dtype="F32"), "another dtype"),
+    "no LayerConfig": (lambda h: h["__metadata__"].pop("w13"), "holds no LayerConfig"),
+    "no weight": (lambda h: h.update({f"{BLOCK}.w2_w": h.pop(f"{BLOCK}.w2_weight")}), "tensor is missing"),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_load_holds_a_file_to_the_manifest(what: str, made: dict[str, Path], tmp_path: Path) -> None:
+    edit, message = HEADERS[what]
+    out = copied(made, tmp_path)
+    edit_header(out, edit)
+    with pytest.raises(VerificationError, match=message):
+        hqconv.load(out, block=BLOCK, tp_rank=1)
+    assert hqconv.load(out, block=BLOCK, tp_rank=0)  # whose file is as it was
+
+
+@pytest.mark.parametrize("key", ["num_experts", "hidden_size", "intermediate_size"])
+def test_load_holds_a_block_of_the_manifest_to_the_file(
+    key: str, made: dict[str, Path], tmp_path: Path
+) -> None:
+    out = copied(made, tmp_path)
+    words = manifest(out)
+    words["blocks"][BLOCK][key] *= 2
+    write_manifest(out, words)
+    with pytest.raises(HqconvError) as caught:
+        hqconv.load(out, block=BLOCK)
+    assert caught.value.exit_code == 1
+
+
+def test_a_rank_file_that_does_not_say_whose_it_is(made: dict[str, Path], tmp_path: Path) -> None:
+    out = copied(made, tmp_path)
+    edit_header(out, lambda header: header["__metadata__"].pop("rank"))
+    (files,) = check(out, None, "files").results
+    assert [(f.where, f.what) for f in files.findings] == [
+        (f"{RANK_FILE}, metadata rank", "The file does not say which rank's it is.")
+    ]
+    words = manifest(out)
+    del words["digest"]  # as of an older version
+    (out / "hqconv.json").write_text(json.dumps(words, indent=2) + "\n")
+    (files,) = check(out, None, "files").results
+    assert files.findings == []
+
+
+# --- an end while a large file is hashed
+
+
+def slow_reads(monkeypatch: pytest.MonkeyPatch, begun: threading.Event) -> None:
+    """Rank files are read as if each had 1,000 chunks, a hundred a second."""
+
+    real = digest.sha256_of
+
+    def slow(path: Path, keep_on: Callable[[], object] | None = None) -> str:
+        if "experts" in path.parts:
+            begun.set()
+            for _ in range(1000):
+                time.sleep(0.01)
+                assert keep_on is not None
+                keep_on()
+        return real(path, keep_on)
+
+    for module in ("hqconv.checkpoint.guard", "hqconv.pipeline.writer"):
+        monkeypatch.setattr(f"{module}.sha256_of", slow)
+
+
+@pytest.mark.parametrize("source", ["src", "kernel"])
+def test_an_interrupt_does_not_wait_for_a_digest(
+    source: str, made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the output's files, and of a source that is an artifact."""
+    begun, interrupted = threading.Event(), list[float]()
+    slow_reads(monkeypatch, begun)
+
+    def interrupt() -> None:
+        begun.wait()
+        time.sleep(0.2)
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(made[source], tmp_path / "out", "int8", Grid(tp=2))
+    assert time.monotonic() - interrupted[0] < 2
+    thread.join()
+
+
+def test_a_digest_asks_after_every_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_CHUNK_BYTES", 10)
+    (tmp_path / "x").write_bytes(bytes(95))
+    asked: list[int] = []
+
+    def keep_on() -> None:
+        asked.append(len(asked))
+        if len(asked) == 7:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        digest.sha256_of(tmp_path / "x", keep_on)
+    assert len(asked) == 7

@@ -1,0 +1,235 @@
+"""Conversions recorded call by call, alone, resumed, replacing and together, and the order that each must keep."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import hqconv.pipeline.exchange
+from hqconv.pipeline.team import Team
+from hqconv.schemas.artifact import JOURNAL, MANIFEST, PARTIAL, is_member_journal
+from hqconv.schemas.grid import Grid
+from tests.make.conversions import run
+from tests.make.disks import KEPT, Disk, paths_below, played
+from tests.make.qwen import write_qwen3_moe
+from tests.make.recording import Op, Recorder
+from tests.make.tensors import snapshot
+
+SCHEMA, GRID = "mxfp4", Grid(2, 2)
+README = "README.md"
+Files = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A conversion to `out` below `before`, a folder as it was; `ops` is what it asked of the disk.
+
+    new: the artifact that comes of it. old: the one that it replaces. by_renames: whether folders cannot be exchanged.
+    """
+
+    name: str
+    src: Path
+    before: Path
+    ops: Sequence[Op]
+    new: Files
+    old: Files | None = None
+    by_renames: bool = False
+
+    def disk(self) -> Disk:
+        """The disk before it."""
+        return Disk.of(self.before)
+
+    def finish(self, out: Path, **modes: bool) -> None:
+        """The same request once more."""
+        with renames_only() if self.by_renames else nullcontext():
+            run(self.src, out, SCHEMA, GRID, **modes)
+
+
+@contextmanager
+def renames_only() -> Iterator[None]:
+    """A file system that cannot exchange folders at once."""
+    with patch.object(hqconv.pipeline.exchange, "_exchange_at_once", lambda *_: False):
+        yield
+
+
+def model(folder: Path) -> Path:
+    """A small source with a file beside the weights."""
+    src = write_qwen3_moe(folder, num_layers=2, num_experts=4)
+    (src / "tokenizer.json").write_text("{}")
+    return src
+
+
+def recorded(work: Path, name: str, src: Path, seed: int = 0) -> Recorded:
+    """One of SCENARIOS, run below `work`."""
+    return SCENARIOS[name](work / name, name, src, random.Random(seed))
+
+
+def _record(root: Path, call: Callable[[Path], object], first_handle: int = 0) -> list[Op]:
+    recorder = Recorder(root, first_handle)
+    with recorder.at_work():
+        call(root / "out")
+    return recorder.ops
+
+
+def _fresh(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
+    """Into a folder that is not there, nor the one above it."""
+    before, disk = _folders(work)
+    ops = _record(disk, lambda out: run(src, out, SCHEMA, GRID))
+    return Recorded(name, src, before, ops, snapshot(disk / "out"))
+
+
+def _killed(work: Path, name: str, src: Path, rng: random.Random) -> Recorded:
+    """Killed in the middle, which syncs nothing, and resumed before the power fails."""
+    first = _fresh(work / "first", name, src, rng)
+    ops = list(first.ops[: rng.randrange(len(first.ops) // 4, len(first.ops) - 20)])
+    before, disk = _folders(work)
+    played(first.disk(), ops).after_a_cut(disk, KEPT, rng)
+    ops += _record(disk, lambda out: run(src, out, SCHEMA, GRID, resume=True), len(first.ops))
+    return Recorded(name, src, before, ops, snapshot(disk / "out"))
+
+
+def _replaced(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
+    """In the place of an artifact of another schema and grid, beside which its owner put a file."""
+    before, disk = _folders(work)
+    run(src, before / "out", "int4-g32", Grid(1, 2))
+    (before / "out" / README).write_text("a model card")
+    shutil.copytree(before, disk, dirs_exist_ok=True)
+    by_renames = name != "replaced"
+    made = Recorded(name, src, before, (), {}, snapshot(before / "out"), by_renames)
+    ops = _record(disk, lambda out: made.finish(out, overwrite=True))
+    return Recorded(name, src, before, ops, snapshot(disk / "out"), made.old, by_renames)
+
+
+def _replaced_in_two(work: Path, name: str, src: Path, rng: random.Random) -> Recorded:
+    """The same, by renames, killed in its last steps and resumed."""
+    first = _replaced(work / "first", name, src, rng)
+    ops = list(first.ops[: rng.randrange(len(first.ops) - 25, len(first.ops) - 1)])
+    disk = work / "disk"
+    disk.mkdir()
+    played(first.disk(), ops).after_a_cut(disk, KEPT, rng)
+    ops += _record(disk, lambda out: first.finish(out, resume=True), len(first.ops))
+    return Recorded(name, src, first.before, ops, snapshot(disk / "out"), first.old, first.by_renames)
+
+
+def _anew(work: Path, name: str, src: Path, rng: random.Random) -> Recorded:
+    """With --overwrite, in the place of an unfinished one of another schema and grid."""
+    first = work / "first"
+    _, other = _folders(first)
+    ops = _record(other, lambda out: run(src, out, "int4-g32", Grid(1, 3)))
+    before, disk = _folders(work)
+    for folder in (before, disk):
+        played(Disk(), ops[: len(ops) * 3 // 4]).after_a_cut(folder, KEPT, rng)
+    ops = _record(disk, lambda out: run(src, out, SCHEMA, GRID, overwrite=True))
+    return Recorded(name, src, before, ops, snapshot(disk / "out"))
+
+
+def _together(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
+    """By two processes (here threads, with the same code) that share the groups."""
+    before, disk = _folders(work)
+    ops = _record(disk, lambda out: run_together(src, out))
+    return Recorded(name, src, before, ops, snapshot(disk / "out"))
+
+
+def run_together(src: Path, out: Path, num: int = 2) -> None:
+    """A conversion by several threads, each in the place of a process that torchrun started."""
+    store, place, errors = HashStore(), threading.local(), list[BaseException]()
+
+    def work(rank: int) -> None:
+        place.team = Team(store, rank, num)
+        try:
+            run(src, out, SCHEMA, GRID, in_team=True, threads=1)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num)]
+    with patch.object(Team, "of_environment", lambda: place.team):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+SCENARIOS: dict[str, Callable[[Path, str, Path, random.Random], Recorded]] = {
+    "fresh": _fresh,
+    "killed and resumed": _killed,
+    "replaced": _replaced,
+    "replaced by renames": _replaced,
+    "replaced, killed and resumed": _replaced_in_two,
+    "begun anew": _anew,
+    "together": _together,
+}
+
+
+def _folders(work: Path) -> tuple[Path, Path]:
+    folders = work / "before", work / "disk"
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return folders
+
+
+# --- the order that must be kept
+
+
+def out_of_order(recording: Recorded) -> list[str]:
+    """Sentences on every step that came before what it relies on was synced."""
+    disk, found = recording.disk(), list[str]()
+    for op in recording.ops:
+        found += _relies_on(disk, op)
+        disk.apply(op)
+    lacking = [path for path in (*paths_below(disk, "out"), "out") if not disk.is_safe(path)]
+    found += [f"{path} was not synced at the end" for path in lacking]
+    return found
+
+
+def _relies_on(disk: Disk, op: Op) -> list[str]:
+    path, _, name = op.path.rpartition("/")
+    if op.kind == "rename" and op.path.endswith(PARTIAL):
+        node, problems = disk.find(op.path), []
+        if node is None or not node.is_synced:
+            problems = [f"{op.other} got its name before its data were synced"]
+        if op.other.endswith(f"/{MANIFEST}"):
+            problems += _unsafe_below(disk, path, "the manifest", op.path)
+        return problems
+    if op.kind == "exchange" or (op.kind, op.other) == ("rename", "out"):
+        return _unsafe_below(disk, op.path, "the exchange") if disk.find(f"{op.path}/{MANIFEST}") else []
+    if op.kind == "unlink" and is_member_journal(name):
+        return [] if disk.is_safe(f"{path}/{JOURNAL}") else [f"{op.path} went before its lines were synced"]
+    if op.kind == "unlink" and name == JOURNAL:
+        folder = disk.find(path, safely=True)
+        left = [one for one in (folder.safe_names if folder else ()) if is_member_journal(one)]
+        return [f"{path}/{one} may outlast the journal that it belongs to" for one in left]
+    if op.kind == "write":
+        return _of_line(disk, op)
+    return []
+
+
+def _of_line(disk: Disk, op: Op) -> list[str]:
+    """A journal's line on a group comes after its files, of which each is at a name that lasts."""
+    if not op.data.startswith(b'{"group": '):
+        return []
+    line: dict[str, Any] = json.loads(op.data)
+    places = ("out", ".out.hqconv")
+    root = next(p for p in places if (n := disk.find(p)) and disk.file(op.handle) in n.names.values())
+    paths = [f"{root}/{record['path']}" for record in line["files"]]
+    return [f"{path} was noted before it was synced" for path in paths if not disk.is_safe(path)]
+
+
+def _unsafe_below(disk: Disk, root: str, what: str, but: str = "") -> list[str]:
+    """Files and folders that do not last when something comes that says they do; the root's own name may be new."""
+    node, safe = disk.find(root), disk.find(root, safely=True)
+    if node is not safe:
+        return [f"{root} was not synced before {what}"]
+    paths = [path for path in paths_below(disk, root) if path != but and not disk.is_safe(path)]
+    return [f"{path} was not synced before {what}" for path in paths]
