@@ -1,0 +1,124 @@
+"""Torture: kills, faults, full disks, rivals and hostile files, until something is lost or everything has passed.
+
+    python -m scripts.torture [SUITE ...] [--count N] [--seed 0] [--work FOLDER] [--jobs 1] [--write FILE.md]
+
+Runs the suites, all of them where none is named, at their full counts; prints each one's counts as JSON, in the end a
+table. `--write` puts the table between the marks of docs/reliability.md. Exit code 1 on a failure. Takes Linux, a C
+compiler, and `unshare -rm` for the small disks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.torture import (
+    configs,
+    disks,
+    faults,
+    headers,
+    kills,
+    limits,
+    manifests,
+    rewrites,
+    several,
+    signals,
+)
+from scripts.torture.tally import Tally
+
+BEGIN, END = "<!-- torture: begin -->", "<!-- torture: end -->"
+
+
+class Suite(NamedTuple):
+    """run(work, count, tally). full: the count of `make torture`; small: of `make test`, 0 for none there."""
+
+    run: Callable[[Path, int, Tally], None]
+    full: int
+    small: int
+    unit: str
+
+
+SUITES = {
+    "kills": Suite(kills.run, 1200, 8, "kills"),
+    "faults": Suite(faults.run, 1900, 8, "failing calls"),
+    "disks": Suite(disks.run, 200, 4, "conversions"),
+    "several": Suite(several.run, 150, 3, "places"),
+    "rewrites": Suite(rewrites.run, 300, 5, "conversions"),
+    "limits": Suite(limits.run, 200, 6, "conversions"),
+    "signals": Suite(signals.run, 120, 0, "signals"),
+    "headers": Suite(headers.run, 1_000_000, 4000, "mutants"),
+    "configs": Suite(configs.run, 40_000, 300, "mutants"),
+    "manifests": Suite(manifests.run, 4000, 40, "mutants"),
+}
+
+
+def torture(name: str, count: int, seed: int, work: Path | None = None) -> Tally:
+    """Run one suite."""
+    tally = Tally(name, seed)
+    with tempfile.TemporaryDirectory(prefix=f"torture-{name}-", dir=work) as folder:
+        SUITES[name].run(Path(folder).resolve(), count, tally)
+    return tally
+
+
+def rows(tallies: list[Tally]) -> Iterator[str]:
+    """The table's lines."""
+    yield f"Run on {date.today().isoformat()}, Python {'.'.join(map(str, sys.version_info[:3]))}."
+    yield ""
+    yield "| suite | cases | what they were | failures | seed | seconds |"
+    yield "| --- | ---: | --- | ---: | ---: | ---: |"
+    for tally in tallies:
+        counts = ", ".join(f"{kind}: {number}" for kind, number in sorted(tally.counts.items()))
+        cases = f"{tally.cases} {SUITES[tally.suite].unit}"
+        words = (tally.suite, cases, counts, len(tally.problems), tally.seed, f"{tally.seconds:.0f}")
+        yield f"| {' | '.join(map(str, words))} |"
+
+
+def write(document: Path, lines: list[str]) -> None:
+    """Put the lines between the marks of a document."""
+    before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    document.write_text("\n".join((before + BEGIN, *lines, END + after)), encoding="utf-8")
+
+
+def main() -> int:
+    """Run, count and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
+    parser.add_argument("--count", type=int, help="cases of each suite (default: its full count)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--work", type=Path, help="where files are written (default: the system's temporary folder)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="suites at the same time")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="put the table into a document")
+    options = parser.parse_args()
+    if unknown := {*options.suites} - SUITES.keys():
+        parser.error(f"no such suite: {', '.join(sorted(unknown))}")
+
+    def one(name: str) -> Tally:
+        count = SUITES[name].full if options.count is None else options.count
+        tally = torture(name, count, options.seed, options.work)
+        print(tally, flush=True)
+        return tally
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        tallies = list(pool.map(one, options.suites or SUITES))
+    lines = list(rows(tallies))
+    print("\n".join(lines))
+    if options.write is not None:
+        write(options.write, lines)
+    return 1 if any(tally.problems for tally in tallies) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
