@@ -14,9 +14,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -32,39 +33,48 @@ from scripts.torture import (
     several,
     signals,
 )
+from scripts.torture.place import Place
 from scripts.torture.tally import Tally
 
 BEGIN, END = "<!-- torture: begin -->", "<!-- torture: end -->"
 
 
 class Suite(NamedTuple):
-    """run(work, count, tally). full: the count of `make torture`; small: of `make test`, 0 for none there."""
+    """run(work, count, tally); a `Place` instead of the folder `work` as it needs, `mounts`: one that can mount.
 
-    run: Callable[[Path, int, Tally], None]
+    full: the count of `make torture`; small: of `make test`, 0 where other tests are its small form.
+    """
+
+    run: Callable[[Any, int, Tally], None]
     full: int
     small: int
     unit: str
+    needs: str = "place"
 
 
 SUITES = {
     "kills": Suite(kills.run, 1200, 8, "kills"),
     "faults": Suite(faults.run, 1900, 8, "failing calls"),
-    "disks": Suite(disks.run, 200, 4, "conversions"),
+    "disks": Suite(disks.run, 200, 0, "conversions", "mounts"),
     "several": Suite(several.run, 150, 3, "places"),
     "rewrites": Suite(rewrites.run, 300, 5, "conversions"),
-    "limits": Suite(limits.run, 200, 6, "conversions"),
-    "signals": Suite(signals.run, 120, 0, "signals"),
-    "headers": Suite(headers.run, 1_000_000, 4000, "mutants"),
-    "configs": Suite(configs.run, 40_000, 300, "mutants"),
-    "manifests": Suite(manifests.run, 4000, 40, "mutants"),
+    "limits": Suite(limits.run, 200, 5, "conversions"),
+    "signals": Suite(signals.run, 120, 0, "signals", "work"),
+    "headers": Suite(headers.run, 1_000_000, 10_000, "mutants", "work"),
+    "configs": Suite(configs.run, 40_000, 100, "mutants", "work"),
+    "manifests": Suite(manifests.run, 4000, 40, "mutants", "work"),
 }
 
 
 def torture(name: str, count: int, seed: int, work: Path | None = None) -> Tally:
     """Run one suite."""
-    tally = Tally(name, seed)
+    tally, suite = Tally(name, seed), SUITES[name]
     with tempfile.TemporaryDirectory(prefix=f"torture-{name}-", dir=work) as folder:
-        SUITES[name].run(Path(folder).resolve(), count, tally)
+        if suite.needs == "work":
+            suite.run(Path(folder).resolve(), count, tally)
+        else:
+            with closing(Place(Path(folder).resolve(), in_mounts=suite.needs == "mounts")) as place:
+                suite.run(place, count, tally)
     return tally
 
 

@@ -59,15 +59,21 @@ def run(work: Path, count: int, tally: Tally) -> None:
     portions = [
         (str(work), tally.seed, number, min(_PORTION, count - number)) for number in range(0, count, _PORTION)
     ]
+    if len(portions) == 1:
+        _add(_portion(portions[0]), tally)
+        return
     with ProcessPoolExecutor(_NUM_PROCESSES, get_context("spawn")) as pool:
         for found in pool.map(_portion, portions):
-            for kind, number in found["counts"].items():
-                tally.counts[kind] += number
-                tally.cases += number
-            for problem in found["problems"]:
-                tally.cases -= 1
-                tally.case("failed", problem)
-            tally.seconds = time.monotonic() - tally.started_s
+            _add(found, tally)
+
+
+def _add(found: dict[str, Any], tally: Tally) -> None:
+    for kind, number in found["counts"].items():
+        tally.counts[kind] += number
+        tally.cases += number
+    for problem in found["problems"]:
+        tally.problem(problem)
+    tally.seconds = time.monotonic() - tally.started_s
 
 
 def _portion(words: tuple[str, int, int, int]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from pathlib import Path
 from random import Random
 
 from scripts.torture.commands import Job
@@ -19,9 +18,9 @@ _BALLAST = "ballast"
 _AMPLE = 64 << 20
 
 
-def run(work: Path, count: int, tally: Tally) -> None:
+def run(place: Place, count: int, tally: Tally) -> None:
     """`count` conversions, every other one on a disk that fills while they write."""
-    place, draw = Place(work, in_mounts=True), Random(tally.seed)
+    draw = Random(tally.seed)
     num_bytes = {
         has_old: _size(place.new) + (_size(place.old) if has_old else 0) for has_old in (False, True)
     }
@@ -34,7 +33,6 @@ def run(work: Path, count: int, tally: Tally) -> None:
             )
         else:
             tally.case("fills up", _fills_up(place, has_old, draw.uniform(0, 0.2), tally))
-    place.close()
 
 
 def _size(tree: Tree) -> int:

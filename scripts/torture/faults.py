@@ -7,7 +7,6 @@ command must end with the code and the one message of the side that failed, or w
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 from random import Random
 
 from scripts.torture.commands import FAIL, FAIL_ON, KILL_BEFORE, SHORT, Ended, Job, Watch
@@ -29,9 +28,9 @@ _ERRORS = (
 _MODES = {"new": (), "--overwrite": ("--overwrite",), "--resume": ("--resume",)}
 
 
-def run(work: Path, count: int, tally: Tally) -> None:
+def run(place: Place, count: int, tally: Tally) -> None:
     """`count` faults."""
-    place, draw = Place(work), Random(tally.seed)
+    draw = Random(tally.seed)
     place.clear(has_old=False)
     (ended,) = place.zygote.run(Job(place.command(), _watch(place)))
     every: list[tuple[int, ...]] = [
@@ -43,7 +42,6 @@ def run(work: Path, count: int, tally: Tally) -> None:
         mode, how = draw.choice([*_MODES]), draw.choice([*_KINDS])
         number = draw.randint(1, int(ended.num_calls * 1.3))
         tally.case(f"{mode}, {_KINDS[how]}", _failed(place, mode, number, how, draw.choice(_ERRORS), tally))
-    place.close()
 
 
 def _watch(place: Place, number: int = 0, how: int = 0, error: int = 0) -> Watch:

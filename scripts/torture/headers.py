@@ -16,7 +16,7 @@ from hqconv.errors import InputError
 from scripts.torture.attacks import corpus, mutant
 from scripts.torture.tally import Tally
 
-_PORTION = 2000  # mutants of one seed
+_PORTION = 10_000  # mutants of one seed
 _NUM_PROCESSES = 2
 _MAX_S = 2.0  # for one header; the slowest of the corpus takes some milliseconds
 # What the library reads and we do not: a guess at the meaning would be needed.
@@ -27,15 +27,21 @@ def run(work: Path, count: int, tally: Tally) -> None:
     """`count` mutants, in portions that have seeds of their own."""
     del work
     portions = [(tally.seed, number, min(_PORTION, count - number)) for number in range(0, count, _PORTION)]
+    if len(portions) == 1:
+        _add(_portion(portions[0]), tally)
+        return
     with ProcessPoolExecutor(_NUM_PROCESSES, get_context("spawn")) as pool:
-        for found in pool.map(_portion, portions, chunksize=4):
-            for kind, number in found["counts"].items():
-                tally.counts[kind] += number
-                tally.cases += number
-            for problem in found["problems"]:
-                tally.cases -= 1
-                tally.case("failed", problem)
-            tally.seconds = time.monotonic() - tally.started_s
+        for found in pool.map(_portion, portions):
+            _add(found, tally)
+
+
+def _add(found: dict[str, Any], tally: Tally) -> None:
+    for kind, number in found["counts"].items():
+        tally.counts[kind] += number
+        tally.cases += number
+    for problem in found["problems"]:
+        tally.problem(problem)
+    tally.seconds = time.monotonic() - tally.started_s
 
 
 def _portion(words: tuple[int, int, int]) -> dict[str, Any]:

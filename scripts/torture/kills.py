@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 
 from scripts.torture.commands import COUNT, KILL_AFTER, KILL_BEFORE, KILL_WITHIN, Job, Watch
@@ -17,9 +16,9 @@ _KINDS = {
 }
 
 
-def run(work: Path, count: int, tally: Tally) -> None:
+def run(place: Place, count: int, tally: Tally) -> None:
     """`count` kills: at every call first, as far as they go, then at random ones, up to four in one conversion."""
-    place, draw = Place(work), Random(tally.seed)
+    draw = Random(tally.seed)
     every: list[tuple[int, ...]] = []
     lengths = {}
     for kind in _KINDS:
@@ -40,7 +39,6 @@ def run(work: Path, count: int, tally: Tally) -> None:
         problem, num_kills = _killed(place, kind, times)
         for number in range(max(1, num_kills)):
             tally.case(f"{_KINDS[kind]}, one after the other", problem if number == 0 else "")
-    place.close()
 
 
 def _once(place: Place, kind: tuple[bool, bool], watch: Watch) -> int:

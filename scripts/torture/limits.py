@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 
 from scripts.torture.commands import Job
@@ -12,9 +11,9 @@ from scripts.torture.tally import Tally
 _CODES = {"files": (0, 3, 4), "file_bytes": (0, 4), "address_bytes": (0, 2), "": (0, 2)}
 
 
-def run(work: Path, count: int, tally: Tally) -> None:
+def run(place: Place, count: int, tally: Tally) -> None:
     """`count` conversions, each under one limit."""
-    place, draw = Place(work), Random(tally.seed)
+    draw = Random(tally.seed)
     for _ in range(count):
         kind = draw.choice(("open files", "bytes of a file", "address space", "--max-memory"))
         limits: dict[str, int] = {}
@@ -28,7 +27,6 @@ def run(work: Path, count: int, tally: Tally) -> None:
         else:
             options += ("--max-memory", str(int(10 ** draw.uniform(3, 8.5))))
         tally.case(kind, _limited(place, limits, options, draw.random() < 0.5, tally))
-    place.close()
 
 
 def _limited(

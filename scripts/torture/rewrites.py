@@ -53,9 +53,9 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def run(work: Path, count: int, tally: Tally) -> None:
+def run(place: Place, count: int, tally: Tally) -> None:
     """`count` conversions of sources that change."""
-    place, draw = Place(work), Random(tally.seed)
+    draw = Random(tally.seed)
     after: dict[tuple[str, str], Tree | None] = {}
     for _ in range(count):
         name, kind = draw.choice(_FILES), draw.choice([*CHANGES])
@@ -63,7 +63,6 @@ def run(work: Path, count: int, tally: Tally) -> None:
             after[name, kind] = _made_after(place, name, kind)
         problem = _changed(place, name, kind, draw.uniform(0, 0.22), after[name, kind], tally)
         tally.case(kind, problem and f"{name}: {problem}")
-    place.close()
 
 
 def _copy(place: Place) -> Path:

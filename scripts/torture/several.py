@@ -7,7 +7,6 @@ the undisturbed bytes.
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from random import Random
 
 from scripts.torture.commands import Ended, Job
@@ -17,9 +16,9 @@ from scripts.torture.tally import Tally
 _MODES: tuple[tuple[str, ...], ...] = ((), ("--resume",), ("--overwrite",))
 
 
-def run(work: Path, count: int, tally: Tally) -> None:
+def run(place: Place, count: int, tally: Tally) -> None:
     """`count` places, each with one to three rounds of commands."""
-    place, draw = Place(work), Random(tally.seed)
+    draw = Random(tally.seed)
     for _ in range(count):
         has_old, size = draw.random() < 0.5, draw.randint(2, 3)
         place.clear(has_old=has_old)
@@ -27,7 +26,6 @@ def run(work: Path, count: int, tally: Tally) -> None:
         for _ in range(draw.randint(1, 3)):
             problem = problem or _round(place, draw, size, has_old, tally)
         tally.case(f"{size} processes{', --overwrite' if has_old else ''}", problem or _last(place, has_old))
-    place.close()
 
 
 def _round(place: Place, draw: Random, size: int, has_old: bool, tally: Tally) -> str:

@@ -66,7 +66,7 @@ class _Torture:
         self.tally.note("finished afterwards")
         expected = {f"out/{name}": data for name, data in self.new.items()}
         if done.code or read_tree(self.out.parent) != expected:
-            self.tally.problems.append(f"it could not be finished: exit {done.code} {done.stderr}")
+            self.tally.problem(f"it could not be finished: exit {done.code} {done.stderr}")
 
     def _mode(self, old: dict[str, bytes] | None) -> tuple[str, ...]:
         is_begun = any((folder / JOURNAL).exists() for folder in (self.out, side_folder(self.out)))

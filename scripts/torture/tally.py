@@ -30,8 +30,12 @@ class Tally:
         self.counts[kind] += 1
         self.seconds = time.monotonic() - self.started_s
         if problem:
-            self.problems.append(f"{kind}: {problem}")
-            print(f"{self.suite}: case {self.cases}: {kind}: {problem}", file=sys.stderr, flush=True)
+            self.problem(f"{kind}: {problem}")
+
+    def problem(self, problem: str) -> None:
+        """Note a failure of a case that is counted already."""
+        self.problems.append(problem)
+        print(f"{self.suite}: case {self.cases}: {problem}", file=sys.stderr, flush=True)
 
     def note(self, what: str) -> None:
         """Count something else that happened."""
