@@ -3,7 +3,7 @@
     python -m scripts.torture [SUITE ...] [--count N] [--seed 0] [--work FOLDER] [--jobs 1] [--write FILE.md]
 
 Runs the suites, all of them where none is named, at their full counts; prints each one's counts as JSON, in the end a
-table. `--write` puts the table between the marks of docs/reliability.md. Exit code 1 on a failure. Takes Linux, a C
+table. `--write` puts the rows into the table of docs/reliability.md. Exit code 1 on a failure. Takes Linux, a C
 compiler, and `unshare -rm` for the small disks.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import date
@@ -37,6 +37,10 @@ from scripts.torture.place import Place
 from scripts.torture.tally import Tally
 
 BEGIN, END = "<!-- torture: begin -->", "<!-- torture: end -->"
+HEAD = (
+    "| suite | cases | what they were | failures | seed | date | seconds |",
+    "| --- | ---: | --- | ---: | ---: | --- | ---: |",
+)
 
 
 class Suite(NamedTuple):
@@ -57,7 +61,7 @@ SUITES = {
     "faults": Suite(faults.run, 1900, 8, "failing calls"),
     "disks": Suite(disks.run, 200, 0, "conversions", "mounts"),
     "several": Suite(several.run, 150, 3, "places"),
-    "rewrites": Suite(rewrites.run, 300, 5, "conversions"),
+    "rewrites": Suite(rewrites.run, 620, 5, "conversions"),
     "limits": Suite(limits.run, 200, 5, "conversions"),
     "signals": Suite(signals.run, 120, 0, "signals", "work"),
     "headers": Suite(headers.run, 1_000_000, 10_000, "mutants", "work"),
@@ -78,24 +82,27 @@ def torture(name: str, count: int, seed: int, work: Path | None = None) -> Tally
     return tally
 
 
-def rows(tallies: list[Tally]) -> Iterator[str]:
-    """The table's lines."""
-    yield f"Run on {date.today().isoformat()}, Python {'.'.join(map(str, sys.version_info[:3]))}."
-    yield ""
-    yield "| suite | cases | what they were | failures | seed | seconds |"
-    yield "| --- | ---: | --- | ---: | ---: | ---: |"
+def rows(tallies: list[Tally]) -> list[str]:
+    """A line of the table for each."""
+    found = []
     for tally in tallies:
         counts = ", ".join(f"{kind}: {number}" for kind, number in sorted(tally.counts.items()))
-        cases = f"{tally.cases} {SUITES[tally.suite].unit}"
-        words = (tally.suite, cases, counts, len(tally.problems), tally.seed, f"{tally.seconds:.0f}")
-        yield f"| {' | '.join(map(str, words))} |"
+        cases, failures = f"{tally.cases} {SUITES[tally.suite].unit}", len(tally.problems)
+        day = date.today().isoformat()
+        words = (tally.suite, cases, counts, failures, tally.seed, day, f"{tally.seconds:.0f}")
+        found.append(f"| {' | '.join(map(str, words))} |")
+    return found
 
 
 def write(document: Path, lines: list[str]) -> None:
-    """Put the lines between the marks of a document."""
+    """Put rows into the table between the marks of a document, in place of those of the same suites."""
     before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    document.write_text("\n".join((before + BEGIN, *lines, END + after)), encoding="utf-8")
+    old, _, after = rest.partition(END)
+    of_suite = {
+        line.split("|")[1].strip(): line for line in [*old.splitlines(), *lines] if line.startswith("|")
+    }
+    table = [*HEAD, *(of_suite[name] for name in SUITES if name in of_suite)]
+    document.write_text("\n".join((before + BEGIN, *table, END + after)), encoding="utf-8")
 
 
 def main() -> int:
@@ -110,7 +117,7 @@ def main() -> int:
         "--work", type=Path, help="where files are written (default: the system's temporary folder)"
     )
     parser.add_argument("--jobs", type=int, default=1, help="suites at the same time")
-    parser.add_argument("--write", type=Path, metavar="FILE.md", help="put the table into a document")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="put the rows into a document's table")
     options = parser.parse_args()
     if unknown := {*options.suites} - SUITES.keys():
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
@@ -123,8 +130,8 @@ def main() -> int:
 
     with ThreadPoolExecutor(options.jobs) as pool:
         tallies = list(pool.map(one, options.suites or SUITES))
-    lines = list(rows(tallies))
-    print("\n".join(lines))
+    lines = rows(tallies)
+    print("\n".join((*HEAD, *lines)))
     if options.write is not None:
         write(options.write, lines)
     return 1 if any(tally.problems for tally in tallies) else 0

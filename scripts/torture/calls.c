@@ -1,4 +1,4 @@
-/* Watches the system calls on files below two folders, and has the n-th of them fail, fall short, or be the last.
+/* Watches the system calls on files below two folders, and has the n-th of them fail, fall short, wait, or be the last.
  *
  * Built and put before libc by `calls.py` (LD_PRELOAD). Nothing happens until a process calls `watch_calls`; its
  * threads are watched alike. A call that is chosen is noted in the file `note` first: its name and its path.
@@ -21,7 +21,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { COUNT, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_ON, SHORT };
+enum { COUNT, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_ON, SHORT, STOP };
 
 static char written[PATH_MAX], looked[PATH_MAX]; /* folders: changes below the first, and all calls below the second */
 static atomic_long seen;
@@ -72,11 +72,12 @@ static int turn(const char *name, int folder, const char *path, int changes) {
     if (number == chosen) of_written = lies_below(path, written);
     if (lies_below(path, written) != of_written) return COUNT; /* one side fails from there on, not both */
     if (number == chosen && note >= 0) {
-        int size = snprintf(line, sizeof line, "%s %s\n", name, path);
+        int size = snprintf(line, sizeof line, "%s %s %d\n", name, path, getpid());
         syscall(SYS_write, note, line, size);
     }
     errno = saved;
     if (what == KILL_BEFORE) syscall(SYS_kill, getpid(), SIGKILL);
+    if (what == STOP) syscall(SYS_kill, getpid(), SIGSTOP);
     return what;
 }
 

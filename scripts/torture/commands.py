@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 from tests.make.places import REPO
 
 HANG = -1000  # the exit code of what did not end in time
-COUNT, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_ON, SHORT = range(7)  # as in calls.c
+COUNT, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_ON, SHORT, STOP = range(8)  # as in calls.c
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,25 @@ class Zygote:
             raise RuntimeError("the process that runs commands is gone")
         return [self._ended(number, *words) for number, words in enumerate(json.loads(answer))]
 
+    def is_stopped(self) -> bool:
+        """Wait until the one command that began stops before its chosen call; False where it ended before that."""
+        while not (pid := self._chooser()) or _state(pid) not in "Tt":
+            assert self._process.stdout is not None
+            if select.select([self._process.stdout], [], [], 0.0005)[0]:
+                return False
+        return True
+
+    def go_on(self, number: int = 0) -> None:
+        """Let it go on, with a signal that it gets first (0: none)."""
+        if number:
+            os.kill(self._chooser(), number)
+        os.kill(self._chooser(), signal.SIGCONT)
+
+    def _chooser(self) -> int:
+        note = self._work / "0.note"
+        words = note.read_text() if note.exists() else ""
+        return int(words.split()[-1]) if words.endswith("\n") else 0
+
     def run(self, *jobs: Job) -> list[Ended]:
         """Run commands at the same time."""
         self.begin(*jobs)
@@ -129,7 +149,9 @@ class Zygote:
             return path.read_text(errors="replace") if path.exists() else ""
 
         count = int(text("count") or 0)
-        return Ended(int(code), after, seconds, text("stdout"), text("stderr"), text("note").strip(), count)
+        return Ended(
+            int(code), after, seconds, text("stdout"), text("stderr"), text("note").rpartition(" ")[0], count
+        )
 
     def close(self) -> None:
         """End it."""
@@ -142,6 +164,14 @@ class Zygote:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _state(pid: int) -> str:
+    """One letter; "-" where the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "-"
 
 
 def _environment(**more: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ _ERRORS = (
     errno.EROFS,
     errno.ENOMEM,
 )
+_LEFT = "warning: The old artifact could not be removed"
 _MODES = {"new": (), "--overwrite": ("--overwrite",), "--resume": ("--resume",)}
 
 
@@ -74,4 +75,6 @@ def _judged(place: Place, ended: Ended, how: int, has_old: bool) -> str:
         return problem
     if call in ("fsync", "fdatasync") and not is_short:
         return "what could not be flushed was taken for written"
+    if _LEFT in ended.stderr:  # said, and no failure: the new artifact is in its place
+        return place.finish(has_old=has_old)
     return place.is_final(has_old=has_old)

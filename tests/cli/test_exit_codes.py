@@ -234,7 +234,10 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
     [
         (MemoryError(), "MemoryError"),
         (RuntimeError("can't start new thread"), "can't start new thread"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), "alloc"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+            "alloc",
+        ),
     ],
 )
 def test_too_little_memory_is_no_bug(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from random import Random
+from signal import SIGHUP
 
 import pytest
 import safetensors
@@ -14,11 +15,14 @@ import safetensors
 from hqconv.errors import InputError
 from hqconv.pipeline.folder import side_folder
 from scripts.torture import attacks, headers, manifests
-from scripts.torture.__main__ import BEGIN, END, SUITES, rows, write
-from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, Ended, Job, Watch
+from scripts.torture.__main__ import BEGIN, END, HEAD, SUITES, rows, write
+from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, STOP, Ended, Job, Watch
 from scripts.torture.place import CARD, NOTE, Place, manners
 from scripts.torture.tally import Tally
 from tests.make.places import REPO
+from tests.make.qwen import read_tree
+from tests.make.stopping import Ended as Stopped
+from tests.make.stopping import problem_of
 
 DOCUMENT = REPO / "docs/reliability.md"
 
@@ -65,6 +69,27 @@ def test_what_does_not_end_is_a_hang(place: Place) -> None:
     (ended,) = place.zygote.run(Job(place.command(), deadline_s=0.01))
     assert ended.code == HANG
     assert manners(ended, (0, HANG)) == "a hang"
+
+
+@pytest.mark.parametrize("number", [6])
+def test_a_stop_while_the_rest_is_tidied_up(number: int, place: Place) -> None:
+    """Replaced and killed before all of the old one was gone; then `--resume` is stopped."""
+    place.clear(has_old=True)
+    (place.out / CARD).unlink()
+    (whole,) = place.zygote.run(Job(place.command("--overwrite"), Watch(place.root)))
+    place.clear(has_old=True)
+    (place.out / CARD).unlink()
+    watch = Watch(place.root, whole.num_calls - 14, KILL_WITHIN)
+    (killed,) = place.zygote.run(Job(place.command("--overwrite"), watch))
+    assert (killed.code, side_folder(place.out).exists()) == (-9, True)
+    before = read_tree(place.root)
+    place.zygote.begin(Job(place.command("--resume"), Watch(place.root, number, STOP)))
+    assert place.zygote.is_stopped()
+    place.zygote.go_on(SIGHUP)
+    (ended,) = place.zygote.end()
+    stopped = Stopped(ended.code, ended.seconds_after, ended.seconds, ended.stdout, ended.stderr)
+    assert ended.code == 129
+    assert problem_of(stopped, SIGHUP, place.out, place.new, place.old, before) == ""
 
 
 # --- what the judges see -----------------------------------------------------------------------------------
@@ -185,21 +210,19 @@ def test_the_table_is_of_a_full_run_without_a_failure() -> None:
         2:
     ]
     assert [row[0] for row in found] == [*SUITES]
-    for name, cases, _, failures, seed, _ in found:
+    for name, cases, _, failures, seed, day, _ in found:
         assert int(cases.split()[0]) >= SUITES[name].full
         assert failures == "0"
         assert seed.isdigit()
-    assert re.search(r"Run on \d{4}-\d\d-\d\d", text)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", day)
 
 
-def test_a_table_is_put_between_its_marks(tmp_path: Path) -> None:
-    tally = Tally("kills", seed=3)
+def test_rows_are_put_into_the_table(tmp_path: Path) -> None:
+    tally, document = Tally("faults", seed=3), tmp_path / "doc.md"
     tally.case("new", "lost")
-    document = tmp_path / "doc.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write(document, list(rows([tally])))
-    text = document.read_text()
-    assert text.startswith(f"before\n{BEGIN}\nRun on ")
-    assert text.endswith(f"|\n{END}\nafter\n")
-    assert "| kills | 1 kills | new: 1 | 1 | 3 | 0 |" in text
-    assert "old" not in text
+    old = ["| kills | 5 |", "| faults | 1 failing calls |", "| disks | 4 |"]
+    document.write_text("\n".join(("before", BEGIN, *HEAD, *old, END, "after\n")))
+    write(document, rows([tally]))
+    (row,) = rows([tally])
+    assert re.fullmatch(r"\| faults \| 1 failing calls \| new: 1 \| 1 \| 3 \| \d{4}-\d\d-\d\d \| 0 \|", row)
+    assert document.read_text() == "\n".join(("before", BEGIN, *HEAD, old[0], row, old[2], END, "after\n"))
