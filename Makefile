@@ -9,7 +9,7 @@ DEMO_CUT := demo/qwen3-moe-tiny-mxfp4-tp4
 CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --target sm90 --tp 2 --overwrite
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vllm lint clean
+.PHONY: help install demo test test-vllm torture lint clean
 
 help:
 	@echo "make install   create .venv with hqconv and its development tools"
@@ -17,6 +17,7 @@ help:
 	@echo "               for other ranks without the checkpoint (no GPU needed)"
 	@echo "make test      install, lint, run the tests"
 	@echo "make test-vllm  unpack vLLM into .venv-vllm, without its compiled parts, and run the plugin in its classes"
+	@echo "make torture   kills, faults, full disks, rivals and hostile files by the thousand (docs/reliability.md)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make clean     remove caches, build output and the demo; .venv stays"
 
@@ -47,6 +48,10 @@ test: lint
 test-vllm:
 	$(PYTHON) scripts/vllm_env.py
 	.venv-vllm/bin/python -m pytest -m vllm tests/serving
+
+# About half an hour on two processors; it prints the table of docs/reliability.md.
+torture: $(STAMP)
+	$(BIN)/python -m scripts.torture --jobs 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

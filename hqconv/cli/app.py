@@ -69,9 +69,22 @@ def _one_message() -> Iterator[None]:
     except typer.Exit:
         raise
     except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
+        if short := _what_is_short(error):
+            raise _fail(f"error: {short}", RequestError.exit_code) from None
         remedy = "Set HQCONV_DEBUG=1 to see the traceback, and please report it."
         text = f"internal error: {type(error).__name__}: {error}\n  what to do: {remedy}"
         raise _fail(text, EXIT_BUG) from None
+
+
+def _what_is_short(error: Exception) -> str:
+    """The message where the system had no more memory or threads, by what Python and torch raise; else ""."""
+    texts = ("can't start new thread", "can't allocate memory", "not enough memory")
+    if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
+        return ""
+    what, remedy = "The system gives no more memory, or no more threads.", "Lower --max-memory or --threads."
+    return RequestError(
+        what, found=str(error).split("\n")[0] or type(error).__name__, remedy=remedy
+    ).message()
 
 
 def _fail(text: str, exit_code: int) -> typer.Exit:

@@ -14,7 +14,11 @@ _GO_ON = "Run the same command with --resume to go on, or with --overwrite to st
 
 def of_source(src: str) -> Case:
     """Before anything is begun. What the Hub gave lies in its cache."""
-    if Path(src).exists():
+    try:
+        is_here = Path(src).exists()
+    except OSError:  # which is said when the source is opened
+        is_here = True
+    if is_here:
         return (NOTHING,)
     return ("Interrupted. No artifact was begun; what was fetched is kept. Run the same command again.",)
 

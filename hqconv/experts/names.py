@@ -88,7 +88,8 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Choice
 def _known_architecture(config: Config, text: Config) -> str | None:
     """The first class that a row names, where model_type is missing or another model's."""
     lists = [found for one in (config, text) if isinstance(found := one.get("architectures"), list)]
-    return next((name for names in lists for name in names if name in BY_ARCHITECTURE), None)
+    names = [name for names in lists for name in names if isinstance(name, str)]
+    return next((name for name in names if name in BY_ARCHITECTURE), None)
 
 
 def _refuse_unknown_stacks(row: Family, candidates: list[str], templates: set[str], because: str) -> None:

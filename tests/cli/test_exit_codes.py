@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shlex
 import subprocess
@@ -222,3 +224,47 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
     Report.passed = True
     assert call("verify", "out").exit_code == 0
     assert call("schemas").exit_code == 4
+
+
+# --- what the system refuses -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+            "alloc",
+        ),
+    ],
+)
+def test_too_little_memory_is_no_bug(
+    error: Exception, found: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(conversion, "convert", fail)
+    result = call("convert", model, "-o", tmp_path / "out", *OPTIONS)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: The system gives no more memory")
+    assert found in result.stderr
+    assert "--max-memory" in result.stderr
+
+
+def test_a_source_that_cannot_be_looked_at_is_the_sources_fault(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stat(path: Any, **words: Any) -> os.stat_result:
+        if os.fspath(path) == str(model):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, **words)
+
+    monkeypatch.setattr(os, "stat", stat)
+    result = call("convert", model, "-o", tmp_path / "out", *OPTIONS)
+    assert result.exit_code == 3, result.stderr
+    assert "cannot be read" in result.stderr

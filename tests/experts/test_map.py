@@ -211,6 +211,14 @@ def test_text_config_is_used() -> None:
     assert found.copied == ("vision_tower.patch_embed.weight",)
 
 
+@pytest.mark.parametrize("odd", [[], {}, 7, None])
+def test_architectures_that_are_no_names_are_passed_over(odd: object) -> None:
+    tensors, config = checkpoint(BY_MODEL_TYPE["longcat_flash"], "longcat_flash")
+    del config["model_type"]
+    found = map_experts(tensors, config | {"architectures": [odd, "LongcatFlashForCausalLM"]})
+    assert found.chosen_because.startswith("architecture LongcatFlashForCausalLM;")
+
+
 def test_lists_hold_one_value_per_layer() -> None:
     family = BY_MODEL_TYPE["hunyuan_v1_moe"]
     tensors, config = checkpoint(family, "hunyuan_v1_moe")

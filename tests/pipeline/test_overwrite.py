@@ -94,23 +94,6 @@ def check_killed(
 
 
 @pytest.mark.parametrize("by_renames", [False, True], ids=["exchange", "renames"])
-@pytest.mark.parametrize("when", ["before", "during", "after"])
-@pytest.mark.parametrize("share", [i / 5 for i in range(5)])
-def test_killed_anywhere(
-    share: float,
-    when: str,
-    by_renames: bool,
-    driver: Driver,
-    old: Path,
-    new: Files,
-    num_calls: dict[bool, int],
-    tmp_path: Path,
-) -> None:
-    fatal = 1 + int(share * num_calls[by_renames])
-    check_killed(driver, old, new, tmp_path / "out", fatal, when, by_renames)
-
-
-@pytest.mark.parametrize("by_renames", [False, True], ids=["exchange", "renames"])
 def test_killed_in_each_of_the_last_steps(
     by_renames: bool, driver: Driver, old: Path, new: Files, num_calls: dict[bool, int], tmp_path: Path
 ) -> None:
@@ -119,14 +102,6 @@ def test_killed_in_each_of_the_last_steps(
         folder = tmp_path / str(back)
         folder.mkdir()
         check_killed(driver, old, new, folder / "out", num_calls[by_renames] - back, "before", by_renames)
-
-
-def test_killed_in_each_of_the_first_steps(driver: Driver, old: Path, new: Files, tmp_path: Path) -> None:
-    for fatal in range(1, 9):
-        for when in ("before", "during"):
-            folder = tmp_path / f"{fatal}-{when}"
-            folder.mkdir()
-            check_killed(driver, old, new, folder / "out", fatal, when, by_renames=False)
 
 
 def test_a_replacement_that_never_began_cannot_be_resumed(driver: Driver, old: Path, tmp_path: Path) -> None:

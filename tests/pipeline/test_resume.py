@@ -1,4 +1,7 @@
-"""Conversions killed, starved of disk and interrupted, then resumed: the artifact is the undisturbed one."""
+"""Conversions killed, starved of disk and interrupted, then resumed: the artifact is the undisturbed one.
+
+`scripts/torture` kills at every call; here is what a resumed conversion does not make again.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def finished_groups(journal: Path) -> int:
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-@pytest.mark.parametrize("share", [i / 9 for i in range(9)])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_a_killed_conversion_is_resumed_to_the_same_bytes(
     share: float, when: str, driver: Driver, whole: tuple[dict[str, str], int], tmp_path: Path
 ) -> None:
@@ -67,40 +70,6 @@ def test_a_killed_conversion_is_resumed_to_the_same_bytes(
     assert driver.convert(out, resume=True) == 0
     assert snapshot(out) == expected
     assert counts(out)[1] == done  # what the journal had was not made again
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("back", range(6))
-def test_killed_in_the_last_steps(
-    back: int, when: str, driver: Driver, whole: tuple[dict[str, str], int], tmp_path: Path
-) -> None:
-    """Around the manifest and the journal's removal, call by call."""
-    expected, num_calls = whole
-    out = tmp_path / "out"
-    assert driver.convert(out, num_calls - back, when) == -9
-    if (out / "hqconv.json").exists():
-        assert {k: v for k, v in snapshot(out).items() if k != JOURNAL} == expected
-    if not (out / JOURNAL).exists():
-        assert snapshot(out) == expected
-        return
-    assert driver.convert(out, resume=True) == 0
-    assert snapshot(out) == expected
-
-
-def test_killed_again_and_again(driver: Driver, whole: tuple[dict[str, str], int], tmp_path: Path) -> None:
-    expected, num_calls = whole
-    out = tmp_path / "out"
-    for attempt in range(12):  # a little further each time: a group may need more than one share
-        status = driver.convert(out, num_calls // 4 + 20 * attempt, "during", resume=attempt > 0)
-        if status == 0:
-            break
-        assert status == -9
-        if (out / "hqconv.json").exists():  # killed once all was done
-            status = driver.convert(out, resume=True)
-            break
-    assert status == 0, "no progress from one attempt to the next"
-    assert attempt >= 3
-    assert snapshot(out) == expected
 
 
 # --- in this process ---------------------------------------------------------------------------------------

@@ -1,0 +1,228 @@
+"""Torture in small: suites that have no tests elsewhere, what their judges see, and the table of the documents."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from signal import SIGHUP
+
+import pytest
+import safetensors
+
+from hqconv.errors import InputError
+from hqconv.pipeline.folder import side_folder
+from scripts.torture import attacks, headers, manifests
+from scripts.torture.__main__ import BEGIN, END, HEAD, SUITES, rows, write
+from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, STOP, Ended, Job, Watch
+from scripts.torture.place import CARD, NOTE, Place, manners
+from scripts.torture.tally import Tally
+from tests.make.places import REPO
+from tests.make.qwen import read_tree
+from tests.make.stopping import Ended as Stopped
+from tests.make.stopping import problem_of
+
+DOCUMENT = REPO / "docs/reliability.md"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with closing(Place(tmp_path_factory.mktemp("torture").resolve())) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", [name for name, suite in SUITES.items() if suite.small])
+def test_small_counts(name: str, place: Place, tmp_path: Path) -> None:
+    suite, tally = SUITES[name], Tally(name, seed=1)
+    suite.run(place if suite.needs == "place" else tmp_path, suite.small, tally)
+    assert tally.problems == []
+    assert suite.small <= tally.cases <= suite.small + 3
+    assert sum(tally.counts.values()) >= tally.cases
+
+
+# --- what is watched ---------------------------------------------------------------------------------------
+
+
+def test_a_call_is_the_last_or_fails_or_falls_short(place: Place) -> None:
+    def once(how: int, number: int) -> Ended:
+        place.clear(has_old=False)
+        watch = Watch(place.root, number, how, error=5)
+        return place.zygote.run(Job(place.command(), watch))[0]
+
+    whole = once(0, 0)
+    assert (whole.code, whole.call) == (0, "")
+    assert whole.num_calls > 60
+    killed = once(KILL_WITHIN, 20)
+    assert killed.code == -9
+    assert killed.call.split()[1].startswith(str(place.root))
+    failed = once(FAIL, 20)
+    assert failed.code == 4
+    assert "Input/output error" in failed.stderr
+    assert once(SHORT, 20).code == 0
+    assert place.is_final(has_old=False) == ""
+
+
+def test_what_does_not_end_is_a_hang(place: Place) -> None:
+    place.clear(has_old=False)
+    (ended,) = place.zygote.run(Job(place.command(), deadline_s=0.01))
+    assert ended.code == HANG
+    assert manners(ended, (0, HANG)) == "a hang"
+
+
+@pytest.mark.parametrize("number", [6])
+def test_a_stop_while_the_rest_is_tidied_up(number: int, place: Place) -> None:
+    """Replaced and killed before all of the old one was gone; then `--resume` is stopped."""
+    place.clear(has_old=True)
+    (place.out / CARD).unlink()
+    (whole,) = place.zygote.run(Job(place.command("--overwrite"), Watch(place.root)))
+    place.clear(has_old=True)
+    (place.out / CARD).unlink()
+    watch = Watch(place.root, whole.num_calls - 14, KILL_WITHIN)
+    (killed,) = place.zygote.run(Job(place.command("--overwrite"), watch))
+    assert (killed.code, side_folder(place.out).exists()) == (-9, True)
+    before = read_tree(place.root)
+    place.zygote.begin(Job(place.command("--resume"), Watch(place.root, number, STOP)))
+    assert place.zygote.is_stopped()
+    place.zygote.go_on(SIGHUP)
+    (ended,) = place.zygote.end()
+    stopped = Stopped(ended.code, ended.seconds_after, ended.seconds, ended.stdout, ended.stderr)
+    assert ended.code == 129
+    assert problem_of(stopped, SIGHUP, place.out, place.new, place.old, before) == ""
+
+
+# --- what the judges see -----------------------------------------------------------------------------------
+
+
+def flip(place: Place) -> None:
+    path = next(place.out.rglob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Place], object], str]] = {
+    "none": (lambda place: None, ""),
+    "a bit": (flip, "a false artifact"),
+    "a file less": (lambda place: next(place.out.rglob("*.safetensors")).unlink(), "a false artifact"),
+    "no manifest": (
+        lambda place: (place.out / "hqconv.json").unlink(),
+        "neither the old artifact nor the new",
+    ),
+    "no card": (lambda place: (place.out / CARD).unlink(), "a file of the user in the artifact is lost"),
+    "another note": (lambda place: (place.root / NOTE).write_text("x"), "a file beside the output changed"),
+    "gone": (
+        lambda place: place.out.rename(place.root / "away"),
+        "a file of the user in the artifact is lost",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_loss_is_seen(damage: str, place: Place) -> None:
+    change, text = DAMAGES[damage]
+    place.clear(has_old=True)
+    change(place)
+    problem = place.problem(has_old=True)
+    assert problem.startswith(text)
+    assert bool(problem) == bool(text)
+
+
+def test_a_false_artifact_and_what_is_left_over_are_seen(place: Place) -> None:
+    place.clear(has_old=False)
+    assert place.finish(has_old=False) == ""
+    assert place.problem(has_old=False) == ""
+    side_folder(place.out).mkdir()
+    assert place.is_final(has_old=False) == "left over: ['.out.hqconv']"
+    side_folder(place.out).rmdir()
+    flip(place)
+    assert place.problem(has_old=False) == "a false artifact"
+    assert place.is_final(has_old=False).startswith("in the end other bytes: ['out/")
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "problem"),
+    [
+        (0, "warning: x", ""),
+        (4, "error: The disk is full.", ""),
+        (-9, "", ""),
+        (70, "internal error: KeyError", "a wrong code"),
+        (3, "error: x", "a wrong code"),
+        (4, "", "0 messages"),
+        (4, "error: x\nerror: y", "2 messages"),
+        (4, "error: x\nTraceback (most recent call last):", "a traceback"),
+    ],
+)
+def test_manners(code: int, stderr: str, problem: str) -> None:
+    found = manners(Ended(code, 0.0, 0.0, "", stderr, "", 0), (0, 4, -9))
+    assert found.startswith(problem)
+    assert bool(found) == bool(problem)
+
+
+def test_another_reading_than_the_librarys_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, *_ = attacks.corpus()
+    assert headers.compare(good) == "read as the library does"
+    with monkeypatch.context() as patch:
+        patch.setattr(headers, "parse_header", lambda *_: ({}, {}, ""))
+        with pytest.raises(AssertionError, match="the library has"):
+            headers.compare(good)
+
+    def refuse(*_: object) -> None:
+        raise InputError("No.")
+
+    monkeypatch.setattr(headers, "parse_header", refuse)
+    with pytest.raises(AssertionError, match="refused, and the library reads"):
+        headers.compare(good)
+
+
+def test_the_corpus_is_good_and_bad() -> None:
+    def is_read(raw: bytes) -> bool:
+        try:
+            safetensors.deserialize(raw)
+        except safetensors.SafetensorError:
+            return False
+        return True
+
+    read = [is_read(raw) for raw in attacks.corpus()]
+    assert all(read[:8])
+    assert sum(read[8:]) <= 2  # what only we refuse
+    draw = Random(0)
+    mutants = [attacks.mutant(attacks.corpus(), draw) for _ in range(500)]
+    assert len({*mutants}) > 350
+    assert 30 < sum(map(is_read, mutants)) < 470
+
+
+def test_values_change() -> None:
+    words = {"a": [1, 2, {"b": "text"}], "c": {"d": 5}}
+    draw, before = Random(0), repr(words)
+    different = {repr(manifests.changed(words, draw)) for _ in range(300)}
+    assert len(different) > 100
+    assert repr(words) == before
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_of_a_full_run_without_a_failure() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line][
+        2:
+    ]
+    assert [row[0] for row in found] == [*SUITES]
+    for name, cases, _, failures, seed, day, _ in found:
+        assert int(cases.split()[0]) >= SUITES[name].full
+        assert failures == "0"
+        assert seed.isdigit()
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", day)
+
+
+def test_rows_are_put_into_the_table(tmp_path: Path) -> None:
+    tally, document = Tally("faults", seed=3), tmp_path / "doc.md"
+    tally.case("new", "lost")
+    old = ["| kills | 5 |", "| faults | 1 failing calls |", "| disks | 4 |"]
+    document.write_text("\n".join(("before", BEGIN, *HEAD, *old, END, "after\n")))
+    write(document, rows([tally]))
+    (row,) = rows([tally])
+    assert re.fullmatch(r"\| faults \| 1 failing calls \| new: 1 \| 1 \| 3 \| \d{4}-\d\d-\d\d \| 0 \|", row)
+    assert document.read_text() == "\n".join(("before", BEGIN, *HEAD, old[0], row, old[2], END, "after\n"))
