@@ -162,7 +162,7 @@ def describe_plan(
     try:
         check_places(Path(planned.source.folder), place)
         num_bytes = planned.num_bytes_out + planned.num_bytes_beside
-        notes = output_notes(place, num_bytes, resume=resume, overwrite=overwrite)
+        notes = output_notes(place, num_bytes, planned.paths, resume=resume, overwrite=overwrite)
     except OutputError as error:
         notes = [error.message()]
     words = describe(planned, resources)

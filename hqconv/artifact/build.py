@@ -100,26 +100,33 @@ def build_manifest(
 ) -> dict[str, Any]:
     """The words of hqconv.json, in an order that does not depend on how the conversion went.
 
-    `measured`: each block's quantization error. `files`: every file but the manifest. `scales`: block → GEMM → the
-    static scale of its activations, of the blocks that have them.
+    `measured`: each block's quantization error. `files`: every file but the manifest and the model card. `scales`:
+    block → GEMM → the static scale of its activations, of the blocks that have them.
     """
     return {
         **request_words(source, plan),
+        **({"warnings": list(plan.warnings)} if plan.warnings else {}),
         "blocks": {
             block.name: override_words(block.name, plan.request)
             | _block_words(block, measured[block.name], scales.get(block.name, {}))
             for block in plan.blocks
         },
-        "files": {
-            record.path: {"size_bytes": record.size_bytes, "sha256": record.sha256}
-            for record in sorted(files, key=lambda record: record.path)
-        },
+        "files": dict(sorted(_file_words(record) for record in files)),
         "tensors": {
             "converted": plan.experts.converted,
             "copied": list(plan.experts.copied),
             "dropped": plan.experts.dropped,
         },
     }
+
+
+def with_file(words: Mapping[str, Any], record: FileRecord) -> dict[str, Any]:
+    """The words of hqconv.json with one file more."""
+    return {**words, "files": dict(sorted([*words["files"].items(), _file_words(record)]))}
+
+
+def _file_words(record: FileRecord) -> tuple[str, dict[str, Any]]:
+    return record.path, {"size_bytes": record.size_bytes, "sha256": record.sha256}
 
 
 def override_words(block: str, request: Request) -> dict[str, Any]:

@@ -58,14 +58,6 @@ _OWN_KEYS: dict[str, type] = {"schema_name": str, "weight_schema": dict, "input_
 _OPTIONAL_KEYS: dict[str, type] = {"activation_schema": dict, "cuda": str}
 
 
-# What the manifest counts per projection, and what the sum over blocks and projections is called.
-_COUNTS = {
-    "num_experts_requantized": "num_matrices",
-    "num_groups": "num_groups",
-    "num_exact_groups": "num_exact_groups",
-}
-
-
 def is_artifact(root: Path) -> bool:
     """Whether the folder holds a finished artifact, whole or not."""
     return (root / artifact.MANIFEST).is_file()
@@ -148,6 +140,9 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
     _check_numbers(path, words)
     if "importance" in words:
         _check_keys(path, "importance: ", words["importance"], {"sha256": str, "file": str})
+    warnings = words.get("warnings", [])
+    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
+        raise _damaged(f"{path}: warnings", "a list of sentences", repr(warnings)[:80])
     for kind, names in words["tensors"].items():
         if not isinstance(names, list | dict):
             raise _damaged(f"{path}: tensors: {kind}", "names", type(names).__name__)
@@ -267,28 +262,3 @@ def _damaged(where: object, expected: str, found: object) -> VerificationError:
     return VerificationError(
         "The artifact's manifest is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN
     )
-
-
-def scale_changes(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Projection → the largest relative change of a scale over all blocks, where scales were rounded.
-
-    `errors`: block → projection → the words on its quantization error.
-    """
-    found: dict[str, float] = {}
-    for projections in errors.values():
-        for projection, words in projections.items():
-            if "largest_scale_change" in words:
-                found[projection] = max(found.get(projection, 0.0), words["largest_scale_change"])
-    return found
-
-
-def requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Over all blocks and projections of a quantized source: what was quantized anew, and what of it is exact.
-
-    `errors`: block → projection → the words on its quantization error.
-    """
-    totals: Counter[str] = Counter()
-    for projections in errors.values():
-        for words in projections.values():
-            totals.update({name: words[key] for key, name in _COUNTS.items() if key in words})
-    return dict(totals)

@@ -99,8 +99,8 @@ class Guard:
             raise self._differs(name, f"sha256 {expected}", f"sha256 {sha256}")
 
     def _is_beside(self, name: str) -> bool:
-        """Whether it is a README or the like, that people put beside an artifact's files."""
-        return name in COMPANIONS and name not in (self._listed or ())
+        """Whether it is a model card or the like, that people edit or put beside an artifact's files."""
+        return name in COMPANIONS
 
     def _entry(self, name: str) -> Mapping[str, Any]:
         assert self._listed is not None

@@ -10,13 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
+from hqconv.artifact.summary import summarize_errors
 from hqconv.cli import phrases
 from hqconv.cli.progress import human_bytes, human_seconds
 from hqconv.cli.report import show_report
 from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
 from hqconv.cli.text import printable_words
 from hqconv.formats.format import PLAIN
-from hqconv.inspection.words import Words, summarize_errors
+from hqconv.inspection.words import Words
 
 _WIDE = 500  # columns where nobody looks at a terminal: nothing is cut or wrapped
 
@@ -202,6 +203,8 @@ def _show_artifact(console: Console, words: Words) -> None:
     )
     _blocks(console, words["blocks"])
     _errors(console, words["quantization_error"])
+    for text in words["warnings"]:
+        console.print(f"\nwarning: {text}")
 
 
 def _show_unfinished(console: Console, words: Words) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import check_details, read_manifest, requantized, scale_changes, schema_of
+from hqconv.artifact.manifest import check_details, read_manifest, schema_of
+from hqconv.artifact.summary import requantized, scale_changes, summarize_errors
 from hqconv.formats.format import SourceFormat
-from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, schema_words, summarize_errors
+from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, schema_words
 from hqconv.planning.encoding import RTN
 from hqconv.schemas import artifact
 from hqconv.schemas.activation import Activation
@@ -30,7 +31,8 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
     missing = [
         name
         for name, entry in (manifest["files"].items() if is_whole else ())
-        if not (root / name).is_file() or (root / name).stat().st_size != entry["size_bytes"]
+        if not (root / name).is_file()
+        or (name != artifact.CARD and (root / name).stat().st_size != entry["size_bytes"])  # may be edited
     ]
     return {
         "kind": "artifact",
@@ -60,6 +62,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
         "rank_bytes": _rank_bytes(manifest),
         "missing_or_resized_files": missing,
+        "warnings": list(manifest.get("warnings", [])),
         "serve_command": serve_command(str(root), manifest["layout"], _grid(manifest)),
     }
 

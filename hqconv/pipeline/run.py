@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, first_difference, json_bytes
-from hqconv.artifact.manifest import read_manifest, requantized, scale_changes
+from hqconv.artifact.build import build_manifest, first_difference, json_bytes, with_file
+from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.seal import sealed
+from hqconv.artifact.summary import requantized, scale_changes
+from hqconv.artifact.sums import sums_bytes
 from hqconv.errors import OutputError
-from hqconv.pipeline.durable import check_space, copy_whole, write_whole
+from hqconv.pipeline.beside import write_beside, write_card
+from hqconv.pipeline.durable import check_space, write_whole
 from hqconv.pipeline.executor import Destination, Executor
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.forms import check_forms
@@ -203,10 +206,13 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     work.run(folder, list(folder.done))
     for entry in () if work.team is None else work.team.collect():
         folder.record(entry)
-    loose = _write_loose_files(source, plan, folder.root)
+    beside = write_beside(source, plan, folder.root)
     measured = {name: entry.measured for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
-    manifest = sealed(build_manifest(source, plan, measured, [*records, *loose], work.scales))
+    words = build_manifest(source, plan, measured, [*records, *beside], work.scales)
+    words = with_file(words, write_card(source, words, folder.root))
+    manifest = sealed(words)
+    write_whole(folder.root, artifact.SUMS, sums_bytes(words["files"], manifest))
     source.guard.check_unchanged()
     folder.seal(manifest)
 
@@ -260,21 +266,3 @@ def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[st
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
         )
     return {name: dict(words["quantization_error"]) for name, words in manifest["blocks"].items()}
-
-
-def _write_loose_files(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
-    """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards."""
-    written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
-    for record in written:
-        source.guard.compare(record.path, record.sha256)
-    if plan.request.importance is not None:
-        written.append(write_whole(root, artifact.IMPORTANCE, plan.request.importance.data))
-    written.append(write_whole(root, artifact.CONFIG, json_bytes(artifact_config(source, plan))))
-    if artifact.INDEX in plan.paths:
-        refs = {
-            name: ref for group in plan.groups for file in group.files for name, ref in file.tensors.items()
-        }
-        total = sum(refs[name].num_bytes for name in plan.weight_map)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
-        written.append(write_whole(root, artifact.INDEX, json_bytes(index)))
-    return written

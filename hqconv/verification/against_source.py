@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from hqconv import __version__
+from hqconv.artifact.card import card_bytes
 from hqconv.artifact.opened import Artifact
 from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import HqconvError
@@ -42,13 +45,31 @@ def check_source(
     others = {
         path
         for path in artifact.manifest["files"]
-        if path not in (names.CONFIG, names.INDEX) and not path.endswith(".safetensors")
+        if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS)
+        and not path.endswith(".safetensors")
     }
     compare_names("files copied from the source", "file", others, source.other_files, result)
     for path in sorted(others.intersection(source.other_files)):
         expected, found = sha256_of(source.root / path), artifact.manifest["files"][path]["sha256"]
         if expected != found:
             result.add(path, "A file is not the source's.", f"sha256 {expected}", found)
+    _check_card(artifact, source, result)
+
+
+def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:
+    """The card that the manifest lists is made of its words and the source's card; an older one is the source's."""
+    words, card = artifact.manifest, source.loose.card
+    found = words["files"].get(names.CARD, {}).get("sha256")
+    if words["hqconv_version"] != __version__ or found is None:  # in other words by another version
+        return
+    made = card_bytes(words, card, is_artifact=source.guard.is_held)
+    digests = {hashlib.sha256(one).hexdigest() for one in (made, card) if one is not None}
+    if found not in digests:
+        where, expected = (
+            f"{names.MANIFEST}: files: {names.CARD}",
+            f"sha256 {hashlib.sha256(made).hexdigest()}",
+        )
+        result.add(where, "The model card is not of this manifest and the source's card.", expected, found)
 
 
 def _check_identity(artifact: Artifact, source: Source, result: CheckResult) -> None:

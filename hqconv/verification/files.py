@@ -5,12 +5,11 @@ It works on an artifact that somebody else made: what should be there is recompu
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from hqconv.artifact.opened import Artifact, Header
@@ -21,6 +20,7 @@ from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
+from hqconv.verification.beside import check_beside
 from hqconv.verification.input_scales import check_rank_scales
 from hqconv.verification.layout import SUFFIX, check_packed, check_ranks
 from hqconv.verification.manifest import check_manifest
@@ -39,7 +39,7 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int) -> 
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
         check_manifest(artifact, result)
         _check_disk(artifact, result, pool)
-        _check_stray(artifact, result)
+        check_beside(artifact, result)
         headers = _read_headers(artifact, result)
         blocks = _blocks(artifact, result)
         _note_versions(artifact, result)
@@ -79,6 +79,8 @@ def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecuto
         if not is_plain(path) or hidden or path == names.MANIFEST or path.endswith(names.PARTIAL):
             result.add(path, "The manifest lists a file that no artifact has.")
             continue
+        if path == names.CARD and artifact.root.joinpath(path).is_file():
+            continue  # people may edit it: `check_beside` says so
         on_disk = artifact.root / path
         if not on_disk.is_file():
             result.add(
@@ -104,37 +106,6 @@ def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecuto
             result.add(
                 path, "A file's bytes are not those the manifest records.", f"sha256 {expected}", found
             )
-
-
-def _check_stray(artifact: Artifact, result: CheckResult) -> None:
-    """Nothing lies in the folder that the manifest does not list; links to folders are not looked into.
-
-    What publishing brings along may lie there, and the journal of a conversion that was killed when all was written.
-    """
-    listed = {names.MANIFEST, *artifact.manifest["files"]}
-    beside = [name for name in names.COMPANIONS if name not in listed and (artifact.root / name).exists()]
-    if beside:
-        result.notes.append(f"beside the artifact's own files: {', '.join(beside)}")
-    if (artifact.root / names.JOURNAL).exists():
-        result.notes.append(
-            "a killed conversion left its journal: repeat its command with --resume to tidy up"
-        )
-    listed |= {names.JOURNAL}
-    for path in sorted(_walk(artifact.root)):
-        if path.split("/")[0] in beside or names.is_member_journal(path):
-            continue
-        inside = (
-            any(file.startswith(f"{path}/") for file in listed) if (artifact.root / path).is_dir() else False
-        )
-        if path not in listed and not inside:
-            result.add(path, "A file is not in the manifest.", "no such file", "present")
-
-
-def _walk(root: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        for name in (*files, *links):
-            yield (Path(folder) / name).relative_to(root).as_posix()
 
 
 # --- the layout that the manifest's facts imply ------------------------------------------------------------

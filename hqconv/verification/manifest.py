@@ -15,6 +15,10 @@ def check_manifest(artifact: Artifact, result: CheckResult) -> None:
     """The manifest's bytes are those of its digest, it lists no stray weights, and its worst experts can be."""
     _check_digest(artifact, result)
     _check_listed(artifact, result)
+    warnings = artifact.manifest.get("warnings", [])
+    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
+        where = f"{names.MANIFEST}: warnings"
+        result.add(where, "The manifest's warnings are no sentences.", "a list of them", repr(warnings)[:80])
     for name, block in artifact.blocks.items():
         for role, error in block["quantization_error"].items():
             worst = error.get("worst_expert") if isinstance(error, dict) else None

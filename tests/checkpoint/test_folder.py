@@ -543,7 +543,6 @@ def test_shards_in_a_subfolder(tmp_path: Path) -> None:
 def test_other_files(tmp_path: Path) -> None:
     root = write_folder(tmp_path, two_shards())
     copied = [
-        "README.md",
         "generation_config.json",
         "merges.txt",
         "modeling_x.py",
@@ -555,6 +554,8 @@ def test_other_files(tmp_path: Path) -> None:
         "sub/original/x.json",
     ]
     skipped = [
+        "README.md",
+        "SHA256SUMS",
         "pytorch_model.bin",
         "pytorch_model.bin.index.json",
         "a.pt",
