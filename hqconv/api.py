@@ -98,6 +98,7 @@ def convert(
     threads: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    source_digests: bool = False,
     on_plan: Callable[[Plan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
@@ -111,7 +112,8 @@ def convert(
     input_schema: as schema. cuda: "13.0", where layouts depend on it. overrides: of blocks, from
     `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse; importance: a
     file that weights it. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
-    threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
+    threads: None is all. resume, overwrite: go on; replace. source_digests: hash the source's files, for the manifest.
+    on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
     modes = check_modes(resume=resume, overwrite=overwrite)
@@ -125,7 +127,8 @@ def convert(
     with open_source(src, revision) as source:
         planned = wanted.plan(source)
         place = _announced(source, planned, out, on_plan)
-        return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
+        words = {**modes, "in_team": in_team, "digests": source_digests}
+        return run(source, planned, place, resources, **words, progress=progress)
 
 
 def _announced(

@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from hqconv.artifact.lineage import ancestors, origin
 from hqconv.artifact.summary import requantized, scale_changes, summarize_errors
 from hqconv.checkpoint.front_matter import FrontMatter, in_yaml
 from hqconv.errors import printable_line
+from hqconv.formats.format import DIRECT
 from hqconv.schemas.artifact import KERNEL, MANIFEST, SUMS
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.serving import serve_command
@@ -51,9 +53,9 @@ def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
 def _front_words(words: Mapping[str, Any], front: FrontMatter) -> dict[str, Any]:
     """The source's license and the like, and what this artifact is of it."""
     found = {key: value for key in _KEPT if (value := front.texts(key)) is not None}
-    origin, tags = words["source"], front.texts("tags") or []
-    if origin.get("revision") is not None:
-        found |= {"base_model": [str(origin["name"])], "base_model_relation": "quantized"}
+    first, tags = origin(words), front.texts("tags") or []
+    if first.get("revision") is not None:
+        found |= {"base_model": [str(first["name"])], "base_model_relation": "quantized"}
     tags = [tags] if isinstance(tags, str) else tags
     return {**found, "library_name": "vllm", "tags": list(dict.fromkeys((*tags, *_TAGS)))}
 
@@ -78,7 +80,9 @@ def _text(words: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts(words: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    yield "source", _origin(words["source"])
+    yield "source", _place(words["source"])
+    for one in ancestors(words):
+        yield f"which was `{one['schema_name']}` of", _place(one["source"])
     yield (
         "schema",
         f"{words['schema_name']}, {words['dtype']} parameters, {words['input_schema']} activations",
@@ -100,7 +104,7 @@ def _facts(words: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "made by", f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}"
 
 
-def _origin(source: Mapping[str, Any]) -> str:
+def _place(source: Mapping[str, Any]) -> str:
     if source.get("revision") is None:
         return f"a folder named {_code(source['name'])}; which repo it came from is not known"
     return f"{_code(source['name'])} at {_code(source['revision'])}"
@@ -123,7 +127,8 @@ def _serving(words: Mapping[str, Any]) -> Iterator[str]:
 def _errors(words: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", "## What quantizing cost", "")
     errors = {name: block["quantization_error"] for name, block in words["blocks"].items()}
-    yield "Relative Frobenius error of the experts' matrices against the source, over blocks:"
+    artifact = " (an artifact, whose own error is not in it)" if ancestors(words) else ""
+    yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over blocks:"
     rows = (
         (
             _PROJECTIONS.get(p, p),
@@ -144,7 +149,9 @@ def _errors(words: Mapping[str, Any]) -> Iterator[str]:
 
 def _verifying(words: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", "## Verify it", "")
-    source = words["source"]
+    source = (
+        origin(words) if all(b["conversion"] == DIRECT for b in words["blocks"].values()) else words["source"]
+    )
     known = source.get("revision") is not None
     against = f" --source {source['name']} --revision {source['revision']}" if known else " --source SRC"
     yield from (f"    sha256sum -c {SUMS}", f"    hqconv verify .{printable_line(against)}", "")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hqconv.artifact.lineage import DERIVED, is_lineage
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact
 from hqconv.schemas.activation import Activation
@@ -143,6 +144,8 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
     warnings = words.get("warnings", [])
     if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
         raise _damaged(f"{path}: warnings", "a list of sentences", repr(warnings)[:80])
+    if not is_lineage(words.get(DERIVED, [])):
+        raise _damaged(f"{path}: {DERIVED}", "the artifacts that it comes from", repr(words[DERIVED])[:80])
     for kind, names in words["tensors"].items():
         if not isinstance(names, list | dict):
             raise _damaged(f"{path}: tensors: {kind}", "names", type(names).__name__)

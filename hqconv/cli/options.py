@@ -93,6 +93,11 @@ OPTIONS: dict[str, Option] = {
     "threads": Option(int | None, "Worker threads.  [default: all processors]", settings=_AT_LEAST_ONE),
     "resume": Option(bool, "Go on with an interrupted conversion.", ("--resume",)),
     "overwrite": Option(bool, "Replace an artifact, once the new one is complete.", ("--overwrite",)),
+    "source_digests": Option(
+        bool,
+        "Hash the source's files beside the conversion, and record their SHA-256.",
+        ("--source-digests",),
+    ),
     "revision": Option(str | None, "Branch, tag or commit of a Hub repo."),
     "source": Option(str | None, "The checkpoint it was made from: folder or Hub repo id."),
     "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),

@@ -145,7 +145,8 @@ def _show_summary(console: Console, words: Words) -> None:
         ),
     )
     _errors(console, summarize_errors(words["errors"]))
-    console.print(f"\nThe artifact is in {words['out']}; see it with: hqconv inspect {words['out']}")
+    console.print(f"\nhqconv.json is sha256 {words['manifest_sha256']}")
+    console.print(f"The artifact is in {words['out']}; see it with: hqconv inspect {words['out']}")
     if words["serve_command"]:
         console.print(f"Serve it with: {words['serve_command']}")
 
@@ -179,6 +180,7 @@ def _show_artifact(console: Console, words: Words) -> None:
         (
             ("artifact", f"{words['folder']}: {words['num_files']} files, {human_bytes(words['num_bytes'])}"),
             ("source", f"{words['source']['name']}{revision}"),
+            *(("", f"which was {phrases.ancestor(one)}") for one in words["derived_from"]),
             ("family", words["family"]),
             ("schema", phrases.schema(words["schema"])),
             ("but", phrases.otherwise(words)),
@@ -194,6 +196,10 @@ def _show_artifact(console: Console, words: Words) -> None:
             (
                 "made by",
                 f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}",
+            ),
+            (
+                "manifest",
+                f"sha256 {words['manifest_sha256']}",
             ),
             (
                 "damaged",

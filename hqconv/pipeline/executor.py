@@ -290,7 +290,8 @@ class Executor:
         self._proofs.settle(job.sources)
         self._writer(job).publish()
         records = [job.files[file.path] for file in job.group.files]
-        self._folder.record(JournalEntry(job.group.name, records, measured(job.group, job.costs)))
+        digests = self._proofs.digests(job.sources)
+        self._folder.record(JournalEntry(job.group.name, records, measured(job.group, job.costs), digests))
         job.is_done = True
         self._meter.finish(job.group.name)
         self._stages.tell()

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A finished group: its files, and what its conversion measured."""
+    """A finished group: its files, what its conversion measured, and the SHA-256 of the source's files, if hashed."""
 
     group: str
     files: list[FileRecord]
     measured: dict[str, Any]
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 class Journal:
@@ -214,10 +215,13 @@ def _parse_entry(line: bytes) -> JournalEntry | None:
         are_records = all(
             (type(f.path), type(f.size_bytes), type(f.sha256)) == (str, int, str) for f in files
         )
-        measured = words["measured"]
-        is_whole = are_records and isinstance(words["group"], str) and isinstance(measured, dict)
-        return JournalEntry(words["group"], files, measured) if is_whole else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        measured, sources = words["measured"], words.get("sources", {})
+        are_digests = all(isinstance(sha256, str) for sha256 in sources.values())
+        is_whole = (
+            are_records and are_digests and isinstance(words["group"], str) and isinstance(measured, dict)
+        )
+        return JournalEntry(words["group"], files, measured, sources) if is_whole else None
+    except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -17,6 +17,7 @@ from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.seal import sealed
 from hqconv.artifact.summary import requantized, scale_changes
 from hqconv.artifact.sums import sums_bytes
+from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import OutputError
 from hqconv.pipeline.beside import write_beside, write_card
 from hqconv.pipeline.durable import check_space, write_whole
@@ -26,6 +27,7 @@ from hqconv.pipeline.forms import check_forms
 from hqconv.pipeline.input_scales import InputScales, read_input_scales
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter, Progress
+from hqconv.pipeline.proofs import source_digests
 from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.pipeline.team import Share, Team
 from hqconv.planning.plan import Plan
@@ -39,7 +41,7 @@ class ConversionReport:
     """What a conversion did.
 
     errors: block → projection → quantization error. num_groups_resumed: groups of files that were complete before, all
-    of them where `was_finished`: the artifact was there already. seconds: of this run.
+    of them where `was_finished`: the artifact was there already. seconds: of this run. manifest_sha256: of hqconv.json.
     profile: what each stage of it did, as `Profile.words`.
     """
 
@@ -53,6 +55,7 @@ class ConversionReport:
     errors: dict[str, dict[str, Any]]
     seconds: float
     num_workers: int
+    manifest_sha256: str
     was_finished: bool = False
     warnings: tuple[str, ...] = field(default=())
     profile: dict[str, Any] = field(default_factory=dict)
@@ -95,6 +98,7 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
+    digests: bool = False,
 ) -> ConversionReport:
     """Write the planned artifact to `out`, or with `in_team` this process's share of it; see `hqconv.convert`.
 
@@ -102,6 +106,8 @@ def convert(
     one expert.
     """
     started = time.monotonic()
+    if digests:
+        source.guard.keep_digests()
     check_forms(plan)
     scales = read_input_scales(source, plan)
     team = Team.of_environment() if in_team else None
@@ -157,6 +163,7 @@ class _Work:
             errors=outcome.errors,
             seconds=seconds,
             num_workers=self.staging.num_lanes,
+            manifest_sha256=sha256_of(self.out / artifact.MANIFEST),
             profile={**self.profile.words(), "staging": self.staging.words()},
             was_finished=not outcome.is_new,
             warnings=(*self.plan.warnings, *outcome.warnings),
@@ -209,7 +216,8 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     beside = write_beside(source, plan, folder.root)
     measured = {name: entry.measured for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
-    words = build_manifest(source, plan, measured, [*records, *beside], work.scales)
+    digests = source_digests(source, plan, folder.done.values())
+    words = build_manifest(source, plan, measured, [*records, *beside], work.scales, digests)
     words = with_file(words, write_card(source, words, folder.root))
     manifest = sealed(words)
     write_whole(folder.root, artifact.SUMS, sums_bytes(words["files"], manifest))

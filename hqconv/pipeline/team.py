@@ -141,7 +141,7 @@ class Team:
         for rank in range(1, self.size):
             for words in self.hear(f"finished/{rank}"):
                 files = [FileRecord(**record) for record in words["files"]]
-                yield JournalEntry(words["group"], files, words["measured"])
+                yield JournalEntry(words["group"], files, words["measured"], words["sources"])
 
     def part(self) -> None:
         """Leave together: rank 0 may hold the store, and goes last."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hqconv
-from hqconv.artifact.build import json_bytes
+from hqconv.artifact.build import json_bytes, without_digests
 from hqconv.errors import HqconvError
 from tests.make import small
 from tests.make.formats import FORMATS, write
@@ -65,11 +65,14 @@ def make_source(name: str, folder: Path) -> Path:
 def _as_before(out: Path) -> dict[str, Any]:
     """The manifest of an artifact as it was when the record was made, and so the folder's files.
 
-    There was no digest, no model card, no SHA256SUMS, and warnings were not recorded.
+    There was no digest, no model card, no SHA256SUMS; warnings, digests of the source's files and what an artifact was
+    made from were not recorded.
     """
     words: dict[str, Any] = json.loads((out / "hqconv.json").read_bytes())
     del words["digest"], words["files"]["README.md"]
-    words.pop("warnings", None)
+    for key in ("warnings", "derived_from"):
+        words.pop(key, None)
+    words["source"] = without_digests(words["source"])
     for name in ("README.md", "SHA256SUMS"):
         (out / name).unlink()
     return words
