@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from hqconv.artifact.load import RankGemm
     from hqconv.pipeline.progress import Progress
+    from hqconv.pipeline.push import PushReport
     from hqconv.pipeline.run import ConversionReport
     from hqconv.planning.plan import Plan
     from hqconv.sources.source import Headers
@@ -227,6 +228,28 @@ def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     from hqconv.inspection.inspect import inspect as run
 
     return run(path, revision)
+
+
+def push(
+    out: str | Path,
+    repo: str,
+    *,
+    private: bool = False,
+    branch: str | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> PushReport:
+    """Puts an artifact into a repo of the Hub, its manifest last; what is there already is not sent again.
+
+    out: the artifact. repo: org/name, made if it is not there. private: make it private. branch: None is the repo's
+    main one. announce: called with a sentence before each commit.
+
+    Raises RequestError where `out` is no artifact or the Hub refuses, VerificationError where the artifact is not whole
+    or a file arrived otherwise, OutputError where the repo holds files of others, NetworkError.
+    """
+    from hqconv.checkpoint.upload import Repo
+    from hqconv.pipeline.push import push as run
+
+    return run(Path(out), Repo(repo, branch), private=private, announce=announce)
 
 
 def load(

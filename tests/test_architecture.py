@@ -45,7 +45,7 @@ INDEPENDENT = {
 ONLY_IN = {
     "humming": ("hqconv.backends", "hqconv.artifact.load", "hqconv.serving"),
     "numba": ("hqconv.compiled", "hqconv.backends.loops"),
-    "huggingface_hub": ("hqconv.checkpoint.hub",),
+    "huggingface_hub": ("hqconv.checkpoint.hub", "hqconv.checkpoint.upload"),
     "vllm": (
         "hqconv.serving.config",
         "hqconv.serving.dense",

@@ -25,6 +25,7 @@ from hqconv.errors import (
     EXIT_INTERRUPTED,
     HqconvError,
     OutputError,
+    RequestError,
     VerificationError,
     printable,
 )
@@ -103,7 +104,11 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 @app.command()
 @_guarded
-@takes(api.convert, "config", "dry_run", "profile", "json", "quiet", optional=("schema",))
+@takes(
+    api.convert,
+    *("config", "dry_run", "profile", "json", "quiet", "push_to", "private", "branch"),
+    optional=("schema",),
+)
 def convert(
     *,
     context: typer.Context,
@@ -112,16 +117,20 @@ def convert(
     profile: Path | None,
     json: bool,
     quiet: bool,
+    push_to: str | None,
+    private: bool,
+    branch: str | None,
     **options: Any,
 ) -> None:
     """Convert the experts of SRC and write an artifact."""
+    place = _place_to_push(push_to, private=private, branch=branch)
     options |= recipe_options(config, context)
     if dry_run:
         _show(_dry_run(options), json=json)
         return
-    if not is_first():  # of several processes the first speaks
-        profile, json, quiet = None, False, True
-    write_profile = profile_writer(profile)
+    quiet = quiet or not is_first()  # of several processes the first speaks
+    json = json and is_first()
+    write_profile = profile_writer(profile if is_first() else None)
     from hqconv.cli.progress import ConversionProgress, say
 
     places: list[Path] = []
@@ -147,8 +156,19 @@ def convert(
         raise KeyboardInterrupt(_interrupted(places)) from None
     warn(report.warnings)
     write_profile(report.profile)
+    words = report.words()
+    if place:
+        words["pushed"] = api.push(report.out, **place, announce=None if quiet else say).words()
     if json or not quiet:
-        _show(report.words(), json=json)
+        _show(words, json=json)
+
+
+def _place_to_push(push_to: str | None, *, private: bool, branch: str | None) -> dict[str, Any]:
+    """Where an artifact is pushed to, by the first of several processes; nothing where it is not."""
+    if push_to is None and (private or branch is not None):
+        raise RequestError("--private and --branch are of a Hub repo.", remedy="Name it with --push-to.")
+    is_wanted = push_to is not None and is_first()
+    return {"repo": push_to, "private": private, "branch": branch} if is_wanted else {}
 
 
 def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +248,20 @@ def warm(*, json: bool, **options: Any) -> None:
     from hqconv.cli.progress import say
 
     _show(api.warm(**options, announce=say), json=json)
+
+
+@app.command()
+@_guarded
+@takes(api.push, "json", "quiet", is_artifact=True)
+def push(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Put an artifact into a repo of the Hugging Face Hub, its manifest last."""
+    from hqconv.cli.progress import say
+
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    report = api.push(**options, announce=None if quiet else say)
+    if json or not quiet:
+        _show(report.words(), json=json)
 
 
 @app.command()

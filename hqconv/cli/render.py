@@ -13,7 +13,7 @@ from rich.console import Console
 from hqconv.artifact.summary import summarize_errors
 from hqconv.cli import phrases
 from hqconv.cli.progress import human_bytes, human_seconds
-from hqconv.cli.report import show_report
+from hqconv.cli.report import show_push, show_report
 from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
 from hqconv.cli.text import printable_words
 from hqconv.formats.format import PLAIN
@@ -149,6 +149,8 @@ def _show_summary(console: Console, words: Words) -> None:
     console.print(f"The artifact is in {words['out']}; see it with: hqconv inspect {words['out']}")
     if words["serve_command"]:
         console.print(f"Serve it with: {words['serve_command']}")
+    if "pushed" in words:
+        show_push(console, words["pushed"])
 
 
 def _show_source(console: Console, words: Words) -> None:
@@ -281,6 +283,7 @@ _SHOW = {
     "schemas": _show_schemas,
     "report": show_report,
     "warm": _show_warm,
+    "push": show_push,
 }
 
 
