@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from hqconv.artifact.load import RankGemm
     from hqconv.pipeline.progress import Progress
+    from hqconv.pipeline.push import PushReport
     from hqconv.pipeline.run import ConversionReport
     from hqconv.planning.plan import Plan
     from hqconv.sources.source import Headers
@@ -99,6 +100,7 @@ def convert(
     threads: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    source_digests: bool = False,
     on_plan: Callable[[Plan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
@@ -112,7 +114,8 @@ def convert(
     input_schema: as schema. cuda: "13.0", where layouts depend on it. overrides: of blocks, from
     `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse; importance: a
     file that weights it. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
-    threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
+    threads: None is all. resume, overwrite: go on; replace. source_digests: hash the source's files, for the manifest.
+    on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
     modes = check_modes(resume=resume, overwrite=overwrite)
@@ -126,7 +129,8 @@ def convert(
         options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
         planned = Wanted(*options, quantizer, importance).plan(source)
         place = _announced(source, planned, out, on_plan)
-        return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
+        words = {**modes, "in_team": in_team, "digests": source_digests}
+        return run(source, planned, place, resources, **words, progress=progress)
 
 
 def _announced(
@@ -163,7 +167,7 @@ def describe_plan(
     try:
         check_places(Path(planned.source.folder), place)
         num_bytes = planned.num_bytes_out + planned.num_bytes_beside
-        notes = output_notes(place, num_bytes, resume=resume, overwrite=overwrite)
+        notes = output_notes(place, num_bytes, planned.paths, resume=resume, overwrite=overwrite)
     except OutputError as error:
         notes = [error.message()]
     words = describe(planned, resources)
@@ -227,6 +231,28 @@ def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     from hqconv.inspection.inspect import inspect as run
 
     return run(path, revision)
+
+
+def push(
+    out: str | Path,
+    repo: str,
+    *,
+    private: bool = False,
+    branch: str | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> PushReport:
+    """Puts an artifact into a repo of the Hub, its manifest last; what is there already is not sent again.
+
+    out: the artifact. repo: org/name, made if it is not there. private: make it private. branch: None is the repo's
+    main one. announce: called with a sentence before each commit.
+
+    Raises RequestError where `out` is no artifact or the Hub refuses, VerificationError where the artifact is not whole
+    or a file arrived otherwise, OutputError where the repo holds files of others, NetworkError.
+    """
+    from hqconv.checkpoint.upload import Repo
+    from hqconv.pipeline.push import push as run
+
+    return run(Path(out), Repo(repo, branch), private=private, announce=announce)
 
 
 def load(

@@ -45,7 +45,7 @@ INDEPENDENT = {
 ONLY_IN = {
     "humming": ("hqconv.backends", "hqconv.artifact.load", "hqconv.serving"),
     "numba": ("hqconv.compiled", "hqconv.backends.loops"),
-    "huggingface_hub": ("hqconv.checkpoint.hub",),
+    "huggingface_hub": ("hqconv.checkpoint.hub", "hqconv.checkpoint.upload"),
     "vllm": (
         "hqconv.serving.config",
         "hqconv.serving.dense",
@@ -55,7 +55,7 @@ ONLY_IN = {
     ),
     "gguf": ("hqconv.checkpoint.gguf",),
     "bitsandbytes": ("hqconv.decode.bitsandbytes",),
-    "typer": ("hqconv.cli.app", "hqconv.cli.grouped", "hqconv.cli.options"),
+    "typer": ("hqconv.cli.app", "hqconv.cli.grouped", "hqconv.cli.messages", "hqconv.cli.options"),
     "rich": ("hqconv.cli.tables", "hqconv.cli.render", "hqconv.cli.report", "hqconv.cli.progress"),
 }
 # What can be imported without torch, numba, numpy or Humming: everything that only looks at names and headers.

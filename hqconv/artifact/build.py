@@ -10,6 +10,9 @@ from importlib.metadata import version
 from typing import Any
 
 from hqconv import __version__
+from hqconv.artifact.lineage import DERIVED, derived_from
+from hqconv.artifact.manifest import read_manifest
+from hqconv.checkpoint.digest import blob_sha256, sha256_of
 from hqconv.planning.encoding import quantizer_words
 from hqconv.planning.groups import PlannedBlock
 from hqconv.planning.plan import Plan
@@ -106,29 +109,54 @@ def build_manifest(
     measured: Mapping[str, Measured],
     files: Iterable[FileRecord],
     scales: Mapping[str, Mapping[str, float]],
+    digests: Mapping[str, str],
 ) -> dict[str, Any]:
     """The words of hqconv.json, in an order that does not depend on how the conversion went.
 
-    `measured`: of each block. `files`: every file but the manifest. `scales`: block → GEMM → the
-    static scale of its activations, of the blocks that have them.
+    `measured`: of each block. `files`: every file but the manifest and the model card. `scales`: block → GEMM → the
+    static scale of its activations, of the blocks that have them. `digests`: name → SHA-256 of the source's files,
+    those that were hashed.
     """
+    words = request_words(source, plan)
+    words["source"]["files"] = [
+        {**file, **_digests(source, file["name"], digests)} for file in words["source"]["files"]
+    ]
     return {
-        **request_words(source, plan),
+        **words,
+        **({DERIVED: _lineage(source)} if source.guard.is_held else {}),
+        **({"warnings": list(plan.warnings)} if plan.warnings else {}),
         "blocks": {
             block.name: override_words(block.name, plan.request)
             | _block_words(block, measured[block.name], scales.get(block.name, {}))
             for block in plan.blocks
         },
-        "files": {
-            record.path: {"size_bytes": record.size_bytes, "sha256": record.sha256}
-            for record in sorted(files, key=lambda record: record.path)
-        },
+        "files": dict(sorted(_file_words(record) for record in files)),
         "tensors": {
             "converted": plan.experts.converted,
             "copied": list(plan.experts.copied),
             "dropped": plan.experts.dropped,
         },
     }
+
+
+def _digests(source: Source, name: str, digests: Mapping[str, str]) -> dict[str, str]:
+    """A source file's SHA-256 as it was read, and as the Hub says that it is, where these are known."""
+    of_hub = None if source.repo_id is None else blob_sha256(source.root / name)
+    found = {"sha256": digests.get(name), "hub_sha256": of_hub}
+    return {key: sha256 for key, sha256 in found.items() if sha256 is not None}
+
+
+def _lineage(source: Source) -> list[dict[str, Any]]:
+    return derived_from(read_manifest(source.root), sha256_of(source.root / artifact.MANIFEST))
+
+
+def with_file(words: Mapping[str, Any], record: FileRecord) -> dict[str, Any]:
+    """The words of hqconv.json with one file more."""
+    return {**words, "files": dict(sorted([*words["files"].items(), _file_words(record)]))}
+
+
+def _file_words(record: FileRecord) -> tuple[str, dict[str, Any]]:
+    return record.path, {"size_bytes": record.size_bytes, "sha256": record.sha256}
 
 
 def override_words(block: str, request: Request) -> dict[str, Any]:
@@ -140,8 +168,9 @@ def override_words(block: str, request: Request) -> dict[str, Any]:
 def first_difference(source: Source, plan: Plan, manifest: Mapping[str, Any]) -> str | None:
     """What a finished artifact's manifest says otherwise than one of this source and plan would."""
     words = request_words(source, plan)
+    found = {**manifest, "source": without_digests(manifest["source"])}
     for key in (*words, *_OPTIONAL):
-        if manifest.get(key) != words.get(key):
+        if found.get(key) != words.get(key):
             return key
     for block in plan.blocks:
         own, found = override_words(block.name, plan.request), manifest["blocks"].get(block.name, {})
@@ -149,6 +178,15 @@ def first_difference(source: Source, plan: Plan, manifest: Mapping[str, Any]) ->
             if found.get(key) != own.get(key):
                 return f"{key} of {block.name}"
     return None
+
+
+def without_digests(source: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest's `source` without the digests of its files, which a conversion may leave out."""
+    files = source.get("files")
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        return dict(source)
+    keys = ("sha256", "hub_sha256")
+    return {**source, "files": [{k: v for k, v in file.items() if k not in keys} for file in files]}
 
 
 def _block_words(group: PlannedBlock, measured: Measured, scales: Mapping[str, float]) -> dict[str, Any]:

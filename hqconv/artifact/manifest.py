@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hqconv.artifact.lineage import DERIVED, is_lineage
 from hqconv.artifact.own_digest import DIGEST, alteration
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact
@@ -57,14 +58,6 @@ _FILE_KEYS: dict[str, type] = {"size_bytes": int, "sha256": str}
 _OWN_KEYS: dict[str, type] = {"schema_name": str, "weight_schema": dict, "input_schema": str, "target": str}
 # What is there only where it says something, of the artifact and of such a block.
 _OPTIONAL_KEYS: dict[str, type] = {"activation_schema": dict, "cuda": str}
-
-
-# What the manifest counts per projection, and what the sum over blocks and projections is called.
-_COUNTS = {
-    "num_experts_requantized": "num_matrices",
-    "num_groups": "num_groups",
-    "num_exact_groups": "num_exact_groups",
-}
 
 
 def is_artifact(root: Path) -> bool:
@@ -154,6 +147,11 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
     _check_numbers(path, words)
     if "importance" in words:
         _check_keys(path, "importance: ", words["importance"], {"sha256": str, "file": str})
+    warnings = words.get("warnings", [])
+    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
+        raise _damaged(f"{path}: warnings", "a list of sentences", repr(warnings)[:80])
+    if not is_lineage(words.get(DERIVED, [])):
+        raise _damaged(f"{path}: {DERIVED}", "the artifacts that it comes from", repr(words[DERIVED])[:80])
     for kind, names in words["tensors"].items():
         if not isinstance(names, list | dict):
             raise _damaged(f"{path}: tensors: {kind}", "names", type(names).__name__)
@@ -273,28 +271,3 @@ def _damaged(where: object, expected: str, found: object) -> VerificationError:
     return VerificationError(
         "The artifact's manifest is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN
     )
-
-
-def scale_changes(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Projection → the largest relative change of a scale over all blocks, where scales were rounded.
-
-    `errors`: block → projection → the words on its quantization error.
-    """
-    found: dict[str, float] = {}
-    for projections in errors.values():
-        for projection, words in projections.items():
-            if "largest_scale_change" in words:
-                found[projection] = max(found.get(projection, 0.0), words["largest_scale_change"])
-    return found
-
-
-def requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Over all blocks and projections of a quantized source: what was quantized anew, and what of it is exact.
-
-    `errors`: block → projection → the words on its quantization error.
-    """
-    totals: Counter[str] = Counter()
-    for projections in errors.values():
-        for words in projections.values():
-            totals.update({name: words[key] for key, name in _COUNTS.items() if key in words})
-    return dict(totals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,3 +23,15 @@ def sha256_of(path: Path, keep_on: Callable[[], object] | None = None) -> str:
             if keep_on is not None:
                 keep_on()
     return digest.hexdigest()
+
+
+def blob_sha256(path: Path) -> str | None:
+    """The SHA-256 by which the Hub's cache has a file that a repo keeps in LFS; None for any other file.
+
+    It is what the Hub says of the file. Nobody read the file for it.
+    """
+    if not path.is_symlink():
+        return None
+    blob = path.resolve()
+    is_cached = blob.parent.name == "blobs" and (blob.parent.parent / "snapshots").is_dir()
+    return blob.name if is_cached and re.fullmatch(r"[0-9a-f]{64}", blob.name) else None

@@ -23,7 +23,7 @@ from hqconv.checkpoint.naming import refuse_what_is_no_model
 from hqconv.checkpoint.reading import adjoining, fill
 from hqconv.checkpoint.safetensors import parse_header, read_header
 from hqconv.errors import InputError, RequestError, first_few
-from hqconv.schemas.artifact import CONFIG, INDEX, MANIFEST, SINGLE
+from hqconv.schemas.artifact import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.regular import MAX_LIST_BYTES, open_regular
 from hqconv.schemas.tensors import TensorRef
 
@@ -80,6 +80,7 @@ class Checkpoint:
         self.files, self.tensors, self.metadata = self._read_files(names)
         if weight_map is not None:
             index.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
+        self.guard.look_if_there([CARD])
         self.loose = Loose.of_folder(root) if listing is None else Loose.of_listing(listing.sizes)
         self.other_files = self.loose.names
         self.guard.look_if_there(self.other_files)

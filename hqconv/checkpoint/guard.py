@@ -20,13 +20,25 @@ _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert 
 class Guard:
     """What the files below `root` were when they were first looked at, by names relative to it.
 
-    Of an artifact also what its manifest lists. `prove`, `compare` and `check_unchanged` may be called by any thread.
+    Of an artifact also what its manifest lists. digests: name → SHA-256 of the files that were hashed. `prove`,
+    `compare` and `check_unchanged` may be called by any thread.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._seen: dict[str, os.stat_result] = {}
         self._listed: Mapping[str, Mapping[str, Any]] | None = None
+        self._keeps_digests = False
+        self.digests: dict[str, str] = {}
+
+    def keep_digests(self) -> None:
+        """Have files hashed that something is made of, though no manifest says what they should be."""
+        self._keeps_digests = True
+
+    @property
+    def is_hashing(self) -> bool:
+        """Whether files are to be hashed that something is made of: for a manifest to come, or by the one they have."""
+        return self.is_held or self._keeps_digests
 
     def look(self, name: str) -> os.stat_result:
         """Remember what a file is now; to be asked before its bytes are read. Raises OSError where there is none."""
@@ -85,7 +97,7 @@ class Guard:
             self.prove(name)
 
     def prove(self, name: str, keep_on: Callable[[], object] | None = None) -> None:
-        """Hash a whole file of an artifact. Raises InputError where it is not the one that the manifest lists.
+        """Hash a whole file. Raises InputError where it cannot be read, or is not the one that a manifest lists.
 
         keep_on: as of `sha256_of`.
         """
@@ -93,8 +105,10 @@ class Guard:
             sha256 = sha256_of(self._root / name, keep_on)
         except OSError as error:
             what, where = "A file of the source cannot be read.", str(self._root / name)
-            raise InputError(what, where=where, found=error.strerror or error, remedy=_AGAIN) from error
+            remedy = _AGAIN if self.is_held else _KEEP
+            raise InputError(what, where=where, found=error.strerror or error, remedy=remedy) from error
         self.compare(name, sha256)
+        self.digests[name] = sha256
 
     def compare(self, name: str, sha256: str) -> None:
         """The same of a file that was hashed while it was read; of other sources than artifacts nothing is known."""
@@ -115,8 +129,8 @@ class Guard:
             raise self._differs(name, f"{size_bytes} bytes", found)
 
     def _is_beside(self, name: str) -> bool:
-        """Whether it is a README or the like, that people put beside an artifact's files."""
-        return name in COMPANIONS and name not in (self._listed or ())
+        """Whether it is a model card or the like, that people edit or put beside an artifact's files."""
+        return name in COMPANIONS
 
     def _entry(self, name: str) -> Mapping[str, Any]:
         assert self._listed is not None

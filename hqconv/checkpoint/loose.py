@@ -12,33 +12,37 @@ from pathlib import Path
 
 from hqconv.checkpoint.index import COPY_AGAIN, check_text
 from hqconv.errors import InputError
-from hqconv.schemas.artifact import CONFIG, MANIFEST, PARTIAL
-from hqconv.schemas.regular import found_at, open_regular
+from hqconv.schemas.artifact import CARD, CONFIG, MANIFEST, PARTIAL, SUMS
+from hqconv.schemas.regular import found_at, open_regular, read_regular
 
 # Weights in other formats (or the same ones once more, in original/): neither read, copied nor downloaded.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHT_FOLDERS = ("original", "onnx")
 _UNFINISHED = "an unfinished download or conversion"
 _LINKED_FOLDER = "a link to a folder"
+_MAX_CARD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Loose:
     """names: what belongs in an artifact, POSIX paths relative to the source, sorted; num_bytes: of all of them.
 
-    left_out: what lies in the source beside them and does not, and why.
+    left_out: what lies in the source beside them and does not, and why. card: the bytes of its README.md, which becomes
+    a part of the artifact's; None where there is none, or only headers are here.
     """
 
     names: tuple[str, ...] = ()
     num_bytes: int = 0
     left_out: Mapping[str, str] = field(default_factory=dict)
+    card: bytes | None = None
 
     @classmethod
     def of_folder(cls, root: Path) -> Loose:
-        """The loose files of a folder. Opens each, and reads none.
+        """The loose files of a folder. Opens each, and reads none but the card.
 
         Raises InputError, naming the file, where one is no regular file, cannot be read, has a name that is no
-        Unicode, or is a link that leads out of the source; OSError where a folder cannot be read.
+        Unicode, or is a link that leads out of the source, or where the card is larger than 16 MiB; OSError where a
+        folder cannot be read.
         """
         sizes: dict[str, int] = {}
         left_out: dict[str, str] = {}
@@ -48,12 +52,13 @@ class Loose:
                 left_out[path] = _LINKED_FOLDER if is_folder else _UNFINISHED
             else:
                 sizes[path] = _size(root, path)
-        return cls(tuple(sorted(sizes)), sum(sizes.values()), dict(sorted(left_out.items())))
+        card = None if sizes.pop(CARD, None) is None else _read_card(root)
+        return cls(tuple(sorted(sizes)), sum(sizes.values()), dict(sorted(left_out.items())), card)
 
     @classmethod
     def of_listing(cls, sizes: Mapping[str, int]) -> Loose:
         """The loose files of a repo of which only the headers were read; sizes: of all its files."""
-        found = sorted(filter(_is_loose, sizes))
+        found = sorted(name for name in sizes if _is_loose(name) and name != CARD)
         names = tuple(name for name in found if not name.endswith(PARTIAL))
         left_out = {name: _UNFINISHED for name in found if name.endswith(PARTIAL)}
         return cls(names, sum(sizes[name] for name in names), left_out)
@@ -62,7 +67,7 @@ class Loose:
 def _is_loose(path: str) -> bool:
     """Whether a file is no weight and none that an artifact has its own of."""
     *folders, name = path.split("/")
-    if any(part.startswith(".") for part in (*folders, name)) or path in (CONFIG, MANIFEST):
+    if any(part.startswith(".") for part in (*folders, name)) or path in (CONFIG, MANIFEST, SUMS):
         return False
     is_other = folders[:1] and folders[0] in WEIGHT_FOLDERS
     return not is_other and not name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
@@ -104,6 +109,16 @@ def _size(root: Path, path: str) -> int:
         return os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
+
+
+def _read_card(root: Path) -> bytes:
+    """The bytes of the source's README.md, a regular file that was opened before."""
+    try:
+        return read_regular(root / CARD, _MAX_CARD_BYTES)
+    except OSError as error:
+        what, remedy = "The source's model card cannot be read.", "Shorten it, or leave it out of the source."
+        found, where = error.strerror or str(error), str(root / CARD)
+        raise InputError(what, where=where, found=found, remedy=remedy) from error
 
 
 def _check_link(root: Path, link: Path) -> None:

@@ -6,10 +6,8 @@ import inspect as inspection
 import io
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import wraps
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,17 +17,13 @@ import hqconv
 from hqconv import api
 from hqconv.cli import leftovers, stopping
 from hqconv.cli.grouped import GroupedCommand
-from hqconv.cli.options import at_home, parse_checks, parse_layers, parse_tokens, recipe_options, takes
+from hqconv.cli.messages import guarded, lead_nowhere
+from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.profile import profile_writer
 from hqconv.cli.text import say
 from hqconv.errors import (
-    EXIT_BUG,
-    EXIT_INTERRUPTED,
-    HqconvError,
-    OutputError,
     RequestError,
     VerificationError,
-    printable,
 )
 from hqconv.pipeline.environment import in_team, is_first
 from hqconv.serving.kernels import folder_beside
@@ -46,70 +40,6 @@ app = typer.Typer(
 Version = Annotated[bool, typer.Option("--version", help="Show the version.")]
 
 
-# --- errors ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _one_message() -> Iterator[None]:
-    """Turns every exception into one message on stderr and the contract's exit code."""
-    try:
-        yield
-        sys.stdout.flush()
-    except HqconvError as error:
-        raise _fail(f"error: {error.message()}", error.exit_code) from None
-    except KeyboardInterrupt:  # raised by a library: the user's own never comes here
-        raise _fail(stopping.words(), EXIT_INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of stdout went away: nobody is left to tell
-        _lead_nowhere()
-        raise typer.Exit(OutputError.exit_code) from None
-    except OSError as error:
-        place = f"\n  where: {error.filename}" if error.filename else ""
-        text = f"error: The operating system refused: {error.strerror or error}{place}"
-        raise _fail(text, OutputError.exit_code) from None
-    except typer.Exit:
-        raise
-    except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
-        if short := _what_is_short(error):
-            raise _fail(f"error: {short}", RequestError.exit_code) from None
-        remedy = "Set HQCONV_DEBUG=1 to see the traceback, and please report it."
-        text = f"internal error: {type(error).__name__}: {error}\n  what to do: {remedy}"
-        raise _fail(text, EXIT_BUG) from None
-
-
-def _what_is_short(error: Exception) -> str:
-    """The message where the system had no more memory or threads, by what Python and torch raise; else ""."""
-    texts = ("can't start new thread", "can't allocate memory", "not enough memory")
-    if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
-        return ""
-    what, remedy = "The system gives no more memory, or no more threads.", "Lower --max-memory or --threads."
-    return RequestError(
-        what, found=str(error).split("\n")[0] or type(error).__name__, remedy=remedy
-    ).message()
-
-
-def _fail(text: str, exit_code: int) -> typer.Exit:
-    if os.environ.get("HQCONV_DEBUG") == "1":
-        traceback.print_exc()
-    with suppress(OSError):  # a full disk under stderr
-        print(printable(text), file=sys.stderr, flush=True)
-    return typer.Exit(exit_code)
-
-
-def _lead_nowhere() -> None:
-    """What stdout still holds goes to /dev/null, so that Python does not fail over it at its end."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        with _one_message():
-            command(*args, **{name: at_home(value) for name, value in kwargs.items()})
-
-    return run
-
-
 # --- commands ----------------------------------------------------------------------------------------------
 
 
@@ -123,8 +53,12 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 
 @app.command(cls=GroupedCommand)
-@_guarded
-@takes(api.convert, "config", "dry_run", "profile", "json", "quiet", optional=("schema",))
+@guarded
+@takes(
+    api.convert,
+    *("config", "dry_run", "profile", "json", "quiet", "push_to", "private", "branch"),
+    optional=("schema",),
+)
 def convert(
     *,
     context: typer.Context,
@@ -133,16 +67,20 @@ def convert(
     profile: Path | None,
     json: bool,
     quiet: bool,
+    push_to: str | None,
+    private: bool,
+    branch: str | None,
     **options: Any,
 ) -> None:
     """Convert the experts of SRC and write an artifact."""
+    place = _place_to_push(push_to, private=private, branch=branch)
     options |= recipe_options(config, context)
     if dry_run:
         _show(_dry_run(options), json=json)
         return
-    if not is_first():  # of several processes the first speaks
-        profile, json, quiet = None, False, True
-    write_profile = profile_writer(profile)
+    quiet = quiet or not is_first()  # of several processes the first speaks
+    json = json and is_first()
+    write_profile = profile_writer(profile if is_first() else None)
     from hqconv.cli.progress import ShownProgress
 
     nothing = leftovers.of_source(options["src"])
@@ -168,8 +106,19 @@ def convert(
         report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=in_team())
     warn(report.warnings)
     write_profile(report.profile)
+    words = report.words()
+    if place:
+        words["pushed"] = api.push(report.out, **place, announce=None if quiet else say).words()
     if json or not quiet:
-        _report(report.words(), json=json)
+        _report(words, json=json)
+
+
+def _place_to_push(push_to: str | None, *, private: bool, branch: str | None) -> dict[str, Any]:
+    """Where an artifact is pushed to, by the first of several processes; nothing where it is not."""
+    if push_to is None and (private or branch is not None):
+        raise RequestError("--private and --branch are of a Hub repo.", remedy="Name it with --push-to.")
+    is_wanted = push_to is not None and is_first()
+    return {"repo": push_to, "private": private, "branch": branch} if is_wanted else {}
 
 
 def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
@@ -197,14 +146,14 @@ def _report(words: dict[str, Any], *, json: bool) -> None:
         _show(words, json=json)
         sys.stdout.flush()
     except BrokenPipeError:
-        _lead_nowhere()
+        lead_nowhere()
     except (OSError, UnicodeError) as error:
-        _lead_nowhere()
+        lead_nowhere()
         say(f"warning: The report could not be written to stdout: {error}.")
 
 
 @app.command(cls=GroupedCommand)
-@_guarded
+@guarded
 @takes(api.verify, "json", "quiet", is_artifact=True)
 def verify(
     *, checks: str | None, layers: str | None, tokens: str, json: bool, quiet: bool, **options: Any
@@ -226,7 +175,7 @@ def verify(
 
 
 @app.command(cls=GroupedCommand)
-@_guarded
+@guarded
 @takes(api.warm, "json", is_artifact=True)
 def warm(*, json: bool, **options: Any) -> None:
     """Compile the kernels that serving an artifact needs, on any machine with the CUDA compiler."""
@@ -236,7 +185,19 @@ def warm(*, json: bool, **options: Any) -> None:
 
 
 @app.command(cls=GroupedCommand)
-@_guarded
+@guarded
+@takes(api.push, "json", "quiet", is_artifact=True)
+def push(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Put an artifact into a repo of the Hugging Face Hub, its manifest last."""
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    report = api.push(**options, announce=None if quiet else say)
+    if json or not quiet:
+        _report(report.words(), json=json)
+
+
+@app.command(cls=GroupedCommand)
+@guarded
 @takes(api.inspect, "json")
 def inspect(*, json: bool, **options: Any) -> None:
     """Show what a model folder, a Hub repo or an artifact holds."""
@@ -244,7 +205,7 @@ def inspect(*, json: bool, **options: Any) -> None:
 
 
 @app.command(cls=GroupedCommand)
-@_guarded
+@guarded
 @takes(lambda: None, "json")
 def schemas(*, json: bool) -> None:
     """List the schemas of weights and of activations."""

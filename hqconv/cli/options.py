@@ -107,6 +107,11 @@ OPTIONS: dict[str, Option] = {
     "threads": Option(int | None, "Worker threads.  [default: all processors]", settings=_AT_LEAST_ONE),
     "resume": Option(bool, "Go on with an interrupted conversion.", ("--resume",)),
     "overwrite": Option(bool, "Replace an artifact, once the new one is complete.", ("--overwrite",)),
+    "source_digests": Option(
+        bool,
+        "Hash the source's files beside the conversion, and record their SHA-256.",
+        ("--source-digests",),
+    ),
     "revision": Option(str | None, "Branch, tag or commit of a Hub repo."),
     "source": Option(str | None, "The checkpoint it was made from: folder or Hub repo id."),
     "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),
@@ -117,7 +122,11 @@ OPTIONS: dict[str, Option] = {
         Path | None, "Folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
     ),
     "jobs": Option(int | None, "Compilers at once.  [default: all processors]", settings=_AT_LEAST_ONE),
+    "repo": Option(str, "Hub repo (org/name), made if it is not there.", metavar="ORG/NAME"),
+    "private": Option(bool, "Make the Hub repo a private one.", ("--private",)),
+    "branch": Option(str | None, "Branch of the Hub repo.  [default: its main one]"),
     # Of the command line alone:
+    "push_to": Option(str | None, "Then push the artifact to this Hub repo, as `hqconv push` does."),
     "dry_run": Option(bool, "Show the plan; write nothing.", ("--dry-run",)),
     "json": Option(bool, "Print one JSON document on stdout.", ("--json",)),
     "profile": Option(

@@ -156,3 +156,12 @@ def resumed(words: Words) -> str:
         return "the artifact was finished already: nothing was done"
     num_groups = words["num_groups_resumed"]
     return f"{num_groups} groups were finished already" if num_groups else ""
+
+
+def ancestor(words: Words) -> str:
+    """An artifact that an artifact comes from."""
+    source = words["source"]
+    revision = f" at {source['revision']}" if source["revision"] else ""
+    return (
+        f"{words['schema_name']} of {source['name']}{revision} (hqconv.json {words['manifest_sha256'][:12]}…)"
+    )

@@ -11,13 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
+from hqconv.artifact.summary import summarize_errors
 from hqconv.cli import phrases
 from hqconv.cli.progress import human_bytes, human_seconds
-from hqconv.cli.report import show_report
+from hqconv.cli.report import show_push, show_report
 from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
 from hqconv.cli.text import printable_words
 from hqconv.formats.format import PLAIN
-from hqconv.inspection.words import Words, summarize_errors
+from hqconv.inspection.words import Words
 
 _WIDE = 500  # columns where nobody looks at a terminal: nothing is cut or wrapped
 
@@ -145,11 +146,13 @@ def _show_summary(console: Console, words: Words) -> None:
         ),
     )
     _errors(console, summarize_errors(words["errors"]))
-    console.print(
-        f"\nThe artifact is in {words['out']}; see it with: hqconv inspect {shlex.quote(words['out'])}"
-    )
+    console.print(f"\nhqconv.json is sha256 {words['manifest_sha256']}")
+    out = shlex.quote(words["out"])
+    console.print(f"The artifact is in {words['out']}; see it with: hqconv inspect {out}")
     if words["serve_command"]:
         console.print(f"Serve it with: {words['serve_command']}")
+    if "pushed" in words:
+        show_push(console, words["pushed"])
 
 
 def _show_source(console: Console, words: Words) -> None:
@@ -181,6 +184,7 @@ def _show_artifact(console: Console, words: Words) -> None:
         (
             ("artifact", f"{words['folder']}: {words['num_files']} files, {human_bytes(words['num_bytes'])}"),
             ("source", f"{words['source']['name']}{revision}"),
+            *(("", f"which was {phrases.ancestor(one)}") for one in words["derived_from"]),
             ("family", words["family"]),
             ("schema", phrases.schema(words["schema"])),
             ("but", phrases.otherwise(words)),
@@ -198,6 +202,10 @@ def _show_artifact(console: Console, words: Words) -> None:
                 f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}",
             ),
             (
+                "manifest",
+                f"sha256 {words['manifest_sha256']}",
+            ),
+            (
                 "damaged",
                 f"{len(missing)} files missing or resized: {', '.join(missing[:5])}" if missing else "",
             ),
@@ -205,6 +213,8 @@ def _show_artifact(console: Console, words: Words) -> None:
     )
     _blocks(console, words["blocks"])
     _errors(console, words["quantization_error"])
+    for text in words["warnings"]:
+        console.print(f"\nwarning: {text}")
 
 
 def _show_unfinished(console: Console, words: Words) -> None:
@@ -275,6 +285,7 @@ _SHOW = {
     "schemas": _show_schemas,
     "report": show_report,
     "warm": _show_warm,
+    "push": show_push,
 }
 
 

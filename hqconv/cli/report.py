@@ -1,4 +1,4 @@
-"""Shows a verification report: the verdict, what was found, and the worst blocks first."""
+"""Shows a verification report: the verdict, what was found, and the worst blocks first; and what a push sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hqconv.cli.progress import human_seconds
+from hqconv.cli.progress import human_bytes, human_seconds
 from hqconv.cli.tables import PROJECTIONS, print_table
 
 Words = Mapping[str, Any]
@@ -59,6 +59,16 @@ def _findings(console: Console, findings: list[Words]) -> None:
                 console.print(f"      {label}: {finding[label]}")
     if len(findings) > NUM_FINDINGS_SHOWN:
         console.print(f"  … {len(findings) - NUM_FINDINGS_SHOWN} more; --json lists all")
+
+
+def show_push(console: Console, words: Words) -> None:
+    """What `hqconv push` sent."""
+    if not words["num_files"]:
+        console.print(f"{words['repo']} has the artifact already, at commit {words['commit']}.")
+        return
+    sent = f"{words['num_files']} files, {human_bytes(words['num_bytes'])}"
+    console.print(f"{words['repo']} has the artifact, at commit {words['commit']}; sent: {sent}.")
+    console.print(f"hqconv.json is sha256 {words['manifest_sha256']}")
 
 
 def _tables(checks: Words) -> Iterable[tuple[str, Table]]:

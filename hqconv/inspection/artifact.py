@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import check_details, read_manifest, requantized, scale_changes, schema_of
+from hqconv.artifact.lineage import ancestors
+from hqconv.artifact.manifest import check_details, read_manifest, schema_of
+from hqconv.artifact.summary import requantized, scale_changes, summarize_errors
+from hqconv.checkpoint.digest import sha256_of
 from hqconv.formats.format import SourceFormat
-from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, schema_words, summarize_errors
+from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, schema_words
 from hqconv.planning.encoding import RTN
 from hqconv.schemas import artifact
 from hqconv.schemas.activation import Activation
@@ -31,7 +34,8 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
     missing = [
         name
         for name, entry in (manifest["files"].items() if is_whole else ())
-        if not (root / name).is_file() or (root / name).stat().st_size != entry["size_bytes"]
+        if not (root / name).is_file()
+        or (name != artifact.CARD and (root / name).stat().st_size != entry["size_bytes"])  # may be edited
     ]
     return {
         "kind": "artifact",
@@ -48,7 +52,7 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "importance": manifest.get("importance"),
         **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
         **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
-        "source": {key: manifest["source"].get(key) for key in ("name", "revision")},
+        **_origin(root, manifest),
         "quant_method": quant_method(_config_of(root).get("quantization_config")),
         "tensors": {kind: len(names) for kind, names in manifest["tensors"].items()},
         "blocks": block_runs({name: _manifest_block_words(b) for name, b in manifest["blocks"].items()}),
@@ -61,7 +65,26 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
         "rank_bytes": _rank_bytes(manifest),
         "missing_or_resized_files": missing,
+        "warnings": list(manifest.get("warnings", [])),
         "serve_command": serve_command(str(root), manifest["layout"], _grid(manifest)),
+    }
+
+
+def _origin(root: Path, manifest: Words) -> Words:
+    """What an artifact comes from, and the digest of its manifest, which stands for all of it."""
+    source, *before = [
+        {key: one["source"].get(key) for key in ("name", "revision")}
+        for one in (manifest, *ancestors(manifest))
+    ]
+    steps = zip(ancestors(manifest), before, strict=True)
+    return {
+        "source": source,
+        "derived_from": [
+            {"schema_name": one["schema_name"], "manifest_sha256": one["manifest_sha256"], "source": of_one}
+            for one, of_one in steps
+        ],
+        "manifest_sha256": sha256_of(root / artifact.MANIFEST),
+        "warnings": list(manifest.get("warnings", [])),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from hqconv.artifact.manifest import is_artifact
@@ -54,8 +55,10 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
     }
 
 
-def output_notes(out: Path, num_bytes: int, *, resume: bool, overwrite: bool) -> list[str]:
-    """What stands in the way of writing `num_bytes` to `out`, for a dry run; reads only."""
+def output_notes(
+    out: Path, num_bytes: int, paths: Collection[str], *, resume: bool, overwrite: bool
+) -> list[str]:
+    """What stands in the way of writing files of `num_bytes` at `paths` in `out`, for a dry run; reads only."""
     notes = []
     found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
     if remedy:
@@ -63,7 +66,7 @@ def output_notes(out: Path, num_bytes: int, *, resume: bool, overwrite: bool) ->
     if overwrite and is_artifact(out) and place_of_work(out) is None:
         try:
             check_replaceable(out)
-            check_strays(out, listed_files(out))
+            check_strays(out, listed_files(out), paths)
         except OutputError as error:
             notes.append(error.message())
     if not resume:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from hqconv.schemas.stock_vllm import stock_vllm_obstacle
@@ -57,25 +56,6 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def summarize_errors(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, Words]:
-    """projection → min, median and max over blocks of the relative error, and the block with the largest."""
-    found: dict[str, dict[str, float]] = {}
-    for block, projections in errors.items():
-        for projection, measured in projections.items():
-            value = measured.get("relative_error") if isinstance(measured, dict) else None
-            if isinstance(value, int | float):
-                found.setdefault(projection, {})[block] = float(value)
-    return {
-        projection: {
-            "min": min(values.values()),
-            "median": median(values.values()),
-            "max": max(values.values()),
-            "worst_block": max(values, key=values.__getitem__),
-        }
-        for projection, values in found.items()
-    }
 
 
 def quant_method(quantization: Any) -> Any:

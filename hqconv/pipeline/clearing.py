@@ -8,20 +8,22 @@ from contextlib import suppress
 from pathlib import Path
 
 from hqconv.artifact.manifest import is_artifact, read_manifest
+from hqconv.artifact.sums import are_sums, is_own_card
 from hqconv.errors import HqconvError, OutputError, first_few
 from hqconv.pipeline.durable import output_errors, partial, sync_folders
-from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST, PARTIAL, is_member_journal
+from hqconv.schemas.artifact import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_journal
 
 
 def listed_files(root: Path) -> set[str]:
-    """The files that an artifact's manifest lists; none where there is no manifest.
+    """The files that an artifact's manifest lists, and its SHA256SUMS; none where there is no manifest.
 
-    Raises OutputError where it cannot be read: then nobody can tell which files are the artifact's.
+    Not a model card that somebody edited, nor sums that list no manifest. Raises OutputError where the manifest
+    cannot be read: then nobody can tell which files are the artifact's.
     """
     if not is_artifact(root):
         return set()
     try:
-        return {MANIFEST, *read_manifest(root)["files"]}
+        files = read_manifest(root)["files"]
     except HqconvError as error:
         raise OutputError(
             "The manifest of the artifact to replace cannot be read: it must say which files are the artifact's.",
@@ -29,6 +31,9 @@ def listed_files(root: Path) -> set[str]:
             found=error.what,
             remedy="Choose another folder with -o, or remove this one yourself.",
         ) from error
+    with output_errors(root):
+        others = {CARD} if CARD in files and not is_own_card(root, files) else set()
+        return {MANIFEST, *files, *([SUMS] if are_sums(root) else [])} - others
 
 
 def files_in(root: Path) -> set[str]:

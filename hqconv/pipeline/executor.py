@@ -292,9 +292,9 @@ class Executor:
         self._proofs.settle(job.sources)
         self._writer(job).publish()
         records = [job.files[file.path] for file in job.group.files]
-        measured = job.measured
-        entry = JournalEntry(job.group.name, records, measured.errors(job.group), measured.sums())
-        self._folder.record(entry)
+        measured, digests = job.measured, self._proofs.digests(job.sources)
+        words = (measured.errors(job.group), measured.sums(), digests)
+        self._folder.record(JournalEntry(job.group.name, records, *words))
         job.is_done = True
         self._meter.finish(job.group.name)
         self._stages.tell()

@@ -27,12 +27,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A finished group: its files, what its conversion measured, and of a block the content sums."""
+    """A finished group: its files, what its conversion measured, and of a block the content sums.
+
+    sources: the SHA-256 of the source's files that were read for it, where they were hashed.
+    """
 
     group: str
     files: list[FileRecord]
     measured: dict[str, Any]
     sums: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 class Journal:
@@ -226,11 +230,12 @@ def _parse_entry(line: bytes) -> JournalEntry | None:
         are_records = all(
             (type(f.path), type(f.size_bytes), type(f.sha256)) == (str, int, str) for f in files
         )
-        measured, sums = words["measured"], words["sums"]
-        are_words = isinstance(measured, dict) and isinstance(sums, dict)
+        measured, sums, sources = words["measured"], words["sums"], words.get("sources", {})
+        are_digests = all(isinstance(sha256, str) for sha256 in sources.values())
+        are_words = isinstance(measured, dict) and isinstance(sums, dict) and are_digests
         is_whole = are_records and isinstance(words["group"], str) and are_words
-        return JournalEntry(words["group"], files, measured, sums) if is_whole else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return JournalEntry(words["group"], files, measured, sums, sources) if is_whole else None
+    except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

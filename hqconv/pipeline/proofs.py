@@ -1,17 +1,20 @@
-"""The source's files that the groups at work come from: hashed where they are an artifact's, and compared once more.
+"""The source's files that the groups at work come from: hashed, and compared with what they were.
 
-A group is put down as finished only after that, so that a resumed conversion keeps nothing made of other bytes.
+A group is put down as finished only after that, so that a resumed conversion keeps nothing made of other bytes. Of an
+artifact the digests must be those that its manifest lists; of any source they are recorded where that is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from hqconv.errors import InputError
 from hqconv.pipeline.batches import Batch, Piece
+from hqconv.pipeline.journal import JournalEntry
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.stages import Stages
+from hqconv.planning.plan import Plan
 from hqconv.sources.source import Source
 
 
@@ -25,9 +28,9 @@ class Proofs:
         self._whole: set[str] = set()
 
     def begin(self, item: Batch | Piece) -> set[str]:
-        """The names of the files that an item is read from. An artifact's are hashed meanwhile, each once."""
+        """The names of the files that an item is read from. They are hashed meanwhile, each once."""
         files = [self._source.files[number] for number in _numbers(item, self._source.reads_ahead)]
-        for file in files if self._source.guard.is_held else ():
+        for file in files if self._source.guard.is_hashing else ():
             if file.name not in self._begun:
                 self._begun.add(file.name)
                 self._stages.start(self._stage, file.size_bytes, self._prove, file.name)
@@ -39,11 +42,16 @@ class Proofs:
         self._stages.tell()
 
     def settle(self, names: Collection[str]) -> None:
-        """Wait until files are proven, and compare them with what they were. Raises InputError for the first other."""
-        if self._source.guard.is_held:
+        """Wait until files are hashed, and compare them with what they were. Raises InputError for the first other."""
+        if self._source.guard.is_hashing:
             with self._profile.waiting("digests of the source"):
                 self._stages.wait(lambda: self._whole.issuperset(names))
         self._source.guard.check_unchanged(names)
+
+    def digests(self, names: Collection[str]) -> dict[str, str]:
+        """Those of files that are settled; none where nothing is hashed."""
+        found = self._source.guard.digests
+        return {name: found[name] for name in sorted(names) if name in found}
 
     @contextmanager
     def first(self, names: Collection[str]) -> Iterator[None]:
@@ -55,6 +63,29 @@ class Proofs:
             for name in sorted(set(names) - self._whole) if self._source.guard.is_held else ():
                 self._source.guard.prove(name)
             raise
+
+
+def source_digests(source: Source, plan: Plan, entries: Iterable[JournalEntry]) -> dict[str, str]:
+    """Name → SHA-256 of every file that something was read from; none where nothing is hashed.
+
+    Files that a run before did not hash are hashed now. Raises InputError where two groups were read from different
+    bytes, or as `Guard.prove`.
+    """
+    guard, found = source.guard, dict[str, str]()
+    if not guard.is_hashing:
+        return found
+    for entry in entries:
+        for name, sha256 in entry.sources.items():
+            if found.setdefault(name, sha256) != sha256:
+                what, where = "A file of the source changed during the conversion.", str(source.root / name)
+                remedy = "Keep the source as it is during a conversion, and start anew with --overwrite."
+                raise InputError(what, where=where, expected=found[name], found=sha256, remedy=remedy)
+    experts = plan.experts
+    numbers = {source.tensors[name].file for name in (*experts.converted, *experts.copied)}
+    for name in sorted({source.files[number].name for number in numbers} - found.keys()):
+        guard.prove(name)
+        found[name] = guard.digests[name]
+    return found
 
 
 def _numbers(item: Batch | Piece, reads_ahead: bool) -> set[int]:

@@ -12,24 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.build import (
-    FileRecord,
-    Measured,
-    artifact_config,
-    build_manifest,
-    first_difference,
-    json_bytes,
-)
-from hqconv.artifact.manifest import read_manifest, requantized, scale_changes
+from hqconv.artifact.build import Measured, build_manifest, first_difference, json_bytes, with_file
+from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.seal import sealed
+from hqconv.artifact.summary import requantized, scale_changes
+from hqconv.artifact.sums import sums_bytes
+from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import OutputError
-from hqconv.pipeline.durable import check_space, copy_whole, write_whole
+from hqconv.pipeline.beside import write_beside, write_card
+from hqconv.pipeline.durable import check_space, write_whole
 from hqconv.pipeline.executor import Destination, Executor
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.forms import check_forms
 from hqconv.pipeline.input_scales import InputScales, read_input_scales
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter, Progress
+from hqconv.pipeline.proofs import source_digests
 from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.pipeline.team import Share, Team
 from hqconv.planning.plan import Plan
@@ -43,7 +41,7 @@ class ConversionReport:
     """What a conversion did.
 
     errors: block → projection → quantization error. num_groups_resumed: groups of files that were complete before, all
-    of them where `was_finished`: the artifact was there already. seconds: of this run.
+    of them where `was_finished`: the artifact was there already. seconds: of this run. manifest_sha256: of hqconv.json.
     profile: what each stage of it did, as `Profile.words`.
     """
 
@@ -57,6 +55,7 @@ class ConversionReport:
     errors: dict[str, dict[str, Any]]
     seconds: float
     num_workers: int
+    manifest_sha256: str
     was_finished: bool = False
     warnings: tuple[str, ...] = field(default=())
     profile: dict[str, Any] = field(default_factory=dict)
@@ -99,6 +98,7 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
+    digests: bool = False,
 ) -> ConversionReport:
     """Write the planned artifact to `out`, or with `in_team` this process's share of it; see `hqconv.convert`.
 
@@ -106,6 +106,8 @@ def convert(
     one expert.
     """
     started = time.monotonic()
+    if digests:
+        source.guard.keep_digests()
     check_forms(plan)
     scales = read_input_scales(source, plan)
     team = Team.of_environment() if in_team else None
@@ -161,6 +163,7 @@ class _Work:
             errors=outcome.errors,
             seconds=seconds,
             num_workers=self.staging.num_lanes,
+            manifest_sha256=sha256_of(self.out / artifact.MANIFEST),
             profile={**self.profile.words(), "staging": self.staging.words()},
             was_finished=not outcome.is_new,
             warnings=(*self.plan.warnings, *outcome.warnings),
@@ -210,10 +213,14 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     work.run(folder, list(folder.done))
     for entry in () if work.team is None else work.team.collect():
         folder.record(entry)
-    loose = _write_loose_files(source, plan, folder.root)
+    beside = write_beside(source, plan, folder.root)
     measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
-    manifest = sealed(build_manifest(source, plan, measured, [*records, *loose], work.scales))
+    digests = source_digests(source, plan, folder.done.values())
+    words = build_manifest(source, plan, measured, [*records, *beside], work.scales, digests)
+    words = with_file(words, write_card(source, words, folder.root))
+    manifest = sealed(words)
+    write_whole(folder.root, artifact.SUMS, sums_bytes(words["files"], manifest))
     source.guard.check_unchanged()
     folder.seal(manifest)
 
@@ -267,21 +274,3 @@ def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[st
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
         )
     return {name: dict(words["quantization_error"]) for name, words in manifest["blocks"].items()}
-
-
-def _write_loose_files(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
-    """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards."""
-    written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
-    for record in written:
-        source.guard.compare(record.path, record.sha256)
-    if plan.request.importance is not None:
-        written.append(write_whole(root, artifact.IMPORTANCE, plan.request.importance.data))
-    written.append(write_whole(root, artifact.CONFIG, json_bytes(artifact_config(source, plan))))
-    if artifact.INDEX in plan.paths:
-        refs = {
-            name: ref for group in plan.groups for file in group.files for name, ref in file.tensors.items()
-        }
-        total = sum(refs[name].num_bytes for name in plan.weight_map)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
-        written.append(write_whole(root, artifact.INDEX, json_bytes(index)))
-    return written

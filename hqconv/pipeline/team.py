@@ -141,7 +141,8 @@ class Team:
         for rank in range(1, self.size):
             for words in self.hear(f"finished/{rank}"):
                 files = [FileRecord(**record) for record in words["files"]]
-                yield JournalEntry(words["group"], files, words["measured"], words["sums"])
+                measured = (words["measured"], words["sums"], words["sources"])
+                yield JournalEntry(words["group"], files, *measured)
 
     def part(self) -> None:
         """Leave together: rank 0 may hold the store, and goes last."""

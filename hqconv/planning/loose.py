@@ -9,7 +9,10 @@ from hqconv.errors import InputError
 from hqconv.schemas import artifact
 
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
-_OURS = (artifact.CONFIG, artifact.INDEX, artifact.MANIFEST, artifact.IMPORTANCE, artifact.JOURNAL)
+_OURS = (
+    *(artifact.CONFIG, artifact.INDEX, artifact.MANIFEST, artifact.IMPORTANCE, artifact.JOURNAL),
+    *(artifact.CARD, artifact.SUMS),
+)
 
 
 def check_loose(other_files: Iterable[str], planned: Collection[str], layout: str) -> None:

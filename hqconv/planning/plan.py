@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hqconv.checkpoint.described import Described
+from hqconv.checkpoint.front_matter import FrontMatter
 from hqconv.experts.map import ExpertMap
 from hqconv.planning.checks import check_copied, check_request, request_warnings
 from hqconv.planning.encoding import quantizer_words
@@ -80,9 +81,9 @@ class Plan:
     def paths(self) -> tuple[str, ...]:
         """Every file of the artifact, the manifest last."""
         files = [file.path for group in self.groups for file in group.files]
-        words = [artifact.CONFIG, *([artifact.INDEX] if self._has_index else []), artifact.MANIFEST]
+        words = [artifact.CARD, artifact.CONFIG, *([artifact.INDEX] if self._has_index else [])]
         importance = [] if self.request.importance is None else [artifact.IMPORTANCE]
-        return (*files, *self.other_files, *importance, *words)
+        return (*files, *self.other_files, *importance, *words, artifact.SUMS, artifact.MANIFEST)
 
     @property
     def _has_index(self) -> bool:
@@ -150,10 +151,16 @@ def make_plan(checkpoint: Described, experts: ExpertMap, request: Request) -> Pl
         groups=groups,
         other_files=checkpoint.other_files,
         other_bytes=checkpoint.loose.num_bytes,
-        warnings=(*request_warnings(experts, request), *_left_out(checkpoint)),
+        warnings=(*request_warnings(experts, request), *_left_out(checkpoint), *_card_warnings(checkpoint)),
     )
 
 
 def _left_out(checkpoint: Described) -> list[str]:
     """What is not taken along, although it lies in the source."""
     return [f"{name} is left out: {reason}." for name, reason in checkpoint.loose.left_out.items()]
+
+
+def _card_warnings(checkpoint: Described) -> list[str]:
+    """That the source's license and tags are not taken over."""
+    problem = FrontMatter.of(checkpoint.loose.card or b"").problem
+    return [f"The front matter of {artifact.CARD} was not taken over: {problem}."] if problem else []

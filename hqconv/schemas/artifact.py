@@ -24,8 +24,10 @@ IMPORTANCE = "importance.safetensors"  # a copy of what the search was weighted 
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
 _MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written
+CARD = "README.md"  # the model card: written by a conversion, and people may edit it
+SUMS = "SHA256SUMS"  # of all files but itself, the manifest included: so no manifest lists it
 # What may lie beside an artifact's own files: of a Hub repo, and what people add when they publish.
-COMPANIONS = (".gitattributes", ".git", ".cache", "README.md", "SHA256SUMS")
+COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS)
 # In config.json, what transformers takes for the name of the only weights file; no artifact has a file of this name.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
+from hqconv import __version__
+from hqconv.artifact.build import without_digests
+from hqconv.artifact.card import card_bytes
 from hqconv.artifact.opened import Artifact
 from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import HqconvError
@@ -16,6 +21,7 @@ from hqconv.schemas import artifact as names
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.source import Source
 from hqconv.verification.accounting import Placed, as_converted, compare_blocks
+from hqconv.verification.lineage import Lineage
 from hqconv.verification.result import CheckResult, compare_names
 
 CHUNK_BYTES = 8 << 20
@@ -28,21 +34,30 @@ def check_source(
     pool: ThreadPoolExecutor,
     result: CheckResult,
 ) -> None:
-    """Source identity, its blocks and accounting, copied tensors byte for byte, and the other files."""
-    _check_identity(artifact, source, result)
+    """Source identity, its blocks and accounting, copied tensors byte for byte, and the other files.
+
+    Of a source that an artifact on the way was made from, blocks and tensors are compared as far as they are the same.
+    """
+    lineage = Lineage.of(artifact, source)
+    _check_identity(lineage.made["source"], source, pool, result)
     try:
         experts = as_converted(artifact, source.map_experts(), source.tensors)
     except HqconvError as error:
         what = f"The source cannot be mapped: {error.what}"
         result.add(f"source: {error.where}", what, error.expected, error.found)
         return
-    compare_blocks(artifact, experts, "the source", result)
-    _compare_accounting(artifact, experts, result)
+    if lineage.is_own:
+        compare_blocks(artifact, experts, "the source", result)
+        _check_card(artifact, source, result)
+    else:
+        result.notes.append(f"the source is that of the artifact {len(lineage.between)} steps before")
+    _compare_accounting(artifact, experts, result, is_own=lineage.is_own)
     _compare_copied(artifact, source, experts.copied, copied, pool, result)
     others = {
         path
         for path in artifact.manifest["files"]
-        if path not in (names.CONFIG, names.INDEX) and not path.endswith(".safetensors")
+        if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS)
+        and not path.endswith(".safetensors")
     }
     compare_names("files copied from the source", "file", others, source.other_files, result)
     for path in sorted(others.intersection(source.other_files)):
@@ -51,9 +66,29 @@ def check_source(
             result.add(path, "A file is not the source's.", f"sha256 {expected}", found)
 
 
-def _check_identity(artifact: Artifact, source: Source, result: CheckResult) -> None:
-    """The source is the one that the manifest records: repo and commit where both have them; no folder's name."""
-    words, what = artifact.manifest["source"], "The source is not the one that was converted."
+def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:
+    """The card that the manifest lists is made of its words and the source's card; an older one is the source's."""
+    words, card = artifact.manifest, source.loose.card
+    found = words["files"].get(names.CARD, {}).get("sha256")
+    if words["hqconv_version"] != __version__ or found is None:  # in other words by another version
+        return
+    where = f"{names.MANIFEST}: files: {names.CARD}"
+    try:
+        made = card_bytes(words, card, is_artifact=source.guard.is_held)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        result.add(where, "No model card can be made of the manifest's words.", "", type(error).__name__)
+        return
+    digests = {hashlib.sha256(one).hexdigest() for one in (made, card) if one is not None}
+    if found not in digests:
+        expected = f"sha256 {hashlib.sha256(made).hexdigest()}"
+        result.add(where, "The model card is not of this manifest and the source's card.", expected, found)
+
+
+def _check_identity(
+    words: Mapping[str, Any], source: Source, pool: ThreadPoolExecutor, result: CheckResult
+) -> None:
+    """The source is the one on record, by its files: repo and commit where both have them, and no folder's name."""
+    what = "The source is not the one that was converted."
     where = f"{names.MANIFEST}: source"
     if words.get("revision") is not None and source.revision is not None:
         for key, found_ in (("name", source.repo_id), ("revision", source.revision)):
@@ -72,14 +107,42 @@ def _check_identity(artifact: Artifact, source: Source, result: CheckResult) -> 
         file.name: {"name": file.name, "size_bytes": file.size_bytes, "header_sha256": file.header_sha256}
         for file in source.files
     }
-    expected = {str(file.get("name")): file for file in recorded}
+    expected = {str(file.get("name")): file for file in without_digests(words)["files"]}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             result.add(f"{where}, file {name}", what, expected.get(name), found.get(name))
+    _check_digests(recorded, source, pool, result)
 
 
-def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckResult) -> None:
+def _check_digests(
+    recorded: list[dict[str, Any]], source: Source, pool: ThreadPoolExecutor, result: CheckResult
+) -> None:
+    """The bytes of the source's files, where the manifest has their digests."""
+    found = {file.name for file in source.files}
+    listed = [
+        (str(name), sha256)
+        for file in recorded
+        for sha256 in {file[key]: None for key in ("sha256", "hub_sha256") if isinstance(file.get(key), str)}
+        if (name := file.get("name")) in found
+    ]
+    digests = pool.map(lambda name: sha256_of(source.root / name), [name for name, _ in listed])
+    for (name, sha256), digest in zip(listed, digests, strict=True):
+        if sha256 != digest:
+            where, what = (
+                f"{names.MANIFEST}: source, file {name}",
+                "The source is not the one that was converted.",
+            )
+            result.add(where, what, f"sha256 {sha256}", f"sha256 {digest}")
+
+
+def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckResult, *, is_own: bool) -> None:
+    """Names of tensors; of another artifact's source those that were copied: experts have other names by now."""
     words = artifact.manifest["tensors"]
+    if not is_own:
+        what = f"{names.MANIFEST}: tensors: copied (against the source)"
+        if isinstance(words.get("copied"), list):
+            compare_names(what, "tensor", [str(name) for name in words["copied"]], experts.copied, result)
+        return
     expected = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
     for kind, listed in expected.items():
         found = words.get(kind)

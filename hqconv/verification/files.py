@@ -5,12 +5,11 @@ It works on an artifact that somebody else made: what should be there is recompu
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from hqconv.artifact.opened import Artifact, Header
@@ -22,6 +21,7 @@ from hqconv.schemas import artifact as names
 from hqconv.sources.source import Source
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
+from hqconv.verification.beside import check_beside
 from hqconv.verification.input_scales import check_rank_scales
 from hqconv.verification.layout import SUFFIX, check_packed, check_ranks
 from hqconv.verification.manifest import check_manifest
@@ -42,7 +42,7 @@ def check_files(
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
         check_manifest(artifact, result)
         _check_disk(artifact, result, pool, meter)
-        _check_stray(artifact, result)
+        check_beside(artifact, result)
         headers = _read_headers(artifact, result)
         blocks = _blocks(artifact, result)
         _note_versions(artifact, result)
@@ -74,6 +74,17 @@ def is_plain(path: str) -> bool:
     return path == PurePosixPath(path).as_posix() and not {"", ".", ".."}.intersection(path.split("/"))
 
 
+def _digest(artifact: Artifact, path: str, meter: Meter | None) -> str:
+    """A file's digest, or why there is none."""
+    try:
+        return sha256_of(artifact.root / path)
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+    finally:
+        if meter is not None:
+            meter.advance(path, artifact.manifest["files"][path]["size_bytes"])
+
+
 def _check_disk(
     artifact: Artifact, result: CheckResult, pool: ThreadPoolExecutor, meter: Meter | None
 ) -> None:
@@ -89,60 +100,22 @@ def _check_disk(
             result.add(
                 path, "A file of the manifest is missing.", f"{words['size_bytes']} bytes", "no such file"
             )
+        elif path == names.CARD:  # people may edit it: `check_beside` says so
+            continue
         elif on_disk.stat().st_size != words["size_bytes"]:
             result.add(path, "A file has another size.", words["size_bytes"], on_disk.stat().st_size)
         else:
             present.append(path)
 
-    def digest(path: str) -> str:
-        try:
-            return sha256_of(artifact.root / path)
-        except OSError as error:
-            return f"unreadable: {error.strerror}"
-        finally:
-            if meter is not None:
-                meter.advance(path, artifact.manifest["files"][path]["size_bytes"])
-
     # Every file by one thread: the largest first, so that none of them is begun when the others are done.
     by_size = sorted(present, key=lambda path: -artifact.manifest["files"][path]["size_bytes"])
-    digests = {path: pool.submit(digest, path) for path in by_size}
+    digests = {path: pool.submit(_digest, artifact, path, meter) for path in by_size}
     for path in present:
         found, expected = digests[path].result(), artifact.manifest["files"][path]["sha256"]
         if found != expected:
             result.add(
                 path, "A file's bytes are not those the manifest records.", f"sha256 {expected}", found
             )
-
-
-def _check_stray(artifact: Artifact, result: CheckResult) -> None:
-    """Nothing lies in the folder that the manifest does not list; links to folders are not looked into.
-
-    What publishing brings along may lie there, and the journal of a conversion that was killed when all was written.
-    """
-    listed = {names.MANIFEST, *artifact.manifest["files"]}
-    beside = [name for name in names.COMPANIONS if name not in listed and (artifact.root / name).exists()]
-    if beside:
-        result.notes.append(f"beside the artifact's own files: {', '.join(beside)}")
-    if (artifact.root / names.JOURNAL).exists():
-        result.notes.append(
-            "a killed conversion left its journal: repeat its command with --resume to tidy up"
-        )
-    listed |= {names.JOURNAL}
-    for path in sorted(_walk(artifact.root)):
-        if path.split("/")[0] in beside or names.is_member_journal(path):
-            continue
-        inside = (
-            any(file.startswith(f"{path}/") for file in listed) if (artifact.root / path).is_dir() else False
-        )
-        if path not in listed and not inside:
-            result.add(path, "A file is not in the manifest.", "no such file", "present")
-
-
-def _walk(root: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        for name in (*files, *links):
-            yield (Path(folder) / name).relative_to(root).as_posix()
 
 
 # --- the layout that the manifest's facts imply ------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hqconv.artifact.lineage import DERIVED, is_lineage
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.own_digest import DIGEST, alteration
 from hqconv.checkpoint.loose import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
@@ -13,6 +14,15 @@ def check_manifest(artifact: Artifact, result: CheckResult) -> None:
     """The manifest's bytes are those of its digest, it lists no stray weights, and its worst experts can be."""
     _check_digest(artifact, result)
     _check_listed(artifact, result)
+    warnings = artifact.manifest.get("warnings", [])
+    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
+        where = f"{names.MANIFEST}: warnings"
+        result.add(where, "The manifest's warnings are no sentences.", "a list of them", repr(warnings)[:80])
+    if not is_lineage(artifact.manifest.get(DERIVED, [])):
+        where, found = f"{names.MANIFEST}: {DERIVED}", repr(artifact.manifest[DERIVED])[:80]
+        result.add(
+            where, "The manifest does not say where the artifact comes from.", "a list of artifacts", found
+        )
     for name, block in artifact.blocks.items():
         for role, error in block["quantization_error"].items():
             worst = error.get("worst_expert") if isinstance(error, dict) else None

@@ -25,6 +25,7 @@ from hqconv.verification.dealing import block_bytes
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
 from hqconv.verification.limits import kind_of_inputs
+from hqconv.verification.lineage import Lineage
 from hqconv.verification.preparation import begun, kernel_tasks
 from hqconv.verification.result import FAIL, CheckResult
 from hqconv.verification.weights import check_weights
@@ -108,15 +109,7 @@ def verify(root: Path, source: Source | None, options: Options) -> VerificationR
                 "files": lambda: check_files(
                     artifact, source, options.num_threads, _meter("files", artifact, options)
                 ),
-                "weights": lambda: check_weights(
-                    artifact,
-                    source,
-                    options.layers,
-                    options.num_threads,
-                    options.max_memory_bytes,
-                    _weights_device(options.device),
-                    _meter("weights", artifact, options),
-                ),
+                "weights": lambda: _weights(artifact, source, options),
                 "kernel": lambda: _kernel(artifact, source, options, layers, finish),
             }
             for check in CHECKS:
@@ -237,6 +230,20 @@ def _weights_device(wanted: torch.device | None) -> torch.device | None:
     if wanted is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return wanted if wanted is not None and wanted.type == "cuda" else None
+
+
+def _weights(artifact: Artifact, source: Source | None, options: Options) -> CheckResult:
+    """The check, where the artifact's codes can be the source's."""
+    obstacle = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
+    if obstacle and options.checks and "weights" in options.checks:
+        remedy = "Verify it against the artifact that it was made from, or leave the check out."
+        what = "The weights cannot be compared with this source."
+        raise RequestError(what, where="--source", found=obstacle, remedy=remedy)
+    if obstacle:
+        return CheckResult("weights", skipped=obstacle)
+    words = (options.layers, options.num_threads, options.max_memory_bytes)
+    meter = _meter("weights", artifact, options)
+    return check_weights(artifact, source, *words, _weights_device(options.device), meter)
 
 
 def _kernel(

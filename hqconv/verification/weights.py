@@ -26,6 +26,7 @@ from hqconv.verification.expert import Job, Original, Outcome
 from hqconv.verification.figures import summarize
 from hqconv.verification.folded import folding_bytes
 from hqconv.verification.input_scales import check_source_scales
+from hqconv.verification.lineage import Lineage
 from hqconv.verification.recorded import check_recorded, check_search
 from hqconv.verification.result import CheckResult, Finding
 
@@ -121,7 +122,8 @@ def _source_blocks(
 ) -> dict[str, ExpertBlock] | None:
     if source is None:
         return None
-    check_search(artifact, result)
+    if Lineage.of(artifact, source).is_own:
+        check_search(artifact, result)
     try:
         return {block.name: block for block in source.map_experts().blocks}
     except HqconvError as error:
@@ -161,9 +163,9 @@ def _original(
         ]
         findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
-    request = artifact.request
+    request, lineage = artifact.request, Lineage.of(artifact, source)
     try:
-        importance = artifact.importance
+        importance = artifact.importance if lineage.is_own else None
         if importance is not None:
             importance.check([block], artifact.blocks.keys() | set(artifact.left))
     except HqconvError as error:
@@ -173,11 +175,11 @@ def _original(
         found.format,
         artifact.schema_of(block.name),
         request.param_dtype,
-        round_scales=request.round_scales,
-        quantizer=request.quantizer,
+        round_scales=lineage.round_scales,
+        quantizer=lineage.quantizer,
         importance=None if importance is None else importance.of_block(block.name),
     )
-    conversion = artifact.blocks[block.name]["conversion"]
+    conversion = lineage.made["blocks"].get(block.name, {}).get("conversion")
     if conversion != encoding.conversion:
         what = "The block was not converted as its source's format asks for."
         where = f"{names.MANIFEST}: {block.name}: conversion"
@@ -232,7 +234,7 @@ def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> Non
     result.measured[job.block.name] = {
         role: summarize(of_role) for role, of_role in figures.items() if of_role
     }
-    if job.original is not None:
+    if job.original is not None and Lineage.of(job.artifact, job.original.source).is_own:
         recorded = job.artifact.blocks[job.block.name]["quantization_error"]
         check_recorded(job.block, recorded, figures, not job.block.format.is_float, result)
 

@@ -462,7 +462,6 @@ def test_shards_in_a_subfolder(tmp_path: Path) -> None:
 def test_other_files(tmp_path: Path) -> None:
     root = write_folder(tmp_path, two_shards())
     copied = [
-        "README.md",
         "generation_config.json",
         "merges.txt",
         "modeling_x.py",
@@ -474,6 +473,8 @@ def test_other_files(tmp_path: Path) -> None:
         "sub/original/x.json",
     ]
     skipped = [
+        "README.md",
+        "SHA256SUMS",
         "pytorch_model.bin",
         "pytorch_model.bin.index.json",
         "a.pt",

@@ -137,7 +137,10 @@ def test_a_conversion_downloads_once_and_gives_the_folders_bytes(model: Path, tm
         assert done.stdout.splitlines()[-1].startswith("PASS  files, weights against org/name")
         assert one.call("convert", model, "-o", tmp_path / "folder", *common).returncode == 0
     hub, folder = snapshot(tmp_path / "hub"), snapshot(tmp_path / "folder")
-    assert hub.pop("hqconv.json") != folder.pop("hqconv.json")  # which names the repo and its commit
+    for name in ("hqconv.json", "README.md", "SHA256SUMS"):  # which name the repo and its commit
+        assert hub.pop(name) != folder.pop(name)
+    card = (tmp_path / "hub/README.md").read_text()
+    assert "base_model:\n- org/name\nbase_model_relation: quantized\n" in card
     assert hub == folder
 
 

@@ -68,7 +68,12 @@ OPTIONS = {
         "--revision",
         "--quiet -q",
         "--profile",
+        "--source-digests",
+        "--push-to",
+        "--private",
+        "--branch",
     },
+    "push": {"out", "repo", "--private", "--branch", "--json", "--quiet -q"},
     "inspect": {"path", "--revision", "--json"},
     "verify": {
         "out",

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from hqconv.api import inspect
 from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.summary import summarize_errors
 from hqconv.cli import phrases
 from hqconv.cli.app import app
 from hqconv.errors import RequestError, VerificationError
 from hqconv.inspection.schemas import describe_schemas
-from hqconv.inspection.words import block_runs, summarize_errors
+from hqconv.inspection.words import block_runs
 from hqconv.pipeline.progress import Progress
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.inputs import INPUT_PRESETS

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hqconv
-from hqconv.artifact.build import json_bytes
+from hqconv.artifact.build import json_bytes, without_digests
 from hqconv.errors import HqconvError
 from tests.make import small
 from tests.make.formats import FORMATS, write
@@ -58,10 +58,24 @@ def make_source(name: str, folder: Path) -> Path:
         return plain
     cut = folder / f"cut-{rest}"
     convert(plain, cut, schema=rest, tp=2, ep=2)
-    words = json.loads((cut / "hqconv.json").read_bytes())
-    del words["digest"]  # the record is of artifacts from before manifests had one
-    (cut / "hqconv.json").write_bytes(json_bytes(words))
+    (cut / "hqconv.json").write_bytes(json_bytes(_as_before(cut)))
     return cut
+
+
+def _as_before(out: Path) -> dict[str, Any]:
+    """The manifest of an artifact as it was when the record was made, and so the folder's files.
+
+    There was no digest, no model card, no SHA256SUMS; warnings, digests of the source's files and what an artifact was
+    made from were not recorded.
+    """
+    words: dict[str, Any] = json.loads((out / "hqconv.json").read_bytes())
+    del words["digest"], words["files"]["README.md"]
+    for key in ("warnings", "derived_from"):
+        words.pop(key, None)
+    words["source"] = without_digests(words["source"])
+    for name in ("README.md", "SHA256SUMS"):
+        (out / name).unlink()
+    return words
 
 
 def conversions_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -102,8 +116,8 @@ def record(src: Path, out: Path, options: Mapping[str, Any]) -> Record:
         convert(src, out, **options)
     except HqconvError as error:
         return Record(source, type(error).__name__, "")
-    words = json.loads((out / "hqconv.json").read_bytes())
-    for key in ("hqconv_version", "humming_kernels_version", "digest"):  # the last depends on the others
+    words = _as_before(out)
+    for key in ("hqconv_version", "humming_kernels_version"):
         del words[key]
     (out / "hqconv.json").unlink()
     files = digest_of(out)

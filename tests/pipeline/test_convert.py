@@ -420,7 +420,7 @@ def check_artifact(src: Path, out: Path) -> None:
     on_disk = {
         p.relative_to(out).as_posix(): (len(data := p.read_bytes()), hashlib.sha256(data).hexdigest())
         for p in out.rglob("*")
-        if p.is_file() and p.name != "hqconv.json"
+        if p.is_file() and p.name not in ("hqconv.json", "SHA256SUMS")
     }
     assert {p: (f["size_bytes"], f["sha256"]) for p, f in words["files"].items()} == on_disk
     assert list(words["files"]) == sorted(words["files"])

@@ -36,7 +36,7 @@ def old(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Yesterday's artifact: another schema, other ranks, and what its owner published beside it."""
     out = tmp_path_factory.mktemp("old") / "out"
     run(driver.src, out, "int4-g32", Grid(1, 2))
-    (out / "README.md").write_text("a model card")
+    (out / ".gitattributes").write_text("* -text")
     return out
 
 
@@ -44,7 +44,7 @@ def old(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Files:
     out = tmp_path_factory.mktemp("new") / "out"
     assert driver.convert(out) == 0
-    (out / "README.md").write_text("a model card")
+    (out / ".gitattributes").write_text("* -text")
     return snapshot(out)
 
 
@@ -71,10 +71,10 @@ def assert_old_or_new(out: Path, old: Path, new: Files, by_renames: bool) -> boo
         assert snapshot(parked_folder(out)) == snapshot(old)
         return True
     found = without_journal(out)
-    whole = {path: digest for path, digest in new.items() if path != "README.md"}
-    if {path: digest for path, digest in found.items() if path != "README.md"} == whole:
+    whole = {path: digest for path, digest in new.items() if path != ".gitattributes"}
+    if {path: digest for path, digest in found.items() if path != ".gitattributes"} == whole:
         places = (out, side_folder(out), parked_folder(out))
-        assert sum((place / "README.md").exists() for place in places) == 1
+        assert sum((place / ".gitattributes").exists() for place in places) == 1
         return True
     assert found == snapshot(old)
     return False

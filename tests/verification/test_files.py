@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -85,13 +86,52 @@ def test_a_stray_file(copy: Damaged, path: str) -> None:
     assert [(f.where, f.what) for f in findings] == [(path, "A file is not in the manifest.")]
 
 
-@pytest.mark.parametrize("name", [".gitattributes", "README.md", "SHA256SUMS", ".cache/x/y", ".git/HEAD"])
+@pytest.mark.parametrize("name", [".gitattributes", ".cache/x/y", ".git/HEAD"])
 def test_what_publishing_brings_along_is_noted(copy: Damaged, name: str) -> None:
     (copy.root / name).parent.mkdir(parents=True, exist_ok=True)
     (copy.root / name).write_bytes(b"x")
     result = files_of(copy)
     assert result.findings == []
     assert f"beside the artifact's own files: {name.split('/')[0]}" in result.notes
+
+
+@pytest.mark.parametrize("with_source", [False, True])
+def test_a_model_card_may_be_edited(copy: Damaged, with_source: bool) -> None:
+    assert not [note for note in files_of(copy, with_source).notes if "README" in note or "SUMS" in note]
+    card = copy.root / "README.md"
+    card.write_bytes(card.read_bytes().replace(b"Humming", b"humming", 1))  # of the same size
+    assert "README.md was edited since the conversion" in files_of(copy, with_source).notes
+    card.write_text("A card of our own.")
+    result = files_of(copy, with_source)
+    assert result.findings == []
+    assert "README.md was edited since the conversion" in result.notes
+    card.unlink()
+    found(files_of(copy, with_source), "README.md", "missing")
+
+
+def test_sums_of_something_else_are_noted(copy: Damaged) -> None:
+    (copy.root / "SHA256SUMS").write_bytes(b"x")
+    result = files_of(copy)
+    assert result.findings == []
+    assert "SHA256SUMS does not say what the manifest does" in result.notes
+    (copy.root / "SHA256SUMS").unlink()
+    assert not [note for note in files_of(copy).notes if "SUMS" in note]
+
+
+def test_a_listed_card_that_is_of_no_such_manifest(copy: Damaged) -> None:
+    """Whoever edits the card, and its digest in the manifest, is told by the manifest's other words."""
+    card = copy.root / "README.md"
+    card.write_bytes(card.read_bytes().replace(b"int4", b"int8"))
+    digest = hashlib.sha256(card.read_bytes()).hexdigest()
+    copy.edit_manifest(lambda words: words["files"]["README.md"].update(sha256=digest))
+    assert files_of(copy).findings == []
+    found(files_of(copy, with_source=True), "README.md", "not of this manifest")
+
+
+@pytest.mark.parametrize("warnings", ["text", [1], {"a": "b"}])
+def test_warnings_that_are_none(copy: Damaged, warnings: object) -> None:
+    copy.edit_manifest(lambda words: words.update(warnings=warnings))
+    found(files_of(copy), "hqconv.json: warnings", "no sentences")
 
 
 def test_the_journal_of_a_run_killed_at_its_very_end_is_noted(copy: Damaged) -> None:

@@ -365,7 +365,9 @@ def test_an_edited_count(key: str, make: Make) -> None:
     copy = make("gpt_oss_mxfp4")
     copy.edit_manifest(lambda words: words["blocks"][BLOCK]["quantization_error"]["w2"].update({key: 1}))
     files, weights = copy.check()
-    assert files.findings == []
+    assert {f.where for f in files.findings} <= {
+        "hqconv.json: files: README.md"
+    }  # which has one of the counts
     found(weights, f"quantization_error: w2: {key}", "recorded count")
 
 

@@ -1,0 +1,83 @@
+"""Which of the sources on an artifact's way a given one is, and whether the artifact can be held to it.
+
+An artifact that was cut from an artifact has the codes that the first conversion made, where every later one kept them:
+then it is compared with the first source as if it had been made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hqconv.artifact.lineage import ancestors
+from hqconv.artifact.opened import Artifact
+from hqconv.formats.format import DIRECT
+from hqconv.planning.encoding import QUANTIZERS, RTN, SEARCH_VERSION
+from hqconv.sources.source import Source
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """made: what the artifact says of the one that was made from the given source. between: of those made since, the
+    nearest first; none where the source is the artifact's own.
+    """
+
+    made: Mapping[str, Any]
+    between: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, artifact: Artifact, source: Source) -> Lineage:
+        """By the source's files, or else by their names; the artifact's own source, where no step lists them."""
+        own = artifact.manifest
+        steps = [own, *ancestors(own)]
+        for keys in (("name", "header_sha256"), ("name",)):
+            found = {tuple(getattr(file, key) for key in keys) for file in source.files}
+            for number, step in enumerate(steps):
+                if _listed(step["source"].get("files"), keys) == found:
+                    return cls(step, tuple(steps[:number]))
+        return cls(own)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the source is the one that the artifact itself was made from."""
+        return not self.between
+
+    @property
+    def quantizer(self) -> str:
+        """What chose the scales."""
+        return str(self.made.get("quantizer", RTN))
+
+    @property
+    def round_scales(self) -> bool:
+        """Whether scales were rounded where nothing made it necessary."""
+        return "round_scales" in self.made
+
+    def why_not_comparable(self, artifact: Artifact) -> str:
+        """Why the artifact's codes are not those that the source gives; "" where they are."""
+        if self.is_own:
+            return ""
+        if self.quantizer not in QUANTIZERS or "importance" in self.made:
+            return "the first conversion searched with what this artifact has no copy of"
+        if self.quantizer != RTN and self.made.get("quantizer_version") != SEARCH_VERSION:
+            return "the first conversion searched with another version of the search"
+        if self.made["dtype"] != artifact.param_dtype:
+            return f"its parameters were {self.made['dtype']} at first, and are {artifact.param_dtype} now"
+        for name in artifact.blocks:
+            for step in self.between:
+                conversion = step["blocks"].get(name, {}).get("conversion")
+                if conversion != DIRECT:
+                    return f"{name} was {conversion} from an artifact: its codes are not the source's"
+            block = self.made["blocks"].get(name, {})
+            if (
+                block.get("weight_schema", self.made["weight_schema"])
+                != artifact.schema_of(name).humming_fields()
+            ):
+                return f"{name} had another schema at first: its codes are not the source's"
+        return ""
+
+
+def _listed(files: Any, keys: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """Some words of each file that a manifest's `source` lists."""
+    words = [file for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+    return {tuple(str(file.get(key)) for key in keys) for file in words}

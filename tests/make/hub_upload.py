@@ -1,0 +1,241 @@
+"""A Hub that takes uploads, on this machine: as much of its protocol as huggingface_hub asks for without Xet.
+
+Repos are created, files asked about (preupload), large ones sent by LFS, commits come as lines of JSON. What is there
+is kept in memory, commit by commit, so that a test sees every state that somebody could have downloaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Stored(NamedTuple):
+    """A file of a commit."""
+
+    data: bytes
+    is_lfs: bool
+
+    @property
+    def git_oid(self) -> str:
+        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+Tree = dict[str, Stored]
+
+
+class UploadHub:
+    """The server's side. commits: branch → every state of it, the first of a new repo. fail_at: the number of the
+    request among `counted` (commits and sent objects) that is refused, and all after it.
+    """
+
+    def __init__(self, *, private: bool = False) -> None:
+        self.commits: dict[str, list[Tree]] = {}
+        self.messages: list[str] = []
+        self.objects: dict[str, bytes] = {}
+        self.sent: list[str] = []
+        self.private, self.ignored = private, set[str]()
+        self.fail_at: int | None = None
+        self.status = 400
+        self.num_counted = 0
+        self.url = ""
+        self.lock = threading.Lock()
+
+    def tree(self, branch: str = "main") -> Tree:
+        return self.commits[branch][-1]
+
+    def oid(self, branch: str) -> str:
+        return f"{len(self.commits[branch]):040x}"
+
+    def write(self, folder: Path, branch: str = "main", number: int = -1) -> Path:
+        """A state as a folder."""
+        for name, stored in self.commits[branch][number].items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(stored.data)
+        return folder
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: UploadHub
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if match := re.fullmatch(r"/api/models/org/name(?:/revision/([^/]+))?", path):
+            self._info(match[1] or "main")
+        elif match := re.fullmatch(r"/org/name/resolve/([^/]+)/(.+)", path):
+            self._file(match[1], match[2])
+        else:
+            self._answer(404, {"error": "not found"})
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        body, path = self._body(), self.path.partition("?")[0]
+        with self.hub.lock:
+            if path == "/api/repos/create":
+                self._create()
+            elif match := re.fullmatch(r"/api/models/org/name/branch/([^/]+)", path):
+                self.hub.commits.setdefault(match[1], [self.hub.tree()])
+                self._answer(200, {})
+            elif match := re.fullmatch(r"/api/models/org/name/preupload/([^/]+)", path):
+                self._preupload(match[1], json.loads(body))
+            elif path == "/org/name.git/info/lfs/objects/batch":
+                self._batch(json.loads(body))
+            elif match := re.fullmatch(r"/api/models/org/name/commit/([^/]+)", path):
+                self._commit(match[1], [json.loads(line) for line in body.splitlines()])
+            elif path == "/api/validate-yaml":
+                self._answer(200, {"errors": [], "warnings": []})
+            else:
+                self._answer(404, {"error": "not found"})
+
+    def do_PUT(self) -> None:
+        body, oid = self._body(), self.path.rpartition("/")[2]
+        with self.hub.lock:
+            if self._fails():
+                return
+            assert hashlib.sha256(body).hexdigest() == oid
+            self.hub.objects[oid] = body
+            self.hub.sent.append(oid)
+            self._answer(200, {})
+
+    # --- what is asked
+
+    def _create(self) -> None:
+        if self.hub.commits:
+            self._answer(
+                409, {"url": f"{self.hub.url}/org/name", "error": "You already created this model repo"}
+            )
+            return
+        self.hub.commits["main"] = [{".gitattributes": Stored(b"*.safetensors filter=lfs\n", False)}]
+        self._answer(200, {"url": f"{self.hub.url}/org/name", "name": "org/name"})
+
+    def _info(self, revision: str) -> None:
+        if revision not in self.hub.commits:
+            self._answer(404, {"error": "no such repo"}, {"X-Error-Code": "RepoNotFound"})
+            return
+        siblings = [
+            {
+                "rfilename": name,
+                "size": len(stored.data),
+                "blobId": stored.git_oid,
+                **(
+                    {"lfs": {"sha256": stored.sha256, "size": len(stored.data), "pointerSize": 1}}
+                    if stored.is_lfs
+                    else {}
+                ),
+            }
+            for name, stored in self.hub.tree(revision).items()
+        ]
+        words = {
+            "id": "org/name",
+            "sha": self.hub.oid(revision),
+            "private": self.hub.private,
+            "siblings": siblings,
+        }
+        self._answer(200, words)
+
+    def _preupload(self, revision: str, words: Any) -> None:
+        files = []
+        for file in words["files"]:
+            name, stored = file["path"], self.hub.tree(revision).get(file["path"])
+            oid = None if stored is None else stored.sha256 if stored.is_lfs else stored.git_oid
+            mode = "lfs" if name.endswith(".safetensors") else "regular"
+            is_ignored = name in self.hub.ignored
+            files.append({"path": name, "uploadMode": mode, "shouldIgnore": is_ignored, "oid": oid})
+        self._answer(200, {"files": files})
+
+    def _batch(self, words: Any) -> None:
+        objects = []
+        for one in words["objects"]:
+            actions = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}
+            known = one["oid"] in self.hub.objects
+            objects.append({**one, **({} if known else {"actions": actions})})
+        self._answer(200, {"transfer": "basic", "objects": objects})
+
+    def _commit(self, revision: str, lines: list[Any]) -> None:
+        if self._fails():
+            return
+        header, *operations = lines
+        parent = header["value"].get("parentCommit")
+        if parent is not None and parent != self.hub.oid(revision):
+            self._answer(412, {"error": "A commit has happened since."})
+            return
+        tree = dict(self.hub.tree(revision))
+        for operation in operations:
+            key, value = operation["key"], operation["value"]
+            if key == "file":
+                tree[value["path"]] = Stored(base64.b64decode(value["content"]), False)
+            elif key == "lfsFile":
+                tree[value["path"]] = Stored(self.hub.objects[value["oid"]], True)
+            else:
+                assert key == "deletedFile"
+                del tree[value["path"]]
+        self.hub.commits[revision].append(tree)
+        self.hub.messages.append(header["value"]["summary"])
+        oid = self.hub.oid(revision)
+        self._answer(200, {"commitUrl": f"{self.hub.url}/org/name/commit/{oid}", "commitOid": oid})
+
+    def _file(self, revision: str, name: str) -> None:
+        branch = next((b for b in self.hub.commits if revision in (b, self.hub.oid(b))), "main")
+        stored = self.hub.tree(branch)[name]
+        headers = {"X-Repo-Commit": self.hub.oid(branch), "ETag": f'"{stored.git_oid}"'}
+        self._send(200, stored.data, headers)
+
+    # --- how it is answered
+
+    def _fails(self) -> bool:
+        self.hub.num_counted += 1
+        if self.hub.fail_at is None or self.hub.num_counted < self.hub.fail_at:
+            return False
+        self._answer(self.hub.status, {"error": "refused"})
+        return True
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _answer(self, status: int, words: Any, headers: dict[str, str] | None = None) -> None:
+        self._send(
+            status, json.dumps(words).encode(), {"Content-Type": "application/json", **(headers or {})}
+        )
+
+    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+@contextmanager
+def serve_uploads(*, private: bool = False) -> Iterator[UploadHub]:
+    """A Hub without any repo yet; `HF_ENDPOINT` is its `url`."""
+    hub = UploadHub(private=private)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

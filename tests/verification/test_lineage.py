@@ -1,0 +1,186 @@
+"""Artifacts that were cut from artifacts: what they say of where they come from, and held to the first source."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv.errors import RequestError, VerificationError
+from hqconv.schemas.grid import Grid
+from tests.make import small
+from tests.make.conversions import check, manifest, run, write_manifest
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import snapshot
+
+STEP = "the source is that of the artifact {} steps before"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, an artifact of it, one cut from that, one cut from the second, and one in other codes."""
+    folder = tmp_path_factory.mktemp("lineage")
+    write_qwen3_moe(folder / "src", num_layers=2, num_experts=3)
+    run(folder / "src", folder / "first", "int4-g64", Grid(2, 1), source_digests=True)
+    run(folder / "first", folder / "second", "source", Grid(1, 2))
+    run(folder / "second", folder / "third", "source")
+    run(folder / "second", folder / "other", "int8")
+    return folder
+
+
+def findings(out: Path, source: Path) -> list[str]:
+    report = check(out, source, "files", "weights")
+    assert report.passed == (not any(result.findings for result in report.results))
+    return [f"{f.where}: {f.what}" for result in report.results for f in result.findings]
+
+
+def notes(out: Path, source: Path) -> list[str]:
+    return check(out, source, "files").results[0].notes
+
+
+def test_the_chain_is_carried(made: Path) -> None:
+    steps = manifest(made / "third")["derived_from"]
+    assert "derived_from" not in manifest(made / "first")
+    for step, name in zip(steps, ("second", "first"), strict=True):
+        words = manifest(made / name)
+        assert step["source"] == words["source"]
+        assert (
+            step["manifest_sha256"] == hashlib.sha256((made / name / "hqconv.json").read_bytes()).hexdigest()
+        )
+        assert (step["schema_name"], step["tp"], step["ep"]) == (
+            words["schema_name"],
+            words["tp"],
+            words["ep"],
+        )
+    shard = made / "src/model.safetensors"
+    assert steps[-1]["source"]["files"][0]["sha256"] == hashlib.sha256(shard.read_bytes()).hexdigest()
+    shown = hqconv.inspect(made / "third")
+    assert [one["source"]["name"] for one in shown["derived_from"]] == ["first", "src"]
+    own = hashlib.sha256((made / "third/hqconv.json").read_bytes()).hexdigest()
+    assert shown["manifest_sha256"] == own
+    card = (made / "third/README.md").read_text()
+    assert "| which was `int4-g64` of | a folder named `first`" in card
+    assert "| which was `int4-g64` of | a folder named `src`" in card
+
+
+@pytest.mark.parametrize(("out", "num_steps"), [("first", 0), ("second", 1), ("third", 2)])
+def test_against_the_first_source(made: Path, out: str, num_steps: int) -> None:
+    assert findings(made / out, made / "src") == []
+    told = [note for note in notes(made / out, made / "src") if "steps before" in note]
+    assert told == ([STEP.format(num_steps)] if num_steps else [])
+    measured = check(made / out, made / "src", "weights").results[0].measured
+    errors = [words["relative_error"] for block in measured.values() for words in block.values()]
+    assert len(errors) == 6
+    assert min(errors) > 0.05  # of the first conversion; the artifact's own manifest says 0 of the last
+
+
+def test_against_an_artifact_on_the_way(made: Path) -> None:
+    for source in ("first", "second"):
+        assert findings(made / "third", made / source) == []
+
+
+def test_codes_that_are_not_the_first_sources(made: Path) -> None:
+    report = hqconv.verify(made / "other", made / "src", device="cpu")
+    weights = next(result for result in report.results if result.name == "weights")
+    assert "was requantized from an artifact" in weights.skipped
+    assert report.passed
+    with pytest.raises(RequestError, match="cannot be compared with this source"):
+        check(made / "other", made / "src", "weights")
+    assert findings(made / "other", made / "second") == []
+
+
+def test_through_the_checkpoint_layout(made: Path, tmp_path: Path) -> None:
+    """Whose files are named as the first source's."""
+    run(made / "src", tmp_path / "packed", "int4-g64", layout="checkpoint")
+    run(tmp_path / "packed", tmp_path / "out", "source")
+    assert findings(tmp_path / "out", made / "src") == []
+    assert findings(tmp_path / "out", tmp_path / "packed") == []
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_blocks", "gptq", "nvfp4", "gpt_oss_floats", "gpt_oss_mxfp4", "qwen3_vl"]
+)
+def test_other_families_and_formats(name: str, tmp_path: Path) -> None:
+    source, schema = small.GOOD[name]
+    src = small.save(tmp_path / "src", source())
+    run(src, tmp_path / "first", schema)
+    run(tmp_path / "first", tmp_path / "out", "source", Grid(1, 2))
+    assert findings(tmp_path / "out", src) == []
+
+
+def test_searched_scales_are_searched_again(made: Path, tmp_path: Path) -> None:
+    run(made / "src", tmp_path / "first", "int4-g64", quantizer="mse")
+    run(tmp_path / "first", tmp_path / "out", "source", Grid(2, 1))
+    assert "quantizer" not in manifest(tmp_path / "out")
+    assert findings(tmp_path / "out", made / "src") == []
+    words = manifest(tmp_path / "out")
+    words["derived_from"][0]["quantizer_version"] += 1
+    write_manifest(tmp_path / "out", words)
+    with pytest.raises(RequestError, match="another version of the search"):
+        check(tmp_path / "out", made / "src", "weights")
+
+
+def damaged(folder: Path, tensor: str) -> Path:
+    """Another model of the same names and shapes: one byte of a tensor differs."""
+    src = write_qwen3_moe(folder / "src", num_layers=2, num_experts=3)
+    path = src / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    begin = 8 + size + json.loads(data[8 : 8 + size])[tensor]["data_offsets"][0]
+    data[begin + 1] ^= 0x01
+    path.write_bytes(data)
+    return src
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+@pytest.mark.parametrize(
+    ("tensor", "where"),
+    [
+        ("model.layers.1.mlp.experts.1.up_proj.weight", "expert 1"),
+        ("model.layers.0.mlp.gate.weight", "tensor model.layers.0.mlp.gate.weight"),
+    ],
+)
+def test_another_first_source_is_found(
+    made: Path, tmp_path: Path, tensor: str, where: str, has_digests: bool
+) -> None:
+    out = tmp_path / "out"
+    if has_digests:
+        out = made / "second"
+    else:
+        run(made / "src", tmp_path / "first", "int4-g64")
+        run(tmp_path / "first", out, "source")
+    found = findings(out, damaged(tmp_path, tensor))
+    assert any(where in one for one in found), found
+    assert any("source, file model.safetensors" in one for one in found) == has_digests
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda words: words.update(derived_from="x"),
+        lambda words: words["derived_from"].append(1),
+        lambda words: words["derived_from"][0].pop("source"),
+        lambda words: words["derived_from"][0]["source"].update(files=[1]),
+        lambda words: words["derived_from"][0].update(blocks=[]),
+    ],
+)
+def test_a_chain_that_is_none(made: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    run(made / "first", tmp_path / "out", "source")
+    words = manifest(tmp_path / "out")
+    edit(words)
+    write_manifest(tmp_path / "out", words)
+    assert any(
+        "derived_from: The manifest does not say" in one for one in findings(tmp_path / "out", made / "first")
+    )
+    with pytest.raises(VerificationError, match="derived_from"):
+        hqconv.inspect(tmp_path / "out")
+
+
+def test_the_same_chain_from_the_same_artifact(made: Path, tmp_path: Path) -> None:
+    run(made / "first", tmp_path / "second", "source", Grid(1, 2), threads=1)
+    assert snapshot(tmp_path / "second") == snapshot(made / "second")
