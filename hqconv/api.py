@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.opening import open_headers, open_source, without_gc
+from hqconv.checkpoint.repo import is_repo_id, look
 from hqconv.errors import OutputError, RequestError
 from hqconv.pipeline.options import (
     check_modes,
@@ -122,7 +123,7 @@ def convert(
     on = choose_target(target, cuda, layout, resources.device_name)
     options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
     wanted = Wanted(*options, quantizer, importance)
-    with open_source(src, revision) as source:
+    with open_source(src, revision, is_lazy=True) as source:
         planned = wanted.plan(source)
         place = _announced(source, planned, out, on_plan)
         return run(source, planned, place, resources, **modes, progress=progress, in_team=in_team)
@@ -183,11 +184,12 @@ def verify(
 ) -> VerificationReport:
     """Proves an artifact: its files, its weights, and the production kernel on them; against its `source` where given.
 
-    out: the artifact. source: what it was made from, as `src` of `convert`, with `revision`; None: it is only held
-    against itself. checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look
-    at; None: all, for the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto,
-    cpu, cuda or cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at
-    work. threads: workers; None: all processors.
+    out: the artifact, a folder or a Hub repo (of which only what the checks read is downloaded). source: what it was
+    made from, as `src` of `convert`, with `revision`; None: it is only held against itself, and `revision` is its own.
+    checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look at; None: all, for
+    the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto, cpu, cuda or
+    cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at work.
+    threads: workers; None: all processors.
 
     Whatever is wrong with the artifact is in the report, also that its manifest cannot be relied on. Raises
     RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
@@ -206,11 +208,13 @@ def verify(
         max_memory_bytes=resources.max_memory_bytes,
         source=None if source is None else str(source),
     )
-    if source is None and revision is not None:
+    is_folder = not is_repo_id(str(out))
+    if source is None and revision is not None and is_folder:
         what, remedy = "A revision is of a source.", "Name the source, or leave the revision out."
         raise RequestError(what, where="--revision", found=revision, remedy=remedy)
+    root, listing = (Path(out), None) if is_folder else look(str(out), revision if source is None else None)
     with nullcontext(None) if source is None else open_source(source, revision) as opened:
-        return run(Path(out), opened, options)
+        return run(root, opened, options, listing)
 
 
 @without_gc()

@@ -93,7 +93,9 @@ OPTIONS: dict[str, Option] = {
     "threads": Option(int | None, "Worker threads.  [default: all processors]", settings=_AT_LEAST_ONE),
     "resume": Option(bool, "Go on with an interrupted conversion.", ("--resume",)),
     "overwrite": Option(bool, "Replace an artifact, once the new one is complete.", ("--overwrite",)),
-    "revision": Option(str | None, "Branch, tag or commit of a Hub repo."),
+    "revision": Option(
+        str | None, "Branch, tag or commit of a Hub repo; of verify the source's, if there is one."
+    ),
     "source": Option(str | None, "The checkpoint it was made from: folder or Hub repo id."),
     "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),
     "layers": Option(str | None, "Such as 0,3-5.  [default: all; for the kernel the first, middle and last]"),
@@ -112,7 +114,9 @@ OPTIONS: dict[str, Option] = {
     "quiet": Option(bool, "Show errors only (and what --json or --dry-run print).", ("--quiet", "-q")),
 }
 # What one command means differently.
-_ARTIFACT = Option(Path, "Artifact.", metavar="OUT", settings=_ANY_PATH)
+_ARTIFACT = Option(
+    Path, "Artifact; for verify also on the Hub (org/name).", metavar="OUT", settings=_ANY_PATH
+)
 
 
 def takes(

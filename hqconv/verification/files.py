@@ -5,16 +5,14 @@ It works on an artifact that somebody else made: what should be there is recompu
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from hqconv.artifact.opened import Artifact, Header
-from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.experts.block import ExpertBlock
 from hqconv.schemas import artifact as names
@@ -79,24 +77,28 @@ def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecuto
         if not is_plain(path) or hidden or path == names.MANIFEST or path.endswith(names.PARTIAL):
             result.add(path, "The manifest lists a file that no artifact has.")
             continue
-        on_disk = artifact.root / path
-        if not on_disk.is_file():
+        size = artifact.size_of(path)
+        if size is None:
             result.add(
                 path, "A file of the manifest is missing.", f"{words['size_bytes']} bytes", "no such file"
             )
-        elif on_disk.stat().st_size != words["size_bytes"]:
-            result.add(path, "A file has another size.", words["size_bytes"], on_disk.stat().st_size)
+        elif size != words["size_bytes"]:
+            result.add(path, "A file has another size.", words["size_bytes"], size)
         else:
             present.append(path)
 
     def digest(path: str) -> str:
         try:
-            return sha256_of(artifact.root / path)
+            return artifact.digest_of(path)
         except OSError as error:
             return f"unreadable: {error.strerror}"
 
     # Every file by one thread: the largest first, so that none of them is begun when the others are done.
     by_size = sorted(present, key=lambda path: -artifact.manifest["files"][path]["size_bytes"])
+    num_told = sum(map(artifact.is_proven_by_hub, present))
+    if num_told:
+        note = f"of {num_told} files the Hub's own digests were compared: their bytes were not read"
+        result.notes.append(f"{note}, but for their headers")
     digests = {path: pool.submit(digest, path) for path in by_size}
     for path in present:
         found, expected = digests[path].result(), artifact.manifest["files"][path]["sha256"]
@@ -112,15 +114,17 @@ def _check_stray(artifact: Artifact, result: CheckResult) -> None:
     What publishing brings along may lie there, and the journal of a conversion that was killed when all was written.
     """
     listed = {names.MANIFEST, *artifact.manifest["files"]}
-    beside = [name for name in names.COMPANIONS if name not in listed and (artifact.root / name).exists()]
+    paths = artifact.paths()
+    tops = {path.split("/")[0] for path in paths} | {path.name for path in artifact.root.iterdir()}
+    beside = [name for name in names.COMPANIONS if name not in listed and name in tops]
     if beside:
         result.notes.append(f"beside the artifact's own files: {', '.join(beside)}")
-    if (artifact.root / names.JOURNAL).exists():
+    if names.JOURNAL in paths:
         result.notes.append(
             "a killed conversion left its journal: repeat its command with --resume to tidy up"
         )
     listed |= {names.JOURNAL}
-    for path in sorted(_walk(artifact.root)):
+    for path in paths:
         if path.split("/")[0] in beside or names.is_member_journal(path):
             continue
         inside = (
@@ -128,13 +132,6 @@ def _check_stray(artifact: Artifact, result: CheckResult) -> None:
         )
         if path not in listed and not inside:
             result.add(path, "A file is not in the manifest.", "no such file", "present")
-
-
-def _walk(root: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        for name in (*files, *links):
-            yield (Path(folder) / name).relative_to(root).as_posix()
 
 
 # --- the layout that the manifest's facts imply ------------------------------------------------------------
@@ -185,7 +182,7 @@ def _note_versions(artifact: Artifact, result: CheckResult) -> None:
 def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
     headers: dict[str, Header] = {}
     for path in artifact.manifest["files"]:
-        if path.endswith(SUFFIX) and is_plain(path) and (artifact.root / path).is_file():
+        if path.endswith(SUFFIX) and is_plain(path) and artifact.size_of(path) is not None:
             try:
                 headers[path] = artifact.header(path)
             except VerificationError as error:
