@@ -19,7 +19,7 @@ from hqconv.pipeline.options import (
     choose_device,
     choose_target,
 )
-from hqconv.pipeline.wanted import Wanted, place_of, resources_of
+from hqconv.pipeline.wanted import Wanted, cache_use, place_of, resources_of
 from hqconv.schemas.artifact import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.inputs import InputSchema
@@ -102,6 +102,8 @@ def convert(
     on_plan: Callable[[Plan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
+    cache_limit: str | int | None = None,
+    keep_source: bool = False,
 ) -> ConversionReport:
     """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
@@ -113,9 +115,11 @@ def convert(
     `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse; importance: a
     file that weights it. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
     threads: None is all. resume, overwrite: go on; replace. on_plan, progress: called. in_team: share under torchrun.
+    cache_limit: of what is fetched from the Hub at a time; None: four shards. keep_source: nothing of it is dropped.
     Raises RequestError, InputError, OutputError, NetworkError, or VerificationError of a damaged artifact as a source.
     """
-    modes = check_modes(resume=resume, overwrite=overwrite)
+    modes: dict[str, Any] = check_modes(resume=resume, overwrite=overwrite)
+    modes["cache"] = cache_use(cache_limit, keep_source=keep_source)
     grid = Grid(tp, ep, expert_placement, redundant_experts)
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 

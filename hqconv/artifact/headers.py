@@ -65,6 +65,11 @@ class ArtifactHeaders(SafetensorsHeaders):
         super().close()
         self.artifact.close()
 
+    def forget(self, name: str) -> None:
+        """A file of a repo will be removed here; in both views."""
+        super().forget(name)
+        self.artifact.forget(name)
+
     def _add_rank_files(self) -> None:
         files = list(self.files)
         for path in sorted(self.artifact.manifest["files"]):

@@ -106,6 +106,10 @@ class Artifact(Facts):
             return self.listing.digests[path]
         return sha256_of(self.fetched(path))
 
+    def forget(self, path: str) -> None:
+        """A file of a repo will be removed here; nobody may be reading it."""
+        self._descriptors.drop(path)
+
     # --- tensors
 
     def layer_config(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:

@@ -91,6 +91,10 @@ OPTIONS: dict[str, Option] = {
     "max_memory": Option(str, "Host memory for the experts at work: 512MiB, 4GiB, 2GB, bytes."),
     "max_gpu_memory": Option(str | None, "The same on the GPU.  [default: most of what is free]"),
     "threads": Option(int | None, "Worker threads.  [default: all processors]", settings=_AT_LEAST_ONE),
+    "cache_limit": Option(
+        str | None, "Of what is fetched from the Hub at a time: 40GB, bytes.  [default: four of its shards]"
+    ),
+    "keep_source": Option(bool, "Keep in the Hub's cache what is fetched.", ("--keep-source",)),
     "resume": Option(bool, "Go on with an interrupted conversion.", ("--resume",)),
     "overwrite": Option(bool, "Replace an artifact, once the new one is complete.", ("--overwrite",)),
     "revision": Option(

@@ -30,6 +30,7 @@ from hqconv.pipeline.resources import Resources, Staging
 from hqconv.pipeline.slots import STAGE as SLOTS
 from hqconv.pipeline.slots import Slots
 from hqconv.pipeline.stages import Stages
+from hqconv.pipeline.supply import Notes, Supply
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
 from hqconv.planning.groups import Group
@@ -70,7 +71,7 @@ class _Flight:
     num_writes_left: int = 0
 
 
-class Destination(Protocol):
+class Destination(Notes, Protocol):
     """Where groups are written and put down."""
 
     root: Path
@@ -92,8 +93,9 @@ class Executor:
         meter: Meter,
         profile: Profile,
         scales: Mapping[str, InputScales],
+        supply: Supply,
     ) -> None:
-        self._scales = scales
+        self._scales, self._supply = scales, supply
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
         num_threads = min(_MAX_THREADS, max(4, resources.num_threads))
@@ -122,19 +124,22 @@ class Executor:
     def run(self, groups: Iterable[Group]) -> None:
         """Fill and finish the groups. Raises the first error of any stage; nothing half done keeps its final name."""
         try:
+            self._supply.start(self._stages)
             jobs = (_Job(group) for group in groups)
             job = next(jobs, None)
             while job is not None:
+                self._supply.bring(job.group)
                 if job not in self._jobs:
                     self._stages.wait(self._may_open)
                     self._open(job)
                 ahead = next(jobs, None) if self._may_open() else None
-                if ahead is not None:
+                if ahead is not None and self._supply.has(ahead.group):
                     self._open(ahead)
                 self._feed(job)
                 job = ahead or next(jobs, None)
             self._stages.wait(lambda: all(job.is_done for job in self._jobs))
         finally:
+            self._supply.stop()
             self._stages.stop()
             if self._helpers is not None:
                 self._helpers.stop()
@@ -187,13 +192,15 @@ class Executor:
         self._stages.tell()
 
     def _read_piece(self, flight: _Flight, piece: Piece) -> None:
-        runs, end = [], 0
+        runs, end, reads = [], 0, []
         for ref, start, size in piece.spans:
             data = flight.slot.raw[end : end + size]
-            self._source.read_into(ref, data.numpy().data, start)
+            part = ref._replace(offset_bytes=ref.offset_bytes + start, num_bytes=size)
+            reads.append((part, data.numpy().data))
             place = piece.planned.files[0].tensors[ref.name]
             runs.append(Run(place.file, place.offset_bytes + start, size, data))
             end += size
+        self._source.read_all_into(reads)
         self._write_out(flight, runs)
 
     def _read(self, flight: _Flight, batch: Batch, places: list[tuple[TensorRef, int]]) -> None:
@@ -291,6 +298,7 @@ class Executor:
         self._writer(job).publish()
         records = [job.files[file.path] for file in job.group.files]
         self._folder.record(JournalEntry(job.group.name, records, measured(job.group, job.costs)))
+        self._supply.release(job.group)
         job.is_done = True
         self._meter.finish(job.group.name)
         self._stages.tell()

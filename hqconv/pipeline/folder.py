@@ -197,6 +197,16 @@ class OutputFolder:
         self._journal.record(entry)
         self.done[entry.group] = entry
 
+    @property
+    def fetched(self) -> Collection[str]:
+        """Files of the source that this conversion, or an earlier run of it, brought into the Hub's cache."""
+        return () if self._journal is None else self._journal.fetched
+
+    def note_fetch(self, name: str) -> None:
+        """Note that a file of the source will be fetched."""
+        assert self._journal is not None
+        self._journal.note_fetch(name)
+
     def seal(self, manifest: bytes) -> None:
         """Write the manifest, the artifact's last file, let it take the place of an older one, forget the journal."""
         assert self._journal is not None

@@ -1,7 +1,8 @@
 """The journal of an unfinished conversion: what is converted, which groups are finished, and who is at work.
 
-A line each, in JSON: first the conversion's identity, then in any order the processes that worked on it and the groups
-that are finished. A process holds a lock on the file for as long as it works.
+A line each, in JSON: first the conversion's identity, then in any order the processes that worked on it, the groups
+that are finished, and the files of the source that were fetched for it. A process holds a lock on the file for as
+long as it works.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hqconv.pipeline.durable import output_errors, sync_folder
 from hqconv.schemas.artifact import JOURNAL, is_member_journal
 from hqconv.schemas.regular import what_instead
 
+_FETCHED = "fetched"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -40,8 +42,9 @@ class Journal:
     Where several processes share a conversion, each has one. The first process's is the folder's: what the others
     finished is taken over from theirs when it is opened, and these are removed once it says so itself.
 
-    identity: what the lines say was begun, None where nothing was. entries: the groups that were finished. has_lock:
-    False on a file system without locks, where nobody is kept out.
+    identity: what the lines say was begun, None where nothing was. entries: the groups that were finished. fetched:
+    files that were fetched into the Hub's cache. has_lock: False on a file system without locks, where nobody is kept
+    out.
     """
 
     def __init__(self, root: Path, name: str = JOURNAL) -> None:
@@ -52,7 +55,7 @@ class Journal:
         with output_errors(self.path):
             self._descriptor = self._open()
             try:
-                self.identity, self.entries = self._read()
+                self.identity, self.entries, self.fetched = self._read()
                 if name == JOURNAL:
                     self._of_members = [entry for path in self._members() for entry in self._take_over(path)]
             except BaseException:
@@ -115,20 +118,23 @@ class Journal:
                 raise
             self.has_lock = False
 
-    def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry]]:
-        """Identity and finished groups; half a line of a killed run is cut off."""
+    def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry], set[str]]:
+        """Identity, finished groups and fetched files; half a line of a killed run is cut off."""
         lines, torn = _lines(self.path.read_bytes())
         if torn:
             os.truncate(self.path, sum(len(line) + 1 for line in lines))
         if not lines:
-            return None, []
-        return _identity(self.path, lines[0]), [entry for line in lines[1:] if (entry := _parse_entry(line))]
+            return None, [], set()
+        entries = [entry for line in lines[1:] if (entry := _parse_entry(line))]
+        return _identity(self.path, lines[0]), entries, set(filter(None, map(_parse_fetch, lines[1:])))
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Note what is converted, and that this process does it; a journal that says so already keeps its lines."""
         if self.identity is None:
             self._append(identity)
             self.identity = identity
+            for name in sorted(self.fetched):  # of a conversion that was started anew
+                self._append({_FETCHED: name})
             with output_errors(self.path.parent):
                 sync_folder(self.path.parent)
         self._append({"process": os.getpid(), "host": socket.gethostname()})
@@ -142,6 +148,12 @@ class Journal:
         """Note a finished group; it survives a kill from here on."""
         self._append(asdict(entry))
 
+    def note_fetch(self, name: str) -> None:
+        """Note that a file will be fetched; it survives a kill from here on."""
+        if name not in self.fetched:
+            self._append({_FETCHED: name})
+            self.fetched.add(name)
+
     def _append(self, words: dict[str, Any]) -> None:
         with output_errors(self.path):
             os.lseek(self._descriptor, 0, os.SEEK_END)
@@ -151,7 +163,7 @@ class Journal:
             os.fsync(self._descriptor)
 
     def restart(self) -> None:
-        """Forget all lines, and keep the lock."""
+        """Forget all lines but what was fetched, and keep the lock."""
         with output_errors(self.path):
             os.ftruncate(self._descriptor, 0)
         self._remove_members()
@@ -219,6 +231,15 @@ def _parse_entry(line: bytes) -> JournalEntry | None:
         return JournalEntry(words["group"], files, measured) if is_whole else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _parse_fetch(line: bytes) -> str | None:
+    """A fetched file, or None for a line that is of none."""
+    try:
+        name = json.loads(line)[_FETCHED]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
 
 
 def _last_process(lines: list[bytes]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -59,6 +59,11 @@ class Share:
         """Note a finished group; it survives a kill from here on."""
         self._journal.record(entry)
         self.entries.append(entry)
+
+    fetched: Collection[str] = ()
+
+    def note_fetch(self, name: str) -> None:
+        """Nothing: what a team fetches is kept."""
 
 
 class Team:
