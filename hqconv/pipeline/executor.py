@@ -10,8 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hqconv.backends.helpers import Helpers
 from hqconv.backends.quantize import Cost
@@ -21,7 +20,7 @@ from hqconv.pipeline.costs import measured
 from hqconv.pipeline.devices import Lane, Slot, entered, make_lane
 from hqconv.pipeline.encode import DoubtfulError
 from hqconv.pipeline.input_scales import InputScales, create_files
-from hqconv.pipeline.journal import JournalEntry
+from hqconv.pipeline.journal import Destination, JournalEntry
 from hqconv.pipeline.produce import Produced, produce
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter
@@ -30,7 +29,7 @@ from hqconv.pipeline.resources import Resources, Staging
 from hqconv.pipeline.slots import STAGE as SLOTS
 from hqconv.pipeline.slots import Slots
 from hqconv.pipeline.stages import Stages
-from hqconv.pipeline.supply import Notes, Supply
+from hqconv.pipeline.supply import Supply
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
 from hqconv.planning.groups import Group
@@ -69,16 +68,6 @@ class _Flight:
     raw: RawExperts | None = None
     num_reads_left: int = 0  # under the executor's lock, and so is the next
     num_writes_left: int = 0
-
-
-class Destination(Notes, Protocol):
-    """Where groups are written and put down."""
-
-    root: Path
-
-    def record(self, entry: JournalEntry) -> None:
-        """Note a finished group."""
-        ...
 
 
 class Executor:

@@ -13,12 +13,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.build import FileRecord
 from hqconv.artifact.manifest import is_artifact
-from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import OutputError
 from hqconv.pipeline.clearing import check_strays, files_in, listed_files, remove_listed
-from hqconv.pipeline.durable import check_space, output_errors, partial, sync_folder, write_whole
+from hqconv.pipeline.durable import check_space, is_whole, output_errors, partial, sync_folder, write_whole
 from hqconv.pipeline.exchange import exchange, settle
 from hqconv.pipeline.journal import Journal, JournalEntry, compare_identities
 from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST
@@ -158,7 +156,7 @@ class OutputFolder:
         check_strays(root, {*self._paths, *listed_files(root)}, self._paths)
         with output_errors(root):
             for entry in journal.entries:
-                if all(_is_there(root, record) for record in entry.files):
+                if all(is_whole(root, record) for record in entry.files):
                     self.done[entry.group] = entry
             (root / MANIFEST).unlink(missing_ok=True)  # killed after sealing
             for path in self._paths:
@@ -198,14 +196,10 @@ class OutputFolder:
         self.done[entry.group] = entry
 
     @property
-    def fetched(self) -> Collection[str]:
-        """Files of the source that this conversion, or an earlier run of it, brought into the Hub's cache."""
-        return () if self._journal is None else self._journal.fetched
-
-    def note_fetch(self, name: str) -> None:
-        """Note that a file of the source will be fetched."""
+    def notes(self) -> Journal:
+        """Where it is noted what is fetched for this conversion."""
         assert self._journal is not None
-        self._journal.note_fetch(name)
+        return self._journal
 
     def seal(self, manifest: bytes) -> None:
         """Write the manifest, the artifact's last file, let it take the place of an older one, forget the journal."""
@@ -292,11 +286,6 @@ def _claim(root: Path) -> Journal:
         except OutputError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise  # else the folder was removed by another process that was just done with it
-
-
-def _is_there(root: Path, record: FileRecord) -> bool:
-    path = root / record.path
-    return path.is_file() and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
 
 
 def taken(root: Path, found: str) -> OutputError:

@@ -1,8 +1,7 @@
 """The journal of an unfinished conversion: what is converted, which groups are finished, and who is at work.
 
-A line each, in JSON: first the conversion's identity, then in any order the processes that worked on it, the groups
-that are finished, and the files of the source that were fetched for it. A process holds a lock on the file for as
-long as it works.
+A line each, in JSON: first the conversion's identity, then in any order the processes that worked on it, the finished
+groups, and the files of the source that were fetched. A process holds a lock on the file for as long as it works.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
@@ -34,6 +33,21 @@ class JournalEntry:
     group: str
     files: list[FileRecord]
     measured: dict[str, Any]
+
+
+class Destination(Protocol):
+    """Where groups are written and put down."""
+
+    root: Path
+
+    @property
+    def notes(self) -> Journal:
+        """Where it is noted what is fetched."""
+        ...
+
+    def record(self, entry: JournalEntry) -> None:
+        """Note a finished group."""
+        ...
 
 
 class Journal:

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.build import FileRecord, artifact_config, build_manifest, first_difference, json_bytes
+from hqconv.artifact.build import build_manifest, first_difference, json_bytes
 from hqconv.artifact.manifest import read_manifest, requantized, scale_changes
 from hqconv.artifact.seal import sealed
 from hqconv.errors import OutputError
-from hqconv.pipeline.durable import check_space, copy_whole, write_whole
-from hqconv.pipeline.executor import Destination, Executor
+from hqconv.pipeline.durable import check_space
+from hqconv.pipeline.executor import Executor
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.forms import check_forms
 from hqconv.pipeline.input_scales import InputScales, read_input_scales
+from hqconv.pipeline.journal import Destination
+from hqconv.pipeline.loose import write_loose_files
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter, Progress
 from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_staging
@@ -147,7 +149,7 @@ class _Work:
     def run(self, folder: Destination, done: Collection[str]) -> None:
         """Convert the groups that are not done, or this process's share of them."""
         missing = self.missing(done)
-        supply = Supply(self.source, missing, self.cache, folder, is_shared=self.team is not None)
+        supply = Supply(self.source, missing, self.cache, folder.notes, is_shared=self.team is not None)
         groups = missing if self.team is None else self.team.deal(missing)
         with bounded_gpu(self.resources):
             words = (self.source, folder, self.resources, self.staging, self.meter, self.profile, self.scales)
@@ -224,7 +226,7 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     work.run(folder, list(folder.done))
     for entry in () if work.team is None else work.team.collect():
         folder.record(entry)
-    loose = _write_loose_files(source, plan, folder.root)
+    loose = write_loose_files(source, plan, folder.root)
     measured = {name: entry.measured for name, entry in folder.done.items()}
     records = [record for group in plan.groups for record in folder.done[group.name].files]
     manifest = sealed(build_manifest(source, plan, measured, [*records, *loose], work.scales))
@@ -264,6 +266,7 @@ def _identity(source: Source, plan: Plan) -> dict[str, Any]:
         "hqconv version": __version__,
         "humming-kernels version": version("humming-kernels"),
         "source files": [asdict(file) for file in source.files],
+        **({} if source.revision is None else {"commit of the source": source.revision}),
         "source config": source.config,
         "source quantization": source.quantization,
         **plan.fingerprint(),
@@ -281,22 +284,3 @@ def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[st
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
         )
     return {name: dict(words["quantization_error"]) for name, words in manifest["blocks"].items()}
-
-
-def _write_loose_files(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
-    """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards."""
-    source.fetch(plan.other_files)
-    written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
-    for record in written:
-        source.guard.compare(record.path, record.sha256)
-    if plan.request.importance is not None:
-        written.append(write_whole(root, artifact.IMPORTANCE, plan.request.importance.data))
-    written.append(write_whole(root, artifact.CONFIG, json_bytes(artifact_config(source, plan))))
-    if artifact.INDEX in plan.paths:
-        refs = {
-            name: ref for group in plan.groups for file in group.files for name, ref in file.tensors.items()
-        }
-        total = sum(refs[name].num_bytes for name in plan.weight_map)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
-        written.append(write_whole(root, artifact.INDEX, json_bytes(index)))
-    return written

@@ -8,36 +8,24 @@ groups need, and nothing is dropped.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hqconv.checkpoint import hub_cache
+from hqconv.pipeline.journal import Journal
 from hqconv.pipeline.stages import Stages
 from hqconv.planning.groups import Group, PlannedBlock
 from hqconv.sources.source import Source
 
 _NUM_THREADS = 4  # downloads at once
-_GOODBYE_SECONDS = 5.0  # until downloads that are not wanted any more have heard of it
+_GOODBYE_SECONDS = 2.0  # until downloads that are not wanted any more have heard of it
 
 
 class StoppedError(Exception):
     """The conversion ends: a download is not wanted any more."""
-
-
-class Notes(Protocol):
-    """Where it is written down what is fetched, so that a resumed conversion knows what it may drop."""
-
-    @property
-    def fetched(self) -> Collection[str]:
-        """What was noted, now or by an earlier run."""
-        ...
-
-    def note_fetch(self, name: str) -> None:
-        """Note that a file will be fetched; it survives a kill from here on."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -130,7 +118,13 @@ class Supply:
     """The files of one conversion's source. `bring`, `has` and `stop` are for the thread that owns the stages."""
 
     def __init__(
-        self, source: Source, groups: Sequence[Group], use: CacheUse, notes: Notes, *, is_shared: bool = False
+        self,
+        source: Source,
+        groups: Sequence[Group],
+        use: CacheUse,
+        notes: Journal,
+        *,
+        is_shared: bool = False,
     ) -> None:
         """groups: those that are not done, in the order of their work. is_shared: others work on them, too."""
         self._source, self._notes, self._keeps = source, notes, use.keeps or is_shared
@@ -207,9 +201,10 @@ class Supply:
         with self._changed:
             self._state.is_stopped = True
             self._changed.notify_all()
+        latest = time.monotonic() + _GOODBYE_SECONDS
         with suppress(KeyboardInterrupt):
             for thread in self._threads:
-                thread.join(_GOODBYE_SECONDS)
+                thread.join(max(0.0, latest - time.monotonic()))
 
     # --- any thread
 

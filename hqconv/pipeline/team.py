@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -60,10 +60,10 @@ class Share:
         self._journal.record(entry)
         self.entries.append(entry)
 
-    fetched: Collection[str] = ()
-
-    def note_fetch(self, name: str) -> None:
-        """Nothing: what a team fetches is kept."""
+    @property
+    def notes(self) -> Journal:
+        """Where it is noted what is fetched: nothing, as a team drops nothing."""
+        return self._journal
 
 
 class Team:

@@ -35,7 +35,7 @@ class LocalHub:
         self.requests: list[str] = []
         self.sent: dict[str, int] = {}
         self.whole: list[str] = []  # files of which all bytes were asked for at once
-        self.url = ""
+        self.url, self.commit = "", COMMIT
         self.former_id = ""  # a name from which the Hub sends people on
         self.before: Callable[[str], None] | None = None  # called with a file's name before all of it is sent
         self._faults: list[_Fault] = []
@@ -151,7 +151,12 @@ class _Handler(BaseHTTPRequestHandler):
             {"rfilename": file["path"], "size": file["size"], "blobId": COMMIT, "lfs": _sibling(file)}
             for file in self._files()
         ]
-        return {"id": self.hub.repo_id, "modelId": self.hub.repo_id, "sha": COMMIT, "siblings": siblings}
+        return {
+            "id": self.hub.repo_id,
+            "modelId": self.hub.repo_id,
+            "sha": self.hub.commit,
+            "siblings": siblings,
+        }
 
     def _send_json(self, words: Any) -> None:
         self._send(200, json.dumps(words).encode(), {"Content-Type": "application/json"})
@@ -162,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"no such file", {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest_of(path)}"'}
+        headers = {"X-Repo-Commit": self.hub.commit, "ETag": f'"{digest_of(path)}"'}
         begin, end, status = 0, len(data), 200
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted and self.hub.honours_ranges:

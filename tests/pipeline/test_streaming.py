@@ -230,6 +230,19 @@ def test_what_fails_on_the_way_can_be_resumed(
     assert not shards(cache)
 
 
+def test_another_commit_is_not_resumed(server: LocalHub, tmp_path: Path) -> None:
+    """Its headers are the same, its weights need not be."""
+    gone = {"X_Error_Code": "EntryNotFound"}
+    server.before = lambda name: server.fail(f"/{shard(2)}$", 404, **gone) if name == shard(1) else None
+    with pytest.raises(InputError):
+        run(tmp_path / "out", cache_limit=size_of(server, 0))
+    server.before = None
+    server.mend()
+    server.commit = "f" * 40
+    with pytest.raises(OutputError, match="differs from this one in: commit of the source"):
+        run(tmp_path / "out", resume=True)
+
+
 def test_another_file_than_the_headers_were_of(server: LocalHub, tmp_path: Path, cache: Path) -> None:
     """A server that lies: the commit's files never change."""
 

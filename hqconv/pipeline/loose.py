@@ -1,0 +1,33 @@
+"""The files of an artifact that hold no tensors: those copied from the source, the config, the index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hqconv.artifact.build import FileRecord, artifact_config, json_bytes
+from hqconv.pipeline.durable import copy_whole, write_whole
+from hqconv.planning.plan import Plan
+from hqconv.schemas import artifact
+from hqconv.sources.source import Source
+
+
+def write_loose_files(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
+    """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards.
+
+    From the Hub they are fetched first. Raises InputError, OutputError or NetworkError.
+    """
+    source.fetch(plan.other_files)
+    written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
+    for record in written:
+        source.guard.compare(record.path, record.sha256)
+    if plan.request.importance is not None:
+        written.append(write_whole(root, artifact.IMPORTANCE, plan.request.importance.data))
+    written.append(write_whole(root, artifact.CONFIG, json_bytes(artifact_config(source, plan))))
+    if artifact.INDEX in plan.paths:
+        refs = {
+            name: ref for group in plan.groups for file in group.files for name, ref in file.tensors.items()
+        }
+        total = sum(refs[name].num_bytes for name in plan.weight_map)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
+        written.append(write_whole(root, artifact.INDEX, json_bytes(index)))
+    return written
