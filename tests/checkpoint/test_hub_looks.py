@@ -263,6 +263,13 @@ def test_where_the_hub_fails_a_complete_cache_does(
     assert server.num_bytes_of_weights == 0
 
 
+def test_a_cache_is_complete_with_all_weights(server: LocalHub, model: Path) -> None:
+    root = repo.download(NAME, None)
+    assert repo.is_complete(root)
+    next(root.glob("*.safetensors")).unlink()
+    assert not repo.is_complete(root)
+
+
 def test_a_transfer_that_dies_is_the_networks(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not an InputError: the file is good."""
 
