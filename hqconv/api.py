@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.opening import open_headers, open_source, own_target, without_gc
+from hqconv.checkpoint.repo import is_repo_id, look
 from hqconv.errors import OutputError, RequestError
 from hqconv.pipeline.options import (
     check_modes,
@@ -18,7 +19,7 @@ from hqconv.pipeline.options import (
     choose_device,
     choose_target,
 )
-from hqconv.pipeline.wanted import Wanted, place_of, resources_of
+from hqconv.pipeline.wanted import Wanted, cache_use, place_of, resources_of
 from hqconv.schemas.artifact import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.inputs import InputSchema
@@ -104,6 +105,8 @@ def convert(
     on_plan: Callable[[Plan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
+    cache_limit: str | int | None = None,
+    keep_source: bool = False,
 ) -> ConversionReport:
     """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
@@ -115,15 +118,17 @@ def convert(
     `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse; importance: a
     file that weights it. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
     threads: None is all. resume, overwrite: go on; replace. source_digests: hash the source's files, for the manifest.
+    cache_limit: of what is fetched from the Hub at a time; None: four shards. keep_source: nothing of it is dropped.
     on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
-    modes = check_modes(resume=resume, overwrite=overwrite)
+    modes: dict[str, Any] = check_modes(resume=resume, overwrite=overwrite)
+    modes["cache"] = cache_use(cache_limit, keep_source=keep_source)
     grid = Grid(tp, ep, expert_placement, redundant_experts)
     from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
 
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
-    with open_source(src, revision) as source:
+    with open_source(src, revision, is_lazy=True) as source:
         own = own_target(source) if schema == SOURCE else None
         on = choose_target(target, cuda, layout, resources.device_name, own)
         options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
@@ -189,11 +194,12 @@ def verify(
 ) -> VerificationReport:
     """Proves an artifact: its files, its weights, and the production kernel on them; against its `source` where given.
 
-    out: the artifact. source: what it was made from, as `src` of `convert`, with `revision`; None: it is only held
-    against itself. checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look
-    at; None: all, for the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto,
-    cpu, cuda or cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at
-    work. threads: workers; None: all processors. progress: called with `files` or `weights` and how far that check is.
+    out: the artifact, a folder or a Hub repo (of which only what the checks read is downloaded). source: what it was
+    made from, as `src` of `convert`, with `revision`; None: it is only held against itself, and `revision` is its own.
+    checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look at; None: all, for
+    the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto, cpu, cuda or
+    cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at work.
+    threads: workers; None: all processors. progress: called with `files` or `weights` and how far that check is.
 
     Whatever is wrong with the artifact is in the report, also that its manifest cannot be relied on. Raises
     RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
@@ -213,11 +219,13 @@ def verify(
         source=None if source is None else str(source),
         progress=progress,
     )
-    if source is None and revision is not None:
+    is_folder = not is_repo_id(str(out))
+    if source is None and revision is not None and is_folder:
         what, remedy = "A revision is of a source.", "Name the source, or leave the revision out."
         raise RequestError(what, where="--revision", found=revision, remedy=remedy)
+    root, listing = (Path(out), None) if is_folder else look(str(out), revision if source is None else None)
     with nullcontext(None) if source is None else open_source(source, revision) as opened:
-        return run(Path(out), opened, options)
+        return run(root, opened, options, listing)
 
 
 @without_gc()

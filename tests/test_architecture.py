@@ -45,7 +45,12 @@ INDEPENDENT = {
 ONLY_IN = {
     "humming": ("hqconv.backends", "hqconv.artifact.load", "hqconv.serving"),
     "numba": ("hqconv.compiled", "hqconv.backends.loops"),
-    "huggingface_hub": ("hqconv.checkpoint.hub", "hqconv.checkpoint.upload"),
+    "huggingface_hub": (
+        "hqconv.checkpoint.hub",
+        "hqconv.checkpoint.hub_errors",
+        "hqconv.checkpoint.hub_cache",
+        "hqconv.checkpoint.upload",
+    ),
     "vllm": (
         "hqconv.serving.config",
         "hqconv.serving.dense",

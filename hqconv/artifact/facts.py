@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.manifest import read_manifest, schema_of
+from hqconv.checkpoint.hub import Listing
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, PartSource
 from hqconv.formats.format import SourceFormat
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 class Facts:
     """The facts of one artifact, worked out from its manifest when they are asked for."""
 
-    def __init__(self, root: Path, *, is_sealed: bool = False) -> None:
+    def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
         """Read the manifest as `read_manifest` does. Raises RequestError or VerificationError where that does."""
-        self.root = root
+        self.root, self.listing = root, listing
         self.manifest = read_manifest(root, is_sealed=is_sealed)
+
+    def fetched(self, path: str) -> Path:
+        """Where a file lies on this machine; of a repo it is downloaded if it does not. Raises as `hub.fetch_file`."""
+        return self.root / path if self.listing is None else self.listing.fetched(self.root, path)
 
     @cached_property
     def schema(self) -> TargetSchema:
@@ -126,7 +131,7 @@ class Facts:
         if not self.has_importance:
             return None
         try:
-            return read_importance(self.root / names.IMPORTANCE)
+            return read_importance(self.fetched(names.IMPORTANCE))
         except HqconvError as error:
             where = names.IMPORTANCE
             raise VerificationError(

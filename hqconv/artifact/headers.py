@@ -10,8 +10,7 @@ from pathlib import Path
 
 from hqconv.artifact.as_source import as_source
 from hqconv.artifact.opened import Artifact
-from hqconv.checkpoint.folder import SourceFile
-from hqconv.checkpoint.safetensors import read_header
+from hqconv.checkpoint.hub import Listing
 from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock, InputScales, PartSource
 from hqconv.experts.map import ExpertMap
@@ -40,14 +39,22 @@ def _refuse_fused(artifact: Artifact) -> None:
 class ArtifactHeaders(SafetensorsHeaders):
     """An artifact opened as a checkpoint. Rank tensors are named `<rank file>:<tensor>`."""
 
-    def __init__(self, root: Path, *, name: str) -> None:
-        """Read manifest and headers. Raises InputError for what is not whole.
+    def __init__(
+        self,
+        root: Path,
+        *,
+        name: str,
+        repo_id: str | None = None,
+        revision: str | None = None,
+        listing: Listing | None = None,
+    ) -> None:
+        """Read manifest and headers; as `Checkpoint`. Raises InputError for what is not whole.
 
         RequestError for an artifact whose codes are not those of its schema any more.
         """
-        super().__init__(root, name=name)
+        super().__init__(root, name=name, repo_id=repo_id, revision=revision, listing=listing)
         with as_source():
-            self.artifact = Artifact(root, is_sealed=True)
+            self.artifact = Artifact(root, listing, is_sealed=True)
             _refuse_fused(self.artifact)
         self.quantization = self.artifact.manifest["source"].get("quantization_config")
         self.config = names.admit_transformers(self.config)
@@ -60,17 +67,21 @@ class ArtifactHeaders(SafetensorsHeaders):
         super().close()
         self.artifact.close()
 
+    def forget(self, name: str) -> None:
+        """A file of a repo will be removed here; in both views."""
+        super().forget(name)
+        self.artifact.forget(name)
+
     def _add_rank_files(self) -> None:
         files = list(self.files)
         for path in sorted(self.artifact.manifest["files"]):
             if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
                 continue
-            status = self.guard.look(path)
-            header, _, sha256 = read_header(self.root / path, len(files))
+            file, header, _ = self._read_file(len(files), path)
             for tensor, ref in header.items():
                 full = f"{path}:{tensor}"
                 self.tensors[full] = ref._replace(name=full)
-            files.append(SourceFile(path, status.st_size, sha256, status.st_mtime_ns))
+            files.append(file)
         self.files = tuple(files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
 

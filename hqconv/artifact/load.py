@@ -66,7 +66,7 @@ def load_rank(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device
     file_name = names.rank_file(block, tp_rank, ep_rank)
     stored = artifact.header(file_name)[0]
     gemms = {}
-    with safe_open(artifact.root / file_name, framework="pt", device=device) as file:
+    with safe_open(artifact.fetched(file_name), framework="pt", device=device) as file:
         for gemm in names.GEMMS:
             prefix = f"{block}.{gemm}_"
             tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in stored if n.startswith(prefix)}

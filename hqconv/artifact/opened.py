@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from hqconv.artifact.facts import Facts
 from hqconv.checkpoint.descriptors import Descriptors
-from hqconv.checkpoint.safetensors import read_header
+from hqconv.checkpoint.digest import sha256_of
+from hqconv.checkpoint.hub import Listing
+from hqconv.checkpoint.safetensors import parse_header, read_header
 from hqconv.errors import InputError, VerificationError
 from hqconv.schemas import artifact as names
 from hqconv.schemas.dtypes import num_bits
@@ -29,15 +31,21 @@ Tensors = dict[str, NDArray[Any]]
 
 
 class Artifact(Facts):
-    """An artifact in either layout; a context manager that closes the files it read."""
+    """An artifact in either layout; a context manager that closes the files it read.
 
-    def __init__(self, root: Path, *, is_sealed: bool = False) -> None:
-        """Read the manifest as `read_manifest` does. Raises RequestError or VerificationError where that does."""
-        super().__init__(root, is_sealed=is_sealed)
+    Of one on the Hub headers are read by range requests; a file whose tensors are read is downloaded first.
+    """
+
+    def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
+        """Read the manifest as `read_manifest` does; listing: of a repo on the Hub, of which `root` has some files.
+
+        Raises as `Facts`.
+        """
+        super().__init__(root, listing, is_sealed=is_sealed)
         self._headers: dict[str, Header] = {}
         self._configs: dict[tuple[str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()
-        self._descriptors = Descriptors(lambda path: os.open(root / path, os.O_RDONLY | os.O_CLOEXEC))
+        self._descriptors = Descriptors(lambda path: os.open(self.fetched(path), os.O_RDONLY | os.O_CLOEXEC))
 
     def __enter__(self) -> Artifact:
         return self
@@ -59,13 +67,53 @@ class Artifact(Facts):
         with self._lock:
             if path not in self._headers:
                 try:
-                    entries, metadata, _ = read_header(self.root / path)
+                    entries, metadata, _ = self._read_header(path)
                 except InputError as error:
                     raise VerificationError(
                         error.what, where=path, expected=error.expected, found=error.found
                     ) from error
                 self._headers[path] = entries, metadata
             return self._headers[path]
+
+    def _read_header(self, path: str) -> tuple[dict[str, TensorRef], dict[str, str], str]:
+        if self.listing is None or path not in self.listing.sizes or (self.root / path).is_file():
+            return read_header(self.root / path)
+        return parse_header(path, self.listing.read_head(path), self.listing.sizes[path])
+
+    # --- files
+
+    def paths(self) -> list[str]:
+        """All files of the folder or repo, and links to folders, which are not looked into; POSIX paths, sorted."""
+        if self.listing is not None:
+            return sorted(self.listing.sizes)
+        found = []
+        for folder, folders, files in os.walk(self.root):
+            links = [name for name in folders if (Path(folder) / name).is_symlink()]
+            found += [(Path(folder) / name).relative_to(self.root).as_posix() for name in (*files, *links)]
+        return sorted(found)
+
+    def size_of(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        if (self.root / path).is_file():
+            return (self.root / path).stat().st_size
+        return None if self.listing is None else self.listing.sizes.get(path)
+
+    def is_proven_by_hub(self, path: str) -> bool:
+        """Whether a file is not here, but the Hub says its digest."""
+        return self.listing is not None and path in self.listing.digests and not (self.root / path).is_file()
+
+    def digest_of(self, path: str) -> str:
+        """A file's sha256: of what is here, else as the Hub says, else of what is downloaded for it. Raises OSError."""
+        if self.is_proven_by_hub(path):
+            assert self.listing is not None
+            return self.listing.digests[path]
+        return sha256_of(self.fetched(path))
+
+    def forget(self, path: str) -> None:
+        """A file of a repo will be removed here; nobody may be reading it."""
+        self._descriptors.drop(path)
+
+    # --- tensors
 
     def layer_config(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:
         """Humming's LayerConfig of one GEMM of one rank, as words. Raises VerificationError where there is none."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hqconv.artifact.as_source import as_source
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.checkpoint.gguf import holds_gguf
+from hqconv.checkpoint.index import readable
 from hqconv.checkpoint.naming import named
-from hqconv.errors import InputError, RequestError
+from hqconv.checkpoint.repo import is_repo_id, look
+from hqconv.errors import RequestError
 from hqconv.schemas.artifact import KERNEL
 from hqconv.schemas.gpu_target import Target, parse_target
 
@@ -34,21 +37,51 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def _refusing(src: str | Path) -> Iterator[None]:
-    try:
-        with as_source():
-            yield
-    except OSError as error:  # from a look at a folder; reading a file has messages of its own
-        what, where = "The source cannot be read.", str(error.filename or src)
-        raise InputError(what, where=where, found=error.strerror or error) from error
+@dataclass(frozen=True)
+class Place:
+    """Where a source lies, and what it is: kind is artifact, gguf or safetensors.
+
+    words: of a repo on the Hub, as `Checkpoint` takes them; none of a folder.
+    """
+
+    root: Path
+    kind: str
+    words: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The folder's name, or the repo's without the organisation."""
+        return self.words["repo_id"].split("/")[1] if self.words else self.root.resolve().name
+
+
+def find(src: str | Path, revision: str | None = None) -> Place:
+    """Where a folder or a repo lies; of a repo the words are downloaded. Raises as `open_headers`."""
+    root, words = Path(src), {}
+    if str(src) and not root.exists() and is_repo_id(str(src)):
+        root, listing = look(str(src), revision)
+        words = {"repo_id": str(src), "revision": root.name, "listing": listing}
+    elif is_unfinished(root):
+        raise RequestError(
+            "The source is an unfinished conversion of hqconv, not a checkpoint.",
+            where=str(src),
+            remedy="Finish it with --resume, or give the model folder it is made from.",
+        )
+    is_plain = bool(words) or revision is None  # a folder has no revisions, which opening it says
+    if is_plain and is_artifact(root) and read_manifest(root)["layout"] == KERNEL:
+        return Place(root, "artifact", words)
+    is_gguf = bool(str(src)) and revision is None and not words and holds_gguf(root)
+    return Place(root, "gguf" if is_gguf else "safetensors", words)
 
 
 def _held(source: Opened, *, is_whole: bool = True) -> Opened:
     """An artifact's files held to its manifest, whichever layout it has; closed where they are not those."""
     try:
         if is_artifact(source.root):
-            source.guard.hold_to(read_manifest(source.root, is_sealed=True)["files"], is_whole=is_whole)
+            listing, names = source.listing, [*source.other_files, *(file.name for file in source.files)]
+            sizes = {} if listing is None else {name: listing.sizes[name] for name in names}
+            digests = {} if listing is None else listing.digests
+            listed = read_manifest(source.root, is_sealed=True)["files"]
+            source.guard.hold_to(listed, sizes, digests, is_whole=is_whole)
     except BaseException:
         source.close()
         raise
@@ -56,25 +89,28 @@ def _held(source: Opened, *, is_whole: bool = True) -> Opened:
 
 
 @without_gc()
-def open_source(src: str | Path, revision: str | None = None) -> Source:
+def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool = False) -> Source:
     """Opens what can be converted: a model folder, a Hub repo (`org/name`), a folder with GGUF files, an artifact.
 
+    is_lazy: of a model on the Hub no weights are downloaded until they are asked for, as never of an artifact there.
     A context manager that closes it. Raises RequestError, InputError (also of a damaged artifact) or NetworkError.
     """
     from hqconv.sources.safetensors import SafetensorsSource
 
-    with _refusing(src):
+    with readable(src), as_source():
         src, revision = named(str(src), revision)
-        kind, path = _kind(src, revision), Path(src)
-        if kind == "artifact":
+        place = find(src, revision)
+        if place.kind == "artifact":
             from hqconv.artifact.source import ArtifactSource
 
-            return _held(ArtifactSource(path, name=path.resolve().name))
-        if kind == "gguf":
+            return _held(ArtifactSource(place.root, name=place.name, **place.words), is_whole=not place.words)
+        if place.kind == "gguf":
             from hqconv.sources.gguf import open_with_gguf
 
-            return _held(open_with_gguf(path))
-        return _held(SafetensorsSource.open(str(src), revision), is_whole=path.is_dir())
+            return _held(open_with_gguf(place.root))
+        if place.words and is_lazy:
+            return _held(SafetensorsSource(place.root, name=place.name, **place.words), is_whole=False)
+        return _held(SafetensorsSource.open(src, revision), is_whole=not place.words)
 
 
 @without_gc()
@@ -82,19 +118,22 @@ def open_headers(src: str | Path, revision: str | None = None) -> Headers:
     """Opens it as `open_source` does, for a look: loads no torch, and of a repo downloads no weights."""
     from hqconv.sources.headers import SafetensorsHeaders
 
-    with _refusing(src):
+    with readable(src), as_source():
         src, revision = named(str(src), revision)
-        kind, path = _kind(src, revision), Path(src)
-        if kind == "artifact":
+        place = find(src, revision)
+        if place.kind == "artifact":
             from hqconv.artifact.headers import ArtifactHeaders
 
-            return _held(ArtifactHeaders(path, name=path.resolve().name))
-        if kind == "gguf":
+            return _held(
+                ArtifactHeaders(place.root, name=place.name, **place.words), is_whole=not place.words
+            )
+        if place.kind == "gguf":
             from hqconv.sources.gguf_headers import GgufHeaders, open_with_gguf_as
 
-            return _held(open_with_gguf_as(path, SafetensorsHeaders, GgufHeaders))
-        headers = SafetensorsHeaders.open(str(src), revision, headers_only=True)
-        return _held(headers, is_whole=path.is_dir())
+            return _held(open_with_gguf_as(place.root, SafetensorsHeaders, GgufHeaders))
+        if place.words:
+            return _held(SafetensorsHeaders(place.root, name=place.name, **place.words), is_whole=False)
+        return _held(SafetensorsHeaders.open(src, revision))
 
 
 def own_target(source: Headers) -> Target | None:
@@ -103,16 +142,3 @@ def own_target(source: Headers) -> Target | None:
         return None
     words = read_manifest(source.root)
     return parse_target(words["target"], words.get("cuda")) if words["layout"] == KERNEL else None
-
-
-def _kind(src: str | Path, revision: str | None) -> str:
-    path = Path(src)
-    if is_unfinished(path):
-        raise RequestError(
-            "The source is an unfinished conversion of hqconv, not a checkpoint.",
-            where=str(src),
-            remedy="Finish it with --resume, or give the model folder it is made from.",
-        )
-    if revision is None and is_artifact(path) and read_manifest(path)["layout"] == KERNEL:
-        return "artifact"
-    return "gguf" if str(src) and revision is None and holds_gguf(path) else "safetensors"

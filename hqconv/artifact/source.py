@@ -32,9 +32,9 @@ from hqconv.sources.safetensors import SafetensorsSource
 class ArtifactSource(ArtifactHeaders, SafetensorsSource):
     """An artifact opened as a checkpoint whose experts are read back."""
 
-    def __init__(self, root: Path, *, name: str) -> None:
-        """Read manifest and headers, as `ArtifactHeaders`."""
-        super().__init__(root, name=name)
+    def __init__(self, root: Path, **words: Any) -> None:
+        """Read manifest and headers, as `ArtifactHeaders`, whose `words` they are."""
+        super().__init__(root, **words)
         self._readers: dict[str, BlockReader] = {}
 
     reads_ahead = False

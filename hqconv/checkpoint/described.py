@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.checkpoint.folder import SourceFile
 from hqconv.checkpoint.guard import Guard
+from hqconv.checkpoint.hub import Listing
 from hqconv.checkpoint.loose import Loose
 from hqconv.schemas.tensors import TensorRef
 
@@ -29,3 +30,16 @@ class Described(Protocol):
     other_files: tuple[str, ...]
     total_bytes: int
     guard: Guard
+    listing: Listing | None
+
+    def is_here(self, name: str) -> bool:
+        """Whether a file is on this machine; else it is read from the Hub, range by range."""
+        ...
+
+    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None) -> None:
+        """Bring files of a repo to this machine; nothing where all are. See `Checkpoint`."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """A file of a repo will be removed from this machine."""
+        ...

@@ -71,6 +71,12 @@ class Descriptors:
         for key in idle[: max(0, len(self._open) - self._limit + 1)]:
             os.close(self._open.pop(key))
 
+    def drop(self, key: str) -> None:
+        """Close one file, if it is open; nobody may be using it."""
+        with self._lock:
+            if key in self._open:
+                os.close(self._open.pop(key))
+
     def close(self) -> None:
         """Close all files; nobody may be using one, and none may be asked for again."""
         with self._lock:

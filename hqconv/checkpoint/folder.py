@@ -6,38 +6,37 @@ Which weights count is what transformers decides: `model.safetensors` if it is t
 
 from __future__ import annotations
 
-import glob
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hqconv.checkpoint import hub, index
+from hqconv.checkpoint import hub, index, repo
 from hqconv.checkpoint.descriptors import Descriptors
 from hqconv.checkpoint.guard import Guard
-from hqconv.checkpoint.loose import WEIGHT_FOLDERS, WEIGHT_SUFFIXES, Loose
+from hqconv.checkpoint.loose import Loose
 from hqconv.checkpoint.naming import refuse_what_is_no_model
 from hqconv.checkpoint.reading import adjoining, fill
 from hqconv.checkpoint.safetensors import parse_header, read_header
-from hqconv.errors import InputError, RequestError, first_few
-from hqconv.schemas.artifact import CARD, CONFIG, INDEX, MANIFEST, SINGLE
-from hqconv.schemas.regular import MAX_LIST_BYTES, open_regular
+from hqconv.errors import InputError, NetworkError, RequestError, first_few
+from hqconv.schemas.artifact import INDEX, SINGLE
+from hqconv.schemas.regular import open_regular
 from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
-# All that is needed besides headers to look at a repo.
-_WORDS = (CONFIG, *index.QUANTIZATION_FILES, INDEX, MANIFEST)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One weight file: name relative to the root, and what tells that it is still the same file."""
+    """One weight file: name relative to the root, and what tells that it is still the same file.
+
+    mtime_ns: 0 of a repo, whose commit says it.
+    """
 
     name: str
     size_bytes: int
@@ -54,7 +53,7 @@ class Checkpoint:
     file, then by offset; metadata: each file's `__metadata__`, in the order of files; index_sha256: of the
     index, None without one; loose: the files beside the weights; other_files: those that belong in an artifact
     verbatim, POSIX paths relative to root; total_bytes: of all tensors;
-    listing: of a repo of which only the headers were read, else None; guard: of all files that are read.
+    listing: of a repo whose files are not all here, else None; guard: of all files that are read.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Checkpoint:
         self.root, self.name, self.repo_id, self.revision = root, name, repo_id, revision
         self.listing, self.guard = listing, Guard(root)
         index.check_regular(root)
-        self.guard.look_if_there(name for name in _WORDS if name != INDEX or not self._has(SINGLE))
+        self.guard.look_if_there(name for name in repo.WORDS if name != INDEX or not self._has(SINGLE))
         self.config: dict[str, Any] = index.read_config(root)
         self.quantization = index.read_quantization(root, self.config)
         weight_map, self.index_sha256 = index.read_weight_map(root, self._has(SINGLE))
@@ -80,47 +79,33 @@ class Checkpoint:
         self.files, self.tensors, self.metadata = self._read_files(names)
         if weight_map is not None:
             index.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
-        self.guard.look_if_there([CARD])
-        self.loose = Loose.of_folder(root) if listing is None else Loose.of_listing(listing.sizes)
+        self.loose = Loose.of_folder(root) if listing is None else Loose.of_listing(listing.sizes, root)
         self.other_files = self.loose.names
         self.guard.look_if_there(self.other_files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
         self._descriptors = Descriptors(self._open_file)
 
     @classmethod
-    def open(cls, src: str, revision: str | None = None, *, headers_only: bool = False) -> Self:
+    def open(cls, src: str, revision: str | None = None, *, is_lazy: bool = False) -> Self:
         """Opens a local folder, or downloads (into the Hub cache) the repo `org/name` and opens that.
 
-        With `headers_only` nothing of a repo is downloaded but its config, its index and the headers of its shards;
-        `read_into` then refuses. HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME and the token are the Hub library's business.
+        With `is_lazy` nothing of a repo is downloaded but its words and the headers of its shards: see `fetch`.
+        HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME and the token are the Hub library's business.
         Raises RequestError where there is no such folder, repo or revision, or no access to it; InputError where the
         files are broken, missing or contradict each other; NetworkError where the Hub fails.
         """
         path = Path(src)
-        try:
+        with index.readable(src):
             refuse_what_is_no_model(path)
             if src and path.is_dir():  # Path("") is the current folder
                 if revision is not None:
                     what, remedy = "A local folder has no revisions.", "Leave the revision out."
                     raise RequestError(what, where=src, found=f"revision {revision}", remedy=remedy)
                 return cls(path, name=path.resolve().name)
-            if path.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", src, re.ASCII):
-                what, expected = (
-                    "The checkpoint cannot be opened.",
-                    "a model folder or a Hub repo id (org/name)",
-                )
-                found = "neither a file nor a folder" if path.exists() else "no such path"
-                raise RequestError(what, where=src, expected=expected, found=found)
-            if headers_only:
-                root, listing = _fetch_words(src, revision)
-            else:
-                root, listing = _download(src, revision), None
+            if not repo.is_repo_id(src):
+                raise repo.no_repo(src)
+            root, listing = repo.look(src, revision) if is_lazy else (repo.download(src, revision), None)
             return cls(root, name=src.split("/")[1], repo_id=src, revision=root.name, listing=listing)
-        except OSError as error:  # from a look at a folder or a file; reading a file has messages of its own
-            what, where = "The checkpoint cannot be read.", str(error.filename or src)
-            raise InputError(
-                what, where=where, found=error.strerror or error, remedy=index.COPY_AGAIN
-            ) from error
 
     # --- headers ---------------------------------------------------------------------------------------------
 
@@ -156,13 +141,56 @@ class Checkpoint:
     def _read_file(self, number: int, name: str) -> tuple[SourceFile, dict[str, TensorRef], dict[str, str]]:
         path = self.root / name
         if self.listing is not None and not path.is_file():
-            size = self.listing.sizes[name]
-            where, head = f"{self.repo_id}/{name}", self.listing.read_head(name)
-            refs, metadata, sha256 = parse_header(where, head, size, number)
+            size, where = self._size(name), f"{self.repo_id}/{name}"
+            refs, metadata, sha256 = parse_header(where, self.listing.read_head(name), size, number)
             return SourceFile(name, size, sha256, 0), refs, metadata
         status = self.guard.look(name)
         refs, metadata, sha256 = read_header(path, number)
-        return SourceFile(name, status.st_size, sha256, status.st_mtime_ns), refs, metadata
+        mtime_ns = status.st_mtime_ns if self.repo_id is None else 0
+        return SourceFile(name, status.st_size, sha256, mtime_ns), refs, metadata
+
+    def _size(self, name: str) -> int:
+        """Bytes of a file, as the Hub says. Raises InputError where the repo has no such file."""
+        assert self.listing is not None
+        if name not in self.listing.sizes:
+            what, where = "The Hub repo lacks a file.", f"{self.repo_id}, revision {self.revision}"
+            raise InputError(what, where=where, expected=name, remedy="Upload the model again, whole.")
+        return self.listing.sizes[name]
+
+    # --- a repo's files ----------------------------------------------------------------------------------------
+
+    def is_here(self, name: str) -> bool:
+        """Whether a file is on this machine, and is read from there."""
+        return self.listing is None or self.guard.has_seen(name)
+
+    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None) -> None:
+        """Bring files of a repo into the Hub cache, those that are not here; any thread may. Nothing for a folder.
+
+        check: as of `hub.fetch_file`. Raises as `open`, and InputError where what came is not what its header was.
+        """
+        for name in names:
+            if self.listing is None or self.is_here(name):
+                continue
+            path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check)
+            self._check_fetched(name, path)
+            self.guard.look(name)
+
+    def _check_fetched(self, name: str, path: Path) -> None:
+        expected, found = self._size(name), path.stat().st_size
+        if expected != found:
+            what, remedy = "A download has another size than the Hub says.", f"Remove {path} and try again."
+            raise NetworkError(
+                what, where=f"{self.repo_id}/{name}", expected=expected, found=found, remedy=remedy
+            )
+        file = next((file for file in self.files if file.name == name), None)
+        if file is not None and read_header(path)[2] != file.header_sha256:
+            what, remedy = "A download has another header than the Hub sent before.", "Try again."
+            raise InputError(what, where=str(path), remedy=remedy)
+
+    def forget(self, name: str) -> None:
+        """A file of a repo is read from the Hub again, as it will be removed here; nobody may be reading it."""
+        self.guard.forget(name)
+        self._descriptors.drop(name)
 
     # --- bytes -----------------------------------------------------------------------------------------------
 
@@ -185,8 +213,14 @@ class Checkpoint:
             self._fill(refs, views, refs[0].offset_bytes)
 
     def _fill(self, refs: Sequence[TensorRef], views: Sequence[memoryview], offset: int) -> None:
+        name = self.files[refs[0].file].name
+        if self.listing is not None and not self.is_here(name):
+            data = memoryview(self.listing.read(name, offset, offset + sum(map(len, views))))
+            for view in views:
+                view[:], data = data[: len(view)], data[len(view) :]
+            return
         try:
-            with self._descriptors.using(self.files[refs[0].file].name) as descriptor:
+            with self._descriptors.using(name) as descriptor:
                 reached = fill(descriptor, views, offset)
         except OSError as error:
             raise self._read_error(refs[0], "A file of the source cannot be read.", error.strerror) from error
@@ -206,18 +240,14 @@ class Checkpoint:
         self.close()
 
     def _open_file(self, name: str) -> int:
-        file = next(file for file in self.files if file.name == name)
-        if self.listing is not None and not (self.root / name).is_file():
-            what, remedy = "Only the headers of this repo were read.", "Open it without `headers_only`."
-            raise RequestError(what, where=f"{self.repo_id}/{name}", remedy=remedy)
-        descriptor = open_regular(self.root / name)
+        descriptor, before = open_regular(self.root / name), self.guard.look(name)
         status = os.fstat(descriptor)
-        if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        if (status.st_size, status.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             os.close(descriptor)
             raise InputError(
                 "The file changed since its header was read.",
                 where=str(self.root / name),
-                expected=f"{file.size_bytes} bytes, mtime {file.mtime_ns} ns",
+                expected=f"{before.st_size} bytes, mtime {before.st_mtime_ns} ns",
                 found=f"{status.st_size} bytes, mtime {status.st_mtime_ns} ns",
                 remedy=_KEEP,
             )
@@ -229,42 +259,3 @@ class Checkpoint:
 
 
 _KEEP = "Keep the checkpoint as it is during the conversion, and start again."
-
-
-# --- repos of the Hub ---------------------------------------------------------------------------------------
-
-
-def _download(repo_id: str, revision: str | None) -> Path:
-    """Brings what is needed into the Hub cache, in two steps: all but weights, then the weights by name."""
-    other_weights = [suffix for suffix in WEIGHT_SUFFIXES if suffix != ".safetensors"]
-    ignored = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES] + [
-        f"*{suffix}.index.json" for suffix in other_weights
-    ]
-    ignored += [f"{folder}/*" for folder in WEIGHT_FOLDERS] + [".*", "*/.*"]
-    root = hub.fetch(repo_id, revision, ignore_patterns=ignored)
-    # Asked for along with the shards, as only the download tells whether it exists.
-    names = {SINGLE, *_shards(root)}
-    # By commit, as the branch may move between the steps.
-    hub.fetch(repo_id, root.name, allow_patterns=_patterns(names))
-    return root
-
-
-def _shards(root: Path) -> Iterator[str]:
-    """The shards that the index names, if there is one that names any."""
-    if (root / INDEX).is_file():
-        weight_map = index.read_json(root / INDEX, max_bytes=MAX_LIST_BYTES)[0].get("weight_map")
-        yield from filter(index.is_plain_name, weight_map.values() if isinstance(weight_map, dict) else ())
-
-
-def _patterns(names: Iterable[str]) -> list[str]:
-    """Names as patterns that match nothing else."""
-    return [glob.escape(name) for name in sorted(names)]
-
-
-def _fetch_words(repo_id: str, revision: str | None) -> tuple[Path, hub.Listing | None]:
-    """The JSON files of a repo in the Hub cache, and what else the repo holds; None where all its shards are cached."""
-    root = hub.fetch(repo_id, revision, allow_patterns=_patterns(_WORDS))
-    shards = set(_shards(root)) or {SINGLE}
-    if all((root / name).is_file() for name in shards):
-        return root, None
-    return root, hub.Listing.of(repo_id, root.name)

@@ -45,6 +45,14 @@ class Guard:
         status = (self._root / name).stat()
         return self._seen.setdefault(name, status)
 
+    def has_seen(self, name: str) -> bool:
+        """Whether a file was looked at."""
+        return name in self._seen
+
+    def forget(self, name: str) -> None:
+        """A file will not be there any more; it was compared for the last time."""
+        self._seen.pop(name, None)
+
     def look_if_there(self, names: Iterable[str]) -> None:
         """`look` at those of the files that are there."""
         for name in names:
@@ -54,10 +62,13 @@ class Guard:
     def check_unchanged(self, names: Iterable[str] | None = None) -> None:
         """Compare files that were looked at, all of them or some, with what they were: size, time, inode and device.
 
+        What was read by ranges of a repo's commit was not looked at, and cannot change.
         Raises InputError that names the first one which is another now, or is gone.
         """
         for name in list(self._seen) if names is None else names:
-            before = self._seen[name]
+            before = self._seen.get(name)
+            if before is None:
+                continue
             try:
                 now = (self._root / name).stat()
             except OSError as error:
@@ -77,22 +88,32 @@ class Guard:
         """Whether there is a manifest that says what the files' bytes are."""
         return self._listed is not None
 
-    def hold_to(self, listed: Mapping[str, Mapping[str, Any]], *, is_whole: bool = True) -> None:
+    def hold_to(
+        self,
+        listed: Mapping[str, Mapping[str, Any]],
+        sizes: Mapping[str, int] | None = None,
+        digests: Mapping[str, str] | None = None,
+        *,
+        is_whole: bool = True,
+    ) -> None:
         """Have an artifact's files held to what its manifest lists: name → `size_bytes` and `sha256`.
 
         Those that were looked at must be listed, and what is listed must be there with that size, but for README.md and
         its like (without `is_whole` other files too: of a repo some may not be on this machine). The config and the
-        index, which were read by now, must have that digest too. Raises InputError.
+        index, which were read by now, must have that digest too. sizes, digests: of files that are not here yet, as
+        the Hub says. Raises InputError.
         """
         self._listed = listed
         for name in listed if is_whole else ():
             self._check_there(name, listed[name]["size_bytes"])
-        for name, status in self._seen.items():
+        for name, size in {**(sizes or {}), **{name: s.st_size for name, s in self._seen.items()}}.items():
             if name == MANIFEST or self._is_beside(name):
                 continue
             size_bytes = self._entry(name)["size_bytes"]
-            if status.st_size != size_bytes:
-                raise self._differs(name, f"{size_bytes} bytes", f"{status.st_size} bytes")
+            if size != size_bytes:
+                raise self._differs(name, f"{size_bytes} bytes", f"{size} bytes")
+            if digests and name in digests:
+                self.compare(name, digests[name])
         for name in sorted(self._seen.keys() & {CONFIG, INDEX}):
             self.prove(name)
 

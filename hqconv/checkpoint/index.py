@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ from hqconv.schemas.tensors import TensorRef
 HF_QUANT_CONFIG = "hf_quant_config.json"
 QUANTIZATION_FILES = (HF_QUANT_CONFIG, ascend.DESCRIPTION)
 COPY_AGAIN = "Copy or download the checkpoint again."
+
+
+@contextmanager
+def readable(src: object) -> Iterator[None]:
+    """Turns what the operating system says of a look at a folder into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        what, where = "The checkpoint cannot be read.", str(error.filename or src)
+        raise InputError(what, where=where, found=error.strerror or error, remedy=COPY_AGAIN) from error
 
 
 def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_WORDS_BYTES) -> tuple[dict[str, Any], bytes]:

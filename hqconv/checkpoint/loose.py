@@ -28,7 +28,7 @@ class Loose:
     """names: what belongs in an artifact, POSIX paths relative to the source, sorted; num_bytes: of all of them.
 
     left_out: what lies in the source beside them and does not, and why. card: the bytes of its README.md, which becomes
-    a part of the artifact's; None where there is none, or only headers are here.
+    a part of the artifact's; None where there is none.
     """
 
     names: tuple[str, ...] = ()
@@ -56,12 +56,13 @@ class Loose:
         return cls(tuple(sorted(sizes)), sum(sizes.values()), dict(sorted(left_out.items())), card)
 
     @classmethod
-    def of_listing(cls, sizes: Mapping[str, int]) -> Loose:
-        """The loose files of a repo of which only the headers were read; sizes: of all its files."""
+    def of_listing(cls, sizes: Mapping[str, int], root: Path) -> Loose:
+        """The loose files of a repo of which only words and headers are here, at `root`; sizes: of all its files."""
         found = sorted(name for name in sizes if _is_loose(name) and name != CARD)
         names = tuple(name for name in found if not name.endswith(PARTIAL))
         left_out = {name: _UNFINISHED for name in found if name.endswith(PARTIAL)}
-        return cls(names, sum(sizes[name] for name in names), left_out)
+        card = _read_card(root) if (root / CARD).is_file() else None
+        return cls(names, sum(sizes[name] for name in names), left_out, card)
 
 
 def _is_loose(path: str) -> bool:

@@ -105,6 +105,10 @@ OPTIONS: dict[str, Option] = {
     "max_memory": Option(str, "Host memory for the experts at work: 512MiB, 4GiB, 2GB, bytes."),
     "max_gpu_memory": Option(str | None, "The same on the GPU.  [default: most of what is free]"),
     "threads": Option(int | None, "Worker threads.  [default: all processors]", settings=_AT_LEAST_ONE),
+    "cache_limit": Option(
+        str | None, "Of what is fetched from the Hub at a time: 40GB, bytes.  [default: four of its shards]"
+    ),
+    "keep_source": Option(bool, "Keep in the Hub's cache what is fetched.", ("--keep-source",)),
     "resume": Option(bool, "Go on with an interrupted conversion.", ("--resume",)),
     "overwrite": Option(bool, "Replace an artifact, once the new one is complete.", ("--overwrite",)),
     "source_digests": Option(
@@ -112,7 +116,9 @@ OPTIONS: dict[str, Option] = {
         "Hash the source's files beside the conversion, and record their SHA-256.",
         ("--source-digests",),
     ),
-    "revision": Option(str | None, "Branch, tag or commit of a Hub repo."),
+    "revision": Option(
+        str | None, "Branch, tag or commit of a Hub repo; of verify the source's, if there is one."
+    ),
     "source": Option(str | None, "The checkpoint it was made from: folder or Hub repo id."),
     "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),
     "layers": Option(str | None, "Such as 0,3-5.  [default: all; for the kernel the first, middle and last]"),
@@ -146,7 +152,9 @@ _GROUPS = {
     "What is shown": ("json", "quiet", "profile"),
 }
 # What one command means differently.
-_ARTIFACT = Option(Path, "Artifact.", metavar="OUT", settings=_ANY_PATH)
+_ARTIFACT = Option(
+    Path, "Artifact; for verify also on the Hub (org/name).", metavar="OUT", settings=_ANY_PATH
+)
 
 
 def takes(

@@ -12,6 +12,7 @@ from hqconv.artifact.lineage import ancestors
 from hqconv.artifact.manifest import check_details, read_manifest, schema_of
 from hqconv.artifact.summary import requantized, scale_changes, summarize_errors
 from hqconv.checkpoint.digest import sha256_of
+from hqconv.checkpoint.hub import Listing
 from hqconv.formats.format import SourceFormat
 from hqconv.inspection.words import Words, block_runs, otherwise, quant_method, schema_words
 from hqconv.planning.encoding import RTN
@@ -23,23 +24,19 @@ from hqconv.schemas.regular import read_json
 from hqconv.schemas.serving import serve_command
 
 
-def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
-    """A finished artifact, from its manifest; without `is_whole` only some of its files are here.
+def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing | None = None) -> Words:
+    """A finished artifact, from its manifest.
 
+    repo_id, listing: of a repo on the Hub, of which only some files are here; no listing where nobody can be asked.
     Raises what `read_manifest` raises, VerificationError where the manifest's schema is none.
     """
     manifest = read_manifest(root)
     check_details(root, manifest)
     errors = {name: block["quantization_error"] for name, block in manifest["blocks"].items()}
-    missing = [
-        name
-        for name, entry in (manifest["files"].items() if is_whole else ())
-        if not (root / name).is_file()
-        or (name != artifact.CARD and (root / name).stat().st_size != entry["size_bytes"])  # may be edited
-    ]
     return {
         "kind": "artifact",
         "folder": str(root),
+        **({} if repo_id is None else {"repo": repo_id, "commit": root.name}),
         "schema": schema_words(schema_of(root, manifest), manifest["dtype"]),
         "otherwise": otherwise(
             (name, block["schema_name"], block["input_schema"])
@@ -64,9 +61,9 @@ def describe_artifact(root: Path, *, is_whole: bool = True) -> Words:
         "num_files": len(manifest["files"]),
         "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
         "rank_bytes": _rank_bytes(manifest),
-        "missing_or_resized_files": missing,
+        "missing_or_resized_files": _missing(root, manifest, listing),
         "warnings": list(manifest.get("warnings", [])),
-        "serve_command": serve_command(str(root), manifest["layout"], _grid(manifest)),
+        "serve_command": serve_command(repo_id or str(root), manifest["layout"], _grid(manifest)),
     }
 
 
@@ -86,6 +83,23 @@ def _origin(root: Path, manifest: Words) -> Words:
         "manifest_sha256": sha256_of(root / artifact.MANIFEST),
         "warnings": list(manifest.get("warnings", [])),
     }
+
+
+def _missing(root: Path, manifest: Words, listing: Listing | None) -> list[str]:
+    """Files that are not there, or have another size; people may edit the card."""
+    return [
+        name
+        for name, entry in manifest["files"].items()
+        if (size := _size_of(root, name, listing)) is None
+        or (name != artifact.CARD and size != entry["size_bytes"])
+    ]
+
+
+def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
+    """Bytes of a file of the folder, or of the repo; None where there is none."""
+    if listing is not None:
+        return listing.sizes.get(name)
+    return (root / name).stat().st_size if (root / name).is_file() else None
 
 
 def _grid(manifest: Words) -> Grid:

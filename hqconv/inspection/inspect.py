@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished
-from hqconv.artifact.opening import open_headers
+from hqconv.artifact.opening import Place, find, open_headers
 from hqconv.checkpoint.folder import Checkpoint
-from hqconv.checkpoint.gguf import holds_gguf
+from hqconv.checkpoint.index import readable
 from hqconv.experts.map import map_experts
 from hqconv.inspection.artifact import describe_artifact, describe_unfinished
 from hqconv.inspection.source import describe_source
@@ -22,13 +22,22 @@ def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
         return describe_artifact(root)
     if revision is None and is_unfinished(root):
         return describe_unfinished(root)
-    if revision is None and str(path) and holds_gguf(root):
-        with open_headers(root) as source:
+    with readable(path):
+        place = find(path, revision)
+    if place.words and is_artifact(place.root):
+        return describe_artifact(place.root, place.words["repo_id"], place.words["listing"])
+    if place.kind == "gguf":
+        with open_headers(path) as source:
             return describe_source(source, source.map_experts)
-    with Checkpoint.open(str(path), revision, headers_only=True) as checkpoint:
-        if (
-            quant_method(checkpoint.quantization) == "hqconv"
-        ):  # on the Hub, or it says that the manifest is lost
-            return describe_artifact(checkpoint.root, is_whole=False)
+    with _opened(place, path, revision) as checkpoint:
+        if quant_method(checkpoint.quantization) == "hqconv":  # the manifest is lost
+            return describe_artifact(checkpoint.root)
         words = (checkpoint.tensors, checkpoint.config, checkpoint.quantization)
         return describe_source(checkpoint, lambda: map_experts(*words))
+
+
+def _opened(place: Place, path: str | Path, revision: str | None) -> Checkpoint:
+    if place.words:
+        with readable(path):
+            return Checkpoint(place.root, name=place.name, **place.words)
+    return Checkpoint.open(str(path), revision)

@@ -41,9 +41,9 @@ class Stretch(NamedTuple):
     num_bytes: int
 
     @property
-    def wide(self) -> TensorRef:
-        """A tensor that has all of these bytes."""
-        return self.ref._replace(num_bytes=self.start + self.num_bytes)
+    def part(self) -> TensorRef:
+        """A tensor that is these bytes."""
+        return self.ref._replace(offset_bytes=self.ref.offset_bytes + self.start, num_bytes=self.num_bytes)
 
     def run(self, data: torch.Tensor) -> Run:
         """These bytes, to be written."""

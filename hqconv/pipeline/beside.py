@@ -17,8 +17,10 @@ from hqconv.sources.source import Source
 def write_beside(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
     """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards.
 
-    Raises InputError where a file of the source cannot be read or is not what its manifest lists.
+    From the Hub they are fetched first. Raises InputError where a file of the source cannot be read or is not what its
+    manifest lists, OutputError, or NetworkError.
     """
+    source.fetch(plan.other_files)
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)

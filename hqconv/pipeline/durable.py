@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hqconv.artifact.build import FileRecord
+from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import InputError, OutputError
 from hqconv.schemas.artifact import PARTIAL
 from hqconv.schemas.regular import open_regular
@@ -112,6 +113,12 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
         partial(path).replace(path)
         sync_folders(root, [path.parent])
     return FileRecord(name, num_bytes, digest.hexdigest())
+
+
+def is_whole(root: Path, record: FileRecord) -> bool:
+    """Whether a file of the folder is there, with its size and digest."""
+    path = root / record.path
+    return path.is_file() and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
 
 
 def check_space(root: Path, num_bytes: int) -> None:

@@ -10,8 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hqconv.backends.helpers import Helpers
 from hqconv.checkpoint.descriptors import open_limit
@@ -21,7 +20,8 @@ from hqconv.pipeline.costs import Measurements
 from hqconv.pipeline.devices import Lane, Slot, entered, make_lane
 from hqconv.pipeline.encode import DoubtfulError
 from hqconv.pipeline.input_scales import InputScales, create_files
-from hqconv.pipeline.journal import JournalEntry
+from hqconv.pipeline.journal import Destination
+from hqconv.pipeline.journal_lines import JournalEntry
 from hqconv.pipeline.produce import Produced, produce
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter
@@ -30,6 +30,7 @@ from hqconv.pipeline.resources import Resources, Staging
 from hqconv.pipeline.slots import STAGE as SLOTS
 from hqconv.pipeline.slots import Slots
 from hqconv.pipeline.stages import Stages
+from hqconv.pipeline.supply import Supply
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile
 from hqconv.planning.groups import Group
@@ -70,16 +71,6 @@ class _Flight:
     num_writes_left: int = 0
 
 
-class Destination(Protocol):
-    """Where groups are written and put down."""
-
-    root: Path
-
-    def record(self, entry: JournalEntry) -> None:
-        """Note a finished group."""
-        ...
-
-
 class Executor:
     """The stages of one conversion."""
 
@@ -92,8 +83,9 @@ class Executor:
         meter: Meter,
         profile: Profile,
         scales: Mapping[str, InputScales],
+        supply: Supply,
     ) -> None:
-        self._scales = scales
+        self._scales, self._supply = scales, supply
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
         num_threads = min(_MAX_THREADS, max(4, resources.num_threads))
@@ -122,19 +114,22 @@ class Executor:
     def run(self, groups: Iterable[Group]) -> None:
         """Fill and finish the groups. Raises the first error of any stage; nothing half done keeps its final name."""
         try:
+            self._supply.start(self._stages)
             jobs = (_Job(group) for group in groups)
             job = next(jobs, None)
             while job is not None:
+                self._supply.bring(job.group)
                 if job not in self._jobs:
                     self._stages.wait(self._may_open)
                     self._open(job)
                 ahead = next(jobs, None) if self._may_open() else None
-                if ahead is not None:
+                if ahead is not None and self._supply.has(ahead.group):
                     self._open(ahead)
                 self._feed(job)
                 job = ahead or next(jobs, None)
             self._stages.wait(lambda: all(job.is_done for job in self._jobs))
         finally:
+            self._supply.stop()
             self._stages.stop()
             if self._helpers is not None:
                 self._helpers.stop()
@@ -187,12 +182,14 @@ class Executor:
         self._stages.tell()
 
     def _read_piece(self, flight: _Flight, piece: Piece) -> None:
-        runs, end = list[Run](), 0
+        runs, reads, end = list[Run](), [], 0
+        for one in piece.stretches():
+            data = flight.slot.raw[end : end + one.num_bytes]
+            runs.append(one.run(data))
+            reads.append((one.part, data.numpy().data))
+            end += one.num_bytes
         try:
-            for one in piece.stretches():
-                runs.append(one.run(flight.slot.raw[end : end + one.num_bytes]))
-                self._source.read_into(one.wide, runs[-1].data.numpy().data, one.start)
-                end += one.num_bytes
+            self._source.read_all_into(reads)
         except InputError:
             for ref, start, size in piece.spans:  # one by one, for the name of the tensor that it is
                 self._source.read_into(ref, flight.slot.raw[:size].numpy().data, start)
@@ -295,6 +292,7 @@ class Executor:
         measured, digests = job.measured, self._proofs.digests(job.sources)
         words = (measured.errors(job.group), measured.sums(), digests)
         self._folder.record(JournalEntry(job.group.name, records, *words))
+        self._supply.release(job.group)
         job.is_done = True
         self._meter.finish(job.group.name)
         self._stages.tell()

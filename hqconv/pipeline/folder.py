@@ -13,13 +13,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.build import FileRecord
 from hqconv.artifact.manifest import is_artifact
-from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import OutputError
 from hqconv.pipeline.clearing import check_replaceable, check_strays, files_in, listed_files, remove_listed
 from hqconv.pipeline.durable import (
     check_space,
+    is_whole,
     make_folder,
     output_errors,
     partial,
@@ -27,7 +26,8 @@ from hqconv.pipeline.durable import (
     write_whole,
 )
 from hqconv.pipeline.exchange import exchange, settle
-from hqconv.pipeline.journal import Journal, JournalEntry, compare_identities
+from hqconv.pipeline.journal import Journal
+from hqconv.pipeline.journal_lines import JournalEntry, compare_identities
 from hqconv.schemas.artifact import COMPANIONS, JOURNAL, MANIFEST
 
 
@@ -165,7 +165,7 @@ class OutputFolder:
         check_strays(root, {*self._paths, *listed_files(root)}, self._paths)
         with output_errors(root):
             for entry in journal.entries:
-                if all(_is_there(root, record) for record in entry.files):
+                if all(is_whole(root, record) for record in entry.files):
                     self.done[entry.group] = entry
             (root / MANIFEST).unlink(missing_ok=True)  # killed after sealing
             for path in self._paths:
@@ -203,6 +203,12 @@ class OutputFolder:
         assert self._journal is not None
         self._journal.record(entry)
         self.done[entry.group] = entry
+
+    @property
+    def notes(self) -> Journal:
+        """Where it is noted what is fetched for this conversion."""
+        assert self._journal is not None
+        return self._journal
 
     def seal(self, manifest: bytes) -> None:
         """Write the manifest, the artifact's last file, let it take the place of an older one, forget the journal."""
@@ -277,11 +283,6 @@ def _claim(root: Path) -> Journal:
         except OutputError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise  # else the folder was removed by another process that was just done with it
-
-
-def _is_there(root: Path, record: FileRecord) -> bool:
-    path = root / record.path
-    return path.is_file() and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
 
 
 def taken(root: Path, found: str) -> OutputError:

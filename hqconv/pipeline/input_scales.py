@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,9 +26,37 @@ InputScales = Mapping[str, float]  # GEMM → its scale, a float32
 _NUM_THREADS = 16  # so many small reads at once
 
 
-def read_input_scales(source: Source, plan: Plan) -> dict[str, InputScales]:
-    """Block → the scales of those blocks that carry them. Raises InputError as `reduced`."""
+class _WhenAsked(Mapping[str, InputScales]):
+    """The scales of blocks whose files come one after the other from the Hub: read when they are there."""
+
+    def __init__(self, source: Source, blocks: Iterable[ExpertBlock]) -> None:
+        self._source, self._blocks = source, {block.name: block for block in blocks}
+        self._found: dict[str, InputScales] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> InputScales:
+        block = self._blocks[name]
+        with self._lock:
+            if name not in self._found:
+                with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:
+                    self._found[name] = reduced(self._source, block, pool)
+            return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+def read_input_scales(source: Source, plan: Plan) -> Mapping[str, InputScales]:
+    """Block → the scales of those blocks that carry them. Raises InputError as `reduced`.
+
+    Of a source on the Hub they are read, and refused, when they are asked for.
+    """
     blocks = static_blocks(plan.experts, plan.request)
+    if source.listing is not None:
+        return _WhenAsked(source, blocks)
     if not blocks:
         return {}
     with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:

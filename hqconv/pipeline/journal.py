@@ -1,7 +1,7 @@
 """The journal of an unfinished conversion: what is converted, which groups are finished, and who is at work.
 
-A line each, in JSON: first the conversion's identity, then in any order the processes that worked on it and the groups
-that are finished. A process holds a lock on the file for as long as it works.
+A line each, in JSON: first the conversion's identity, then in any order the processes that worked on it, the finished
+groups, and the files of the source that were fetched. A process holds a lock on the file for as long as it works.
 """
 
 from __future__ import annotations
@@ -11,32 +11,40 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import output_errors, sync_above, sync_folder
+from hqconv.pipeline.journal_lines import (
+    FETCHED,
+    JournalEntry,
+    last_process,
+    lines_of,
+    parse_entry,
+    parse_fetch,
+    parse_identity,
+)
 from hqconv.schemas.artifact import JOURNAL, is_member_journal
 from hqconv.schemas.regular import what_instead
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
-@dataclass(frozen=True)
-class JournalEntry:
-    """A finished group: its files, what its conversion measured, and of a block the content sums.
+class Destination(Protocol):
+    """Where groups are written and put down."""
 
-    sources: the SHA-256 of the source's files that were read for it, where they were hashed.
-    """
+    root: Path
 
-    group: str
-    files: list[FileRecord]
-    measured: dict[str, Any]
-    sums: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
+    @property
+    def notes(self) -> Journal:
+        """Where it is noted what is fetched."""
+        ...
+
+    def record(self, entry: JournalEntry) -> None:
+        """Note a finished group."""
+        ...
 
 
 class Journal:
@@ -45,8 +53,9 @@ class Journal:
     Where several processes share a conversion, each has one. The first process's is the folder's: what the others
     finished is taken over from theirs when it is opened, and these are removed once it says so itself.
 
-    identity: what the lines say was begun, None where nothing was. entries: the groups that were finished. has_lock:
-    False on a file system without locks, where nobody is kept out.
+    identity: what the lines say was begun, None where nothing was. entries: the groups that were finished. fetched:
+    files that were fetched into the Hub's cache. has_lock: False on a file system without locks, where nobody is kept
+    out.
     """
 
     def __init__(self, root: Path, name: str = JOURNAL) -> None:
@@ -57,7 +66,7 @@ class Journal:
         with output_errors(self.path):
             self._descriptor = self._open()
             try:
-                self.identity, self.entries = self._read()
+                self.identity, self.entries, self.fetched = self._read()
                 if name == JOURNAL:
                     self._of_members = [entry for path in self._members() for entry in self._take_over(path)]
             except BaseException:
@@ -117,32 +126,35 @@ class Journal:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _busy(self.path, _last_process(_lines(self.path.read_bytes())[0])) from None
+            raise _busy(self.path, last_process(lines_of(self.path.read_bytes())[0])) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             self.has_lock = False
 
-    def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry]]:
-        """Identity and finished groups; half a line of a killed run is cut off.
+    def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry], set[str]]:
+        """Identity, finished groups and fetched files; half a line of a killed run is cut off.
 
         So is a first line that is none and the only one: the power failed while it was written, and the next is written
         once it lasts.
         """
-        lines, torn = _lines(self.path.read_bytes())
+        lines, torn = lines_of(self.path.read_bytes())
         if len(lines) == 1 and b"\0" in lines[0]:
             lines, torn = [], lines[0]
         if torn:
             os.truncate(self.path, sum(len(line) + 1 for line in lines))
         if not lines:
-            return None, []
-        return _identity(self.path, lines[0]), [entry for line in lines[1:] if (entry := _parse_entry(line))]
+            return None, [], set()
+        entries = [entry for line in lines[1:] if (entry := parse_entry(line))]
+        return parse_identity(self.path, lines[0]), entries, set(filter(None, map(parse_fetch, lines[1:])))
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Note what is converted, and that this process does it; a journal that says so already keeps its lines."""
         if self.identity is None:
             self._append(identity)
             self.identity = identity
+            for name in sorted(self.fetched):  # of a conversion that was started anew
+                self._append({FETCHED: name})
         with output_errors(self.path.parent):  # also where a run that was killed wrote the identity
             sync_folder(self.path.parent)
             sync_above(self.path.parent)
@@ -157,6 +169,12 @@ class Journal:
         """Note a finished group; it survives a kill from here on."""
         self._append(asdict(entry))
 
+    def note_fetch(self, name: str) -> None:
+        """Note that a file will be fetched; it survives a kill from here on."""
+        if name not in self.fetched:
+            self._append({FETCHED: name})
+            self.fetched.add(name)
+
     def _append(self, words: dict[str, Any]) -> None:
         with output_errors(self.path):
             os.lseek(self._descriptor, 0, os.SEEK_END)
@@ -166,7 +184,7 @@ class Journal:
             os.fsync(self._descriptor)
 
     def restart(self) -> None:
-        """Forget all lines, and keep the lock."""
+        """Forget all lines but what was fetched, and keep the lock."""
         with output_errors(self.path):
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
@@ -201,53 +219,8 @@ def identity_of(root: Path) -> dict[str, Any]:
     """What the journal of a folder says was begun there. Raises OutputError where it says nothing that can be read."""
     path = root / JOURNAL
     with output_errors(path):
-        lines, _ = _lines(path.read_bytes())
-    return _identity(path, lines[0] if lines else b"")
-
-
-def _identity(path: Path, line: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError, RecursionError):
-        raise OutputError(
-            "The journal of an unfinished conversion cannot be read.",
-            where=str(path),
-            remedy="Start anew in another folder with -o, or remove this one.",
-        ) from None
-
-
-def _lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """The whole lines, and what follows the last of them."""
-    *lines, torn = data.split(b"\n")
-    return lines, torn
-
-
-def _parse_entry(line: bytes) -> JournalEntry | None:
-    """A finished group, or None for a line that is none."""
-    try:
-        words = json.loads(line)
-        files = [FileRecord(**record) for record in words["files"]]
-        are_records = all(
-            (type(f.path), type(f.size_bytes), type(f.sha256)) == (str, int, str) for f in files
-        )
-        measured, sums, sources = words["measured"], words["sums"], words.get("sources", {})
-        are_digests = all(isinstance(sha256, str) for sha256 in sources.values())
-        are_words = isinstance(measured, dict) and isinstance(sums, dict) and are_digests
-        is_whole = are_records and isinstance(words["group"], str) and are_words
-        return JournalEntry(words["group"], files, measured, sums, sources) if is_whole else None
-    except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _last_process(lines: list[bytes]) -> str:
-    """Who noted last that it is at work."""
-    for line in reversed(lines):
-        try:
-            words = json.loads(line)
-            return f"process {int(words['process'])} on {words['host']}"
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return "a process that has just begun"
+        lines, _ = lines_of(path.read_bytes())
+    return parse_identity(path, lines[0] if lines else b"")
 
 
 def _no_file(path: Path, found: str) -> OutputError:
@@ -263,21 +236,3 @@ def _busy(path: Path, found: str) -> OutputError:
         found=found,
         remedy="Wait until it is done, or choose another folder with -o.",
     )
-
-
-def compare_identities(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume another conversion, naming the first difference."""
-    for key in {**now, **before}:  # in their own order: what was asked for before what follows from it
-        if before.get(key) != now.get(key):
-            raise OutputError(
-                f"The unfinished conversion differs from this one in: {key}.",
-                where=str(root),
-                expected=_short(before.get(key)),
-                found=_short(now.get(key)),
-                remedy="Repeat the first command with --resume, or start anew with --overwrite.",
-            )
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + " …"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from hqconv.errors import InputError
 from hqconv.pipeline.batches import Batch, Piece
-from hqconv.pipeline.journal import JournalEntry
+from hqconv.pipeline.journal_lines import JournalEntry
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.stages import Stages
 from hqconv.planning.plan import Plan

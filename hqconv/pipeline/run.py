@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,19 @@ from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import OutputError
 from hqconv.pipeline.beside import write_beside, write_card
 from hqconv.pipeline.durable import check_space, write_whole
-from hqconv.pipeline.executor import Destination, Executor
+from hqconv.pipeline.executor import Executor
 from hqconv.pipeline.folder import OutputFolder
 from hqconv.pipeline.forms import check_forms
 from hqconv.pipeline.input_scales import InputScales, read_input_scales
+from hqconv.pipeline.journal import Destination
 from hqconv.pipeline.profile import Profile
 from hqconv.pipeline.progress import Meter, Progress
 from hqconv.pipeline.proofs import source_digests
 from hqconv.pipeline.resources import Resources, Staging, bounded_gpu, plan_staging
+from hqconv.pipeline.room import check_room
+from hqconv.pipeline.supply import CacheUse, Supply, in_stretches
 from hqconv.pipeline.team import Share, Team
+from hqconv.planning.groups import Group
 from hqconv.planning.plan import Plan
 from hqconv.schemas import artifact
 from hqconv.schemas.serving import serve_command
@@ -99,9 +103,11 @@ def convert(
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
     digests: bool = False,
+    cache: CacheUse | None = None,
 ) -> ConversionReport:
     """Write the planned artifact to `out`, or with `in_team` this process's share of it; see `hqconv.convert`.
 
+    cache: what may be taken of the Hub's cache.
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
     one expert.
     """
@@ -113,7 +119,7 @@ def convert(
     team = Team.of_environment() if in_team else None
     staging = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead)
     meter = Meter(plan.num_bytes_read, len(plan.groups), progress, None if team is None else team.count)
-    work = _Work(source, plan, out, resources, staging, meter, Profile(), team, scales)
+    work = _Work(source, plan, out, resources, staging, meter, Profile(), team, scales, cache or CacheUse())
     try:
         if team is not None and team.rank > 0:
             outcome = _help(work, team)
@@ -141,14 +147,27 @@ class _Work:
     profile: Profile
     team: Team | None
     scales: Mapping[str, InputScales]
+    cache: CacheUse
+
+    def missing(self, done: Collection[str]) -> list[Group]:
+        """The groups that are not done, in the order of their work."""
+        missing = [group for group in self.plan.groups if group.name not in done]
+        return missing if self.source.listing is None else in_stretches(self.source, missing)
 
     def run(self, folder: Destination, done: Collection[str]) -> None:
         """Convert the groups that are not done, or this process's share of them."""
-        missing = [group for group in self.plan.groups if group.name not in done]
+        missing = self.missing(done)
+        supply = Supply(self.source, missing, self.cache, folder.notes, is_shared=self.team is not None)
         groups = missing if self.team is None else self.team.deal(missing)
         with bounded_gpu(self.resources):
             words = (self.source, folder, self.resources, self.staging, self.meter, self.profile, self.scales)
-            Executor(*words).run(groups)
+            Executor(*words, supply).run(groups)
+
+    def check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
+        """Refuse to start where the Hub's cache has no room for what will be fetched. Raises as `check_room`."""
+        if self.source.listing is not None:
+            use = replace(self.cache, keeps=self.cache.keeps or self.team is not None)
+            check_room(self.source, self.missing(done), use, self.out, num_bytes_out)
 
     def report(self, outcome: _Outcome, seconds: float) -> ConversionReport:
         """What was done."""
@@ -181,9 +200,11 @@ class _Outcome:
 def _lead(work: _Work, *, resume: bool, overwrite: bool) -> _Outcome:
     """Take the folder, convert, and seal: what a process alone does, and the first of several."""
     source, plan, team = work.source, work.plan, work.team
-    identity = _identity(source, plan)
+    identity, num_bytes_out = _identity(source, plan), plan.num_bytes_out + plan.num_bytes_beside
+    if not resume:
+        work.check_cache((), num_bytes_out)
     with OutputFolder(work.out, identity, plan.paths) as folder:
-        is_new = folder.start(plan.num_bytes_out + plan.num_bytes_beside, resume=resume, overwrite=overwrite)
+        is_new = folder.start(num_bytes_out, resume=resume, overwrite=overwrite)
         done = list(folder.done)
         if team is not None:
             words = {"is_new": is_new, "root": str(folder.root), "done": done, "identity": _digest(identity)}
@@ -210,6 +231,7 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     missing = [group for group in plan.groups if group.name not in folder.done]
     num_bytes = sum(file.size_bytes for group in missing for file in group.files)
     check_space(folder.root, num_bytes + plan.num_bytes_beside)
+    work.check_cache(folder.done, num_bytes + plan.num_bytes_beside)
     work.run(folder, list(folder.done))
     for entry in () if work.team is None else work.team.collect():
         folder.record(entry)
@@ -257,6 +279,7 @@ def _identity(source: Source, plan: Plan) -> dict[str, Any]:
         "hqconv version": __version__,
         "humming-kernels version": version("humming-kernels"),
         "source files": [asdict(file) for file in source.files],
+        **({} if source.revision is None else {"commit of the source": source.revision}),
         "source config": source.config,
         "source quantization": source.quantization,
         **plan.fingerprint(),

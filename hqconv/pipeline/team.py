@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
 from hqconv.pipeline.environment import in_team
-from hqconv.pipeline.journal import Journal, JournalEntry, identity_of
+from hqconv.pipeline.journal import Journal, identity_of
+from hqconv.pipeline.journal_lines import JournalEntry
 from hqconv.schemas.artifact import member_journal
 
 _T = TypeVar("_T")
@@ -59,6 +60,11 @@ class Share:
         """Note a finished group; it survives a kill from here on."""
         self._journal.record(entry)
         self.entries.append(entry)
+
+    @property
+    def notes(self) -> Journal:
+        """Where it is noted what is fetched: nothing, as a team drops nothing."""
+        return self._journal
 
 
 class Team:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hqconv.artifact.opening import without_gc
+from hqconv.errors import RequestError
 from hqconv.pipeline.environment import local_place
 from hqconv.pipeline.options import choose_device, default_out, parse_bytes
 from hqconv.schemas.gpu_target import Target
@@ -17,6 +18,7 @@ from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
 
 if TYPE_CHECKING:
     from hqconv.pipeline.resources import Resources
+    from hqconv.pipeline.supply import CacheUse
     from hqconv.planning.plan import Plan
     from hqconv.sources.source import Headers
 
@@ -77,6 +79,16 @@ def place_of(planned: Plan, out: str | Path | None) -> Path:
     request = planned.request
     name = SOURCE if request.must_be_direct else request.schema.name
     return default_out(planned.source.name, name, request)
+
+
+def cache_use(limit: str | int | None, *, keep_source: bool) -> CacheUse:
+    """What a conversion may take of the Hub's cache. Raises RequestError for a limit on what is to be kept."""
+    from hqconv.pipeline.supply import CacheUse
+
+    if limit is not None and keep_source:
+        what, remedy = "--cache-limit and --keep-source exclude each other.", "Give one of the two."
+        raise RequestError(what, remedy=remedy)
+    return CacheUse(None if limit is None else parse_bytes(limit, "--cache-limit"), keep_source)
 
 
 def resources_of(

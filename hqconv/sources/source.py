@@ -62,6 +62,10 @@ class Source(Headers, Protocol):
         """
         ...
 
+    def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
+        """Fill a buffer with all of each tensor's bytes; what adjoins is read at once. Raises InputError."""
+        ...
+
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
         """Fill all of `buffer` with a tensor's bytes from byte `start` on; any thread may. Raises InputError."""
         ...

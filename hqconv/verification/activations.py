@@ -69,6 +69,6 @@ def _static_scales(
     static = [gemm for gemm, one in roundings.items() if one.is_static]
     if not static:
         return {}
-    path = artifact.root / names.rank_file(block, 0, 0)
+    path = artifact.fetched(names.rank_file(block, 0, 0))
     with safe_open(path, framework="pt", device=str(device)) as file:
         return {gemm: file.get_tensor(f"{block}.{gemm}_input_scale") for gemm in static}

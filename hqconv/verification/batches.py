@@ -65,7 +65,7 @@ def _router(artifact: Artifact, block: str) -> tuple[torch.Tensor | None, torch.
 def _copied(artifact: Artifact, name: str) -> torch.Tensor | None:
     for path in artifact.manifest["files"]:
         if artifact.is_shard(path) and name in artifact.header(path)[0]:
-            with safe_open(artifact.root / path, framework="pt") as file:
+            with safe_open(artifact.fetched(path), framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
                 return tensor
     return None

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 from hqconv.artifact.opened import Artifact
 from hqconv.artifact.sums import is_own_card, is_own_sums
 from hqconv.schemas import artifact as names
@@ -18,17 +14,19 @@ def check_beside(artifact: Artifact, result: CheckResult) -> None:
     What publishing brings along may lie there, and the journal of a conversion that was killed when all was written.
     """
     listed = {names.MANIFEST, *artifact.manifest["files"]}
-    beside = [name for name in names.COMPANIONS if name not in listed and (artifact.root / name).exists()]
+    paths = artifact.paths()
+    tops = {path.split("/")[0] for path in paths} | {path.name for path in artifact.root.iterdir()}
+    beside = [name for name in names.COMPANIONS if name not in listed and name in tops]
     others = [name for name in beside if name != names.SUMS]
     if others:
         result.notes.append(f"beside the artifact's own files: {', '.join(others)}")
     _note_edited(artifact, result)
-    if (artifact.root / names.JOURNAL).exists():
+    if names.JOURNAL in paths:
         result.notes.append(
             "a killed conversion left its journal: repeat its command with --resume to tidy up"
         )
     listed |= {names.JOURNAL}
-    for path in sorted(_walk(artifact.root)):
+    for path in paths:
         if path.split("/")[0] in beside or names.is_member_journal(path):
             continue
         inside = (
@@ -45,10 +43,3 @@ def _note_edited(artifact: Artifact, result: CheckResult) -> None:
         result.notes.append(f"{names.CARD} was edited since the conversion")
     if names.SUMS not in files and (root / names.SUMS).is_file() and not is_own_sums(root, files):
         result.notes.append(f"{names.SUMS} does not say what the manifest does")
-
-
-def _walk(root: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        for name in (*files, *links):
-            yield (Path(folder) / name).relative_to(root).as_posix()

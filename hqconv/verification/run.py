@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from hqconv.artifact.opened import Artifact
-from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.checkpoint.hub import Listing
+from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.pipeline.progress import Meter, Progress
 from hqconv.schemas import artifact as names
 from hqconv.schemas.activation import Activation
@@ -88,17 +89,21 @@ class VerificationReport:
         }
 
 
-def verify(root: Path, source: Source | None, options: Options) -> VerificationReport:
+def verify(
+    root: Path, source: Source | None, options: Options, listing: Listing | None = None
+) -> VerificationReport:
     """Run the checks on the artifact at `root`, against `source` where it is given.
 
+    listing: of an artifact on the Hub, of which `root` is the snapshot's folder: what a check reads is downloaded.
     Raises RequestError for a check that was asked for by name and cannot run here, for unknown layers, and where
-    `root` is no artifact; whatever is wrong with the artifact is in the report instead.
+    `root` is no artifact, NetworkError and its like where the Hub fails; whatever is wrong with the artifact is in the
+    report instead.
     """
     _check_options(options)
     asked = CHECKS if options.checks is None else options.checks
-    report = VerificationReport(root, options.source)
+    report = VerificationReport(root if listing is None else Path(listing.repo_id), options.source)
     try:
-        opened = Artifact(root)
+        opened = Artifact(root, listing)
     except VerificationError as error:  # no manifest that any check could rely on
         report.results = [_finding(CHECKS[0], error)]
         return report
@@ -191,7 +196,7 @@ def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
     """A check's result; what stops a check half way is a finding like any other."""
     try:
         return run()
-    except RequestError:
+    except (RequestError, NetworkError, OutputError):  # the last two of the Hub and its cache
         raise
     except HqconvError as error:
         return _finding(name, error)

@@ -62,6 +62,8 @@ OPTIONS = {
         "--max-gpu-memory",
         "--threads",
         "--resume",
+        "--cache-limit",
+        "--keep-source",
         "--overwrite",
         "--dry-run",
         "--json",

@@ -6,8 +6,9 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ from huggingface_hub import constants
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+@dataclass
+class _Fault:
+    path: str
+    status: int
+    headers: dict[str, str]
+    times: int
+
+
 class LocalHub:
     """What was asked of the server, and how many bytes of each file it sent."""
 
@@ -25,7 +34,35 @@ class LocalHub:
         self.folder, self.repo_id, self.honours_ranges = folder, repo_id, honours_ranges
         self.requests: list[str] = []
         self.sent: dict[str, int] = {}
-        self.url = ""
+        self.whole: list[str] = []  # files of which all bytes were asked for at once
+        self.url, self.commit = "", COMMIT
+        self.former_id = ""  # a name from which the Hub sends people on
+        self.before: Callable[[str], None] | None = None  # called with a file's name before all of it is sent
+        self._faults: list[_Fault] = []
+        self._lock = threading.Lock()
+
+    def fail(self, path: str, status: int, times: int = 1 << 30, **headers: str) -> None:
+        """Answer requests whose path holds this pattern with a status, so many times. headers: Retry_After="3"."""
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        self._faults.append(_Fault(path, status, named, times))
+
+    def mend(self) -> None:
+        """Answer everything again."""
+        self._faults.clear()
+
+    def fault(self, path: str) -> _Fault | None:
+        """What is wrong with a request."""
+        with self._lock:
+            for fault in self._faults:
+                if fault.times > 0 and re.search(fault.path, path):
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def count(self, name: str, num_bytes: int) -> None:
+        """Some bytes of a file were sent."""
+        with self._lock:
+            self.sent[name] = self.sent.get(name, 0) + num_bytes
 
     @property
     def fetched(self) -> set[str]:
@@ -36,6 +73,30 @@ class LocalHub:
     def num_bytes_of_weights(self) -> int:
         """Bytes of safetensors files that were sent."""
         return sum(size for name, size in self.sent.items() if name.endswith(".safetensors"))
+
+
+def digest_of(path: Path) -> str:
+    """A file's sha256, worked out once as long as it stays as it is."""
+    status = path.stat()
+    key = (str(path), status.st_size, status.st_mtime_ns, status.st_ino)
+    if key not in _DIGESTS:
+        _DIGESTS[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return _DIGESTS[key]
+
+
+_DIGESTS: dict[tuple[str, int, int, int], str] = {}
+
+
+def _lfs(path: Path) -> dict[str, Any]:
+    """Weights are kept as large files."""
+    if path.suffix != ".safetensors":
+        return {}
+    return {"lfs": {"oid": digest_of(path), "size": path.stat().st_size, "pointerSize": 134}}
+
+
+def _sibling(file: dict[str, Any]) -> dict[str, Any] | None:
+    lfs = file.get("lfs")
+    return lfs and {"sha256": lfs["oid"], "size": lfs["size"], "pointerSize": lfs["pointerSize"]}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -53,7 +114,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path, _, query = self.path.partition("?")
-        if re.fullmatch(rf"/api/models/{self.hub.repo_id}(/revision/[^/]+)?", path):
+        if fault := self.hub.fault(path):
+            self._send(fault.status, b"fault", fault.headers)
+        elif self.hub.former_id and f"/{self.hub.former_id}" in path:
+            there = self.path.replace(self.hub.former_id, self.hub.repo_id)
+            self._send(307, b"", {"Location": self.hub.url + there})
+        elif re.fullmatch(rf"/api/models/{self.hub.repo_id}(/revision/[^/]+)?", path):
             self._send_json(self._info())
         elif re.fullmatch(rf"/api/models/{self.hub.repo_id}/tree/[^/]+", path):
             self._send_json(self._tree(recursive="recursive=true" in query.lower()))
@@ -66,7 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
         root = self.hub.folder
         paths = sorted(path for path in root.rglob("*") if path.is_file())
         return [
-            {"path": p.relative_to(root).as_posix(), "size": p.stat().st_size, "oid": COMMIT} for p in paths
+            {"path": p.relative_to(root).as_posix(), "size": p.stat().st_size, "oid": COMMIT, **_lfs(p)}
+            for p in paths
         ]
 
     def _tree(self, *, recursive: bool) -> list[dict[str, Any]]:
@@ -81,9 +148,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self) -> dict[str, Any]:
         siblings = [
-            {"rfilename": file["path"], "size": file["size"], "blobId": COMMIT} for file in self._files()
+            {"rfilename": file["path"], "size": file["size"], "blobId": COMMIT, "lfs": _sibling(file)}
+            for file in self._files()
         ]
-        return {"id": self.hub.repo_id, "modelId": self.hub.repo_id, "sha": COMMIT, "siblings": siblings}
+        return {
+            "id": self.hub.repo_id,
+            "modelId": self.hub.repo_id,
+            "sha": self.hub.commit,
+            "siblings": siblings,
+        }
 
     def _send_json(self, words: Any) -> None:
         self._send(200, json.dumps(words).encode(), {"Content-Type": "application/json"})
@@ -94,12 +167,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"no such file", {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+        headers = {"X-Repo-Commit": self.hub.commit, "ETag": f'"{digest_of(path)}"'}
         begin, end, status = 0, len(data), 200
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted and self.hub.honours_ranges:
             begin, end, status = int(wanted[1]), min(int(wanted[2] or len(data)) + 1, len(data)), 206
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+        if self.command == "GET" and status == 200:
+            self.hub.whole.append(name)
+            if self.hub.before is not None:
+                self.hub.before(name)
         self._send(status, data[begin:end], headers, name)
 
     def _send(self, status: int, data: bytes, headers: dict[str, str], name: str = "") -> None:
@@ -116,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
             except OSError:
                 self.close_connection = True
                 return
-            self.hub.sent[name] = self.hub.sent.get(name, 0) + len(data[start : start + (1 << 14)])
+            self.hub.count(name, len(data[start : start + (1 << 14)]))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hqconv.errors import OutputError
 from hqconv.pipeline import exchange as exchange_module
 from hqconv.pipeline import journal as journal_module
 from hqconv.pipeline.folder import OutputFolder, parked_folder, place_of_work, side_folder
-from hqconv.pipeline.journal import JournalEntry
+from hqconv.pipeline.journal_lines import JournalEntry
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import build_file
 from hqconv.schemas.artifact import COMPANIONS, FORMAT_VERSION

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.cli.app import app
 from hqconv.errors import InputError
-from hqconv.pipeline.journal import Journal, JournalEntry
+from hqconv.pipeline.journal import Journal
+from hqconv.pipeline.journal_lines import JournalEntry
 from hqconv.pipeline.progress import Progress
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.models import save_model

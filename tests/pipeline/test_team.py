@@ -17,7 +17,8 @@ from hqconv.artifact.build import FileRecord
 from hqconv.errors import OutputError
 from hqconv.pipeline.environment import in_team, is_first, local_place
 from hqconv.pipeline.folder import OutputFolder
-from hqconv.pipeline.journal import Journal, JournalEntry
+from hqconv.pipeline.journal import Journal
+from hqconv.pipeline.journal_lines import JournalEntry
 from hqconv.pipeline.team import Share, Team
 from hqconv.schemas.artifact import JOURNAL, member_journal
 from tests.make.conversions import run

@@ -21,7 +21,7 @@ from hqconv.checkpoint.digest import sha256_of
 from hqconv.errors import OutputError
 from hqconv.pipeline.durable import check_space, write_whole
 from hqconv.pipeline.folder import OutputFolder
-from hqconv.pipeline.journal import JournalEntry
+from hqconv.pipeline.journal_lines import JournalEntry
 from hqconv.pipeline.writer import GroupWriter
 from hqconv.planning.files import OutFile, build_file
 from hqconv.schemas.tensors import TensorSpec
