@@ -63,7 +63,7 @@ SUITES = {
     "several": Suite(several.run, 150, 3, "places"),
     "rewrites": Suite(rewrites.run, 620, 5, "conversions"),
     "limits": Suite(limits.run, 200, 5, "conversions"),
-    "signals": Suite(signals.run, 40, 0, "signals", "work"),
+    "signals": Suite(signals.run, 120, 0, "signals", "work"),
     "headers": Suite(headers.run, 1_000_000, 10_000, "mutants", "work"),
     "configs": Suite(configs.run, 40_000, 100, "mutants", "work"),
     "manifests": Suite(manifests.run, 2500, 40, "mutants", "work"),
