@@ -140,11 +140,11 @@ class Guard:
             raise self._differs(name, f"sha256 {expected}", f"sha256 {sha256}")
 
     def _check_there(self, name: str, size_bytes: int) -> None:
+        if name in COMPANIONS:
+            return
         try:
             found = f"{(self._root / name).stat().st_size} bytes"
         except (OSError, ValueError) as error:  # the latter of names that no file has
-            if name in COMPANIONS:
-                return
             found = getattr(error, "strerror", None) or str(error)
         if found != f"{size_bytes} bytes":
             raise self._differs(name, f"{size_bytes} bytes", found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.make.qwen import read_tree
 from tests.make.stopping import Ended as Stopped
 from tests.make.stopping import problem_of
 
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 DOCUMENT = REPO / "docs/reliability.md"
 
 
