@@ -17,7 +17,7 @@ import typer
 
 import hqconv
 from hqconv import api
-from hqconv.cli import leftovers, stopping
+from hqconv.cli import leftovers, reports, stopping
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.profile import profile_writer
 from hqconv.cli.text import say
@@ -192,15 +192,41 @@ def _report(words: dict[str, Any], *, json: bool) -> None:
 
 @app.command()
 @_guarded
-@takes(api.verify, "json", is_artifact=True)
-def verify(*, checks: str | None, layers: str | None, tokens: str, json: bool, **options: Any) -> None:
+@takes(api.verify, "report", "json", is_artifact=True)
+def verify(
+    *, checks: str | None, layers: str | None, tokens: str, report: Path | None, json: bool, **options: Any
+) -> None:
     """Prove that an artifact is right: its files, its weights, and the production kernel on them."""
-    report = api.verify(
+    write_page = reports.page_writer(options["out"], report, options["threads"])
+    verified = api.verify(
         **options, checks=parse_checks(checks), layers=parse_layers(layers), tokens=parse_tokens(tokens)
     )
-    _report(report.words(), json=json)
-    if not report.passed:
+    _report(verified.words(), json=json)
+    write_page(verified)
+    if not verified.passed:
         raise typer.Exit(VerificationError.exit_code)
+
+
+@app.command()
+@_guarded
+@takes(reports.report, "json", "quiet", is_artifact=True)
+def report(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Write a page about an artifact: errors, experts, codes, checks, provenance; it needs no network."""
+    words = reports.report(**options)
+    if json or not quiet:
+        _report(words, json=json)
+    if words["verification"] is not None and not words["verification"]["passed"]:
+        raise typer.Exit(VerificationError.exit_code)
+
+
+@app.command()
+@_guarded
+@takes(reports.compare, "json", "quiet")
+def compare(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Show two artifacts of one model side by side: what they are made of, their sizes, what they lost."""
+    words = reports.compare(**options)
+    if json or not quiet:
+        _show(words, json=json)
 
 
 @app.command()

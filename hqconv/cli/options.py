@@ -40,6 +40,7 @@ class Option:
 
 _AT_LEAST_ONE = {"min": 1}
 _ANY_PATH = {"readable": False}  # whether it can be read is said in our own words
+_PAGE = "Page to write.  [default: ./OUT.report.html]"
 OPTIONS: dict[str, Option] = {
     "src": Option(str, "Model folder, or Hub repo id (org/name).", metavar="SRC"),
     "path": Option(str, "Model folder, Hub repo id, or artifact.", metavar="SRC|OUT"),
@@ -103,7 +104,17 @@ OPTIONS: dict[str, Option] = {
         Path | None, "Folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
     ),
     "jobs": Option(int | None, "Compilers at once.  [default: all processors]", settings=_AT_LEAST_ONE),
+    "first": Option(Path, "Artifact.", metavar="OUT1", settings=_ANY_PATH),
+    "second": Option(Path, "Artifact of the same model.", metavar="OUT2", settings=_ANY_PATH),
+    "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
+    "overwrite_page": Option(bool, "Replace whatever file lies there.", ("--overwrite",)),
+    "sample": Option(
+        int | None,
+        "Experts of each block to count codes of, evenly spread.  [default: all that take some seconds]",
+        settings=_AT_LEAST_ONE,
+    ),
     # Of the command line alone:
+    "report": Option(Path | None, "Write a page about all of it.", ("--report",), settings=_ANY_PATH),
     "dry_run": Option(bool, "Show the plan; write nothing.", ("--dry-run",)),
     "json": Option(bool, "Print one JSON document on stdout.", ("--json",)),
     "profile": Option(

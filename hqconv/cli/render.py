@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hqconv.cli import phrases
+from hqconv.cli.comparison import show_comparison, show_page
 from hqconv.cli.progress import human_bytes, human_seconds
 from hqconv.cli.report import show_report
 from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
@@ -271,6 +272,8 @@ _SHOW = {
     "unfinished": _show_unfinished,
     "schemas": _show_schemas,
     "report": show_report,
+    "page": show_page,
+    "comparison": show_comparison,
     "warm": _show_warm,
 }
 
