@@ -36,6 +36,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of_experts = {name: roles for result in verified.results for name, roles in result.of_experts.items()}
     words = manifest(folder / "out")
     words["source"]["name"] = "<script>console.error('ran')</script>" + "very-long-name" * 20
+    words["blocks"]["model.layers.2.mlp.experts"]["layer"] = -1  # shown by its name, which is long
     write_manifest(folder / "out", words)
     place = folder / "page.html"
     place.write_text(page(report_words(folder / "out", verified.words(), of_experts)), encoding="utf-8")
@@ -57,6 +58,7 @@ def test_it_fits_and_is_quiet(width: int, scheme: str, tab: Browser, shown: Path
     assert found.fetched == [shown.resolve().as_uri()]
     assert found.sizes["inner"] == width
     assert found.sizes["scroll"] <= width
+    assert found.sizes["left"] >= 0
     assert found.sizes["small"] == 0
     ink, paper = luminance(found.sizes["ink"]), luminance(found.sizes["page"])
     assert (paper > ink) == (scheme == "light")
@@ -81,9 +83,12 @@ def test_the_browser_would_tell(tab: Browser, tmp_path: Path) -> None:
     """So that the tests above can fail."""
     bad = tmp_path / "bad.html"
     script = "<script>console.error('said')</script><img src='http://127.0.0.1:9/x.png'>"
-    bad.write_text(f"<!DOCTYPE html><body style='width:900px;font-size:8px'>{script}<p>words</p></body>")
+    bad.write_text(
+        f"<!DOCTYPE html><body style='margin:0 -9px;width:900px;font-size:8px'>{script}<p>words</p></body>"
+    )
     found = tab.show(bad, 400, "dark")
     assert any("said" in one for one in found.said)
     assert "http://127.0.0.1:9/x.png" in found.fetched
     assert found.sizes["scroll"] > 400
+    assert found.sizes["left"] < 0
     assert found.sizes["small"] > 0

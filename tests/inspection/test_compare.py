@@ -80,6 +80,20 @@ def test_figures_are_those_of_the_manifests(folder: Path) -> None:
     assert not words["measured_against_source"]
 
 
+def test_larger_blocks_count_more(folder: Path, tmp_path: Path) -> None:
+    block = "model.layers.0.mlp.experts"
+    for name in "ab":
+        shutil.copytree(folder / name, tmp_path / name)
+        words = manifest(tmp_path / name)
+        words["blocks"][block]["num_experts"] *= 3
+        write_manifest(tmp_path / name, words)
+    found = compared(tmp_path / "a", tmp_path / "b")
+    errors = errors_of(folder / "a")
+    values = [value for (of, _), value in errors.items() for _ in range(3 if of == block else 1)]
+    assert found["artifacts"][0]["relative_error"] == pytest.approx(mean(values), rel=1e-12)
+    assert mean(values) != pytest.approx(mean(list(errors.values())), rel=1e-6)
+
+
 def test_bytes_of_experts_in_the_checkpoint_layout(folder: Path) -> None:
     tensors = [item for path in (folder / "c").glob("*.safetensors") for item in load_file(path).items()]
     expected = sum(tensor.numel() * tensor.element_size() for name, tensor in tensors if ".experts." in name)

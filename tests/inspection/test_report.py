@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +20,7 @@ from hqconv.inspection.report.plots import heat_plot, lines_plot, ticks
 from hqconv.inspection.report.words import entropy_bits, report_words
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import read_tree, write_qwen3_moe
+from tests.make.small import gpt_oss_mxfp4, save
 
 ROLES = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 _VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -107,6 +109,9 @@ def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
                 str(error["worst_expert"]),
             ]
             assert [*row, figure(error["worst_relative_error"])] in shown.rows
+    errors = [float(row[3]) for row in shown.rows if row[1:2] == ["int4-g64-zp"]]
+    assert errors == sorted(errors, reverse=True)
+    assert len(set(errors)) > 1
     for name, entry in words["files"].items():
         assert any(row[0] == name and row[2] == entry["sha256"] for row in shown.rows)
     for text in (
@@ -180,6 +185,15 @@ def test_the_same_input_gives_the_same_page(made: Path) -> None:
     assert len(pages) == 1
 
 
+def test_the_page_names_no_folder_of_this_machine(made: Path, model: Path) -> None:
+    verified = hqconv.verify(made, model, checks=["weights"], device="cpu")
+    text = page(report_words(made, verified.words()))
+    assert str(made.parent) not in text
+    assert str(model.parent) not in text
+    assert f"Held against {model.name}." in text
+    assert f"vllm serve {made.name}" in text
+
+
 def test_counts_are_on_the_page(made: Path) -> None:
     words = report_words(made, sample=3)
     text = page(words)
@@ -197,6 +211,19 @@ def test_exponents_that_are_fused_into_codes_are_told(inputs: str, model: Path, 
     words = report_words(tmp_path / "out")
     said = "In 2 blocks the scales' exponents are fused into the codes"
     assert (said in Page(page(words)).text) == (inputs == "int8")
+
+
+def test_where_nothing_was_lost_no_errors_are_drawn(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", gpt_oss_mxfp4())
+    run(model, tmp_path / "out", "source")
+    verified = hqconv.verify(tmp_path / "out", model, checks=["weights"], device="cpu")
+    words = report_words(tmp_path / "out", verified.words(), verified.results[0].of_experts)
+    shown = Page(page(words))
+    assert words["experts"]["worst"] == []
+    assert shown.text.count("No weight differs from the source's") == 2
+    assert "scales chosen by" not in shown.text
+    kinds = [attributes.get("class") for tag, attributes in shown.attributes if tag == "figure"]
+    assert kinds == ["plot bars"] * 6
 
 
 def test_blocks_of_several_schemas_and_blocks_that_were_left(model: Path, tmp_path: Path) -> None:
@@ -317,6 +344,7 @@ def test_what_cannot_be_read_is_said(damage: str, own: Path, tmp_path: Path) -> 
     shown = read(place)
     assert "failed" in shown.text
     assert ("damaged" if damage == "manifest" else "file") in shown.text
+    assert str(tmp_path) not in place.read_text()
 
 
 def test_a_good_artifact_and_its_page(made: Path, tmp_path: Path) -> None:
@@ -336,8 +364,9 @@ def test_the_page_goes_beside_and_never_over_other_files(
     monkeypatch.chdir(tmp_path)
     assert call("report", made).exit_code == 0
     place = tmp_path / "out.report.html"
-    assert place.exists()
-    assert place.stat().st_mode & 0o777 == 0o644
+    mask = os.umask(0)
+    os.umask(mask)
+    assert place.stat().st_mode & 0o777 == 0o666 & ~mask
     assert call("report", made, "-q").stdout == ""  # a page of ours is replaced
     place.write_text("mine")
     refused = call("report", made)
@@ -399,7 +428,7 @@ def test_lines_have_gaps_where_nothing_is_known() -> None:
 
 
 def test_heat_maps_have_a_cell_for_each_expert() -> None:
-    svg = heat_plot("t", ["layer 0", "layer 1"], [[0.0, 0.5, 1.0, 1.0], [None, None, 0.0, float("nan")]])
+    svg = heat_plot("t", ["layer 0", "layer 1"], [[3.0, 3.5, 4.0, 4.0], [None, None, 3.0, float("nan")]])
     cells: dict[tuple[int, int], str] = {}
     for level, data in re.findall(r'<path class="(h\d+)" d="([^"]*)"', svg):
         for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1h-\d+z", data):
@@ -419,7 +448,7 @@ def test_figures() -> None:
         "–",
         "–",
     ]
-    assert [figure(value) for value in (0.16, 3, float("inf"))] == ["0.1600", "3", "–"]
+    assert [figure(value) for value in (0.16, 3, 0.0, float("inf"))] == ["0.1600", "3", "0", "–"]
     assert entropy_bits([4, 4, 4, 4, 0]) == 2
     assert entropy_bits([0, 0]) == 0
 

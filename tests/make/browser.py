@@ -22,6 +22,7 @@ _SIZES = """({
   scroll: document.documentElement.scrollWidth, inner: document.documentElement.clientWidth,
   small: [...document.querySelectorAll('body *')].filter(e => e.childElementCount == 0 && e.textContent.trim()
     && !e.closest('svg') && parseFloat(getComputedStyle(e).fontSize) < 12).length,
+  left: Math.min(...[...document.querySelectorAll('body *')].map(e => e.getBoundingClientRect().left)),
   ink: getComputedStyle(document.body).color, page: getComputedStyle(document.body).backgroundColor})"""
 
 

@@ -29,7 +29,8 @@ def number(value: Any, digits: int = 4) -> str:
 
 def figure(value: Any) -> str:
     """`number`, with all its digits also where the last are zeros: for columns of figures."""
-    return number(value) if not isinstance(value, float) or not math.isfinite(value) else f"{value:#.4g}"
+    is_known = isinstance(value, float) and math.isfinite(value) and value != 0
+    return f"{value:#.4g}" if is_known else number(value)
 
 
 def size(num_bytes: float) -> str:

@@ -10,6 +10,7 @@ from hqconv.inspection.report.words import PROJECTIONS, ROLES, entropy_bits
 from hqconv.inspection.words import Words
 
 _NUM_LISTED = 10
+_NOTHING_LOST = "No weight differs from the source's: what is stored there was kept, or came out the same."
 
 
 def errors_section(words: Words) -> str:
@@ -32,13 +33,14 @@ def errors_section(words: Words) -> str:
         "How far the decoded weights are off the source's: the norm of the difference over that of the weights, as the "
         "conversion measured it. Of what was kept as it is the error is 0."
     )
+    plot = lines_plot("Relative error by layer", names, _series(blocks), "relative error by layer")
+    if not any(row[3] for row in each):
+        plot = note(_NOTHING_LOST)
     return section(
         "errors",
         "Errors",
         note(said),
-        lines_plot(
-            "Relative error by layer", names, _series(blocks), "relative error by layer and projection"
-        ),
+        plot,
         table(("projection", "least", "median", "largest", "worst block"), rows, "Over all blocks"),
         table(
             ("block", "schema", "projection", "relative error", "worst expert", "its error"),
@@ -91,6 +93,8 @@ def experts_section(words: Words) -> str:
     of_block = {block["name"]: block for block in words["blocks"]}
     names = [_short(of_block[name]) if name in of_block else name for name in found["blocks"]]
     is_error = found["measure"] == "relative error"
+    if is_error and not any(value for rows in found["values"].values() for row in rows for value in row):
+        return section("experts", "Experts", note(_NOTHING_LOST)) if found["values"] else ""
     plots = "".join(
         heat_plot(f"{PROJECTIONS[role]}: {found['measure']}", names, rows)
         for role, rows in found["values"].items()

@@ -124,6 +124,8 @@ def _made(words: Words) -> str:
 
 
 def _quantizer(artifact: Words) -> str:
+    if not {"quantized", "requantized"} & artifact["conversion"].keys():
+        return ""
     if artifact["quantizer"] != "mse":
         return "round to nearest"
     return "least squared error" + (", weighted by importance" if artifact["importance"] else "")

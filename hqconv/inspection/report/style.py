@@ -65,7 +65,7 @@ figcaption{font-weight:600;margin-bottom:8px;overflow-wrap:anywhere}
 .area{display:flex}
 .axis{position:relative;flex:0 0 3.4rem;font-size:.75rem;color:var(--soft);font-variant-numeric:tabular-nums}
 .axis span{position:absolute;right:8px;transform:translateY(50%);line-height:1;white-space:nowrap}
-.heat .axis span{transform:none}
+.heat .axis span{transform:none;max-width:calc(100% - 8px);overflow:hidden;text-overflow:ellipsis;line-height:1.2}
 .heat .axis{flex-basis:4rem}
 .marks{flex:1;min-width:0}
 .marks svg{display:block;width:100%;height:220px;overflow:visible}

@@ -12,6 +12,8 @@ from hqconv.errors import HqconvError, VerificationError
 from hqconv.inspection.artifact import describe_artifact
 from hqconv.inspection.words import Words
 from hqconv.schemas.artifact import GEMMS
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.serving import serve_command
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 ROLES = tuple(PROJECTIONS)
@@ -38,21 +40,51 @@ def report_words(
     """
     from hqconv.artifact.usage import read_usage  # with numpy
 
-    words: Words = {"kind": "page", "name": root.resolve().name, "verification": verification}
+    places = _places(root, verification)
+    words: Words = {
+        "kind": "page",
+        "name": root.resolve().name,
+        "verification": _renamed(verification, places),
+    }
     words |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
     may_fail = verification is not None and not verification["passed"]
     try:
         manifest = read_manifest(root)
-        words["artifact"] = describe_artifact(root)
+        words["artifact"] = describe_artifact(root) | _at_home(words["name"], manifest)
         words["blocks"] = [_block(name, block, manifest) for name, block in manifest["blocks"].items()]
         words["provenance"] = _provenance(manifest)
         words["usage"] = read_usage(root, sample, num_threads)
     except (VerificationError, OSError) as error:
         if not may_fail:
             raise
-        words["unreadable"].append(error.message() if isinstance(error, HqconvError) else str(error))
+        said = error.message() if isinstance(error, HqconvError) else str(error)
+        words["unreadable"].append(_renamed(said, places))
     words["experts"] = _experts(words, of_experts or {})
     return words
+
+
+def _renamed(words: Any, places: Mapping[str, str]) -> Any:
+    """JSON words with names for folders of this machine, since a page is read on others. `places`: path → name."""
+    if isinstance(words, str):
+        for path, name in places.items():
+            words = words.replace(path, name)
+        return words
+    if isinstance(words, Mapping):
+        return {_renamed(key, places): _renamed(value, places) for key, value in words.items()}
+    return [_renamed(one, places) for one in words] if isinstance(words, list) else words
+
+
+def _places(root: Path, verification: Words | None) -> dict[str, str]:
+    """The folders of the artifact and of the source, where they are told by whole paths."""
+    source = (verification or {}).get("source")
+    paths = [root.resolve(), root, *([Path(source).resolve(), Path(source)] if source else [])]
+    return {str(path): path.name for path in paths if path.is_absolute() and path.name and path.is_dir()}
+
+
+def _at_home(name: str, manifest: Words) -> Words:
+    """The folder, and how it is served, by its name only."""
+    grid = Grid(*(manifest[key] for key in ("tp", "ep", "expert_placement", "redundant_experts")))
+    return {"folder": name, "serve_command": serve_command(name, manifest["layout"], grid)}
 
 
 def _block(name: str, block: Words, manifest: Words) -> Words:
@@ -124,6 +156,7 @@ def _worst(words: Words, of_experts: OfExperts) -> list[Words]:
         for role, error in block["errors"].items()
         if "worst_expert" in error and "worst_relative_error" in error
     ]
+    found = [one for one in found if one["relative_error"] != 0]
     found.sort(key=lambda one: -_rank(one["relative_error"]))
     return found[:NUM_WORST]
 
