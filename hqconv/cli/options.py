@@ -110,7 +110,7 @@ OPTIONS: dict[str, Option] = {
     "overwrite_page": Option(bool, "Replace whatever file lies there.", ("--overwrite",)),
     "sample": Option(
         int | None,
-        "Experts of each block to count codes of, evenly spread.  [default: all that take some seconds]",
+        "Experts of each block to count codes of.  [default: all, of a large artifact some seconds' worth]",
         settings=_AT_LEAST_ONE,
     ),
     # Of the command line alone:

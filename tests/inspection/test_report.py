@@ -379,7 +379,11 @@ def test_the_page_goes_beside_and_never_over_other_files(
     assert "</html>" in place.read_text()
     (tmp_path / "folder").mkdir()
     assert call("report", made, "-o", tmp_path / "folder", "--overwrite").exit_code == 4
-    assert call("report", made, "-o", tmp_path / "nowhere/page.html").exit_code == 4
+    for command in (("report", made, "-o"), ("verify", made, "--report")):
+        refused = call(*command, tmp_path / "nowhere/page.html")
+        assert refused.exit_code == 4
+        assert "no such folder" in refused.stderr
+        assert "PASS" not in refused.stdout  # nobody waited for the checks
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.report.html"]
 
 
@@ -395,6 +399,7 @@ def test_the_artifact_keeps_its_own_files_unless_asked(
     asked = call("report", own, "-o", own / "page.html")
     assert asked.exit_code == 0
     assert "warning: The page lies in the artifact" in asked.stderr
+    assert "page.html" in call("verify", own, "--checks", "files").stdout
 
 
 def test_bad_requests(made: Path, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ def page_place(root: Path, asked: Path | None, *, overwrite: bool, option: str =
 
     overwrite: replace whatever file lies there. option: which one names the place, for messages.
 
-    Raises OutputError where something else than a page lies there and not `overwrite`, where that is no file, and
-    where the current folder is inside the artifact and none was asked for.
+    Raises OutputError where something else than a page lies there and not `overwrite`, where that is no file or its
+    folder cannot be written, and where the current folder is inside the artifact and none was asked for.
     """
     place = Path(f"{root.resolve().name}.report.html") if asked is None else asked
     if asked is None and Path.cwd().is_relative_to(root.resolve()):
@@ -29,6 +29,10 @@ def page_place(root: Path, asked: Path | None, *, overwrite: bool, option: str =
             "Name a place with -o.",
         )
         raise OutputError(what, where=str(place), remedy=remedy)
+    if not os.access(place.parent, os.W_OK | os.X_OK):
+        found = "a folder that cannot be written" if place.parent.is_dir() else "no such folder"
+        what, remedy = "The page cannot be written here.", f"Name another place with {option}."
+        raise OutputError(what, where=str(place.parent), found=found, remedy=remedy)
     if not os.path.lexists(place):
         return place
     if not place.is_file():
