@@ -61,7 +61,7 @@ ONLY_IN = {
     "gguf": ("hqconv.checkpoint.gguf",),
     "bitsandbytes": ("hqconv.decode.bitsandbytes",),
     "typer": ("hqconv.cli.app", "hqconv.cli.grouped", "hqconv.cli.messages", "hqconv.cli.options"),
-    "rich": ("hqconv.cli.tables", "hqconv.cli.render", "hqconv.cli.report", "hqconv.cli.progress"),
+    "rich": tuple(f"hqconv.cli.{name}" for name in ("tables", "render", "report", "comparison", "progress")),
 }
 # What can be imported without torch, numba, numpy or Humming: everything that only looks at names and headers.
 LIGHT = (

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -180,6 +181,17 @@ class Artifact(Facts):
                 tensors[word] = self._read_bits(path, ref).reshape(ref.shape)
                 dtypes[word] = ref.dtype
         return dtypes, tensors
+
+    def shards(self) -> dict[str, str]:
+        """Tensor name → ordinary shard, of the checkpoint layout; damaged headers are the `files` check's business."""
+        found: dict[str, str] = {}
+        if self.manifest["layout"] != names.CHECKPOINT:
+            return found
+        for path in self.manifest["files"]:
+            if self.is_shard(path):
+                with suppress(VerificationError):
+                    found |= dict.fromkeys(self.header(path)[0], path)
+        return found
 
     def read(self, path: str, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset` of a file. Raises VerificationError where it ends too early."""

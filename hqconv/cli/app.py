@@ -15,7 +15,7 @@ import typer
 
 import hqconv
 from hqconv import api
-from hqconv.cli import leftovers, stopping
+from hqconv.cli import leftovers, reports, stopping
 from hqconv.cli.grouped import GroupedCommand
 from hqconv.cli.messages import guarded, lead_nowhere
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
@@ -154,24 +154,55 @@ def _report(words: dict[str, Any], *, json: bool) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(api.verify, "json", "quiet", is_artifact=True)
+@takes(api.verify, "report", "json", "quiet", is_artifact=True)
 def verify(
-    *, checks: str | None, layers: str | None, tokens: str, json: bool, quiet: bool, **options: Any
+    *,
+    checks: str | None,
+    layers: str | None,
+    tokens: str,
+    report: Path | None,
+    json: bool,
+    quiet: bool,
+    **options: Any,
 ) -> None:
     """Prove that an artifact is right: its files, its weights, and the production kernel on them."""
     from hqconv.cli.progress import ShownProgress
 
+    write_page = reports.page_writer(options["out"], report, options["threads"])
     options |= {
         "checks": parse_checks(checks),
         "layers": parse_layers(layers),
         "tokens": parse_tokens(tokens),
     }
     with ShownProgress(quiet=quiet) as progress:
-        report = api.verify(**options, progress=progress.of_check)
-    if json or not (quiet and report.passed):
-        _report(report.words(), json=json)
-    if not report.passed:
+        verified = api.verify(**options, progress=progress.of_check)
+    if json or not (quiet and verified.passed):
+        _report(verified.words(), json=json)
+    write_page(verified)
+    if not verified.passed:
         raise typer.Exit(VerificationError.exit_code)
+
+
+@app.command(cls=GroupedCommand)
+@guarded
+@takes(reports.report, "json", "quiet", is_artifact=True)
+def report(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Write a page about an artifact: errors, experts, codes, checks, provenance; it needs no network."""
+    words = reports.report(**options)
+    if json or not quiet:
+        _report(words, json=json)
+    if words["verification"] is not None and not words["verification"]["passed"]:
+        raise typer.Exit(VerificationError.exit_code)
+
+
+@app.command(cls=GroupedCommand)
+@guarded
+@takes(reports.compare, "json", "quiet")
+def compare(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Show two artifacts of one model side by side: what they are made of, their sizes, what they lost."""
+    words = reports.compare(**options)
+    if json or not quiet:
+        _show(words, json=json)
 
 
 @app.command(cls=GroupedCommand)

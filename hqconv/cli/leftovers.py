@@ -71,6 +71,14 @@ def of_kernels(folder: Path) -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def of_page(place: Path) -> tuple[Case, ...]:
+    """From now on, for a page that is written when all is read."""
+    page, name = str(place.resolve()), _name(place)
+    of_old = stamp(page)
+    cases: list[Case] = [(f"Interrupted. {name} is as it was before.", f"{of_old}:{page}")] if of_old else []
+    return (*cases, (f"Interrupted. {name} holds the finished page.", f":{page}"), (NOTHING,))
+
+
 def _name(path: Path) -> str:
     """On one line."""
     return printable_line(str(path))

@@ -48,6 +48,7 @@ def _names_of(known: Callable[[], list[str]]) -> Callable[[str], list[str]]:
 
 _AT_LEAST_ONE = {"min": 1}
 _ANY_PATH = {"readable": False}  # whether it can be read is said in our own words
+_PAGE = "Page to write.  [default: ./OUT.report.html]"
 OPTIONS: dict[str, Option] = {
     "src": Option(str, "Model folder, or Hub repo id (org/name).", metavar="SRC"),
     "path": Option(str, "Model folder, Hub repo id, or artifact.", metavar="SRC|OUT"),
@@ -131,7 +132,17 @@ OPTIONS: dict[str, Option] = {
     "repo": Option(str, "Hub repo (org/name), made if it is not there.", metavar="ORG/NAME"),
     "private": Option(bool, "Make the Hub repo a private one.", ("--private",)),
     "branch": Option(str | None, "Branch of the Hub repo.  [default: its main one]"),
+    "first": Option(Path, "Artifact.", metavar="OUT1", settings=_ANY_PATH),
+    "second": Option(Path, "Artifact of the same model.", metavar="OUT2", settings=_ANY_PATH),
+    "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
+    "overwrite_page": Option(bool, "Replace whatever file lies there.", ("--overwrite",)),
+    "sample": Option(
+        int | None,
+        "Experts of each block to count codes of.  [default: all, of a large artifact some seconds' worth]",
+        settings=_AT_LEAST_ONE,
+    ),
     # Of the command line alone:
+    "report": Option(Path | None, "Write a page about all of it.", ("--report",), settings=_ANY_PATH),
     "push_to": Option(str | None, "Then push the artifact to this Hub repo, as `hqconv push` does."),
     "dry_run": Option(bool, "Show the plan; write nothing.", ("--dry-run",)),
     "json": Option(bool, "Print one JSON document on stdout.", ("--json",)),

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hqconv.artifact.summary import summarize_errors
 from hqconv.cli import phrases
+from hqconv.cli.comparison import show_comparison, show_page
 from hqconv.cli.progress import human_bytes, human_seconds
 from hqconv.cli.report import show_push, show_report
 from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
@@ -284,6 +285,8 @@ _SHOW = {
     "unfinished": _show_unfinished,
     "schemas": _show_schemas,
     "report": show_report,
+    "page": show_page,
+    "comparison": show_comparison,
     "warm": _show_warm,
     "push": show_push,
 }

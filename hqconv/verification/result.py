@@ -26,12 +26,16 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """What one check found. `measured` is block → figures; `notes` say what was looked at and what was not."""
+    """What one check found. `measured` is block → figures; `notes` say what was looked at and what was not.
+
+    `of_experts`: block → projection → each expert's relative error against the source, where the check measures it.
+    """
 
     name: str
     findings: list[Finding] = field(default_factory=list)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    of_experts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     skipped: str = ""
     _num_of_kind: dict[str, int] = field(default_factory=dict, repr=False)
     _place_of_rest: dict[str, int] = field(default_factory=dict, repr=False)

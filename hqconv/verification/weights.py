@@ -13,6 +13,7 @@ import torch
 from hqconv.artifact.opened import Artifact
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.experts.block import ExpertBlock
+from hqconv.pipeline.costs import relative_error
 from hqconv.pipeline.progress import Meter
 from hqconv.planning.encoding import RTN, encoding_of
 from hqconv.schemas import artifact as names
@@ -64,7 +65,7 @@ def check_weights(
         check_source_scales(artifact, blocks, source, sources or {}, result)
     need = max(needs, default=1)
     _check_memory(need, max_memory_bytes)
-    shards = _shards(artifact)
+    shards = artifact.shards()
     if device is not None and (obstacle := _obstacle(artifact, sources, device)):
         result.notes.append(f"{device} cannot be used: {obstacle}")
         device = None
@@ -188,20 +189,6 @@ def _original(
     return Original(source, found, encoding)
 
 
-def _shards(artifact: Artifact) -> dict[str, str]:
-    """Tensor name → ordinary shard; damaged headers are the `files` check's business."""
-    shards: dict[str, str] = {}
-    if artifact.manifest["layout"] != names.CHECKPOINT:
-        return shards
-    for path in artifact.manifest["files"]:
-        if artifact.is_shard(path):
-            try:
-                shards |= dict.fromkeys(artifact.header(path)[0], path)
-            except VerificationError:
-                continue
-    return shards
-
-
 def _working_bytes(block: ExpertBlock, schema: TargetSchema, quantizer: str) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
     numbers = block.intermediate_size * block.hidden_size
@@ -234,6 +221,12 @@ def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> Non
     result.measured[job.block.name] = {
         role: summarize(of_role) for role, of_role in figures.items() if of_role
     }
+    if job.original is not None:
+        result.of_experts[job.block.name] = {
+            role: [relative_error(one.error, one.power) for one in of_role]
+            for role, of_role in figures.items()
+            if len(of_role) == job.block.num_experts  # else nobody could tell whose they are
+        }
     if job.original is not None and Lineage.of(job.artifact, job.original.source).is_own:
         recorded = job.artifact.blocks[job.block.name]["quantization_error"]
         check_recorded(job.block, recorded, figures, not job.block.format.is_float, result)

@@ -424,3 +424,20 @@ def test_kernels_are_told_by_their_list(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     assert line(before) == f"Interrupted. {tmp_path} holds the finished kernels."
     assert "lists the kernels that were there before" in line(leftovers.of_kernels(tmp_path))
+
+
+def test_of_a_page_is_said_which_one_is_there(tmp_path: Path) -> None:
+    def line(cases: tuple[tuple[str, ...], ...]) -> str:
+        return last_words.choose([word for case in cases for word in (*case, "")])
+
+    place = tmp_path / "page.html"
+    before = leftovers.of_page(place)
+    assert line(before) == "Interrupted. Nothing was written."
+    place.write_text("new")
+    assert line(before) == f"Interrupted. {place} holds the finished page."
+    again = leftovers.of_page(place)
+    assert line(again) == f"Interrupted. {place} is as it was before."
+    place.unlink()
+    (tmp_path / "newer").write_text("newer")
+    (tmp_path / "newer").rename(place)
+    assert line(again) == f"Interrupted. {place} holds the finished page."
