@@ -155,12 +155,13 @@ OPTIONS: dict[str, Option] = {
 _GROUPS = {
     "What is made": (
         *("schema", "config", "layout", "target", "cuda", "dtype", "input_schema"),
-        *("quantizer", "importance", "round_scales"),
+        *("quantizer", "importance", "round_scales", "source_digests"),
     ),
+    "The Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
     "Ranks": ("tp", "ep", "expert_placement", "redundant_experts"),
     "How": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
     "What is there already": ("resume", "overwrite", "dry_run"),
-    "What is shown": ("json", "quiet", "profile"),
+    "What is shown": ("json", "quiet", "profile", "report"),
 }
 # What one command means differently.
 _ARTIFACT = Option(
