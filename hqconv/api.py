@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hqconv.pipeline.run import ConversionReport
     from hqconv.planning.plan import Plan
     from hqconv.sources.source import Headers
-    from hqconv.verification.run import VerificationReport
+    from hqconv.verification.report import VerificationReport
 
 
 def plan(

@@ -16,11 +16,12 @@ import typer
 import hqconv
 from hqconv import api
 from hqconv.cli import leftovers, stopping
-from hqconv.cli.grouped import GroupedCommand
-from hqconv.cli.messages import guarded, lead_nowhere
+from hqconv.cli.documents import print_json
+from hqconv.cli.grouped import DocumentedGroup, GroupedCommand
+from hqconv.cli.messages import guarded
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.profile import profile_writer
-from hqconv.cli.text import say
+from hqconv.cli.text import lead_nowhere, say
 from hqconv.errors import (
     RequestError,
     VerificationError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from hqconv.planning.plan import Plan
 
 app = typer.Typer(
+    cls=DocumentedGroup,
     help="Converts Mixture-of-Experts checkpoints into artifacts that the Humming GPU kernels run as they lie.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -132,12 +134,12 @@ def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
 
 def _show(words: dict[str, Any], *, json: bool) -> None:
     """Data to stdout."""
+    if json:
+        print_json(words)
+        return
     from hqconv.cli import render
 
-    if json:
-        render.print_json(words)
-    else:
-        render.show(words)
+    render.show(words)
 
 
 def _report(words: dict[str, Any], *, json: bool) -> None:

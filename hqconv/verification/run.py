@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hqconv.artifact.opened import Artifact
+from hqconv.checkpoint.digest import sha256_of
 from hqconv.checkpoint.hub import Listing
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.pipeline.progress import Meter, Progress
@@ -28,7 +28,8 @@ from hqconv.verification.kernel import check_kernel
 from hqconv.verification.limits import kind_of_inputs
 from hqconv.verification.lineage import Lineage
 from hqconv.verification.preparation import begun, kernel_tasks
-from hqconv.verification.result import FAIL, CheckResult
+from hqconv.verification.report import VerificationReport
+from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 
 CHECKS = ("files", "weights", "kernel")
@@ -51,44 +52,6 @@ class Options:
     )
 
 
-@dataclass
-class VerificationReport:
-    """The outcome. `passed` is True only if no check found anything and at least one ran. `source`: what it was held
-    against, as the caller named it.
-    """
-
-    root: Path
-    source: str | None = None
-    results: list[CheckResult] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        ran = [r for r in self.results if not r.skipped or r.findings]
-        return bool(ran) and all(r.status != FAIL for r in ran)
-
-    def words(self) -> dict[str, Any]:
-        """The report as JSON words."""
-        checks = {
-            r.name: {
-                "status": r.status,
-                "seconds": round(self.seconds.get(r.name, 0.0), 3),
-                "skipped_because": r.skipped,
-                "notes": r.notes,
-                "findings": [asdict(f) for f in r.findings],
-                "measured": r.measured,
-            }
-            for r in self.results
-        }
-        return {
-            "kind": "report",
-            "source": self.source,
-            "artifact": str(self.root),
-            "passed": self.passed,
-            "checks": checks,
-        }
-
-
 def verify(
     root: Path, source: Source | None, options: Options, listing: Listing | None = None
 ) -> VerificationReport:
@@ -102,12 +65,15 @@ def verify(
     _check_options(options)
     asked = CHECKS if options.checks is None else options.checks
     report = VerificationReport(root if listing is None else Path(listing.repo_id), options.source)
+    report.commit = None if listing is None else listing.commit
     try:
         opened = Artifact(root, listing)
     except VerificationError as error:  # no manifest that any check could rely on
         report.results = [_finding(CHECKS[0], error)]
         return report
     with opened as artifact:
+        report.manifest_sha256 = sha256_of(root / names.MANIFEST)
+        report.warnings = tuple(artifact.manifest.get("warnings", ()))
         layers = _chosen_blocks(artifact, options.layers)
         with begun(_tasks(artifact, source, options, asked, layers)) as finish:
             runs: dict[str, Callable[[], CheckResult]] = {

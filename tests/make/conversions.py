@@ -23,7 +23,7 @@ from hqconv.schemas.inputs import resolve_inputs
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.target import TargetSchema, resolve_schema
 from hqconv.sources.source import Source
-from hqconv.verification.run import VerificationReport
+from hqconv.verification.report import VerificationReport
 
 
 @functools.cache
