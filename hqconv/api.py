@@ -171,8 +171,7 @@ def describe_plan(
     place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
     try:
         check_places(Path(planned.source.folder), place)
-        num_bytes = planned.num_bytes_out + planned.num_bytes_beside
-        notes = output_notes(place, num_bytes, planned.paths, resume=resume, overwrite=overwrite)
+        notes = output_notes(place, planned, resume=resume, overwrite=overwrite)
     except OutputError as error:
         notes = [error.message()]
     words = describe(planned, resources)
@@ -190,6 +189,7 @@ def verify(
     max_memory: str | int = "4GiB",
     threads: int | None = None,
     revision: str | None = None,
+    max_error: float | None = None,
     progress: Callable[[str, Progress], None] | None = None,
 ) -> VerificationReport:
     """Proves an artifact: its files, its weights, and the production kernel on them; against its `source` where given.
@@ -199,7 +199,8 @@ def verify(
     checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look at; None: all, for
     the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto, cpu, cuda or
     cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at work.
-    threads: workers; None: all processors. progress: called with `files` or `weights` and how far that check is.
+    threads: workers; None: all processors. max_error: the largest relative error that a projection may have, recorded
+    or measured; larger ones are findings. progress: called with `files` or `weights` and how far that check is.
 
     Whatever is wrong with the artifact is in the report, also that its manifest cannot be relied on. Raises
     RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
@@ -217,6 +218,7 @@ def verify(
         num_threads=resources.num_threads,
         max_memory_bytes=resources.max_memory_bytes,
         source=None if source is None else str(source),
+        max_error=max_error,
         progress=progress,
     )
     is_folder = not is_repo_id(str(out))

@@ -123,6 +123,9 @@ OPTIONS: dict[str, Option] = {
     "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),
     "layers": Option(str | None, "Such as 0,3-5.  [default: all; for the kernel the first, middle and last]"),
     "tokens": Option(str, "Batch sizes for the kernel."),
+    "max_error": Option(
+        float | None, "End with 1 where a projection's relative error is larger, such as 0.15."
+    ),
     "gpu": Option(str | None, "The server's GPU: h200, h100 … or FILE.json.  [default: the one here]"),
     "kernels": Option(
         Path | None, "Folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH

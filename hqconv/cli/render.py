@@ -193,6 +193,7 @@ def _show_artifact(console: Console, words: Words) -> None:
                 "damaged",
                 f"{len(missing)} files missing or resized: {', '.join(missing[:5])}" if missing else "",
             ),
+            ("altered", words["altered_manifest"] or ""),
         ),
     )
     _blocks(console, words["blocks"])

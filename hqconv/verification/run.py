@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hqconv.artifact.error_limit import check_max_error
 from hqconv.artifact.opened import Artifact
 from hqconv.checkpoint.digest import sha256_of
 from hqconv.checkpoint.hub import Listing
@@ -23,6 +24,8 @@ from hqconv.sources.source import Source
 from hqconv.verification.batched import why_not
 from hqconv.verification.compiler import other_layout
 from hqconv.verification.dealing import block_bytes
+from hqconv.verification.error_limit import NAME as MAX_ERROR
+from hqconv.verification.error_limit import check_error
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
 from hqconv.verification.limits import kind_of_inputs
@@ -47,6 +50,7 @@ class Options:
     num_threads: int
     max_memory_bytes: int
     source: str | None  # what the source is called, for the report
+    max_error: float | None = None  # of a projection; None for any
     progress: Callable[[str, Progress], None] | None = (
         None  # called with the check's name, one call at a time
     )
@@ -88,6 +92,10 @@ def verify(
                     started = time.monotonic()
                     report.results.append(_run(check, runs[check]))
                     report.seconds[check] = time.monotonic() - started
+        if options.max_error is not None:
+            weights = next((result for result in report.results if result.name == "weights"), None)
+            limit = options.max_error
+            report.results.append(_run(MAX_ERROR, lambda: check_error(artifact, weights, limit)))
         return report
 
 
@@ -139,7 +147,8 @@ def _kind_of(artifact: Artifact, block: str) -> tuple[KernelKind, Activation]:
 
 
 def _check_options(options: Options) -> None:
-    """Refuse what is no check and no batch, and what would look at nothing and pass."""
+    """Refuse what is no check, no batch and no error, and what would look at nothing and pass."""
+    check_max_error(options.max_error)
     for option, values in (
         ("--checks", options.checks),
         ("--layers", options.layers),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
+import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv import errors
+from hqconv.artifact.error_limit import over_limit
 from hqconv.checkpoint.digest import sha256_of
 from hqconv.cli import documents
 from hqconv.cli.app import app
@@ -184,3 +187,169 @@ def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> Non
         documents.print_json({})
     documents.print_error(errors.RequestError("No such thing."), 2)  # fails in silence
     assert led == [True, True]
+
+
+# --- exit codes --------------------------------------------------------------------------------------------
+
+
+def both(model: Path, out: Path, *more: object) -> tuple[int, int]:
+    """The exit codes of a dry run and of the conversion after it."""
+    request = ("convert", model, "-o", out, *OPTIONS, *more)
+    return call(*request, "--dry-run").exit_code, call(*request).exit_code
+
+
+def test_a_dry_run_ends_as_the_conversion_would(model: Path, made: Path, tmp_path: Path) -> None:
+    assert both(model, made) == (4, 4)
+    assert both(model, made, "--resume") == (0, 0)
+    (tmp_path / "file").write_text("")
+    assert both(model, tmp_path / "file") == (4, 4)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    for mode in ((), ("--resume",), ("--overwrite",)):
+        assert both(model, tmp_path / "mine", *mode) == (4, 4)
+    assert both(model, model / "out") == (4, 4)
+    assert both(model, tmp_path / "new") == (0, 0)
+    assert both(model, tmp_path / "new", "--overwrite") == (0, 0)
+    (tmp_path / "new/notes.txt").write_text("mine")
+    assert both(model, tmp_path / "new", "--overwrite") == (4, 4)
+    assert both(model, tmp_path / "other", "--tp", 3) == (2, 2)
+
+
+def test_a_dry_run_sees_a_disk_that_is_too_small(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there of an unfinished conversion needs no room again."""
+    request, out = (model, tmp_path / "out", "--threads", 1), tmp_path / "out"
+    assert both(*request) == (0, 0)
+    planned = answer("convert", model, "-o", tmp_path / "x", *OPTIONS, "--dry-run")
+    (manifest, journal) = (out / "hqconv.json", out / ".hqconv-progress.jsonl")
+    rank_file = next((out / "experts").rglob("*.safetensors"))
+    needed = planned["num_bytes_out"]
+    free = needed - rank_file.stat().st_size  # and a little for the files beside: none in this model
+    manifest.unlink()
+    journal.write_text('{"x": 1}\n')
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+    def dry(place: str, *more: object) -> int:
+        return int(call("convert", model, "-o", tmp_path / place, *OPTIONS, "--dry-run", *more).exit_code)
+
+    assert (dry("new"), dry("out", "--resume")) == (4, 0)
+    assert call("convert", model, "-o", tmp_path / "new", *OPTIONS).exit_code == 4
+    said = answer("convert", model, "-o", tmp_path / "new", *OPTIONS, "--dry-run", code=4)
+    assert "The disk cannot hold the artifact." in said["notes"][0]
+    assert said["kind"] == "plan"
+    rank_file.rename(rank_file.with_name(rank_file.name + ".partial"))
+    assert dry("out", "--resume") == 0  # it goes before anything is written
+    rank_file.with_name(rank_file.name + ".partial").unlink()
+    assert dry("out", "--resume") == 4
+
+
+def test_a_look_at_a_damaged_artifact_ends_with_1(made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made, out)
+    assert answer("inspect", out)["is_damaged"] is False
+    shard = out / "model.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    words = answer("inspect", out, code=1)
+    assert (words["kind"], words["missing_or_resized_files"]) == ("artifact", [shard.name])
+    assert "damaged" in call("inspect", out).stdout
+    shard.write_bytes(data)
+    manifest = out / "hqconv.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"hqconv_version": "', '"hqconv_version": "9'))
+    words = answer("inspect", out, code=1)
+    assert (words["is_damaged"], words["missing_or_resized_files"]) == (True, [])
+    assert "not those that its digest was made of" in words["altered_manifest"]
+    assert words["altered_manifest"] in call("inspect", out).stdout
+    manifest.write_text(text[:-9])
+    assert "damaged" in refused("inspect", out, code=1)["what"]
+    manifest.unlink()
+    assert refused("inspect", out, code=1)["what"] == "The artifact has lost its manifest."
+
+
+def test_a_look_at_an_edited_card_is_0(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "out")
+    (tmp_path / "out/README.md").write_text("mine")
+    assert answer("inspect", tmp_path / "out")["is_damaged"] is False
+
+
+def test_a_finished_artifact_is_resumed_with_0(model: Path, made: Path) -> None:
+    before = sha256_of(made / "hqconv.json")
+    words = answer("convert", model, "-o", made, *OPTIONS, "--resume")
+    assert (words["was_finished"], words["manifest_sha256"]) == (True, before)
+    said = call("convert", model, "-o", made, *OPTIONS, "--resume").stdout
+    assert "the artifact was finished already: nothing was done" in " ".join(said.split())
+    other = refused("convert", model, "-o", made, *OPTIONS, "--tp", 2, "--resume", code=4)
+    assert "differs from this request in: tp" in other["what"]
+
+
+# --- the largest error -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def largest(made: Path) -> dict[str, float]:
+    """Projection → the relative error that the artifact records, of its one block."""
+    words = json.loads((made / "hqconv.json").read_bytes())["blocks"]["model.layers.0.mlp.experts"]
+    return {name: float(one["relative_error"]) for name, one in words["quantization_error"].items()}
+
+
+def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
+    model: Path, made: Path, largest: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_push(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("hqconv.api.push", no_push)
+    worst, limit = max(largest, key=largest.__getitem__), sorted(largest.values())[-2]
+    request = ("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit)
+    words = answer(*request, "--push-to", "org/name", code=1)
+    expected = {"block": "model.layers.0.mlp.experts", "projection": worst, "relative_error": largest[worst]}
+    assert (words["kind"], words["over_max_error"], words["max_error"]) == ("summary", [expected], limit)
+    assert "pushed" not in words
+    assert words["manifest_sha256"] == sha256_of(made / "hqconv.json")  # complete, and the same bytes
+    again = call(*request, "--resume")
+    assert again.exit_code == 1
+    assert "1 projections lost more than --max-error" in again.stderr
+    assert "is complete and kept" in again.stderr
+    assert call("verify", tmp_path / "out", "--device", "cpu").exit_code == 0
+
+
+def test_an_artifact_within_the_limit_is_0(model: Path, largest: dict[str, float], tmp_path: Path) -> None:
+    limit = max(largest.values())
+    words = answer("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit)
+    assert (words["over_max_error"], words["max_error"]) == ([], limit)
+
+
+def test_verify_holds_an_artifact_to_the_limit(model: Path, made: Path, largest: dict[str, float]) -> None:
+    worst, limit = max(largest, key=largest.__getitem__), sorted(largest.values())[-2]
+    verify = ("verify", made, "--device", "cpu", "--max-error")
+    words = answer(*verify, limit, code=1)
+    check = words["checks"]["max_error"]
+    assert (check["status"], words["passed"]) == ("fail", False)
+    assert [(f["where"], f["what"].split()[1]) for f in check["findings"]] == [
+        (f"model.layers.0.mlp.experts, {worst}", "recorded")
+    ]
+    words = answer(*verify, limit, "--source", model, code=1)
+    kinds = [f["what"].split()[1] for f in words["checks"]["max_error"]["findings"]]
+    assert kinds == ["recorded", "measured"]
+    assert "FAIL  max_error: The recorded relative error" in call(*verify, limit).stdout
+    assert answer(*verify, max(largest.values()))["checks"]["max_error"]["status"] == "pass"
+    assert "max_error" not in answer(*verify[:-1])["checks"]
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "-0.1", "much"])
+def test_a_limit_that_is_none_is_refused_before_the_work(
+    limit: str, model: Path, made: Path, tmp_path: Path
+) -> None:
+    refused("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit, code=2)
+    assert not (tmp_path / "out").exists()
+    refused("verify", made, "--max-error", limit, code=2)
+
+
+def test_errors_that_are_no_numbers_are_over_any_limit() -> None:
+    errors_of = {"a": {"w1": {"relative_error": None}, "w2": {"relative_error": math.nan}, "w3": {"x": 1}}}
+    errors_of |= {"b": {"w1": {"relative_error": 0.25}, "w2": {"relative_error": 0.125}}}
+    found = [(one["block"], one["projection"]) for one in over_limit(errors_of, 0.125)]
+    assert found == [("a", "w1"), ("a", "w2"), ("b", "w1")]
