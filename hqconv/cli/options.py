@@ -84,6 +84,9 @@ OPTIONS: dict[str, Option] = {
         "With mse: FILE.safetensors with what each input column's error counts (scripts/make_importance.py).",
         settings=_ANY_PATH,
     ),
+    "allow_unserved": Option(
+        bool, "Convert what no server is known to run, with a warning.", ("--allow-unserved",)
+    ),
     "config": Option(
         Path | None,
         "Recipe: these options in a TOML file, with other schemas for some blocks.",
@@ -147,7 +150,7 @@ OPTIONS: dict[str, Option] = {
 _GROUPS = {
     "What is made": (
         *("schema", "config", "layout", "target", "cuda", "dtype", "input_schema"),
-        *("quantizer", "importance", "round_scales"),
+        *("quantizer", "importance", "round_scales", "allow_unserved"),
     ),
     "Ranks": ("tp", "ep", "expert_placement", "redundant_experts"),
     "How": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),

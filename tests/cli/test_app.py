@@ -75,6 +75,7 @@ OPTIONS = {
         "--private",
         "--branch",
         "--max-error",
+        "--allow-unserved",
     },
     "push": {"out", "repo", "--private", "--branch", "--json", "--quiet -q"},
     "inspect": {"path", "--revision", "--json"},

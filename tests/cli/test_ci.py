@@ -353,3 +353,59 @@ def test_errors_that_are_no_numbers_are_over_any_limit() -> None:
     errors_of |= {"b": {"w1": {"relative_error": 0.25}, "w2": {"relative_error": 0.125}}}
     found = [(one["block"], one["projection"]) for one in over_limit(errors_of, 0.125)]
     assert found == [("a", "w1"), ("a", "w2"), ("b", "w1")]
+
+
+# --- what no server runs -----------------------------------------------------------------------------------
+
+UNSERVED = ("--schema", "fp8-e5m2", "--dtype", "float16", "--target", "sm90", "--device", "cpu")
+
+
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+@pytest.mark.parametrize("mode", [(), ("--dry-run",)])
+def test_what_no_server_runs_is_refused(
+    layout: str, mode: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    request = ("convert", model, "-o", tmp_path / "out", *UNSERVED, "--layout", layout, *mode)
+    words = refused(*request, code=2)
+    assert words["what"] == "No server runs these weights."
+    assert "gives NaN" in words["found"]
+    assert "--allow-unserved" in words["remedy"]
+    assert not (tmp_path / "out").exists()
+    words = answer(*request, "--allow-unserved")
+    assert len([warning for warning in words["warnings"] if "gives NaN" in warning]) == 1
+
+
+def test_it_converts_where_that_is_allowed_and_the_manifest_says_so(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = answer("convert", model, "-o", out, *UNSERVED, "--allow-unserved")
+    assert any("gives NaN" in warning for warning in words["warnings"])
+    assert json.loads((out / "hqconv.json").read_bytes())["warnings"] == words["warnings"]
+    assert answer("verify", out, "--source", model, "--device", "cpu")["passed"]
+    again = ("convert", out, "-o", tmp_path / "tp2", "--schema", "source", "--tp", 2)
+    assert refused(*again, code=2)["what"] == "No server runs these weights."
+
+
+def test_a_block_that_no_server_runs_is_named(model: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('schema = "int4"\n[[override]]\nlayers = "0"\nschema = "fp8-e5m2"\n')
+    request = ("convert", model, "-o", tmp_path / "out", "--config", recipe, *UNSERVED[2:])
+    assert "model.layers.0.mlp.experts" in refused(*request, code=2)["where"]
+    words = answer(*request, "--allow-unserved")
+    assert any("'fp8-e5m2' with float16" in warning for warning in words["warnings"])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--schema", "fp8-e5m2", "--dtype", "bfloat16"),
+        ("--schema", "fp8", "--dtype", "float16"),
+        ("--schema", "fp8-e5m2", "--dtype", "float16", "--input-schema", "fp8"),  # was not seen to fail
+        ("--schema", "mxfp4", "--tp", 2, "--ep", 2),  # one named server has no start for it: a warning
+    ],
+)
+def test_what_some_server_may_run_is_not_refused(
+    more: tuple[object, ...], model: Path, tmp_path: Path
+) -> None:
+    request = ("convert", model, "-o", tmp_path / "out", "--target", "sm90", "--dry-run", *more)
+    words = answer(*request)
+    assert any("vLLM" in warning for warning in words["warnings"]) == ("--ep" in more)
