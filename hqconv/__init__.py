@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hqconv.pipeline.run import ConversionReport
     from hqconv.planning.plan import Plan
     from hqconv.schemas.target import TargetSchema
-    from hqconv.verification.run import VerificationReport
+    from hqconv.verification.report import VerificationReport
 
 __all__ = [
     "ConversionReport",
@@ -44,7 +44,7 @@ _PLACES = {
     "Progress": "pipeline.progress",
     "RankGemm": "artifact.load",
     "TargetSchema": "schemas.target",
-    "VerificationReport": "verification.run",
+    "VerificationReport": "verification.report",
 }  # where it is not the room `api`
 
 

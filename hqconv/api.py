@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hqconv.pipeline.run import ConversionReport
     from hqconv.planning.plan import Plan
     from hqconv.sources.source import Headers
-    from hqconv.verification.run import VerificationReport
+    from hqconv.verification.report import VerificationReport
 
 
 def plan(
@@ -56,14 +56,15 @@ def plan(
     round_scales: bool = False,
     quantizer: str = "rtn",
     importance: str | Path | None = None,
+    allow_unserved: bool = False,
     revision: str | None = None,
     device: str = "auto",
 ) -> Plan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
     src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, cuda, overrides,
-    round_scales, quantizer, importance, revision: as of `convert`; of a Hub repo nothing but headers is read. device:
-    where `target` None takes it from.
+    round_scales, quantizer, importance, allow_unserved, revision: as of `convert`; of a Hub repo only headers are read.
+    device: where `target` None takes it from.
 
     Raises the errors that `convert` raises before it writes.
     """
@@ -72,7 +73,7 @@ def plan(
         on = choose_target(target, cuda, layout, choose_device(device), own)
         grid = Grid(tp, ep, expert_placement, redundant_experts)
         options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
-        wanted = Wanted(*options, quantizer, importance)
+        wanted = Wanted(*options, quantizer, importance, allow_unserved)
         return wanted.plan(source)
 
 
@@ -94,6 +95,7 @@ def convert(
     round_scales: bool = False,
     quantizer: str = "rtn",
     importance: str | Path | None = None,
+    allow_unserved: bool = False,
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -116,10 +118,10 @@ def convert(
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
     input_schema: as schema. cuda: "13.0", where layouts depend on it. overrides: of blocks, from
     `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse; importance: a
-    file that weights it. device: auto, cpu, cuda, cuda:N; same bytes. max_memory, max_gpu_memory: bytes or "4GiB".
-    threads: None is all. resume, overwrite: go on; replace. source_digests: hash the source's files, for the manifest.
-    cache_limit: of what is fetched from the Hub at a time; None: four shards. keep_source: nothing of it is dropped.
-    on_plan, progress: called. in_team: share under torchrun.
+    file that weights it. allow_unserved: also what no server runs. device: auto, cpu, cuda, cuda:N; same bytes.
+    max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go on; replace.
+    source_digests: hash the source's files, for the manifest. cache_limit: of what is fetched from the Hub at a time;
+    None: four shards. keep_source: nothing of it is dropped. on_plan, progress: called. in_team: share under torchrun.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
     modes: dict[str, Any] = check_modes(resume=resume, overwrite=overwrite)
@@ -132,7 +134,7 @@ def convert(
         own = own_target(source) if schema == SOURCE else None
         on = choose_target(target, cuda, layout, resources.device_name, own)
         options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
-        planned = Wanted(*options, quantizer, importance).plan(source)
+        planned = Wanted(*options, quantizer, importance, allow_unserved).plan(source)
         place = _announced(source, planned, out, on_plan)
         words = {**modes, "in_team": in_team, "digests": source_digests}
         return run(source, planned, place, resources, **words, progress=progress)
@@ -171,8 +173,7 @@ def describe_plan(
     place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
     try:
         check_places(Path(planned.source.folder), place)
-        num_bytes = planned.num_bytes_out + planned.num_bytes_beside
-        notes = output_notes(place, num_bytes, planned.paths, resume=resume, overwrite=overwrite)
+        notes = output_notes(place, planned, resume=resume, overwrite=overwrite)
     except OutputError as error:
         notes = [error.message()]
     words = describe(planned, resources)
@@ -190,6 +191,7 @@ def verify(
     max_memory: str | int = "4GiB",
     threads: int | None = None,
     revision: str | None = None,
+    max_error: float | None = None,
     progress: Callable[[str, Progress], None] | None = None,
 ) -> VerificationReport:
     """Proves an artifact: its files, its weights, and the production kernel on them; against its `source` where given.
@@ -199,7 +201,8 @@ def verify(
     checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look at; None: all, for
     the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto, cpu, cuda or
     cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at work.
-    threads: workers; None: all processors. progress: called with `files` or `weights` and how far that check is.
+    threads: workers; None: all processors. max_error: the largest relative error that a projection may have, recorded
+    or measured; larger ones are findings. progress: called with `files` or `weights` and how far that check is.
 
     Whatever is wrong with the artifact is in the report, also that its manifest cannot be relied on. Raises
     RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
@@ -217,6 +220,7 @@ def verify(
         num_threads=resources.num_threads,
         max_memory_bytes=resources.max_memory_bytes,
         source=None if source is None else str(source),
+        max_error=max_error,
         progress=progress,
     )
     is_folder = not is_repo_id(str(out))

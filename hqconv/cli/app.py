@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import inspect as inspection
 import io
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import hqconv
 from hqconv import api
-from hqconv.cli import leftovers, reports, stopping
-from hqconv.cli.grouped import GroupedCommand
-from hqconv.cli.messages import guarded, lead_nowhere
+from hqconv.cli import converting, leftovers, reports, stopping
+from hqconv.cli.documents import print_json
+from hqconv.cli.grouped import DocumentedGroup, GroupedCommand
+from hqconv.cli.messages import guarded
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.profile import profile_writer
-from hqconv.cli.text import say
-from hqconv.errors import (
-    RequestError,
-    VerificationError,
-)
-from hqconv.pipeline.environment import in_team, is_first
+from hqconv.cli.text import lead_nowhere, say
+from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
+from hqconv.pipeline.environment import is_first
 from hqconv.serving.kernels import folder_beside
 
-if TYPE_CHECKING:
-    from hqconv.planning.plan import Plan
-
 app = typer.Typer(
+    cls=DocumentedGroup,
     help="Converts Mixture-of-Experts checkpoints into artifacts that the Humming GPU kernels run as they lie.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -56,7 +49,7 @@ def _root(context: typer.Context, version: Version = False) -> None:
 @guarded
 @takes(
     api.convert,
-    *("config", "dry_run", "profile", "json", "quiet", "push_to", "private", "branch"),
+    *("config", "dry_run", "profile", "json", "quiet", "max_error", "push_to", "private", "branch"),
     optional=("schema",),
 )
 def convert(
@@ -67,6 +60,7 @@ def convert(
     profile: Path | None,
     json: bool,
     quiet: bool,
+    max_error: float | None,
     push_to: str | None,
     private: bool,
     branch: str | None,
@@ -74,43 +68,31 @@ def convert(
 ) -> None:
     """Convert the experts of SRC and write an artifact."""
     place = _place_to_push(push_to, private=private, branch=branch)
+    limit = converting.Limit(max_error)
     options |= recipe_options(config, context)
     if dry_run:
-        _show(_dry_run(options), json=json)
+        planned = converting.dry_run(options)
+        _show(planned, json=json)
+        _end(OutputError, is_wrong=bool(planned["notes"]))
         return
     quiet = quiet or not is_first()  # of several processes the first speaks
     json = json and is_first()
     write_profile = profile_writer(profile if is_first() else None)
-    from hqconv.cli.progress import ShownProgress
-
-    nothing = leftovers.of_source(options["src"])
-    stopping.expect(nothing)
-    if options["out"] is not None:
-        with suppress(OSError, ValueError):  # a place that cannot be is refused by its name
-            stopping.expect(*leftovers.of_output(Path(options["out"]), nothing))
-    said: list[str] = []
-
-    def warn(warnings: Iterable[str]) -> None:
-        for warning in () if quiet else warnings:
-            if warning not in said:
-                said.append(warning)
-                say(f"warning: {warning}")
-
-    def on_plan(planned: Plan, place: Path) -> None:
-        stopping.expect(*leftovers.of_output(place, nothing))
-        warn(planned.warnings)
-
-    if quiet:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with ShownProgress(quiet=quiet) as progress:
-        report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=in_team())
-    warn(report.warnings)
+    report = converting.run(options, quiet=quiet)
     write_profile(report.profile)
     words = report.words()
-    if place:
+    is_good = limit.judged(words)
+    if place and is_good:
         words["pushed"] = api.push(report.out, **place, announce=None if quiet else say).words()
     if json or not quiet:
         _report(words, json=json)
+    _end(VerificationError, is_wrong=not is_good)
+
+
+def _end(kind: type[HqconvError], *, is_wrong: bool) -> None:
+    """End with the exit code of such an error, where something is wrong that is shown already."""
+    if is_wrong:
+        raise typer.Exit(kind.exit_code)
 
 
 def _place_to_push(push_to: str | None, *, private: bool, branch: str | None) -> dict[str, Any]:
@@ -121,23 +103,14 @@ def _place_to_push(push_to: str | None, *, private: bool, branch: str | None) ->
     return {"repo": push_to, "private": private, "branch": branch} if is_wanted else {}
 
 
-def _dry_run(options: dict[str, Any]) -> dict[str, Any]:
-    """The words of a plan, with what stands in its way."""
-    of_plan, of_words = (
-        {name: options[name] for name in inspection.signature(function).parameters if name in options}
-        for function in (api.plan, api.describe_plan)
-    )
-    return api.describe_plan(api.plan(**of_plan), **of_words)
-
-
 def _show(words: dict[str, Any], *, json: bool) -> None:
     """Data to stdout."""
+    if json:
+        print_json(words)
+        return
     from hqconv.cli import render
 
-    if json:
-        render.print_json(words)
-    else:
-        render.show(words)
+    render.show(words)
 
 
 def _report(words: dict[str, Any], *, json: bool) -> None:
@@ -179,8 +152,7 @@ def verify(
     if json or not (quiet and verified.passed):
         _report(verified.words(), json=json)
     write_page(verified)
-    if not verified.passed:
-        raise typer.Exit(VerificationError.exit_code)
+    _end(VerificationError, is_wrong=not verified.passed)
 
 
 @app.command(cls=GroupedCommand)
@@ -191,8 +163,8 @@ def report(*, json: bool, quiet: bool, **options: Any) -> None:
     words = reports.report(**options)
     if json or not quiet:
         _report(words, json=json)
-    if words["verification"] is not None and not words["verification"]["passed"]:
-        raise typer.Exit(VerificationError.exit_code)
+    of_checks = words["verification"]
+    _end(VerificationError, is_wrong=of_checks is not None and not of_checks["passed"])
 
 
 @app.command(cls=GroupedCommand)
@@ -232,7 +204,9 @@ def push(*, json: bool, quiet: bool, **options: Any) -> None:
 @takes(api.inspect, "json")
 def inspect(*, json: bool, **options: Any) -> None:
     """Show what a model folder, a Hub repo or an artifact holds."""
-    _show(api.inspect(**options), json=json)
+    words = api.inspect(**options)
+    _show(words, json=json)
+    _end(VerificationError, is_wrong=bool(words.get("is_damaged")))
 
 
 @app.command(cls=GroupedCommand)

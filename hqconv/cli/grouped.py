@@ -1,10 +1,49 @@
-"""A command whose help has its options under headings."""
+"""Commands whose help has its options under headings, and what becomes of a wrong command line under --json."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from typer.core import TyperCommand
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from hqconv.cli.documents import print_error
+from hqconv.errors import RequestError
+
+_UsageError: type[Exception] = typer.BadParameter.__bases__[
+    0
+]  # Typer has no name for it, and may bring its own Click
+
+
+class DocumentedGroup(TyperGroup):
+    """The root of all commands: where the command line has --json and is wrong, a JSON document says so as well."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what stands before the command's name."""
+        with _documented(list(args)):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Find the command, parse its options, run it."""
+        with _documented([*getattr(ctx, "_protected_args", ()), *ctx.args]):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _documented(args: list[str]) -> Iterator[None]:
+    """Has what Typer says of a wrong command line stand in a document as well, if there is a --json in it."""
+    try:
+        yield
+    except _UsageError as error:
+        if "--json" in args:
+            found: Any = error
+            path = "hqconv" if found.ctx is None else found.ctx.command_path
+            what, remedy = "The command line is wrong.", f"`{path} --help` shows what there is."
+            said = RequestError(what, where=path, found=found.format_message(), remedy=remedy)
+            print_error(said, RequestError.exit_code)
+        raise
 
 
 class GroupedCommand(TyperCommand):

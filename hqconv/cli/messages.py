@@ -1,4 +1,4 @@
-"""Every end of a command as one message on stderr and the contract's exit code."""
+"""Every end of a command as one message on stderr, the contract's exit code and, under --json, one document."""
 
 from __future__ import annotations
 
@@ -6,67 +6,71 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import typer
 
 from hqconv.cli import stopping
+from hqconv.cli.documents import print_error
 from hqconv.cli.options import at_home
-from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError, printable
+from hqconv.cli.text import lead_nowhere, say
+from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError
+from hqconv.pipeline.environment import is_first
 
 
 @contextmanager
-def _one_message() -> Iterator[None]:
-    """Turns every exception into one message on stderr and the contract's exit code."""
+def _one_message(*, json: bool) -> Iterator[None]:
+    """Turns every exception into one message on stderr and the contract's exit code; `json`: also into a document."""
     try:
         yield
         sys.stdout.flush()
     except HqconvError as error:
-        raise _fail(f"error: {error.message()}", error.exit_code) from None
+        raise _fail(error, json=json) from None
     except KeyboardInterrupt:  # raised by a library: the user's own never comes here
-        raise _fail(stopping.words(), EXIT_INTERRUPTED) from None
+        text = stopping.words()
+        raise _fail(HqconvError(text), EXIT_INTERRUPTED, text, json=json) from None
     except BrokenPipeError:  # the reader of stdout went away: nobody is left to tell
         lead_nowhere()
         raise typer.Exit(OutputError.exit_code) from None
     except OSError as error:
-        place = f"\n  where: {error.filename}" if error.filename else ""
-        text = f"error: The operating system refused: {error.strerror or error}{place}"
-        raise _fail(text, OutputError.exit_code) from None
+        reason, where = str(error.strerror or error), str(error.filename or "")
+        text = f"error: The operating system refused: {reason}" + (f"\n  where: {where}" if where else "")
+        said = OutputError("The operating system refused.", where=where, found=reason)
+        raise _fail(said, text=text, json=json) from None
     except typer.Exit:
         raise
     except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
         if short := _what_is_short(error):
-            raise _fail(f"error: {short}", RequestError.exit_code) from None
+            raise _fail(short, json=json) from None
         remedy = "Set HQCONV_DEBUG=1 to see the traceback, and please report it."
-        text = f"internal error: {type(error).__name__}: {error}\n  what to do: {remedy}"
-        raise _fail(text, EXIT_BUG) from None
+        found = f"{type(error).__name__}: {error}"
+        bug = HqconvError("This is a bug of hqconv.", found=found, remedy=remedy)
+        text = f"internal error: {found}\n  what to do: {remedy}"
+        raise _fail(bug, EXIT_BUG, text, json=json) from None
 
 
-def _what_is_short(error: Exception) -> str:
-    """The message where the system had no more memory or threads, by what Python and torch raise; else ""."""
+def _what_is_short(error: Exception) -> RequestError | None:
+    """What to say where the system had no more memory or threads, by what Python and torch raise; else None."""
     texts = ("can't start new thread", "can't allocate memory", "not enough memory")
     if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
-        return ""
+        return None
     what, remedy = "The system gives no more memory, or no more threads.", "Lower --max-memory or --threads."
-    return RequestError(
-        what, found=str(error).split("\n")[0] or type(error).__name__, remedy=remedy
-    ).message()
+    return RequestError(what, found=str(error).split("\n")[0] or type(error).__name__, remedy=remedy)
 
 
-def _fail(text: str, exit_code: int) -> typer.Exit:
+def _fail(
+    error: HqconvError, exit_code: int | None = None, text: str | None = None, *, json: bool
+) -> typer.Exit:
+    """Says what went wrong. exit_code, text: None for the error's own."""
+    exit_code = error.exit_code if exit_code is None else exit_code
     if os.environ.get("HQCONV_DEBUG") == "1":
         traceback.print_exc()
-    with suppress(OSError):  # a full disk under stderr
-        print(printable(text), file=sys.stderr, flush=True)
+    say(f"error: {error.message()}" if text is None else text)
+    if json and is_first():  # of several processes the first speaks
+        print_error(error, exit_code)
     return typer.Exit(exit_code)
-
-
-def lead_nowhere() -> None:
-    """What stdout still holds goes to /dev/null, so that Python does not fail over it at its end."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,7 +78,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
-        with _one_message():
+        with _one_message(json=bool(kwargs.get("json"))):
             command(*args, **{name: at_home(value) for name, value in kwargs.items()})
 
     return run

@@ -85,6 +85,9 @@ OPTIONS: dict[str, Option] = {
         "With mse: FILE.safetensors with what each input column's error counts (scripts/make_importance.py).",
         settings=_ANY_PATH,
     ),
+    "allow_unserved": Option(
+        bool, "Convert what no server is known to run, with a warning.", ("--allow-unserved",)
+    ),
     "config": Option(
         Path | None,
         "Recipe: these options in a TOML file, with other schemas for some blocks.",
@@ -124,6 +127,9 @@ OPTIONS: dict[str, Option] = {
     "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),
     "layers": Option(str | None, "Such as 0,3-5.  [default: all; for the kernel the first, middle and last]"),
     "tokens": Option(str, "Batch sizes for the kernel."),
+    "max_error": Option(
+        float | None, "End with 1 where a projection's relative error is larger, such as 0.15."
+    ),
     "gpu": Option(str | None, "The server's GPU: h200, h100 … or FILE.json.  [default: the one here]"),
     "kernels": Option(
         Path | None, "Folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
@@ -155,7 +161,7 @@ OPTIONS: dict[str, Option] = {
 _GROUPS = {
     "What is made": (
         *("schema", "config", "layout", "target", "cuda", "dtype", "input_schema"),
-        *("quantizer", "importance", "round_scales", "source_digests"),
+        *("quantizer", "importance", "round_scales", "source_digests", "allow_unserved"),
     ),
     "The Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
     "Ranks": ("tp", "ep", "expert_placement", "redundant_experts"),

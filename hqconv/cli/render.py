@@ -1,11 +1,8 @@
-"""Shows the words of `inspection` and of a finished conversion as tables or as JSON on stdout."""
+"""Shows the words of `inspection` and of a finished conversion as tables on stdout."""
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,19 +26,6 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
-
-
-def print_json(words: Any) -> None:
-    """One JSON document on stdout; what is no number there is null, since JSON has neither NaN nor infinity."""
-    sys.stdout.write(json.dumps(_finite(words), indent=2, allow_nan=False) + "\n")
-
-
-def _finite(words: Any) -> Any:
-    if isinstance(words, Mapping):
-        return {key: _finite(value) for key, value in words.items()}
-    if isinstance(words, list | tuple):
-        return [_finite(value) for value in words]
-    return None if isinstance(words, float) and not math.isfinite(words) else words
 
 
 def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
@@ -210,6 +194,7 @@ def _show_artifact(console: Console, words: Words) -> None:
                 "damaged",
                 f"{len(missing)} files missing or resized: {', '.join(missing[:5])}" if missing else "",
             ),
+            ("altered", words["altered_manifest"] or ""),
         ),
     )
     _blocks(console, words["blocks"])

@@ -13,7 +13,7 @@ from hqconv.cli.text import say
 from hqconv.errors import VerificationError
 
 if TYPE_CHECKING:
-    from hqconv.verification.run import VerificationReport
+    from hqconv.verification.report import VerificationReport
 
 Words = dict[str, Any]
 

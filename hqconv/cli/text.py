@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,12 @@ def say(text: str) -> None:
     """One message on stderr, which never fails: nobody may be there to read it."""
     with suppress(OSError, ValueError):
         print(printable(text), file=sys.stderr, flush=True)
+
+
+def lead_nowhere() -> None:
+    """What stdout still holds goes to /dev/null, so that Python does not fail over it at its end."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable_words(words: Any, key: str = "") -> Any:

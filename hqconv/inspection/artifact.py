@@ -10,6 +10,7 @@ from typing import Any
 
 from hqconv.artifact.lineage import ancestors
 from hqconv.artifact.manifest import check_details, read_manifest, schema_of
+from hqconv.artifact.own_digest import alteration
 from hqconv.artifact.summary import requantized, scale_changes, summarize_errors
 from hqconv.checkpoint.digest import sha256_of
 from hqconv.checkpoint.hub import Listing
@@ -33,6 +34,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
     manifest = read_manifest(root)
     check_details(root, manifest)
     errors = {name: block["quantization_error"] for name, block in manifest["blocks"].items()}
+    missing, altered = _missing(root, manifest, listing), _alteration(root, manifest)
     return {
         "kind": "artifact",
         "folder": str(root),
@@ -61,7 +63,9 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         "num_files": len(manifest["files"]),
         "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
         "rank_bytes": _rank_bytes(manifest),
-        "missing_or_resized_files": _missing(root, manifest, listing),
+        "missing_or_resized_files": missing,
+        "altered_manifest": altered,
+        "is_damaged": bool(missing or altered),
         "warnings": list(manifest.get("warnings", [])),
         "serve_command": serve_command(repo_id or str(root), manifest["layout"], _grid(manifest)),
     }
@@ -83,6 +87,12 @@ def _origin(root: Path, manifest: Words) -> Words:
         "manifest_sha256": sha256_of(root / artifact.MANIFEST),
         "warnings": list(manifest.get("warnings", [])),
     }
+
+
+def _alteration(root: Path, manifest: Words) -> str | None:
+    """What is wrong with the manifest's bytes by its own digest, or None."""
+    found = alteration((root / artifact.MANIFEST).read_bytes(), manifest)
+    return None if found is None else found[0]
 
 
 def _missing(root: Path, manifest: Words, listing: Listing | None) -> list[str]:

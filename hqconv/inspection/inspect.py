@@ -9,14 +9,19 @@ from hqconv.artifact.manifest import is_artifact, is_unfinished
 from hqconv.artifact.opening import Place, find, open_headers
 from hqconv.checkpoint.folder import Checkpoint
 from hqconv.checkpoint.index import readable
+from hqconv.errors import VerificationError
 from hqconv.experts.map import map_experts
 from hqconv.inspection.artifact import describe_artifact, describe_unfinished
 from hqconv.inspection.source import describe_source
 from hqconv.inspection.words import quant_method
+from hqconv.schemas.artifact import MANIFEST
 
 
 def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """What a model folder, a Hub repo or an artifact holds, in words; reads headers only. See `hqconv.inspect`."""
+    """What a model folder, a Hub repo or an artifact holds, in words; reads headers only. See `hqconv.inspect`.
+
+    Raises VerificationError where the manifest is damaged, or config.json is an artifact's and there is none.
+    """
     root = Path(path)
     if revision is None and is_artifact(root):
         return describe_artifact(root)
@@ -31,7 +36,13 @@ def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
             return describe_source(source, source.map_experts)
     with _opened(place, path, revision) as checkpoint:
         if quant_method(checkpoint.quantization) == "hqconv":  # the manifest is lost
-            return describe_artifact(checkpoint.root)
+            raise VerificationError(
+                "The artifact has lost its manifest.",
+                where=str(checkpoint.root),
+                expected=MANIFEST,
+                found="a config.json that hqconv made, and no manifest",
+                remedy="Copy it from where it is whole, or convert again.",
+            )
         words = (checkpoint.tensors, checkpoint.config, checkpoint.quantization)
         return describe_source(checkpoint, lambda: map_experts(*words))
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from pathlib import Path
 
 from hqconv.artifact.manifest import is_artifact
 from hqconv.errors import OutputError
 from hqconv.inspection.source import block_words, source_words, tensor_words
 from hqconv.inspection.words import Words, block_runs, otherwise, schema_words
-from hqconv.pipeline.clearing import check_replaceable, check_strays, listed_files
-from hqconv.pipeline.durable import check_space
+from hqconv.pipeline.clearing import check_replaceable, check_strays, files_in, listed_files
+from hqconv.pipeline.durable import check_space, partial
 from hqconv.pipeline.folder import place_of_work
 from hqconv.pipeline.resources import Resources, plan_staging
 from hqconv.planning.plan import Plan
@@ -55,26 +54,43 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
     }
 
 
-def output_notes(
-    out: Path, num_bytes: int, paths: Collection[str], *, resume: bool, overwrite: bool
-) -> list[str]:
-    """What stands in the way of writing files of `num_bytes` at `paths` in `out`, for a dry run; reads only."""
+def output_notes(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> list[str]:
+    """What stands in the way of carrying out the plan in `out`, for a dry run; reads only.
+
+    Of what would be resumed only the files are looked at, not whether it is of the same request.
+    """
     notes = []
     found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
     if remedy:
         notes.append(f"{out} {found}: {remedy}.")
-    if overwrite and is_artifact(out) and place_of_work(out) is None:
-        try:
+    place = place_of_work(out)
+    try:
+        if overwrite and is_artifact(out) and place is None:
             check_replaceable(out)
-            check_strays(out, listed_files(out), paths)
-        except OutputError as error:
-            notes.append(error.message())
-    if not resume:
-        try:
-            check_space(out, num_bytes)
-        except OutputError as error:
-            notes.append(error.message())
+            check_strays(out, listed_files(out), plan.paths)
+        if not (resume and place is None and is_artifact(out)):
+            check_space(out, _num_bytes_left(plan, place if resume else None))
+    except OutputError as error:
+        notes.append(error.message())
     return notes
+
+
+def _num_bytes_left(plan: Plan, place: Path | None) -> int:
+    """Bytes that are still to be written; place: of an unfinished conversion that is gone on with.
+
+    There groups whose files are all there are kept, and half-written files go before anything is written.
+    """
+    groups = [[(file.path, file.size_bytes) for file in group.files] for group in plan.groups]
+    if place is None:
+        return sum(size for files in groups for _, size in files) + plan.num_bytes_beside
+    missing = [files for files in groups if any(_size(place / path) != size for path, size in files)]
+    halves = (partial(place / path) for files in groups for path, _ in files)
+    num_bytes = sum(size for files in missing for _, size in files) + plan.num_bytes_beside
+    return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
@@ -89,6 +105,6 @@ def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
         return f"holds an unfinished conversion{beside}", remedy
     if is_artifact(out):
         return "holds a finished artifact", "" if overwrite or resume else "replace it with --overwrite"
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and files_in(out):
         return "is a folder that hqconv did not make", "choose another with -o"
     return "", ""

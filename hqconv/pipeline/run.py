@@ -74,6 +74,7 @@ class ConversionReport:
         }
         return {
             "kind": "summary",
+            "source": self.plan.source.origin,
             **kept,
             "out": str(self.out),
             "schema": request.schema.name,

@@ -37,10 +37,12 @@ class Wanted:
     round_scales: bool = False
     quantizer: str = "rtn"
     importance: str | Path | None = None
+    allow_unserved: bool = False
 
     @without_gc()
     def plan(self, source: Headers) -> Plan:
         """The plan for a source. Raises what `convert` raises before it writes."""
+        from hqconv.planning.checks import refuse_unserved
         from hqconv.planning.importance import read_importance
         from hqconv.planning.own_schema import plain_blocks
         from hqconv.planning.plan import make_plan
@@ -69,7 +71,10 @@ class Wanted:
             importance=None if self.importance is None else read_importance(Path(self.importance)),
             **words,
         )
-        return make_plan(source, experts, request)
+        planned = make_plan(source, experts, request)
+        if not self.allow_unserved:
+            refuse_unserved(planned.experts, request)
+        return planned
 
 
 def place_of(planned: Plan, out: str | Path | None) -> Path:

@@ -17,7 +17,7 @@ from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.layer import needs_cuda, resolve
 from hqconv.schemas.pairs import nearest, why_not
-from hqconv.schemas.serving import serving_obstacles
+from hqconv.schemas.serving import serving_obstacles, why_no_server
 from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle, stock_vllm_obstacle
 from hqconv.schemas.target import PARAM_DTYPES
 
@@ -49,6 +49,20 @@ def check_request(experts: ExpertMap, request: Request) -> None:
         _check_left(experts.left)
     for block in experts.blocks:
         _check_sizes(block, request)
+
+
+def refuse_unserved(experts: ExpertMap, request: Request) -> None:
+    """Raises RequestError for blocks that no server computes with; what one named server cannot load is a warning."""
+    for block in experts.blocks:
+        kind = request.kind_of(block.name)
+        if (reason := why_no_server(kind)) is not None:
+            raise RequestError(
+                "No server runs these weights.",
+                where=f"--schema {kind.schema.name} --dtype {kind.param_dtype}, {block.name}",
+                expected="a schema and a dtype that Humming's kernels compute with",
+                found=reason,
+                remedy="Use --dtype bfloat16, or convert it all the same with --allow-unserved.",
+            )
 
 
 def _check_left(left: Iterable[str]) -> None:
@@ -130,7 +144,7 @@ def check_copied(checkpoint: Described, experts: ExpertMap, request: Request) ->
 
 def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
     """What converts, but is known not to run well, or loses what another option would keep."""
-    name, warnings = request.schema.name, _rounding_warnings(experts, request)
+    warnings = _rounding_warnings(experts, request)
     warnings += _search_warnings(experts, request)
     for dtype in PARAM_DTYPES if not request.round_scales else ():
         kept, here = (
@@ -147,13 +161,9 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
     else:
         reasons = serving_obstacles(experts.family, request.grid)
         warnings += [f"vLLM 0.33 will not serve this artifact: {reason}." for reason in reasons]
-    if request.schema.b_dtype == "float8e5m2" and request.param_dtype == "float16":
-        # docs/kernels.md: codes of up to 57344 are summed before the scale is applied.
-        warnings.append(
-            f"Humming's kernel overflows on '{name}' with float16 and gives NaN; use --dtype bfloat16."
-        )
+    kinds = dict.fromkeys(request.kind_of(block.name) for block in experts.blocks)
+    warnings += [reason for kind in kinds if (reason := why_no_server(kind)) is not None]
     if request.layout == artifact.KERNEL:
-        kinds = dict.fromkeys(request.kind_of(block.name) for block in experts.blocks)
         warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
     warnings += missing_warnings(static_blocks(experts, request))
     return tuple(dict.fromkeys(warnings))

@@ -25,6 +25,11 @@ class SourceFacts:
     num_bytes: int
     bytes_of: Mapping[str, int]
 
+    @property
+    def origin(self) -> dict[str, str | None]:
+        """What an artifact's manifest calls it: its name, and of a Hub repo the commit."""
+        return {"name": self.repo_id or self.name, "revision": self.revision}
+
 
 def source_facts(checkpoint: Described, experts: ExpertMap | None) -> SourceFacts:
     """The facts of an opened source; `experts` None where they cannot be mapped."""

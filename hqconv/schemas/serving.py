@@ -6,8 +6,19 @@ import shlex
 
 from hqconv.schemas.artifact import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
+from hqconv.schemas.kernel import KernelKind
 
 _WEIGHS_INPUTS = ("llama4",)
+
+
+def why_no_server(kind: KernelKind) -> str | None:
+    """What is known to keep every server from computing with such weights, whatever loads them; None for nothing.
+
+    docs/kernels.md: e5m2 codes of up to 57344 are summed before the scale is applied.
+    """
+    if kind.schema.b_dtype != "float8e5m2" or kind.a_dtype != "float16":
+        return None
+    return f"Humming's kernel overflows on '{kind.schema.name}' with float16 and gives NaN; use --dtype bfloat16."
 
 
 def serve_options(grid: Grid) -> str | None:

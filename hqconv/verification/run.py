@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from hqconv.artifact.error_limit import check_max_error
 from hqconv.artifact.opened import Artifact
+from hqconv.checkpoint.digest import sha256_of
 from hqconv.checkpoint.hub import Listing
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.pipeline.progress import Meter, Progress
@@ -23,12 +24,15 @@ from hqconv.sources.source import Source
 from hqconv.verification.batched import why_not
 from hqconv.verification.compiler import other_layout
 from hqconv.verification.dealing import block_bytes
+from hqconv.verification.error_limit import NAME as MAX_ERROR
+from hqconv.verification.error_limit import check_error
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
 from hqconv.verification.limits import kind_of_inputs
 from hqconv.verification.lineage import Lineage
 from hqconv.verification.preparation import begun, kernel_tasks
-from hqconv.verification.result import FAIL, CheckResult
+from hqconv.verification.report import VerificationReport
+from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 
 CHECKS = ("files", "weights", "kernel")
@@ -46,47 +50,10 @@ class Options:
     num_threads: int
     max_memory_bytes: int
     source: str | None  # what the source is called, for the report
+    max_error: float | None = None  # of a projection; None for any
     progress: Callable[[str, Progress], None] | None = (
         None  # called with the check's name, one call at a time
     )
-
-
-@dataclass
-class VerificationReport:
-    """The outcome. `passed` is True only if no check found anything and at least one ran. `source`: what it was held
-    against, as the caller named it.
-    """
-
-    root: Path
-    source: str | None = None
-    results: list[CheckResult] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        ran = [r for r in self.results if not r.skipped or r.findings]
-        return bool(ran) and all(r.status != FAIL for r in ran)
-
-    def words(self) -> dict[str, Any]:
-        """The report as JSON words."""
-        checks = {
-            r.name: {
-                "status": r.status,
-                "seconds": round(self.seconds.get(r.name, 0.0), 3),
-                "skipped_because": r.skipped,
-                "notes": r.notes,
-                "findings": [asdict(f) for f in r.findings],
-                "measured": r.measured,
-            }
-            for r in self.results
-        }
-        return {
-            "kind": "report",
-            "source": self.source,
-            "artifact": str(self.root),
-            "passed": self.passed,
-            "checks": checks,
-        }
 
 
 def verify(
@@ -102,12 +69,15 @@ def verify(
     _check_options(options)
     asked = CHECKS if options.checks is None else options.checks
     report = VerificationReport(root if listing is None else Path(listing.repo_id), options.source)
+    report.commit = None if listing is None else listing.commit
     try:
         opened = Artifact(root, listing)
     except VerificationError as error:  # no manifest that any check could rely on
         report.results = [_finding(CHECKS[0], error)]
         return report
     with opened as artifact:
+        report.manifest_sha256 = sha256_of(root / names.MANIFEST)
+        report.warnings = tuple(artifact.manifest.get("warnings", ()))
         layers = _chosen_blocks(artifact, options.layers)
         with begun(_tasks(artifact, source, options, asked, layers)) as finish:
             runs: dict[str, Callable[[], CheckResult]] = {
@@ -122,6 +92,10 @@ def verify(
                     started = time.monotonic()
                     report.results.append(_run(check, runs[check]))
                     report.seconds[check] = time.monotonic() - started
+        if options.max_error is not None:
+            weights = next((result for result in report.results if result.name == "weights"), None)
+            limit = options.max_error
+            report.results.append(_run(MAX_ERROR, lambda: check_error(artifact, weights, limit)))
         return report
 
 
@@ -173,7 +147,8 @@ def _kind_of(artifact: Artifact, block: str) -> tuple[KernelKind, Activation]:
 
 
 def _check_options(options: Options) -> None:
-    """Refuse what is no check and no batch, and what would look at nothing and pass."""
+    """Refuse what is no check, no batch and no error, and what would look at nothing and pass."""
+    check_max_error(options.max_error)
     for option, values in (
         ("--checks", options.checks),
         ("--layers", options.layers),

@@ -74,6 +74,8 @@ OPTIONS = {
         "--push-to",
         "--private",
         "--branch",
+        "--max-error",
+        "--allow-unserved",
     },
     "push": {"out", "repo", "--private", "--branch", "--json", "--quiet -q"},
     "inspect": {"path", "--revision", "--json"},
@@ -90,6 +92,7 @@ OPTIONS = {
         "--json",
         "--revision",
         "--report",
+        "--max-error",
     },
     "report": {
         "out",
@@ -361,7 +364,7 @@ def test_bad_requests_exit_with_2(
     arguments: Sequence[object], message: str, model: Path, tmp_path: Path
 ) -> None:
     result = convert(model, tmp_path / "out", "--json", *arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
+    assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (2, 2)
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
@@ -387,7 +390,7 @@ def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pyt
 
 def test_corrupt_source_exits_with_3(model: Path, tmp_path: Path) -> None:
     result = convert(corrupt(model, tmp_path / "in"), tmp_path / "out", "--json")
-    assert (result.exit_code, result.stdout) == (3, "")
+    assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (3, 3)
     assert "model.safetensors" in result.stderr
 
 
@@ -395,7 +398,7 @@ def test_occupied_output_exits_with_4(model: Path, tmp_path: Path) -> None:
     assert convert(model, tmp_path / "out").exit_code == 0
     before = read_tree(tmp_path / "out")
     result = convert(model, tmp_path / "out", "--json")
-    assert (result.exit_code, result.stdout) == (4, "")
+    assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (4, 4)
     assert "--overwrite" in result.stderr
     assert read_tree(tmp_path / "out") == before
     assert convert(model, tmp_path / "out", "--overwrite").exit_code == 0

@@ -78,6 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if match := re.fullmatch(r"/api/models/org/name(?:/revision/([^/]+))?", path):
             self._info(match[1] or "main")
+        elif match := re.fullmatch(r"/api/models/org/name/tree/([^/]+)", path):
+            self._tree(match[1])
         elif match := re.fullmatch(r"/org/name/resolve/([^/]+)/(.+)", path):
             self._file(match[1], match[2])
         else:
@@ -127,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"url": f"{self.hub.url}/org/name", "name": "org/name"})
 
     def _info(self, revision: str) -> None:
+        revision = self._branch(revision)
         if revision not in self.hub.commits:
             self._answer(404, {"error": "no such repo"}, {"X-Error-Code": "RepoNotFound"})
             return
@@ -150,6 +153,18 @@ class _Handler(BaseHTTPRequestHandler):
             "siblings": siblings,
         }
         self._answer(200, words)
+
+    def _branch(self, revision: str) -> str:
+        """The branch whose last commit is meant."""
+        return next((branch for branch in self.hub.commits if revision == self.hub.oid(branch)), revision)
+
+    def _tree(self, revision: str) -> None:
+        files: list[dict[str, Any]] = []
+        for name, stored in self.hub.tree(self._branch(revision)).items():
+            size = len(stored.data)
+            lfs = {"lfs": {"oid": stored.sha256, "size": size, "pointerSize": 1}} if stored.is_lfs else {}
+            files.append({"type": "file", "path": name, "size": size, "oid": stored.git_oid, **lfs})
+        self._answer(200, files)
 
     def _preupload(self, revision: str, words: Any) -> None:
         files = []

@@ -14,8 +14,9 @@ from hqconv.backends.runtime import humming
 from hqconv.errors import RequestError
 from hqconv.schemas.recipe import load_recipe
 from hqconv.verification import run as module
+from hqconv.verification.report import VerificationReport
 from hqconv.verification.result import CheckResult
-from hqconv.verification.run import VerificationReport, _kernel_device
+from hqconv.verification.run import _kernel_device
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 

@@ -19,8 +19,8 @@ from hqconv.schemas.inputs import A16
 from hqconv.schemas.target import TargetSchema
 from hqconv.verification import run as module
 from hqconv.verification.limits import Limits, judge
+from hqconv.verification.report import VerificationReport
 from hqconv.verification.result import CheckResult
-from hqconv.verification.run import VerificationReport
 from hqconv.verification.tally import Tally
 from tests.make.conversions import run
 from tests.make.models import save_model

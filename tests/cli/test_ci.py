@@ -1,0 +1,411 @@
+"""What docs/ci.md promises to other programs: documents, their keys, and exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import shutil
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv import errors
+from hqconv.artifact.error_limit import over_limit
+from hqconv.checkpoint.digest import sha256_of
+from hqconv.cli import documents
+from hqconv.cli.app import app
+from hqconv.pipeline import run as conversion
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+
+OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
+ERROR_KEYS = {"json_version", "tool", "kind", "exit_code", "what", "where", "expected", "found", "remedy"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("models") / "small", num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    assert call("convert", model, "-o", out, *OPTIONS).exit_code == 0
+    return out
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def answer(*arguments: object, code: int = 0) -> Any:
+    """The command's one document; its exit code must be `code`."""
+    done = call(*arguments, "--json")
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def refused(*arguments: object, code: int) -> Any:
+    words = answer(*arguments, code=code)
+    assert (words["kind"], words["exit_code"], words.keys()) == ("error", code, ERROR_KEYS)
+    return words
+
+
+# --- documents ---------------------------------------------------------------------------------------------
+
+
+def documented_keys() -> dict[str, set[str]]:
+    """kind → the keys that the table of docs/ci.md calls stable."""
+    text = (REPO / "docs/ci.md").read_text().partition("## Documents")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", text, re.MULTILINE)
+    return {kind: set(re.findall(r"`(\w+)`", keys)) for kind, keys in rows}
+
+
+def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_path: Path) -> None:
+    found = [
+        answer("convert", model, "-o", tmp_path / "a", *OPTIONS),
+        answer("convert", model, "-o", tmp_path / "b", *OPTIONS, "--dry-run"),
+        answer("verify", made, "--source", model, "--device", "cpu"),
+        answer("inspect", model),
+        answer("inspect", made),
+        answer("schemas"),
+        answer("inspect", tmp_path / "nothing", code=2),
+    ]
+    keys = documented_keys()
+    assert {words["kind"] for words in found} == keys.keys() - {"push", "warm", "unfinished"}
+    for words in found:
+        assert keys[words["kind"]] <= words.keys(), words["kind"]
+        assert words["json_version"] == 1
+        assert words["tool"] == {
+            "hqconv_version": hqconv.__version__,
+            "humming_kernels_version": version("humming-kernels"),
+        }
+
+
+def test_the_same_digest_and_warnings_everywhere(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    more = ("--tp", 2, "--ep", 2)  # which vLLM cannot start: a warning
+    found = [
+        answer("convert", model, "-o", out, *OPTIONS, *more),
+        answer("convert", model, "-o", out, *OPTIONS, *more, "--resume"),
+        answer("verify", out, "--device", "cpu"),
+        answer("inspect", out),
+    ]
+    assert {words["manifest_sha256"] for words in found} == {sha256_of(out / "hqconv.json")}
+    (warning,) = found[0]["warnings"]
+    assert "vLLM 0.33 will not serve this artifact" in warning
+    assert all(words["warnings"] == [warning] for words in found)
+    assert [words["was_finished"] for words in found[:2]] == [False, True]
+    assert found[0]["source"] == found[3]["source"] == {"name": "small", "revision": None}
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_a_document_with_the_parts_of_the_message(model: Path, tmp_path: Path) -> None:
+    request = ("convert", model, "-o", tmp_path / "out", *OPTIONS, "--tp", 3)
+    words = refused(*request, code=2)
+    said = call(*request).stderr
+    for key in ("what", "where", "expected", "found", "remedy"):
+        assert words[key] in said
+    assert words["where"]
+    assert words["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("convert", "--nonsense"), "No such option"),
+        (("convert",), "Missing argument"),
+        (("convert", ".", "--tp", "two"), "--tp"),
+        (("convrt",), "No such command 'convrt'"),
+        (("--nonsense",), "No such option"),
+    ],
+)
+def test_a_wrong_command_line_is_a_document(arguments: tuple[str, ...], what: str) -> None:
+    assert what in refused(*arguments, code=2)["found"]
+    done = call(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "")  # without --json there is none
+    assert what in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "parts"),
+    [
+        (errors.NetworkError("The Hub does not answer."), 5, ("The Hub does not answer.", "", "")),
+        (
+            OSError(5, "Input/output error", "/x"),
+            4,
+            ("The operating system refused.", "/x", "Input/output error"),
+        ),
+        (MemoryError(), 2, ("The system gives no more memory, or no more threads.", "", "MemoryError")),
+        (ZeroDivisionError("a\nb"), 70, ("This is a bug of hqconv.", "", "ZeroDivisionError: a\nb")),
+        (KeyboardInterrupt(), 130, ("Interrupted. Nothing was written.", "", "")),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_other_ends_are_documents_as_well(
+    error: BaseException,
+    code: int,
+    parts: tuple[str, str, str],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(conversion, "convert", fail)
+    words = refused("convert", model, "-o", tmp_path / "out", *OPTIONS, code=code)
+    assert (words["what"], words["where"], words["found"]) == parts
+
+
+def test_of_several_processes_the_first_speaks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hqconv.cli.messages.is_first", lambda: False)
+    done = call("convert", model, "-o", "out", *OPTIONS, "--tp", 3, "--json")
+    assert (done.exit_code, done.stdout) == (2, "")
+
+
+def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that was full under stdout may have room a moment later."""
+    led: list[bool] = []
+    monkeypatch.setattr("hqconv.cli.documents.lead_nowhere", lambda: led.append(True))
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(OSError, match="No space left"):
+        documents.print_json({})
+    documents.print_error(errors.RequestError("No such thing."), 2)  # fails in silence
+    assert led == [True, True]
+
+
+# --- exit codes --------------------------------------------------------------------------------------------
+
+
+def both(model: Path, out: Path, *more: object) -> tuple[int, int]:
+    """The exit codes of a dry run and of the conversion after it."""
+    request = ("convert", model, "-o", out, *OPTIONS, *more)
+    return call(*request, "--dry-run").exit_code, call(*request).exit_code
+
+
+def test_a_dry_run_ends_as_the_conversion_would(model: Path, made: Path, tmp_path: Path) -> None:
+    assert both(model, made) == (4, 4)
+    assert both(model, made, "--resume") == (0, 0)
+    (tmp_path / "file").write_text("")
+    assert both(model, tmp_path / "file") == (4, 4)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    for mode in ((), ("--resume",), ("--overwrite",)):
+        assert both(model, tmp_path / "mine", *mode) == (4, 4)
+    assert both(model, model / "out") == (4, 4)
+    assert both(model, tmp_path / "new") == (0, 0)
+    assert both(model, tmp_path / "new", "--overwrite") == (0, 0)
+    (tmp_path / "new/notes.txt").write_text("mine")
+    assert both(model, tmp_path / "new", "--overwrite") == (4, 4)
+    assert both(model, tmp_path / "other", "--tp", 3) == (2, 2)
+
+
+def test_a_dry_run_sees_a_disk_that_is_too_small(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there of an unfinished conversion needs no room again."""
+    request, out = (model, tmp_path / "out", "--threads", 1), tmp_path / "out"
+    assert both(*request) == (0, 0)
+    planned = answer("convert", model, "-o", tmp_path / "x", *OPTIONS, "--dry-run")
+    (manifest, journal) = (out / "hqconv.json", out / ".hqconv-progress.jsonl")
+    rank_file = next((out / "experts").rglob("*.safetensors"))
+    needed = planned["num_bytes_out"]
+    free = needed - rank_file.stat().st_size  # and a little for the files beside: none in this model
+    manifest.unlink()
+    journal.write_text('{"x": 1}\n')
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+    def dry(place: str, *more: object) -> int:
+        return int(call("convert", model, "-o", tmp_path / place, *OPTIONS, "--dry-run", *more).exit_code)
+
+    assert (dry("new"), dry("out", "--resume")) == (4, 0)
+    assert call("convert", model, "-o", tmp_path / "new", *OPTIONS).exit_code == 4
+    said = answer("convert", model, "-o", tmp_path / "new", *OPTIONS, "--dry-run", code=4)
+    assert "The disk cannot hold the artifact." in said["notes"][0]
+    assert said["kind"] == "plan"
+    rank_file.rename(rank_file.with_name(rank_file.name + ".partial"))
+    assert dry("out", "--resume") == 0  # it goes before anything is written
+    rank_file.with_name(rank_file.name + ".partial").unlink()
+    assert dry("out", "--resume") == 4
+
+
+def test_a_look_at_a_damaged_artifact_ends_with_1(made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made, out)
+    assert answer("inspect", out)["is_damaged"] is False
+    shard = out / "model.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    words = answer("inspect", out, code=1)
+    assert (words["kind"], words["missing_or_resized_files"]) == ("artifact", [shard.name])
+    assert "damaged" in call("inspect", out).stdout
+    shard.write_bytes(data)
+    manifest = out / "hqconv.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"hqconv_version": "', '"hqconv_version": "9'))
+    words = answer("inspect", out, code=1)
+    assert (words["is_damaged"], words["missing_or_resized_files"]) == (True, [])
+    assert "not those that its digest was made of" in words["altered_manifest"]
+    assert words["altered_manifest"] in call("inspect", out).stdout
+    manifest.write_text(text[:-9])
+    assert "damaged" in refused("inspect", out, code=1)["what"]
+    manifest.unlink()
+    assert refused("inspect", out, code=1)["what"] == "The artifact has lost its manifest."
+
+
+def test_a_look_at_an_edited_card_is_0(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "out")
+    (tmp_path / "out/README.md").write_text("mine")
+    assert answer("inspect", tmp_path / "out")["is_damaged"] is False
+
+
+def test_a_finished_artifact_is_resumed_with_0(model: Path, made: Path) -> None:
+    before = sha256_of(made / "hqconv.json")
+    words = answer("convert", model, "-o", made, *OPTIONS, "--resume")
+    assert (words["was_finished"], words["manifest_sha256"]) == (True, before)
+    said = call("convert", model, "-o", made, *OPTIONS, "--resume").stdout
+    assert "the artifact was finished already: nothing was done" in " ".join(said.split())
+    other = refused("convert", model, "-o", made, *OPTIONS, "--tp", 2, "--resume", code=4)
+    assert "differs from this request in: tp" in other["what"]
+
+
+# --- the largest error -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def largest(made: Path) -> dict[str, float]:
+    """Projection → the relative error that the artifact records, of its one block."""
+    words = json.loads((made / "hqconv.json").read_bytes())["blocks"]["model.layers.0.mlp.experts"]
+    return {name: float(one["relative_error"]) for name, one in words["quantization_error"].items()}
+
+
+def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
+    model: Path, made: Path, largest: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_push(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("hqconv.api.push", no_push)
+    worst, limit = max(largest, key=largest.__getitem__), sorted(largest.values())[-2]
+    request = ("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit)
+    words = answer(*request, "--push-to", "org/name", code=1)
+    expected = {"block": "model.layers.0.mlp.experts", "projection": worst, "relative_error": largest[worst]}
+    assert (words["kind"], words["over_max_error"], words["max_error"]) == ("summary", [expected], limit)
+    assert "pushed" not in words
+    assert words["manifest_sha256"] == sha256_of(made / "hqconv.json")  # complete, and the same bytes
+    again = call(*request, "--resume")
+    assert again.exit_code == 1
+    assert "1 projections lost more than --max-error" in again.stderr
+    assert "is complete and kept" in again.stderr
+    assert call("verify", tmp_path / "out", "--device", "cpu").exit_code == 0
+
+
+def test_an_artifact_within_the_limit_is_0(model: Path, largest: dict[str, float], tmp_path: Path) -> None:
+    limit = max(largest.values())
+    words = answer("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit)
+    assert (words["over_max_error"], words["max_error"]) == ([], limit)
+
+
+def test_verify_holds_an_artifact_to_the_limit(model: Path, made: Path, largest: dict[str, float]) -> None:
+    worst, limit = max(largest, key=largest.__getitem__), sorted(largest.values())[-2]
+    verify = ("verify", made, "--device", "cpu", "--max-error")
+    words = answer(*verify, limit, code=1)
+    check = words["checks"]["max_error"]
+    assert (check["status"], words["passed"]) == ("fail", False)
+    assert [(f["where"], f["what"].split()[1]) for f in check["findings"]] == [
+        (f"model.layers.0.mlp.experts, {worst}", "recorded")
+    ]
+    words = answer(*verify, limit, "--source", model, code=1)
+    kinds = [f["what"].split()[1] for f in words["checks"]["max_error"]["findings"]]
+    assert kinds == ["recorded", "measured"]
+    assert "FAIL  max_error: The recorded relative error" in call(*verify, limit).stdout
+    assert answer(*verify, max(largest.values()))["checks"]["max_error"]["status"] == "pass"
+    assert "max_error" not in answer(*verify[:-1])["checks"]
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "-0.1", "much"])
+def test_a_limit_that_is_none_is_refused_before_the_work(
+    limit: str, model: Path, made: Path, tmp_path: Path
+) -> None:
+    refused("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit, code=2)
+    assert not (tmp_path / "out").exists()
+    refused("verify", made, "--max-error", limit, code=2)
+
+
+def test_errors_that_are_no_numbers_are_over_any_limit() -> None:
+    errors_of = {"a": {"w1": {"relative_error": None}, "w2": {"relative_error": math.nan}, "w3": {"x": 1}}}
+    errors_of |= {"b": {"w1": {"relative_error": 0.25}, "w2": {"relative_error": 0.125}}}
+    found = [(one["block"], one["projection"]) for one in over_limit(errors_of, 0.125)]
+    assert found == [("a", "w1"), ("a", "w2"), ("b", "w1")]
+
+
+# --- what no server runs -----------------------------------------------------------------------------------
+
+UNSERVED = ("--schema", "fp8-e5m2", "--dtype", "float16", "--target", "sm90", "--device", "cpu")
+
+
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+@pytest.mark.parametrize("mode", [(), ("--dry-run",)])
+def test_what_no_server_runs_is_refused(
+    layout: str, mode: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    request = ("convert", model, "-o", tmp_path / "out", *UNSERVED, "--layout", layout, *mode)
+    words = refused(*request, code=2)
+    assert words["what"] == "No server runs these weights."
+    assert "gives NaN" in words["found"]
+    assert "--allow-unserved" in words["remedy"]
+    assert not (tmp_path / "out").exists()
+    words = answer(*request, "--allow-unserved")
+    assert len([warning for warning in words["warnings"] if "gives NaN" in warning]) == 1
+
+
+def test_it_converts_where_that_is_allowed_and_the_manifest_says_so(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = answer("convert", model, "-o", out, *UNSERVED, "--allow-unserved")
+    assert any("gives NaN" in warning for warning in words["warnings"])
+    assert json.loads((out / "hqconv.json").read_bytes())["warnings"] == words["warnings"]
+    assert answer("verify", out, "--source", model, "--device", "cpu")["passed"]
+    again = ("convert", out, "-o", tmp_path / "tp2", "--schema", "source", "--tp", 2)
+    assert refused(*again, code=2)["what"] == "No server runs these weights."
+
+
+def test_a_block_that_no_server_runs_is_named(model: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('schema = "int4"\n[[override]]\nlayers = "0"\nschema = "fp8-e5m2"\n')
+    request = ("convert", model, "-o", tmp_path / "out", "--config", recipe, *UNSERVED[2:])
+    assert "model.layers.0.mlp.experts" in refused(*request, code=2)["where"]
+    words = answer(*request, "--allow-unserved")
+    assert any("'fp8-e5m2' with float16" in warning for warning in words["warnings"])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--schema", "fp8-e5m2", "--dtype", "bfloat16"),
+        ("--schema", "fp8", "--dtype", "float16"),
+        ("--schema", "fp8-e5m2", "--dtype", "float16", "--input-schema", "fp8"),  # was not seen to fail
+        ("--schema", "mxfp4", "--tp", 2, "--ep", 2),  # one named server has no start for it: a warning
+    ],
+)
+def test_what_some_server_may_run_is_not_refused(
+    more: tuple[object, ...], model: Path, tmp_path: Path
+) -> None:
+    request = ("convert", model, "-o", tmp_path / "out", "--target", "sm90", "--dry-run", *more)
+    words = answer(*request)
+    assert any("vLLM" in warning for warning in words["warnings"]) == ("--ep" in more)
