@@ -49,7 +49,7 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
         for word in quoted.split()
         if re.fullmatch(r"[\w./-]+(/[\w.-]*|\.(py|md|toml|json|txt))", word) and not NOT_KEPT.search(word)
     }
-    roots = (REPO, REPO / "hqconv", REPO / "tests", REPO / "docs")
+    roots = (REPO, REPO / "hqconv", REPO / "tests", REPO / "docs", REPO / "configs")
     assert sorted(name for name in named if not any(_is_there(root / name) for root in roots)) == []
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from hqconv.artifact.summary import summarize_errors
 from hqconv.cli import phrases
 from hqconv.cli.progress import human_bytes, human_seconds
-from hqconv.cli.report import show_push, show_report
+from hqconv.cli.report import show_push, show_recipes, show_report
 from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
 from hqconv.cli.text import printable_words
 from hqconv.formats.format import PLAIN
@@ -283,6 +283,7 @@ _SHOW = {
     "artifact": _show_artifact,
     "unfinished": _show_unfinished,
     "schemas": _show_schemas,
+    "recipes": show_recipes,
     "report": show_report,
     "warm": _show_warm,
     "push": show_push,

@@ -91,7 +91,7 @@ OPTIONS = {
         "--revision",
     },
     "warm": {"out", "--gpu", "--kernels", "--jobs", "--json"},
-    "schemas": {"--json"},
+    "schemas": {"--recipes", "--json"},
 }
 SUMMARY_KEYS = {
     "out",
