@@ -49,8 +49,24 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
         for word in quoted.split()
         if re.fullmatch(r"[\w./-]+(/[\w.-]*|\.(py|md|toml|json|txt))", word) and not NOT_KEPT.search(word)
     }
-    roots = (REPO, REPO / "hqconv", REPO / "tests", REPO / "docs")
+    roots = (REPO, REPO / "hqconv", REPO / "tests", REPO / "docs", REPO / "configs")
     assert sorted(name for name in named if not any(_is_there(root / name) for root in roots)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_headings_that_a_document_links_to_exist(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
+    assert [
+        f"{name}#{slug}"
+        for name, slug in links
+        if slug not in _slugs(document.parent / name if name else document)
+    ] == []
+
+
+def _slugs(document: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _is_there(path: Path) -> bool:

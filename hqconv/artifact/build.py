@@ -142,6 +142,8 @@ def build_manifest(
 def _digests(source: Source, name: str, digests: Mapping[str, str]) -> dict[str, str]:
     """A source file's SHA-256 as it was read, and as the Hub says that it is, where these are known."""
     of_hub = None if source.repo_id is None else blob_sha256(source.root / name)
+    if source.listing is not None:  # the file may have left the cache by now
+        of_hub = source.listing.digests.get(name)
     found = {"sha256": digests.get(name), "hub_sha256": of_hub}
     return {key: sha256 for key, sha256 in found.items() if sha256 is not None}
 

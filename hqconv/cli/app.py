@@ -211,12 +211,12 @@ def inspect(*, json: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(lambda: None, "json")
-def schemas(*, json: bool) -> None:
-    """List the schemas of weights and of activations."""
-    from hqconv.inspection.schemas import describe_schemas
+@takes(lambda: None, "recipes", "json")
+def schemas(*, recipes: bool, json: bool) -> None:
+    """List the schemas of weights and of activations, or the recipes that come with hqconv."""
+    from hqconv.inspection.schemas import describe_recipes, describe_schemas
 
-    _show(describe_schemas(), json=json)
+    _show(describe_recipes() if recipes else describe_schemas(), json=json)
 
 
 def main() -> None:

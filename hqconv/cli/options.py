@@ -18,6 +18,7 @@ import typer
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, inputs, target
 from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.shipped import RECIPES, or_shipped, shipped
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,12 @@ OPTIONS: dict[str, Option] = {
     ),
     "config": Option(
         Path | None,
-        "Recipe: these options in a TOML file, with other schemas for some blocks.",
-        settings=_ANY_PATH,
+        "Recipe: these options in a TOML file, with other schemas for some blocks; or the name of one of "
+        "`hqconv schemas --recipes`.",
+        settings={
+            **_ANY_PATH,
+            "autocompletion": _names_of(lambda: [Path(name).stem for name in shipped(RECIPES)]),
+        },
     ),
     "target": Option(
         str | None,
@@ -151,6 +156,7 @@ OPTIONS: dict[str, Option] = {
     "report": Option(Path | None, "Write a page about all of it.", ("--report",), settings=_ANY_PATH),
     "push_to": Option(str | None, "Then push the artifact to this Hub repo, as `hqconv push` does."),
     "dry_run": Option(bool, "Show the plan; write nothing.", ("--dry-run",)),
+    "recipes": Option(bool, "List the recipes and schema files that come with hqconv.", ("--recipes",)),
     "json": Option(bool, "Print one JSON document on stdout.", ("--json",)),
     "profile": Option(
         Path | None, "Write where the time went, stage by stage, as JSON.", ("--profile",), settings=_ANY_PATH
@@ -258,7 +264,7 @@ def recipe_options(config: Path | None, context: typer.Context) -> dict[str, Any
 
     found: dict[str, Any] = {}
     if config is not None:
-        recipe = load_recipe(config)
+        recipe = load_recipe(or_shipped(config, RECIPES))
         found = {name: value for name, value in recipe.options.items() if not is_given(name)}
         found["overrides"] = recipe.overrides
     if not is_given("schema") and "schema" not in found:

@@ -12,7 +12,7 @@ from hqconv.artifact.summary import summarize_errors
 from hqconv.cli import phrases
 from hqconv.cli.comparison import show_comparison, show_page
 from hqconv.cli.progress import human_bytes, human_seconds
-from hqconv.cli.report import show_push, show_report
+from hqconv.cli.report import show_push, show_recipes, show_report
 from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
 from hqconv.cli.text import printable_words
 from hqconv.formats.format import PLAIN
@@ -269,6 +269,7 @@ _SHOW = {
     "artifact": _show_artifact,
     "unfinished": _show_unfinished,
     "schemas": _show_schemas,
+    "recipes": show_recipes,
     "report": show_report,
     "page": show_page,
     "comparison": show_comparison,

@@ -1,4 +1,4 @@
-"""Shows a verification report: the verdict, what was found, and the worst blocks first; and what a push sent."""
+"""Shows a verification report: the verdict, what was found, and the worst blocks first; a push; the recipes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from hqconv.cli.tables import PROJECTIONS, print_table
 Words = Mapping[str, Any]
 Table = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 NUM_ROWS_SHOWN, NUM_FINDINGS_SHOWN = 10, 20
+
+
+def show_recipes(console: Console, words: Words) -> None:
+    """The recipes and schema files that come with hqconv, and where they lie."""
+    rows = [(one["option"], one["description"]) for key in ("recipes", "schemas") for one in words[key]]
+    print_table(console, ("option of convert", "what it is for"), rows)
+    console.print(
+        f"\nThe files are in {words['folder']}, for copies of your own; a file of that name here wins."
+    )
 
 
 def show_report(console: Console, words: Words) -> None:

@@ -7,6 +7,7 @@ from hqconv.schemas.gpu_target import TARGETS, Target
 from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.pairs import why_not
+from hqconv.schemas.shipped import RECIPES, SCHEMAS, shipped
 from hqconv.schemas.target import PARAM_DTYPES, PRESETS, SHORTHAND
 
 
@@ -23,6 +24,26 @@ def describe_schemas() -> Words:
             "stock_vllm": "without zero points, N >= 2",
         },
         "input_schemas": [_input_words(inputs) for inputs in INPUT_PRESETS.values()],
+    }
+
+
+def describe_recipes() -> Words:
+    """The recipes and schema files that come with hqconv: what to write, what it is for, and where it lies."""
+    return {
+        "kind": "recipes",
+        "folder": str(SCHEMAS),
+        "recipes": [
+            {
+                "option": f"--config {name.removesuffix('.toml')}",
+                "description": text,
+                "path": str(RECIPES / name),
+            }
+            for name, text in shipped(RECIPES).items()
+        ],
+        "schemas": [
+            {"option": f"--schema {name}", "description": text, "path": str(SCHEMAS / name)}
+            for name, text in shipped(SCHEMAS).items()
+        ],
     }
 
 

@@ -16,6 +16,7 @@ schema = "none"         # left as they are
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.schemas.inputs import InputSchema, resolve_inputs
+from hqconv.schemas.shipped import SCHEMAS, shipped
 from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
 from hqconv.schemas.toml import read_toml
 
@@ -146,9 +148,11 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _beside(path: Path, text: Any) -> Any:
-    """A schema's file, relative to the recipe."""
+    """A schema's file, relative to the recipe, or one of `shipped` where there is none beside it."""
     if isinstance(text, str) and text.endswith(".toml") and not Path(text).is_absolute():
-        return str(path.parent / text)
+        beside = path.parent / text
+        is_shipped = not os.path.lexists(beside) and text in shipped(SCHEMAS)
+        return str(SCHEMAS / text if is_shipped else beside)
     return text
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from hqconv.errors import RequestError
 from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 from hqconv.schemas.hints import meant
+from hqconv.schemas.shipped import SCHEMAS, or_shipped
 from hqconv.schemas.toml import read_toml
 
 PARAM_DTYPES = ("bfloat16", "float16")
@@ -236,14 +237,13 @@ _SHORTHAND = re.compile(r"int([1-8])(?:-g([1-9]\d*)|-(c))?(?:-(zp|fpzp))?")
 
 
 def resolve_schema(text: str) -> TargetSchema:
-    """The schema that `--schema TEXT` names: a preset, the shorthand, or a path ending in .toml.
+    """The schema that `--schema TEXT` names: a preset, the shorthand, or a path ending in .toml, or a `shipped` file.
 
     Raises RequestError for an unknown name, an unreadable file or an impossible combination.
     """
     if text.endswith(".toml"):
-        return load_schema(Path(text))
-    found = _named(text)
-    if found is not None:
+        return load_schema(or_shipped(Path(text), SCHEMAS))
+    if (found := _named(text)) is not None:
         return found
     expected = f"{', '.join(PRESETS)}, {SHORTHAND}, {SOURCE}, or a .toml file"
     remedy = f"{meant(text, [*PRESETS, SOURCE], _named)} `hqconv schemas` explains each.".strip()

@@ -119,7 +119,7 @@ OPTIONS = {
         "--quiet -q",
     },
     "warm": {"out", "--gpu", "--kernels", "--jobs", "--json"},
-    "schemas": {"--json"},
+    "schemas": {"--recipes", "--json"},
 }
 SUMMARY_KEYS = {
     "out",

@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         "schemas",
         "schemas --json",
+        "schemas --recipes",
         "inspect model",
         "inspect quantized",
         "inspect artifact",

@@ -25,7 +25,7 @@ from hqconv.pipeline.journal import Journal
 from hqconv.schemas.artifact import JOURNAL
 from hqconv.schemas.grid import Grid
 from tests.make import conversions, input_scales, small
-from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
+from tests.make.hub_server import COMMIT, LocalHub, cached, digest_of, serve, use
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.shards import split_by_layer
@@ -103,6 +103,18 @@ class Watch:
             with self._lock:
                 there = blob_bytes(self.cache)
                 self.most = max(self.most, there + (self.server.folder / name).stat().st_size)
+
+
+def test_the_manifest_does_not_tell_what_stays_in_the_cache(server: LocalHub, tmp_path: Path) -> None:
+    """What the Hub says of its large files is in it either way."""
+    run(tmp_path / "out")
+    run(tmp_path / "kept", keep_source=True)
+    run(tmp_path / "there")
+    assert shards(tmp_path / "cache")
+    files = conversions.manifest(tmp_path / "out")["source"]["files"]
+    assert all(file["hub_sha256"] == digest_of(server.folder / file["name"]) for file in files)
+    for name in ("kept", "there"):
+        assert snapshot(tmp_path / name) == snapshot(tmp_path / "out")
 
 
 # --- how much is there at a time ---------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""The README: its commands are there, and its example is what comes out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from hqconv.cli.app import app
+from tests.make.places import REPO
+
+TEXT = (REPO / "README.md").read_text(encoding="utf-8")
+# Of any page: lines of its blocks that are a command of ours, with what follows it left out.
+COMMAND = re.compile(r"^    (?:\$ )?(hqconv [^#\n]+)", re.MULTILINE)
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")))]
+
+
+def options_of(name: str) -> set[str]:
+    group: Any = typer.main.get_command(app)
+    return {flag for one in group.commands[name].params for flag in one.opts} | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_as_they_are_shown(page: str) -> None:
+    for command in COMMAND.findall((REPO / page).read_text(encoding="utf-8")):
+        words = shlex.split(command.replace("…", "").replace("|", " "))
+        flags = {word.partition("=")[0].strip("[]") for word in words if word.strip("[").startswith("-")}
+        unknown = flags - (options_of(words[1]) if not words[1].startswith("-") else {"--install-completion"})
+        assert not unknown, command
+
+
+def test_the_readme_shows_some() -> None:
+    assert len(COMMAND.findall(TEXT)) > 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the example is of a machine without a GPU")
+def test_the_example_is_what_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but times, which are another machine's."""
+    blocks = re.findall(r"^    \$ (.+)\n((?:    [^$\n].*\n|\n(?=    [^$]))*)", TEXT, re.MULTILINE)
+    made, converted, verified = (shlex.split(command) for command, _ in blocks)
+    made[1] = str(REPO / made[1])
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, *made[1:]], check=True, capture_output=True)
+    for command, (_, shown) in ((converted, blocks[1]), (verified, blocks[2])):
+        done = CliRunner().invoke(app, command[1:])
+        assert done.exit_code == 0, done.output
+        told = [plain(line) for line in done.stdout.splitlines()]
+        expected = [plain(line) for line in shown.splitlines() if line.strip() not in ("", "…")]
+        assert [line for line in expected if line not in told] == []
+        assert len(expected) > 5
+
+
+def plain(line: str) -> str:
+    """A line without its spaces and times."""
+    line = re.sub(r"[\d.]+ s\b(, [\d.]+ GB/s)?(, \d+ worker\(s\))?", "", line)
+    return " ".join(line.split())
