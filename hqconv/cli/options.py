@@ -218,8 +218,9 @@ def _parameter(name: str, default: Any, is_artifact: bool) -> inspect.Parameter:
 
 def at_home(value: Any) -> Any:
     """`~/x` as shells expand it, which they do not inside `--out=~/x`."""
-    is_there = isinstance(value, str) and Path(value).exists()
-    if not isinstance(value, str | Path) or not str(value).startswith("~") or is_there:
+    if not isinstance(value, str | Path) or not str(value).startswith("~"):
+        return value
+    if isinstance(value, str) and Path(value).exists():
         return value
     return type(value)(os.path.expanduser(value))  # noqa: PTH111 - of a user that is not known it leaves the text
 

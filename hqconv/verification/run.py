@@ -121,7 +121,8 @@ def _meter(check: str, artifact: Artifact, options: Options) -> Meter | None:
     listener = options.progress
     if listener is None:
         return None
-    sizes = {path: words["size_bytes"] for path, words in artifact.manifest["files"].items()}
+    listed = artifact.manifest["files"].items()
+    sizes = {path: words["size_bytes"] for path, words in listed if path != names.CARD}  # which is not hashed
     if check == "weights":
         names_ = _chosen_blocks(artifact, options.layers)
         return Meter(

@@ -17,7 +17,7 @@ from scripts.torture.commands import Ended, Job, Zygote
 from tests.make.qwen import read_tree, write_qwen3_moe
 
 OPTIONS = ("--target", "sm90", "--device", "cpu", "--tp", "2", "--threads", "2")
-CARD, NOTE = "README.md", "notes.txt"  # the user's files: in an artifact, and beside it
+CARD, NOTE = ".gitattributes", "notes.txt"  # the user's files: in an artifact, and beside it
 Tree = dict[str, bytes]
 
 

@@ -126,5 +126,6 @@ def _changed(place: Place, name: str, kind: str, number: int, after: Tree | None
 
 
 def _of_artifact(tree: Tree | None) -> Tree | None:
-    """Without the manifest, which has the source's name and the digests of its files."""
-    return tree and {name: data for name, data in tree.items() if name != "hqconv.json"}
+    """Without what has the source's name: the manifest, the card, and the sums of both."""
+    naming = ("hqconv.json", "README.md", "SHA256SUMS")
+    return tree and {name: data for name, data in tree.items() if name not in naming}

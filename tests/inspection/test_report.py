@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hqconv
+from hqconv.artifact.lineage import derived_from
 from hqconv.cli.app import app
 from hqconv.inspection.report.html import figure, number
 from hqconv.inspection.report.page import page
@@ -246,12 +247,12 @@ def test_warnings_and_lineage_of_a_manifest(own: Path) -> None:
     words = manifest(own)
     words |= {
         "warnings": ["Beware of <this>."],
-        "derived_from": [{"name": "older", "manifest_sha256": "ab12"}],
+        "derived_from": derived_from(words, "ab12"),
     }
     write_manifest(own, words)
     text = page(report_words(own))
     assert "Beware of &lt;this&gt;." in text
-    assert "name older, manifest_sha256 ab12" in text
+    assert "manifest_sha256 ab12" in text
 
 
 # --- safe to open ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.make.recording import Op, Recorder
 from tests.make.tensors import snapshot
 
 SCHEMA, GRID = "mxfp4", Grid(2, 2)
-README = "README.md"
+README = ".gitattributes"
 Files = dict[str, str]
 
 
@@ -102,7 +102,7 @@ def _replaced(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
     """In the place of an artifact of another schema and grid, beside which its owner put a file."""
     before, disk = _folders(work)
     run(src, before / "out", "int4-g32", Grid(1, 2))
-    (before / "out" / README).write_text("a model card")
+    (before / "out" / README).write_text("* text=auto")
     shutil.copytree(before, disk, dirs_exist_ok=True)
     by_renames = name != "replaced"
     made = Recorded(name, src, before, (), {}, snapshot(before / "out"), by_renames)

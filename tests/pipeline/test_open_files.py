@@ -19,7 +19,7 @@ request = {"schema": "int4-c", "target": "sm90", "tp": 4, "ep": 32}
 hqconv.plan(src, **request)  # everything is loaded
 finish, most = GroupWriter.finish_file, []
 
-def slow(self, file):  # so that as many groups as may be are open at once
+def slow(self, file, *rest):  # so that as many groups as may be are open at once
     time.sleep(0.002)
     most.append(len(os.listdir("/proc/self/fd")))
     return finish(self, file)

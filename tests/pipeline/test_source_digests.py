@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_two_groups_of_different_bytes(src: Path, tmp_path: Path, monkeypatch: p
 
     def record(self: Journal, entry: JournalEntry) -> None:
         other = dict.fromkeys(entry.sources, "0" * 64)
-        real(self, JournalEntry(entry.group, entry.files, entry.measured, other))
+        real(self, replace(entry, sources=other))
 
     monkeypatch.setattr(Journal, "record", record)
     with pytest.raises(KeyboardInterrupt):

@@ -211,6 +211,9 @@ def test_codes_are_kept_and_scales_rounded(name: str, dtype: str, get: Get, tmp_
         assert not any("rounded" in warning for warning in source.warnings)
         assert expert_files(tmp_path / "source") == expert_files(tmp_path / "out")
         manifests = [conversions.manifest(tmp_path / place) for place in ("source", "out")]
+        for words in manifests:  # only one of them was warned of what it asked for
+            del words["files"]["README.md"], words["digest"]
+            words.pop("warnings", None)
         assert manifests[0] == manifests[1]
     else:  # float32 blocks hold the scale as it is: nothing is rounded that need not be
         assert source.words()["conversion"] == {"direct": 1}
