@@ -35,7 +35,10 @@ def told(*arguments: object, exit_code: int = 0) -> Any:
     """What a command prints with --json."""
     done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert done.exit_code == exit_code, done.output
-    return json.loads(done.stdout)
+    words = json.loads(done.stdout)
+    assert words.pop("json_version") == 1  # of every document: docs/ci.md
+    assert words.pop("tool").keys() == {"hqconv_version", "humming_kernels_version"}
+    return words
 
 
 MIXED = """
@@ -153,7 +156,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
         add(of_a_hub(folder, patch))
     for path in sorted(folder.glob("*/hqconv.json")):
         found[f"manifest of {path.parent.name}"] = ("Manifest", manifest(path.parent))
-        found[f"inspect {path.parent.name}"] = ("Artifact", told("inspect", path.parent))
+        code = int(path.parent.name == "damaged")
+        found[f"inspect {path.parent.name}"] = ("Artifact", told("inspect", path.parent, exit_code=code))
     return found
 
 
