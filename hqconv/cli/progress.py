@@ -17,6 +17,7 @@ from hqconv.errors import printable_line
 from hqconv.pipeline.progress import Progress
 
 _PLAIN_INTERVAL_S = 5.0
+_LEAST_S = 1.0  # before that a speed means nothing
 _SETTLED_S = 3.0  # before that the speed is that of libraries being loaded and loops being compiled
 _NO_BAR = "\r\x1b[2K\x1b[?25h"  # the line is cleared, and the cursor shown again
 _BAR_WIDTH = 12
@@ -43,11 +44,13 @@ def human_seconds(seconds: float) -> str:
 def line_of(done: Progress, seconds: float, width: int | None = None) -> str:
     """`1.20 GB of 4.00 GB  0.52 GB/s  0:05 left  (3/12) model.layers.3.mlp.experts` after `seconds` of work.
 
-    Resumed bytes count as done, but not for the speed; the time left is told once the speed has settled. In `width`
-    columns the group's name loses its beginning, then goes.
+    Resumed bytes count as done, but not for the speed, which is told after a second; the time left once it has
+    settled. In `width` columns the group's name loses its beginning, then goes.
     """
     speed = (done.done_bytes - done.resumed_bytes) / max(seconds, 1e-9)
-    parts = [f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}", f"{speed / 1e9:.2f} GB/s"]
+    parts = [f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}"]
+    if seconds >= _LEAST_S:
+        parts.append(f"{speed / 1e9:.2f} GB/s")
     if speed and seconds >= _SETTLED_S:
         parts.append(f"{human_seconds((done.total_bytes - done.done_bytes) / speed)} left")
     figures, count = "  ".join(parts), f"({done.num_groups_done}/{done.num_groups})"

@@ -569,7 +569,7 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Pat
     os.close(primary)
     assert process.returncode == 0
     assert json.loads(stdout)["num_blocks"] == 2
-    assert b"GB/s" in seen
+    assert b" MB of " in seen or b" kB of " in seen
     assert b"\x1b[" in seen
 
 
@@ -615,7 +615,7 @@ def test_resumed_bytes_do_not_count_for_the_speed() -> None:
     done = Progress("new", 2_000_000_000, 3_000_000_000, 1_000_000_000, 1, 2)
     assert line_of(done, 10.0) == "2.00 GB of 3.00 GB  0.10 GB/s  10.0 s left  (1/2) new"
     nothing = Progress("new", 0, 3_000_000_000, 0, 0, 2)
-    assert line_of(nothing, 0.0) == "0 B of 3.00 GB  0.00 GB/s  (0/2) new"
+    assert line_of(nothing, 0.0) == "0 B of 3.00 GB  (0/2) new"
 
 
 def test_human_units() -> None:

@@ -182,6 +182,8 @@ def test_home_is_found_where_shells_do_not_look(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_time_left_is_not_guessed_in_the_first_seconds() -> None:
     done = Progress("model.layers.3.mlp.experts", 5_000_000, 4_000_000_000, 0, 0, 12)
+    assert "GB/s" not in line_of(done, 0.9)
+    assert "GB/s" in line_of(done, 1.0)
     assert "left" not in line_of(done, 2.9)
     assert "left" in line_of(done, 3.0)
 
