@@ -151,7 +151,7 @@ def test_dry_run_of_a_huge_checkpoint_is_quick(tmp_path: Path) -> None:
     dry_run += ["--target", "sm90", "--dry-run", "--json", "-o", tmp_path / "out"]
     started = time.monotonic()
     done = subprocess.run([str(a) for a in dry_run], cwd=REPO, check=False, capture_output=True)
-    assert done.returncode == 4, done.stderr  # no disk here has room for it
+    assert done.returncode in (0, 4), done.stderr  # few disks have room for it
     seconds = time.monotonic() - started
     words = json.loads(done.stdout)
     assert words["tensors"]["converted"]["num_tensors"] == 60 * 384 * 3
