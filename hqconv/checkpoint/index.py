@@ -13,7 +13,7 @@ from hqconv.checkpoint.safetensors import RepeatedKey, keep_repeats
 from hqconv.errors import InputError, first_few
 from hqconv.schemas import ascend
 from hqconv.schemas.artifact import CONFIG, INDEX, JOURNAL, MANIFEST, SINGLE
-from hqconv.schemas.family import text_config
+from hqconv.schemas.model_config import text_config
 from hqconv.schemas.regular import (
     MAX_LIST_BYTES,
     MAX_WORDS_BYTES,

@@ -15,12 +15,12 @@ from hqconv.planning.encoding import MSE, QUANTIZERS, RTN
 from hqconv.planning.importance import Importance
 from hqconv.planning.own_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact
-from hqconv.schemas.family import text_config
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.inputs import A16, InputSchema
 from hqconv.schemas.kernel import KernelKind
 from hqconv.schemas.layer import needs_cuda
+from hqconv.schemas.model_config import text_config
 from hqconv.schemas.recipe import Choice
 from hqconv.schemas.target import PARAM_DTYPES, TargetSchema
 

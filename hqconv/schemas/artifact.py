@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.family import TEXT_CONFIG_KEYS
 from hqconv.schemas.gpu_target import Target, parse_target
 from hqconv.schemas.inputs import A16, inputs_of
 from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
 from hqconv.schemas.target import TargetSchema
 
 FORMAT_VERSION = 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hqconv.schemas.family import INDEX, Config, Family, Stack, fused_stacks, text_config, under_layers
+from hqconv.schemas.family import INDEX, Family, Stack, fused_stacks, under_layers
+from hqconv.schemas.model_config import Config, text_config
 
 __all__ = [
     "BY_ARCHITECTURE",

@@ -19,10 +19,6 @@ LAYER_PREFIXES = (
     "language.model.layers.{layer}",
 )
 
-# Multimodal configs keep the language model's values under one of these, maybe under two; dbrx its experts'.
-TEXT_CONFIG_KEYS = ("thinker_config", "text_config", "language_config", "llm_config", "ffn_config")
-
-Config = Mapping[str, object]  # a parsed config.json
 
 # One spelling per number, so that no two names mean the same expert.
 INDEX = r"(?:0|[1-9][0-9]{0,8})"
@@ -92,17 +88,6 @@ class Family:
         """A tensor name of this family, for messages."""
         block = self.blocks[0].format(layer="N")
         return f"{block}.E.{next(iter(self.projections.values()))}.weight"
-
-
-def text_config(config: Config) -> Config:
-    """The language model's values: a nested text config, where there is one, over the outer config."""
-    while True:
-        key = next((key for key in TEXT_CONFIG_KEYS if isinstance(config.get(key), Mapping)), None)
-        if key is None:
-            return config
-        nested = config[key]
-        assert isinstance(nested, Mapping)
-        config = {**{k: v for k, v in config.items() if k != key}, **nested}
 
 
 def under_layers(module: str, *more_prefixes: str) -> tuple[str, ...]:
