@@ -14,12 +14,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hqconv.api import convert, dequantize, inspect, load, plan, verify
     from hqconv.artifact.load import RankGemm
+    from hqconv.conversion.progress import Progress
+    from hqconv.conversion.run import ConversionReport
     from hqconv.errors import HqconvError
-    from hqconv.pipeline.progress import Progress
-    from hqconv.pipeline.run import ConversionReport
     from hqconv.planning.plan import Plan
-    from hqconv.schemas.target import TargetSchema
-    from hqconv.verification.report import VerificationReport
+    from hqconv.schemas.weight_schema import TargetSchema
+    from hqconv.verification.result import VerificationReport
 
 __all__ = [
     "ConversionReport",

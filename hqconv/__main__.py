@@ -1,6 +1,6 @@
 """The command `hqconv`, also as `python -m hqconv`: it listens to signals before it loads anything else."""
 
-from hqconv.cli.stopping import leave, listen
+from hqconv.cli.interrupt import leave, listen
 
 
 def main() -> None:

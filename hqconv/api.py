@@ -10,33 +10,36 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hqconv.artifact.opening import open_headers, open_source, own_target, without_gc
-from hqconv.checkpoint.repo import is_repo_id, look
-from hqconv.errors import OutputError, RequestError
-from hqconv.pipeline.options import (
+from hqconv.conversion.options import (
+    Wanted,
+    cache_use,
     check_modes,
     check_places,
     choose_device,
     choose_target,
+    place_of,
+    resources_of,
 )
-from hqconv.pipeline.wanted import Wanted, cache_use, place_of, resources_of
-from hqconv.schemas.artifact import KERNEL
+from hqconv.errors import OutputError, RequestError
+from hqconv.io.hub_snapshot import is_repo_id, look
+from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
-from hqconv.schemas.inputs import InputSchema
+from hqconv.schemas.input_schema import InputSchema
 from hqconv.schemas.recipe import Override
-from hqconv.schemas.target import SOURCE, TargetSchema
-from hqconv.serving.warm import warm as warm
+from hqconv.schemas.weight_schema import SOURCE, TargetSchema
+from hqconv.serving.warm.compile_kernels import warm as warm
+from hqconv.sources.opening import open_headers, open_source, own_target, without_gc
 
 if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.load import RankGemm
-    from hqconv.pipeline.progress import Progress
-    from hqconv.pipeline.push import PushReport
-    from hqconv.pipeline.run import ConversionReport
+    from hqconv.conversion.progress import Progress
+    from hqconv.conversion.push import PushReport
+    from hqconv.conversion.run import ConversionReport
+    from hqconv.models.protocols import Headers
     from hqconv.planning.plan import Plan
-    from hqconv.sources.source import Headers
-    from hqconv.verification.report import VerificationReport
+    from hqconv.verification.result import VerificationReport
 
 
 def plan(
@@ -127,7 +130,7 @@ def convert(
     modes: dict[str, Any] = check_modes(resume=resume, overwrite=overwrite)
     modes["cache"] = cache_use(cache_limit, keep_source=keep_source)
     grid = Grid(tp, ep, expert_placement, redundant_experts)
-    from hqconv.pipeline.run import convert as run  # all libraries are loaded before the work begins
+    from hqconv.conversion.run import convert as run  # all libraries are loaded before the work begins
 
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
     with open_source(src, revision, is_lazy=True) as source:
@@ -167,8 +170,8 @@ def describe_plan(
     planned: of `plan`. The other parameters are those of `convert`. Raises RequestError where the memory is not enough
     or there is no such device.
     """
-    from hqconv.inspection.plan import describe_plan as describe
-    from hqconv.inspection.plan import output_notes
+    from hqconv.reports.plan import describe_plan as describe
+    from hqconv.reports.plan import output_notes
 
     place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
     try:
@@ -240,7 +243,7 @@ def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
 
     Raises RequestError, InputError, VerificationError (of a damaged artifact) or NetworkError.
     """
-    from hqconv.inspection.inspect import inspect as run
+    from hqconv.reports.inspect import inspect as run
 
     return run(path, revision)
 
@@ -261,8 +264,8 @@ def push(
     Raises RequestError where `out` is no artifact or the Hub refuses, VerificationError where the artifact is not whole
     or a file arrived otherwise, OutputError where the repo holds files of others, NetworkError.
     """
-    from hqconv.checkpoint.upload import Repo
-    from hqconv.pipeline.push import push as run
+    from hqconv.conversion.push import push as run
+    from hqconv.io.hub_upload import Repo
 
     return run(Path(out), Repo(repo, branch), private=private, announce=announce)
 

@@ -57,8 +57,8 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
     import hqconv
 
     if sink == "null":
-        from hqconv.artifact.build import FileRecord
-        from hqconv.pipeline import executor, folder
+        from hqconv.conversion import executor, output_folder
+        from hqconv.io.durable_files import FileRecord
 
         class Nothing:
             """Takes what is written, and forgets it."""
@@ -74,7 +74,10 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
         def forget(self: Any, _: bytes) -> None:
             self._journal.remove()
 
-        for owner, name, value in ((executor, "GroupWriter", Nothing), (folder.OutputFolder, "seal", forget)):
+        for owner, name, value in (
+            (executor, "GroupWriter", Nothing),
+            (output_folder.OutputFolder, "seal", forget),
+        ):
             setattr(owner, name, value)
     report = hqconv.convert(source, out, **words)
     return {"bytes_in": report.num_bytes_in, "bytes_out": report.num_bytes_out, "profile": report.profile}

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.weight_schema import resolve_schema
 
 _LLM_COMPRESSOR = {"mxfp4": "MXFP4A16", "int4": "W4A16", "fp8-block": "FP8_BLOCK"}
 
@@ -46,10 +46,10 @@ def load_like_vllm(source: str, schema_name: str, device: str) -> dict[str, Any]
     from safetensors import safe_open
 
     import hqconv
-    from hqconv.backends.assemble import gemm_tensors
-    from hqconv.backends.encoded import stack_tensors
-    from hqconv.backends.layout import humming_schema, to_kernel
-    from hqconv.backends.runtime import resident
+    from hqconv.humming_layout.rank_slices import gemm_tensors
+    from hqconv.humming_layout.runtime import resident
+    from hqconv.humming_layout.transform import humming_schema, to_kernel
+    from hqconv.quantization.quantized import stack_tensors
 
     target = humming_schema(resolve_schema(schema_name))
     plan = hqconv.plan(source, schema=schema_name, target="sm90")

@@ -27,11 +27,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
+from hqconv.humming_layout.compatibility import why_not
 from hqconv.schemas.gpu_target import Target
-from hqconv.schemas.inputs import INPUT_PRESETS, resolve_inputs
-from hqconv.schemas.kernel import KernelKind
-from hqconv.schemas.pairs import why_not
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.input_schema import INPUT_PRESETS, resolve_inputs
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.weight_schema import resolve_schema
 from scripts.shared import SCHEMAS, make_source
 
 GRIDS: tuple[dict[str, Any], ...] = (

@@ -20,11 +20,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.backends import cuda_search
-from hqconv.backends.encoded import QuantizedStack
-from hqconv.backends.quantize import quantize_stacks
-from hqconv.backends.quantizer import RTN, Quantizer
-from hqconv.schemas.target import TargetSchema
+from hqconv.quantization import cuda_search
+from hqconv.quantization.quantize import quantize_stacks
+from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer
+from hqconv.schemas.weight_schema import TargetSchema
 from scripts.shared import SCHEMAS
 from tests.make.matrices import RARE_SCHEMAS, any_schema, hard_matrix
 

@@ -28,9 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.schemas import artifact as names
-from hqconv.schemas.stock_vllm import stock_vllm_obstacle
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.weight_schema import resolve_schema
+from hqconv.serving.vllm.limits import stock_vllm_obstacle
 from scripts.engines import Engine, run_all
 from scripts.few_kernels import install
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write

@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
 from hqconv.errors import HqconvError
-from hqconv.schemas.families import FAMILIES, UNSUPPORTED
-from hqconv.schemas.family import Family, Stack
+from hqconv.models.families import FAMILIES, UNSUPPORTED, Family, Stack
 from tests.make.formats import FORMATS, FormatSpec, write
 from tests.make.layouts import Sizes
 
@@ -160,7 +159,7 @@ without it (tests/sources/test_rounded_scales.py compares with torch's own round
 FAMILY_INTRO = """
 ## Families
 
-Rows of `hqconv/schemas/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well. An
+Rows of `hqconv/models/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well. An
 unknown `model_type` gets the closest row whose single experts' names and shapes fit every tensor, or is refused.
 """
 REFUSED_INTRO = """

@@ -28,9 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.artifact.opened import Artifact
-from hqconv.artifact.opening import open_source
-from hqconv.schemas import artifact as names
+from hqconv.artifact.reader import Artifact
+from hqconv.schemas import artifact_names as names
+from hqconv.sources.opening import open_source
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from scripts.bench import EXPERT_BYTES, default_threads

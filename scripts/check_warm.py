@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
-from hqconv.serving.gpus import KNOWN, facts_here
-from hqconv.serving.kernels import MANIFEST, VARIABLE, kernels_folder, use_warm_kernels
+from hqconv.serving.warm.gpus import KNOWN, facts_here
+from hqconv.serving.warm.kernel_store import MANIFEST, VARIABLE, kernels_folder, use_warm_kernels
 from scripts.shared import make_source
 
 SIZES = {"hidden": 2048, "intermediate": 768, "layers": 1, "experts": 16, "top_k": 4, "vocab": 512}
@@ -97,7 +97,7 @@ class Served:
         """One GEMM on routed rows."""
         from humming.forward import humming_forward
 
-        from hqconv.backends.moe import align
+        from hqconv.humming_layout.fused_moe import align
 
         config, tuning = self.configs[name], self.tuning[name]
         rows = ids.numel()
@@ -121,7 +121,7 @@ class Served:
         from humming.forward import may_process_input
 
         from hqconv.schemas.activation import Activation
-        from hqconv.serving.asked import activation_words
+        from hqconv.serving.warm.kernel_requests import activation_words
 
         wide = self.gemm("w13", x, ids, TOP_K)
         buffer = wide.new_empty(wide.size(0), wide.size(1) // 2)

@@ -20,14 +20,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.backends.forms import planned_kernel_form
+from hqconv.humming_layout.compatibility import why_not
+from hqconv.humming_layout.gemm_forms import planned_kernel_form
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.gpu_target import Target
-from hqconv.schemas.inputs import INPUT_PRESETS
-from hqconv.schemas.kernel import KernelKind
-from hqconv.schemas.pairs import why_not
-from hqconv.schemas.stock_vllm import stock_vllm_obstacle
-from hqconv.schemas.target import PRESETS, TargetSchema, resolve_schema
+from hqconv.schemas.input_schema import INPUT_PRESETS
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.weight_schema import PRESETS, TargetSchema, resolve_schema
+from hqconv.serving.vllm.limits import stock_vllm_obstacle
 from scripts.quantizer_gains import relative_error, weights
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"

@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.artifact.opening import open_headers
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.experts.block import ExpertBlock
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.sources.opening import open_headers
 
 # The last word of a weight's name, in transformers' models; biases have others.
 _W13 = ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3", "v1")

@@ -1,4 +1,4 @@
-"""Record digests of whole artifacts, for `tests/pipeline/test_golden_artifacts.py`.
+"""Record digests of whole artifacts, for `tests/conversion/test_golden_artifacts.py`.
 
     python scripts/record_artifacts.py tests/golden/artifacts.json
 

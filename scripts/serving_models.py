@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hqconv
-from hqconv.schemas import artifact as names
+from hqconv.schemas import artifact_names as names
 from scripts.shared import make_source
 
 

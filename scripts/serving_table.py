@@ -23,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.schemas.families import FAMILIES
+from hqconv.models.families import FAMILIES
 from hqconv.schemas.grid import slice_unit
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.weight_schema import resolve_schema
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "serving.md"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hqconv.schemas.target import PRESETS
+from hqconv.schemas.weight_schema import PRESETS
 
 SCHEMAS = (*PRESETS, "int4-g64-zp", "int3-g64", "int4-g128-fpzp", "int7-c", "int8-g128-zp")
 

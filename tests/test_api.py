@@ -13,9 +13,9 @@ import torch
 import hqconv
 from hqconv import api
 from hqconv.cli.options import OPTIONS
+from hqconv.conversion.progress import Progress
 from hqconv.errors import InputError, RequestError
-from hqconv.pipeline.progress import Progress
-from hqconv.schemas.target import TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hqconv
-from hqconv.schemas.target import PRESETS
+from hqconv.schemas.weight_schema import PRESETS
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,14 +11,15 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.lineage import DERIVED, derived_from
 from hqconv.artifact.manifest import read_manifest
-from hqconv.checkpoint.digest import blob_sha256, sha256_of
+from hqconv.io.digests import blob_sha256, sha256_of
+from hqconv.io.durable_files import FileRecord
+from hqconv.models.protocols import Source
 from hqconv.planning.encoding import quantizer_words
-from hqconv.planning.groups import PlannedBlock
+from hqconv.planning.output_units import PlannedBlock
 from hqconv.planning.plan import Plan
-from hqconv.planning.request import Request
-from hqconv.schemas import artifact
-from hqconv.schemas.content import SUMS
-from hqconv.sources.source import Source
+from hqconv.planning.spec import Request
+from hqconv.schemas import artifact_names
+from hqconv.schemas.content_sums import SUMS
 
 # Keys that are there only where they say something.
 _OPTIONAL = (
@@ -27,15 +27,6 @@ _OPTIONAL = (
     *("quantizer", "quantizer_version", "importance"),
 )
 _OF_BLOCK = ("schema_name", "weight_schema", "input_schema", "activation_schema", "target", "cuda")
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A finished output file."""
-
-    path: str
-    size_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -55,14 +46,14 @@ def artifact_config(source: Source, plan: Plan) -> dict[str, Any]:
     """The source's config.json plus the artifact's quantization_config; in the kernel layout not for transformers."""
     request = plan.request
     words = copy.deepcopy(source.config)
-    if request.layout == artifact.CHECKPOINT:
+    if request.layout == artifact_names.CHECKPOINT:
         names = [block.name for block in plan.experts.blocks]
-        words["quantization_config"] = artifact.humming_quantization_config(
+        words["quantization_config"] = artifact_names.humming_quantization_config(
             request.schema, names, plan.experts.left
         )
     else:
-        words = artifact.refuse_transformers(words)
-        words["quantization_config"] = artifact.hqconv_quantization_config(
+        words = artifact_names.refuse_transformers(words)
+        words["quantization_config"] = artifact_names.hqconv_quantization_config(
             request.kind, source.quantization, is_mixed=is_mixed(plan)
         )
     return words
@@ -72,7 +63,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
     """What the manifest says before anything is converted: versions, source and request."""
     request, importance = plan.request, plan.request.importance
     return {
-        "format_version": artifact.MIXED_VERSION if is_mixed(plan) else artifact.FORMAT_VERSION,
+        "format_version": artifact_names.MIXED_VERSION if is_mixed(plan) else artifact_names.FORMAT_VERSION,
         "hqconv_version": __version__,
         "humming_kernels_version": version("humming-kernels"),
         "source": {
@@ -87,12 +78,12 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
         },
         "layout": request.layout,
         "schema_name": request.schema.name,
-        **artifact.made_of_words(request.kind),
+        **artifact_names.made_of_words(request.kind),
         **({"round_scales": True} if request.round_scales else {}),
         **quantizer_words(request.quantizer),
-        **({} if importance is None else {"importance": artifact.importance_words(importance.sha256)}),
+        **({} if importance is None else {"importance": artifact_names.importance_words(importance.sha256)}),
         "dtype": request.param_dtype,
-        **artifact.target_words(request.target),
+        **artifact_names.target_words(request.target),
         "tp": request.grid.tp,
         "ep": request.grid.ep,
         "expert_placement": request.grid.placement,
@@ -149,7 +140,7 @@ def _digests(source: Source, name: str, digests: Mapping[str, str]) -> dict[str,
 
 
 def _lineage(source: Source) -> list[dict[str, Any]]:
-    return derived_from(read_manifest(source.root), sha256_of(source.root / artifact.MANIFEST))
+    return derived_from(read_manifest(source.root), sha256_of(source.root / artifact_names.MANIFEST))
 
 
 def with_file(words: Mapping[str, Any], record: FileRecord) -> dict[str, Any]:
@@ -164,7 +155,7 @@ def _file_words(record: FileRecord) -> tuple[str, dict[str, Any]]:
 def override_words(block: str, request: Request) -> dict[str, Any]:
     """What a block has for itself."""
     kind = request.of_blocks.get(block)
-    return {} if kind is None else {"schema_name": kind.schema.name, **artifact.kind_words(kind)}
+    return {} if kind is None else {"schema_name": kind.schema.name, **artifact_names.kind_words(kind)}
 
 
 def first_difference(source: Source, plan: Plan, manifest: Mapping[str, Any]) -> str | None:
@@ -216,11 +207,6 @@ def _block_words(group: PlannedBlock, measured: Measured, scales: Mapping[str, f
             "pad_shape_n": form.config["pad_shape_n"],
             "pad_shape_k": form.config["pad_shape_k"],
             "flags": form.flags,
-            **({artifact.INPUT_SCALE: scales[gemm]} if gemm in scales else {}),
+            **({artifact_names.INPUT_SCALE: scales[gemm]} if gemm in scales else {}),
         }
     return words
-
-
-def json_bytes(words: Mapping[str, Any]) -> bytes:
-    """A JSON document as it is written into an artifact."""
-    return (json.dumps(words, indent=2, ensure_ascii=False) + "\n").encode()

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from hqconv.artifact.matrix import floats
-from hqconv.artifact.opened import Artifact
-from hqconv.artifact.ranks import BlockReader, check_rank_headers
-from hqconv.artifact.unlayout.numbers import to_float32
-from hqconv.artifact.unrotate import unrotated
+from hqconv.artifact.expert_reader import BlockReader, check_rank_headers, floats
+from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError, VerificationError
-from hqconv.schemas import artifact as names
+from hqconv.layout_decoder.numbers import to_float32
+from hqconv.layout_decoder.unrotate import unrotated
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.lineage import DERIVED, is_lineage
-from hqconv.artifact.own_digest import DIGEST, alteration
+from hqconv.artifact.manifest_digest import DIGEST, alteration
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.schemas import artifact
+from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE
-from hqconv.schemas.regular import MAX_LIST_BYTES, MAX_WORDS_BYTES, found_at, parse_json, read_regular
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, MAX_WORDS_BYTES, found_at, parse_json, read_regular
+from hqconv.schemas.weight_schema import TargetSchema
 
 _BYTES_PER_NAME = 16  # of quotes, spaces and the like around it
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
@@ -62,12 +62,12 @@ _OPTIONAL_KEYS: dict[str, type] = {"activation_schema": dict, "cuda": str}
 
 def is_artifact(root: Path) -> bool:
     """Whether the folder holds a finished artifact, whole or not."""
-    return (root / artifact.MANIFEST).is_file()
+    return (root / artifact_names.MANIFEST).is_file()
 
 
 def is_unfinished(root: Path) -> bool:
     """Whether the folder holds a conversion that was interrupted (or is still running)."""
-    return (root / artifact.JOURNAL).is_file() and not is_artifact(root)
+    return (root / artifact_names.JOURNAL).is_file() and not is_artifact(root)
 
 
 def read_manifest(root: Path, *, is_sealed: bool = False) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def read_manifest(root: Path, *, is_sealed: bool = False) -> dict[str, Any]:
     Raises RequestError where `root` is no artifact or was made by a newer hqconv, VerificationError where
     the conversion is unfinished or the manifest is damaged.
     """
-    path = root / artifact.MANIFEST
+    path = root / artifact_names.MANIFEST
     if is_unfinished(root):
         raise VerificationError(
             "The conversion is unfinished: this is not an artifact yet.",
@@ -89,7 +89,7 @@ def read_manifest(root: Path, *, is_sealed: bool = False) -> dict[str, Any]:
         raise RequestError(
             "This is not an hqconv artifact.",
             where=str(root),
-            expected=f"a folder with {artifact.MANIFEST}",
+            expected=f"a folder with {artifact_names.MANIFEST}",
             found=found_at(path) if root.is_dir() else "no such folder",
             remedy="Give the OUT of `hqconv convert`; where the manifest is lost, convert again.",
         )
@@ -133,7 +133,7 @@ def schema_of(root: Path, words: Mapping[str, Any], inside: str = "") -> TargetS
         return TargetSchema(name=words["schema_name"], **words["weight_schema"])
     except (HqconvError, TypeError) as error:
         field, found = getattr(error, "where", ""), getattr(error, "found", error)
-        where = f"{root / artifact.MANIFEST}: {inside}weight_schema{f': {field}' if field else ''}"
+        where = f"{root / artifact_names.MANIFEST}: {inside}weight_schema{f': {field}' if field else ''}"
         raise _damaged(where, "the fields of a weight schema", found) from error
 
 
@@ -142,7 +142,7 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
 
     Raises VerificationError.
     """
-    path = root / artifact.MANIFEST
+    path = root / artifact_names.MANIFEST
     _check_kinds(root, words)
     _check_numbers(path, words)
     if "importance" in words:
@@ -187,27 +187,30 @@ def _check_kinds(root: Path, words: Mapping[str, Any]) -> None:
     own = {f"blocks: {n}: ": block for n, block in words["blocks"].items() if "weight_schema" in block}
     for inside, one in {"": words, **own}.items():
         try:
-            artifact.kind_of_words(one, schema_of(root, one, inside), words["dtype"])
+            artifact_names.kind_of_words(one, schema_of(root, one, inside), words["dtype"])
         except (RequestError, KeyError, TypeError) as error:
             inside += getattr(error, "where", "activation_schema").removeprefix("--")
             expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
-            raise _damaged(f"{root / artifact.MANIFEST}: {inside}", expected, found) from error
+            raise _damaged(f"{root / artifact_names.MANIFEST}: {inside}", expected, found) from error
 
 
 def _check(path: Path, words: Any) -> None:
     if not isinstance(words, dict):
         raise _damaged(path, "a JSON object", type(words).__name__)
     version = words.get("format_version")
-    if type(version) is int and version > artifact.MIXED_VERSION:
+    if type(version) is int and version > artifact_names.MIXED_VERSION:
         raise RequestError(
             "The artifact was made by a newer hqconv.",
             where=f"{path}: format_version",
-            expected=f"at most {artifact.MIXED_VERSION}",
+            expected=f"at most {artifact_names.MIXED_VERSION}",
             found=f"{version} (hqconv {words.get('hqconv_version', '?')})",
             remedy="Upgrade hqconv.",
         )
-    if type(version) is not int or version not in (artifact.FORMAT_VERSION, artifact.MIXED_VERSION):
-        raise _damaged(f"{path}: format_version", str(artifact.FORMAT_VERSION), repr(version))
+    if type(version) is not int or version not in (
+        artifact_names.FORMAT_VERSION,
+        artifact_names.MIXED_VERSION,
+    ):
+        raise _damaged(f"{path}: format_version", str(artifact_names.FORMAT_VERSION), repr(version))
     _check_keys(path, "", words, _MANIFEST_KEYS)
     quantization = words["source"].get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
@@ -217,7 +220,7 @@ def _check(path: Path, words: Any) -> None:
         for name, entry in words[group].items():
             _check_keys(path, f"{group}: {name}: ", entry, keys)
     for name in words["blocks"]:  # which become names of files
-        if not artifact.is_block_name(name):
+        if not artifact_names.is_block_name(name):
             raise _damaged(f"{path}: blocks", "names of modules: words with dots between", repr(name))
     _check_mixed(path, words)
 
@@ -226,7 +229,9 @@ def _check_mixed(path: Path, words: dict[str, Any]) -> None:
     """What makes blocks differ from each other: said as it must be, and with the version that says so."""
     _check_optional(path, "", words)
     left = words.get("left_blocks", [])
-    if not isinstance(left, list) or not all(isinstance(n, str) and artifact.is_block_name(n) for n in left):
+    if not isinstance(left, list) or not all(
+        isinstance(n, str) and artifact_names.is_block_name(n) for n in left
+    ):
         raise _damaged(f"{path}: left_blocks", "a list of names of modules", repr(left)[:80])
     twice = [name for name, count in Counter([*left, *words["blocks"]]).items() if count > 1]
     if twice:
@@ -236,10 +241,10 @@ def _check_mixed(path: Path, words: dict[str, Any]) -> None:
     overridden = [name for name, block in words["blocks"].items() if not keys.isdisjoint(block)]
     for name in overridden:
         _check_own(path, f"blocks: {name}: ", words["blocks"][name], words)
-    version = artifact.MIXED_VERSION if left or overridden else artifact.FORMAT_VERSION
+    version = artifact_names.MIXED_VERSION if left or overridden else artifact_names.FORMAT_VERSION
     if words["format_version"] != version:
         raise _damaged(f"{path}: format_version", f"{version}, by its blocks", words["format_version"])
-    if overridden and words["layout"] == artifact.CHECKPOINT:
+    if overridden and words["layout"] == artifact_names.CHECKPOINT:
         raise _damaged(f"{path}: layout", "kernel, where blocks differ", words["layout"])
 
 

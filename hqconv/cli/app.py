@@ -12,16 +12,16 @@ import typer
 
 import hqconv
 from hqconv import api
-from hqconv.cli import converting, leftovers, reports, stopping
-from hqconv.cli.documents import print_json
-from hqconv.cli.grouped import DocumentedGroup, GroupedCommand
-from hqconv.cli.messages import guarded
+from hqconv.cli import conversion, interrupt, interrupt_messages, pages
+from hqconv.cli.conversion import profile_writer
+from hqconv.cli.errors import guarded
+from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
+from hqconv.cli.json_documents import print_json
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
-from hqconv.cli.profile import profile_writer
 from hqconv.cli.text import lead_nowhere, say
+from hqconv.conversion.torchrun import is_first
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
-from hqconv.pipeline.environment import is_first
-from hqconv.serving.kernels import folder_beside
+from hqconv.serving.warm.kernel_store import folder_beside
 
 app = typer.Typer(
     cls=DocumentedGroup,
@@ -68,22 +68,22 @@ def convert(
 ) -> None:
     """Convert the experts of SRC and write an artifact."""
     place = _place_to_push(push_to, private=private, branch=branch)
-    limit = converting.Limit(max_error)
+    limit = conversion.Limit(max_error)
     options |= recipe_options(config, context)
     if dry_run:
-        planned = converting.dry_run(options)
+        planned = conversion.dry_run(options)
         _show(planned, json=json)
         _end(OutputError, is_wrong=bool(planned["notes"]))
         return
     quiet = quiet or not is_first()  # of several processes the first speaks
     json = json and is_first()
     write_profile = profile_writer(profile if is_first() else None)
-    report = converting.run(options, quiet=quiet)
-    write_profile(report.profile)
-    words = report.words()
+    pages = conversion.run(options, quiet=quiet)
+    write_profile(pages.profile)
+    words = pages.words()
     is_good = limit.judged(words)
     if place and is_good:
-        words["pushed"] = api.push(report.out, **place, announce=None if quiet else say).words()
+        words["pushed"] = api.push(pages.out, **place, announce=None if quiet else say).words()
     if json or not quiet:
         _report(words, json=json)
     _end(VerificationError, is_wrong=not is_good)
@@ -141,7 +141,7 @@ def verify(
     """Prove that an artifact is right: its files, its weights, and the production kernel on them."""
     from hqconv.cli.progress import ShownProgress
 
-    write_page = reports.page_writer(options["out"], report, options["threads"])
+    write_page = pages.page_writer(options["out"], report, options["threads"])
     options |= {
         "checks": parse_checks(checks),
         "layers": parse_layers(layers),
@@ -157,10 +157,10 @@ def verify(
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(reports.report, "json", "quiet", is_artifact=True)
+@takes(pages.report, "json", "quiet", is_artifact=True)
 def report(*, json: bool, quiet: bool, **options: Any) -> None:
     """Write a page about an artifact: errors, experts, codes, checks, provenance; it needs no network."""
-    words = reports.report(**options)
+    words = pages.report(**options)
     if json or not quiet:
         _report(words, json=json)
     of_checks = words["verification"]
@@ -169,10 +169,10 @@ def report(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(reports.compare, "json", "quiet")
+@takes(pages.compare, "json", "quiet")
 def compare(*, json: bool, quiet: bool, **options: Any) -> None:
     """Show two artifacts of one model side by side: what they are made of, their sizes, what they lost."""
-    words = reports.compare(**options)
+    words = pages.compare(**options)
     if json or not quiet:
         _show(words, json=json)
 
@@ -183,7 +183,7 @@ def compare(*, json: bool, quiet: bool, **options: Any) -> None:
 def warm(*, json: bool, **options: Any) -> None:
     """Compile the kernels that serving an artifact needs, on any machine with the CUDA compiler."""
     kernels: Path | None = options["kernels"]
-    stopping.expect(*leftovers.of_kernels(kernels or folder_beside(options["out"])))
+    interrupt.expect(*interrupt_messages.of_kernels(kernels or folder_beside(options["out"])))
     _report(api.warm(**options, announce=say), json=json)
 
 
@@ -194,9 +194,9 @@ def push(*, json: bool, quiet: bool, **options: Any) -> None:
     """Put an artifact into a repo of the Hugging Face Hub, its manifest last."""
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    report = api.push(**options, announce=None if quiet else say)
+    pages = api.push(**options, announce=None if quiet else say)
     if json or not quiet:
-        _report(report.words(), json=json)
+        _report(pages.words(), json=json)
 
 
 @app.command(cls=GroupedCommand)
@@ -214,16 +214,16 @@ def inspect(*, json: bool, **options: Any) -> None:
 @takes(lambda: None, "recipes", "json")
 def schemas(*, recipes: bool, json: bool) -> None:
     """List the schemas of weights and of activations, or the recipes that come with hqconv."""
-    from hqconv.inspection.schemas import describe_recipes, describe_schemas
+    from hqconv.reports.schemas import describe_recipes, describe_schemas
 
     _show(describe_recipes() if recipes else describe_schemas(), json=json)
 
 
 def main() -> None:
     """Entry point of the `hqconv` command."""
-    from hqconv.checkpoint.descriptors import raise_limit
+    from hqconv.io.open_files import raise_limit
 
-    stopping.listen()
+    interrupt.listen()
     raise_limit()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hqconv.errors import RequestError
-from hqconv.schemas import gpu_target, inputs, target
+from hqconv.schemas import gpu_target, input_schema, weight_schema
+from hqconv.schemas.config_files import RECIPES, or_shipped, shipped
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.shipped import RECIPES, or_shipped, shipped
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ OPTIONS: dict[str, Option] = {
     "schema": Option(
         str,
         "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own.",
-        settings={"autocompletion": _names_of(lambda: [*target.PRESETS, target.SOURCE])},
+        settings={"autocompletion": _names_of(lambda: [*weight_schema.PRESETS, weight_schema.SOURCE])},
     ),
     "input_schema": Option(
         str,
         "What activations are quantized to when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.",
-        settings={"autocompletion": _names_of(lambda: [*inputs.NAMED_INPUTS])},
+        settings={"autocompletion": _names_of(lambda: [*input_schema.NAMED_INPUTS])},
     ),
     "cuda": Option(
         str | None, "CUDA compiler that will serve, such as 13.0; asked for where the layout depends on it."

@@ -7,10 +7,10 @@ from typing import Any
 
 from hqconv.cli.progress import human_bytes
 from hqconv.errors import NUM_SHOWN
-from hqconv.inspection.words import Words
+from hqconv.reports.documents import Words
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import TARGETS
-from hqconv.schemas.target import PARAM_DTYPES, PRESETS
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 
 
 def ranks(rank_bytes: Mapping[str, int]) -> str:

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
-from hqconv.cli import stopping
+from hqconv.cli import interrupt
 from hqconv.cli.text import say
+from hqconv.conversion.progress import Progress
 from hqconv.errors import printable_line
-from hqconv.pipeline.progress import Progress
 
 _PLAIN_INTERVAL_S = 5.0
 _LEAST_S = 1.0  # before that a speed means nothing
@@ -83,11 +83,11 @@ class ShownProgress:
 
     def __enter__(self) -> ShownProgress:
         if not self._quiet:
-            from hqconv.compiled import announced
+            from hqconv.jit import announced
 
             self._announced.enter_context(announced(say))
         if self._bar is not None:
-            stopping.put_before(_NO_BAR)
+            interrupt.put_before(_NO_BAR)
             with suppress(OSError):
                 self._bar.start()
         return self
@@ -96,7 +96,7 @@ class ShownProgress:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.stop()
-            stopping.put_before("")
+            interrupt.put_before("")
         self._announced.close()
 
     def update(self, done: Progress) -> None:

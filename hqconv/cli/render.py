@@ -1,22 +1,282 @@
-"""Shows the words of `inspection` and of a finished conversion as tables on stdout."""
+"""Tables on a terminal."""
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from hqconv.artifact.summary import summarize_errors
+from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli import phrases
-from hqconv.cli.comparison import show_comparison, show_page
 from hqconv.cli.progress import human_bytes, human_seconds
-from hqconv.cli.report import show_push, show_recipes, show_report
-from hqconv.cli.tables import PROJECTIONS, print_facts, print_table
 from hqconv.cli.text import printable_words
-from hqconv.formats.format import PLAIN
-from hqconv.inspection.words import Words
+from hqconv.formats.source_format import PLAIN
+from hqconv.reports.documents import Words
+
+PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
+
+
+def print_facts(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
+    """Two columns: a label, and what there is to say; rows without a value are left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        if value not in (None, ""):
+            table.add_row(label, str(value))
+    console.print(table)
+
+
+def print_table(console: Console, headers: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """A table whose first column is left-aligned and nothing is cut; numbers go to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    body = [[str(cell) for cell in row] for row in rows]
+    for index, header in enumerate(headers):
+        numeric = all(row[index][:1].isdigit() for row in body)
+        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
+    for row in body:
+        table.add_row(*row)
+    console.print(table)
+
+
+TableRows = tuple[tuple[str, ...], list[tuple[Any, ...]]]
+NUM_ROWS_SHOWN, NUM_FINDINGS_SHOWN = 10, 20
+
+
+def show_recipes(console: Console, words: Words) -> None:
+    """The recipes and schema files that come with hqconv, and where they lie."""
+    rows = [(one["option"], one["description"]) for key in ("recipes", "schemas") for one in words[key]]
+    print_table(console, ("option of convert", "what it is for"), rows)
+    console.print(
+        f"\nThe files are in {words['folder']}, for copies of your own; a file of that name here wins."
+    )
+
+
+def show_report(console: Console, words: Words) -> None:
+    """Checks, findings, figures, and last of all one PASS or FAIL line with the reason."""
+    for name, check in words["checks"].items():
+        status = check["status"].upper()
+        reason = f": {check['skipped_because']}" if check["skipped_because"] else ""
+        console.print(f"{name:8} {status} in {human_seconds(check['seconds'])}{reason}")
+        for note in check["notes"]:
+            console.print(f"         {note}")
+        _findings(console, check["findings"])
+    for title, (headers, rows) in _tables(words["checks"]):
+        console.print(f"\n{title}")
+        print_table(console, headers, rows)
+    console.print()
+    console.print(verdict(words))
+
+
+def verdict(words: Words) -> str:
+    """PASS or FAIL, and why."""
+    checks = words["checks"]
+    failed = [f"{name}: {_first(check)}" for name, check in checks.items() if check["status"] == "fail"]
+    if failed:
+        return "FAIL  " + "; ".join(failed)
+    ran = [name for name, check in checks.items() if check["status"] == "pass"]
+    if not words["passed"]:
+        return "FAIL  no check could run"
+    against = f" against {words['source']}" if words.get("source") else ", without the source"
+    skipped = [name for name, check in checks.items() if check["status"] == "skipped"]
+    return f"PASS  {', '.join(ran)}{against}" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
+
+
+def _first(check: Words) -> str:
+    finding, count = check["findings"][0], len(check["findings"])
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    return f"{finding['what'].rstrip('.')} ({finding['where']}){more}"
+
+
+def _findings(console: Console, findings: list[Words]) -> None:
+    for finding in findings[:NUM_FINDINGS_SHOWN]:
+        console.print(f"  ✗ {finding['where']}: {finding['what']}")
+        for label in ("expected", "found"):
+            if finding[label]:
+                console.print(f"      {label}: {finding[label]}")
+    if len(findings) > NUM_FINDINGS_SHOWN:
+        console.print(f"  … {len(findings) - NUM_FINDINGS_SHOWN} more; --json lists all")
+
+
+def show_push(console: Console, words: Words) -> None:
+    """What `hqconv push` sent."""
+    if not words["num_files"]:
+        console.print(f"{words['repo']} has the artifact already, at commit {words['commit']}.")
+        return
+    sent = f"{words['num_files']} files, {human_bytes(words['num_bytes'])}"
+    console.print(f"{words['repo']} has the artifact, at commit {words['commit']}; sent: {sent}.")
+    console.print(f"hqconv.json is sha256 {words['manifest_sha256']}")
+
+
+def _tables(checks: Words) -> Iterable[tuple[str, TableRows]]:
+    weights = checks.get("weights", {}).get("measured", {})
+    kernel = checks.get("kernel", {}).get("measured", {})
+    if weights:
+        yield (
+            "weights, decoded from the kernel layout, against the source (worst first)",
+            _weight_rows(weights),
+        )
+    if kernel:
+        yield "kernel, relative errors (worst first)", _kernel_rows(kernel)
+
+
+def _weight_rows(measured: Words) -> TableRows:
+    rows = [
+        (block, PROJECTIONS.get(projection, projection), figures)
+        for block, projections in measured.items()
+        for projection, figures in projections.items()
+        if isinstance(figures, Mapping) and "relative_error" in figures
+    ]
+    rows.sort(key=lambda row: -row[2]["relative_error"])
+    headers = ("block", "projection", "relative error", "SQNR (dB)", "cosine", "worst group")
+    return headers, [
+        (
+            block,
+            projection,
+            *(_number(f.get(key)) for key in ("relative_error", "sqnr_db", "cosine", "worst_group")),
+        )
+        for block, projection, f in rows[:NUM_ROWS_SHOWN]
+    ]
+
+
+def _kernel_rows(measured: Words) -> TableRows:
+    blocks = sorted(measured, key=lambda block: -measured[block]["kernel"])
+    headers = (
+        *("block", "kernel vs decoded", "vs rounded activations", "worst channel", "output vs source"),
+        "tokens routed by",
+    )
+    return headers, [
+        (
+            block,
+            _number(measured[block]["kernel"]),
+            _number(measured[block].get("rounded_kernel")),
+            _number(measured[block]["channel"]),
+            _number(measured[block].get("against_source")),
+            measured[block]["routed_by"],
+        )
+        for block in blocks[:NUM_ROWS_SHOWN]
+    ]
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("relative_error")
+    return "-" if value is None else f"{value:.4f}"
+
+
+_NUM_ROWS_SHOWN, _NUM_WORST_SHOWN = 8, 3
+
+
+def show_comparison(console: Console, words: Words) -> None:
+    """The two artifacts, their errors by projection, and the blocks where they differ most."""
+    left, right = words["artifacts"]
+    rows: list[tuple[str, ...]] = [(label, of(left), of(right)) for label, of in _ROWS]
+    if words["measured_against_source"]:
+        rows += [(label, *(_least(one, key) for one in words["figures"])) for label, key in _FIGURES]
+    rows = [row for row in rows if row[1] or row[2]]
+    print_table(console, ("", left["name"], right["name"]), rows)
+    by = (
+        "measured against the source"
+        if words["measured_against_source"]
+        else "as the conversions recorded them"
+    )
+    console.print(f"\nrelative errors, {by}")
+    errors = [("all", *(_number_comparison(one["relative_error"]) for one in words["artifacts"]), "")]
+    errors += [
+        (PROJECTIONS.get(role, role), *(_number_comparison(value) for value in pair), _ratio(*pair))
+        for role, pair in words["projections"].items()
+    ]
+    errors[0] = (*errors[0][:3], _ratio(*(one["relative_error"] for one in words["artifacts"])))
+    print_table(console, ("projection", "first", "second", "second / first"), errors)
+    if words["blocks"]:
+        console.print("\nwhere they differ most")
+        print_table(console, ("block", "projection", "first", "second"), [_row(one) for one in _top(words)])
+    for one in words["notes"]:
+        console.print(f"\nnote: {one}")
+
+
+def _top(words: Words) -> list[Words]:
+    return list(words["blocks"][:_NUM_ROWS_SHOWN])
+
+
+def _row(one: Words) -> tuple[str, ...]:
+    projection = PROJECTIONS.get(one["projection"], one["projection"])
+    return (one["block"], projection, *(_number_comparison(value) for value in one["relative_errors"]))
+
+
+def _number_comparison(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.5f}"
+
+
+def _ratio(first: float | None, second: float | None) -> str:
+    return f"{second / first:.3f}" if first and second is not None and math.isfinite(second / first) else "-"
+
+
+def _least(figures: Words, key: str) -> str:
+    values = [one[key] for one in figures.values() if one[key] is not None]
+    return f"{min(values):.5g}" if values else "-"
+
+
+def _otherwise(one: Words) -> str:
+    return "; ".join(f"{len(names)} blocks {what}" for what, names in one["otherwise"].items())
+
+
+def _ranks(one: Words) -> str:
+    sizes = one["rank_bytes"].values()
+    if not sizes:
+        return ""
+    copies = f", {one['redundant_experts']} copies" if one["redundant_experts"] else ""
+    return f"tp {one['tp']}, ep {one['ep']}{copies}; at most {human_bytes(max(sizes))} each"
+
+
+def _worst(one: Words) -> str:
+    """The blocks and projections that lost most."""
+    listed = one["worst"][:_NUM_WORST_SHOWN]
+    return "; ".join(
+        f"{w['block']} {w['projection']} {_number_comparison(w['relative_error'])}" for w in listed
+    )
+
+
+def _served(one: Words) -> str:
+    if one["vllm_obstacles"]:
+        return f"no: {'; '.join(one['vllm_obstacles'])}"
+    return "yes"
+
+
+_ROWS: tuple[tuple[str, Any], ...] = (
+    ("schema", lambda one: one["schema"]),
+    ("what it is", lambda one: one["description"]),
+    ("but", _otherwise),
+    ("left blocks", lambda one: str(len(one["left_blocks"]) or "")),
+    ("bits per weight", lambda one: f"{one['bits_per_weight']:g}"),
+    ("quantizer", lambda one: one["quantizer"]),
+    ("conversion", lambda one: ", ".join(one["conversion"])),
+    ("experts", lambda one: human_bytes(one["expert_bytes"])),
+    ("all files", lambda one: human_bytes(one["num_bytes"])),
+    ("parameters", lambda one: f"{one['dtype']}, {one['input_schema']} activations"),
+    ("layout", lambda one: one["layout"]),
+    ("target", lambda one: one["target"] if one["layout"] == "kernel" else "every GPU"),
+    ("ranks", _ranks),
+    ("vLLM serves it", _served),
+    ("worst blocks", _worst),
+)
+_FIGURES = (("least SQNR (dB)", "least_sqnr_db"), ("least cosine", "least_cosine"))
+
+
+def show_page(console: Console, words: Words) -> None:
+    """Where the page is."""
+    verification = words["verification"]
+    if verification is not None:
+        console.print("PASS" if verification["passed"] else "FAIL  the page says what was found")
+    usage = words["usage"]
+    if usage is not None and usage["experts_read"] < usage["experts"]:
+        console.print(f"codes were counted over {usage['experts_read']} of {usage['experts']} experts")
+    console.print(f"The page is in {words['page']}.")
+
 
 _WIDE = 500  # columns where nobody looks at a terminal: nothing is cut or wrapped
 

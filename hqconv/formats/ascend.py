@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hqconv.formats.format import PLAIN, SourceFormat
-from hqconv.formats.words import Rule, Text, Words, always
+from hqconv.formats.config_reader import Rule, Text, Words, always
+from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.ascend import W8A8_DYNAMIC, patterns
 
 # int8 with a float32 scale per output row. An offset per row lies beside it and must be zero (`decode_int8`).

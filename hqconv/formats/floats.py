@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hqconv.formats.format import ANY, SourceFormat
-from hqconv.formats.words import (
+from hqconv.formats.config_reader import (
     Matcher,
     Rule,
     Text,
@@ -20,6 +19,7 @@ from hqconv.formats.words import (
     skipped_names,
     when,
 )
+from hqconv.formats.source_format import ANY, SourceFormat
 
 MXFP4 = SourceFormat("mxfp4", "mxfp4", "float4e2m1", "float8e8m0", 1, 32)
 

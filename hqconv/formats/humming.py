@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.format import SourceFormat
-from hqconv.formats.needs import ONE, SCALE_CODES, Need, bias_need, grid_shapes, require_multiples
-from hqconv.formats.words import Rule, Text, Words, always, beginning_with, containing, regex, when
+from hqconv.formats.config_reader import Rule, Text, Words, always, beginning_with, containing, regex, when
+from hqconv.formats.source_format import SourceFormat
+from hqconv.formats.stored_tensors import ONE, SCALE_CODES, Need, bias_need, grid_shapes, require_multiples
 from hqconv.schemas.dtypes import FLOATS, code_bits
-from hqconv.schemas.target import TargetSchema
 from hqconv.schemas.tensors import TensorSpec
+from hqconv.schemas.weight_schema import TargetSchema
 
 # Names of a field, the first that is present counts. Source: HummingWeightSchema.KWARGS_ALIAS.
 _NAMES = {

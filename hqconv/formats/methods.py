@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hqconv.formats.format import ANY, PLAIN, SourceFormat
-from hqconv.formats.words import (
+from hqconv.formats.config_reader import (
     Matcher,
     Rule,
     Text,
@@ -22,6 +21,7 @@ from hqconv.formats.words import (
     skipped_names,
     when,
 )
+from hqconv.formats.source_format import ANY, PLAIN, SourceFormat
 
 
 def gptq(words: Words, _text: Text) -> list[Rule]:

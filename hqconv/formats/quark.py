@@ -10,9 +10,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hqconv.formats.format import PLAIN, SourceFormat
-from hqconv.formats.needs import ONE, SCALE_CODES, Need, Shapes, bias_need, grid_shapes, require_multiples
-from hqconv.formats.words import Rule, Text, Words, always, globbed_in, when
+from hqconv.formats.config_reader import Rule, Text, Words, always, globbed_in, when
+from hqconv.formats.source_format import PLAIN, SourceFormat
+from hqconv.formats.stored_tensors import (
+    ONE,
+    SCALE_CODES,
+    Need,
+    Shapes,
+    bias_need,
+    grid_shapes,
+    require_multiples,
+)
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hqconv.formats.floats import MXFP4, nvfp4_format
-from hqconv.formats.format import PLAIN, SourceFormat
-from hqconv.formats.words import (
+from hqconv.formats.config_reader import (
     LARGEST,
     Rule,
     Text,
@@ -22,6 +20,8 @@ from hqconv.formats.words import (
     regex,
     when,
 )
+from hqconv.formats.floats import MXFP4, nvfp4_format
+from hqconv.formats.source_format import PLAIN, SourceFormat
 
 _STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
 _NOT_STORED = ("dense", "fakequant")

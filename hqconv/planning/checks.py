@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hqconv.checkpoint.described import Described
 from hqconv.errors import RequestError
-from hqconv.experts.block import ExpertBlock
-from hqconv.experts.map import ExpertMap
-from hqconv.formats.format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.humming_layout.compatibility import nearest, why_not
+from hqconv.humming_layout.layer_config import needs_cuda, resolve
+from hqconv.io.protocols import Described
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.moe_layer import ExpertBlock
 from hqconv.planning.encoding import MSE
 from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_blocks
-from hqconv.planning.request import Request
-from hqconv.schemas import artifact
+from hqconv.planning.spec import Request
+from hqconv.schemas import artifact_names
 from hqconv.schemas.grid import Grid, check_grid
-from hqconv.schemas.kernel import KernelKind
-from hqconv.schemas.layer import needs_cuda, resolve
-from hqconv.schemas.pairs import nearest, why_not
-from hqconv.schemas.serving import serving_obstacles, why_no_server
-from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle, stock_vllm_obstacle
-from hqconv.schemas.target import PARAM_DTYPES
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.weight_schema import PARAM_DTYPES
+from hqconv.serving.vllm.limits import (
+    serving_obstacles,
+    stock_vllm_family_obstacle,
+    stock_vllm_obstacle,
+    why_no_server,
+)
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
@@ -28,24 +32,24 @@ _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 def check_request(experts: ExpertMap, request: Request) -> None:
     """Raises RequestError for what this version, Humming or the experts' sizes do not allow.
 
-    What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.pipeline.forms`).
+    What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.conversion.run`).
     """
     check_input_scales(experts, request)
     for kind in request.kinds:
         _check_scales(kind)
-        if request.layout == artifact.KERNEL:
+        if request.layout == artifact_names.KERNEL:
             _check_kind(kind)
-    if request.layout == artifact.CHECKPOINT and request.of_blocks:
+    if request.layout == artifact_names.CHECKPOINT and request.of_blocks:
         what, remedy = "The checkpoint layout has one schema for all blocks.", "Use --layout kernel."
         found = "; ".join(f"{kind.schema.name}, {kind.inputs.name} activations" for kind in request.kinds)
         raise RequestError(what, where="--layout checkpoint", found=found, remedy=remedy)
-    if request.layout == artifact.CHECKPOINT and request.grid != Grid():
+    if request.layout == artifact_names.CHECKPOINT and request.grid != Grid():
         raise RequestError(
             "The checkpoint layout is unsharded: it serves at any TP and EP.",
             where="--layout checkpoint",
             remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
         )
-    if request.layout == artifact.CHECKPOINT:
+    if request.layout == artifact_names.CHECKPOINT:
         _check_left(experts.left)
     for block in experts.blocks:
         _check_sizes(block, request)
@@ -68,7 +72,7 @@ def refuse_unserved(experts: ExpertMap, request: Request) -> None:
 def _check_left(left: Iterable[str]) -> None:
     """The checkpoint layout's config names experts that are left as they are, as vLLM knows them: by their layer."""
     for name in left:
-        if artifact.vllm_pattern(name) is None:
+        if artifact_names.vllm_pattern(name) is None:
             raise RequestError(
                 "The checkpoint layout cannot say that these experts are left as they are.",
                 where=f"--layout checkpoint, {name}",
@@ -128,7 +132,7 @@ def _check_sizes(block: ExpertBlock, request: Request) -> None:
 
 def check_copied(checkpoint: Described, experts: ExpertMap, request: Request) -> None:
     """Refuse the checkpoint layout where tensors that it copies are quantized: vLLM would take them for plain ones."""
-    if request.layout != artifact.CHECKPOINT or checkpoint.quantization is None:
+    if request.layout != artifact_names.CHECKPOINT or checkpoint.quantization is None:
         return
     refs = (checkpoint.tensors[name] for name in experts.copied)
     quantized = next((ref for ref in refs if ref.dtype in _CODE_DTYPES and len(ref.shape) > 1), None)
@@ -156,14 +160,14 @@ def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
                 f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
             )
     warnings += _activation_warnings(experts)
-    if request.layout == artifact.CHECKPOINT:
+    if request.layout == artifact_names.CHECKPOINT:
         warnings += _stock_vllm_warnings(experts, request)
     else:
         reasons = serving_obstacles(experts.family, request.grid)
         warnings += [f"vLLM 0.33 will not serve this artifact: {reason}." for reason in reasons]
     kinds = dict.fromkeys(request.kind_of(block.name) for block in experts.blocks)
     warnings += [reason for kind in kinds if (reason := why_no_server(kind)) is not None]
-    if request.layout == artifact.KERNEL:
+    if request.layout == artifact_names.KERNEL:
         warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
     warnings += missing_warnings(static_blocks(experts, request))
     return tuple(dict.fromkeys(warnings))

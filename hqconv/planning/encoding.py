@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hqconv.formats.format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
-from hqconv.schemas.target import TargetSchema
+from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
+from hqconv.schemas.weight_schema import TargetSchema
 
 RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched for the least squared error
 # Of what mse tries and how it chooses (`backends/candidates`, `backends/search`): raised by every change of its
-# results, so that `verify` knows which it can repeat. tests/backends/test_search.py holds them to a digest.
+# results, so that `verify` knows which it can repeat. tests/quantization/test_scale_search.py holds them to a digest.
 SEARCH_VERSION = 1
 
 
@@ -24,7 +24,7 @@ def quantizer_words(quantizer: str) -> dict[str, Any]:
 class Encoding:
     """One block's encoding.
 
-    conversion: of `hqconv.formats.format`. must_be_direct: a matrix that cannot keep its codes is an error.
+    conversion: of `hqconv.formats.source_format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
     quantizer: of QUANTIZERS, for what is not kept.

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hqconv.checkpoint.safetensors import LENGTH_BYTES, header_length, parse_header
 from hqconv.errors import InputError, RequestError
-from hqconv.experts.block import ExpertBlock
-from hqconv.schemas.artifact import GEMMS
+from hqconv.io.safetensors_header import LENGTH_BYTES, header_length, parse_header
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.tensors import TensorRef
 
 _MAX_BYTES = 1 << 28  # far more than the largest models need: 4 (H + I) bytes a block

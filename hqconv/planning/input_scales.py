@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 
 from hqconv.errors import InputError, RequestError
-from hqconv.experts.block import ExpertBlock
-from hqconv.experts.map import ExpertMap
-from hqconv.planning.request import Request
-from hqconv.schemas import artifact
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.planning.spec import Request
+from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.kernel import KernelKind
+from hqconv.schemas.kernel_spec import KernelKind
 from hqconv.schemas.tensors import TensorRef
 
 _MODE = "static_tensor"
@@ -40,7 +40,7 @@ def check_input_scales(experts: ExpertMap, request: Request) -> None:
 
 def _check_kind(kind: KernelKind, request: Request) -> None:
     where = f"input schema {kind.inputs.name}"
-    if request.layout == artifact.CHECKPOINT:
+    if request.layout == artifact_names.CHECKPOINT:
         what = "From the checkpoint layout vLLM cannot load static activation scales of experts."
         raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
     if kind.inputs.input_quant_mode != _MODE:
@@ -63,7 +63,7 @@ def _check_kind(kind: KernelKind, request: Request) -> None:
 
 def _check_source(block: ExpertBlock, kind: KernelKind) -> None:
     scales = block.input_scales
-    lacking = next((gemm for gemm in artifact.GEMMS if not scales.refs.get(gemm)), None)
+    lacking = next((gemm for gemm in artifact_names.GEMMS if not scales.refs.get(gemm)), None)
     if lacking is not None:
         raise RequestError(
             "The source has no static activation scales.",

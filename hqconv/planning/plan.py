@@ -1,23 +1,22 @@
-"""The plan: every output file, every byte's place in it, from headers and config alone.
-
-A plan is made of **groups**, each a set of files that is finished together (all ranks of one MoE block; one
-shard of copied tensors). Execution only follows it: which experts to read, how they are encoded, where each of their
-tensors goes.
-"""
+"""Which of a source's other files an artifact can have beside its own."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from hqconv.checkpoint.described import Described
-from hqconv.checkpoint.front_matter import FrontMatter
-from hqconv.experts.map import ExpertMap
+from hqconv.errors import InputError
+from hqconv.io.front_matter import FrontMatter
+from hqconv.io.protocols import Described
+from hqconv.models.expert_map import ExpertMap
 from hqconv.planning.checks import check_copied, check_request, request_warnings
 from hqconv.planning.encoding import quantizer_words
-from hqconv.planning.groups import (
+from hqconv.planning.input_scales import static_blocks
+from hqconv.planning.output_units import (
     Group,
     PlannedBlock,
     Shard,
@@ -26,11 +25,49 @@ from hqconv.planning.groups import (
     kernel_group,
     shard_groups,
 )
-from hqconv.planning.input_scales import static_blocks
-from hqconv.planning.loose import check_loose
-from hqconv.planning.request import Request
 from hqconv.planning.source_facts import SourceFacts, source_facts
-from hqconv.schemas import artifact
+from hqconv.planning.spec import Request
+from hqconv.schemas import artifact_names
+
+_MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
+_OURS = (
+    *(
+        artifact_names.CONFIG,
+        artifact_names.INDEX,
+        artifact_names.MANIFEST,
+        artifact_names.IMPORTANCE,
+        artifact_names.JOURNAL,
+    ),
+    *(artifact_names.CARD, artifact_names.SUMS),
+)
+
+
+def check_loose(other_files: Iterable[str], planned: Collection[str], layout: str) -> None:
+    """Refuse a source whose other files would lie where the artifact's own are or come, or have no room for a name.
+
+    planned: the files of tensors. Raises InputError that names the file.
+    """
+    names = list(other_files)
+    taken = {*planned, *_OURS, *(name + artifact_names.PARTIAL for name in (*planned, *_OURS, *names))}
+    # A folder may not lie where any file comes, and a file not where folders of ours come.
+    folders = {folder.as_posix() for path in planned for folder in Path(path).parents}
+    for path in names:
+        above = {folder.as_posix() for folder in Path(path).parents}
+        is_theirs = layout == artifact_names.KERNEL and path.split("/")[0] == artifact_names.EXPERTS_FOLDER
+        if path in taken or path in folders or above & taken or is_theirs:
+            what, expected = "A file of the source has a name that the artifact needs.", "another name"
+            remedy = "Rename the file, or leave it out of the source."
+            raise InputError(what, where=path, expected=expected, remedy=remedy)
+        _check_length(path)
+
+
+def _check_length(path: str) -> None:
+    longest = max(len(part.encode()) for part in Path(path + artifact_names.PARTIAL).parts)
+    for num_bytes, most in ((longest, _MAX_NAME), (len(path.encode()), _MAX_PATH)):
+        if num_bytes > most:
+            what, expected = "The name of a file of the source is too long.", f"at most {most} bytes"
+            found = f"{num_bytes} bytes, with {artifact_names.PARTIAL} while it is written"
+            raise InputError(what, where=path, expected=expected, found=found, remedy="Rename the file.")
 
 
 @dataclass(frozen=True)
@@ -69,7 +106,7 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """Ranks with files of their own; 1 in the checkpoint layout."""
-        return len(self.request.grid.ranks) if self.request.layout == artifact.KERNEL else 1
+        return len(self.request.grid.ranks) if self.request.layout == artifact_names.KERNEL else 1
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -81,22 +118,26 @@ class Plan:
     def paths(self) -> tuple[str, ...]:
         """Every file of the artifact, the manifest last."""
         files = [file.path for group in self.groups for file in group.files]
-        words = [artifact.CARD, artifact.CONFIG, *([artifact.INDEX] if self._has_index else [])]
-        importance = [] if self.request.importance is None else [artifact.IMPORTANCE]
-        return (*files, *self.other_files, *importance, *words, artifact.SUMS, artifact.MANIFEST)
+        words = [
+            artifact_names.CARD,
+            artifact_names.CONFIG,
+            *([artifact_names.INDEX] if self._has_index else []),
+        ]
+        importance = [] if self.request.importance is None else [artifact_names.IMPORTANCE]
+        return (*files, *self.other_files, *importance, *words, artifact_names.SUMS, artifact_names.MANIFEST)
 
     @property
     def _has_index(self) -> bool:
         """Beside other safetensors files even of a single shard: loaders take what it names, else all there are."""
         num_shards = len(set(self.weight_map.values()))
-        is_alone = self.request.layout == artifact.CHECKPOINT and self.request.importance is None
+        is_alone = self.request.layout == artifact_names.CHECKPOINT and self.request.importance is None
         return num_shards > (1 if is_alone else 0)
 
     def rank_bytes(self) -> dict[str, int]:
         """Bytes of expert tensors that each rank will load (kernel layout)."""
-        if self.request.layout != artifact.KERNEL:
+        if self.request.layout != artifact_names.KERNEL:
             return {}
-        totals = {artifact.rank_folder(t, p): 0 for t, p in self.request.grid.ranks}
+        totals = {artifact_names.rank_folder(t, p): 0 for t, p in self.request.grid.ranks}
         for block in self.blocks:
             for file in block.files:
                 totals[file.path.rsplit("/", 1)[0]] += file.size_bytes
@@ -119,7 +160,9 @@ class Plan:
             "--round-scales": request.round_scales,
             "--quantizer": quantizer_words(request.quantizer),
             "--importance": None if request.importance is None else request.importance.sha256,
-            "the overrides": {name: artifact.kind_words(kind) for name, kind in request.of_blocks.items()},
+            "the overrides": {
+                name: artifact_names.kind_words(kind) for name, kind in request.of_blocks.items()
+            },
         }
         words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
         return {**words, "layout of the output files": digest.hexdigest()}
@@ -135,7 +178,7 @@ def make_plan(checkpoint: Described, experts: ExpertMap, request: Request) -> Pl
     blocks: list[PlannedBlock] = []
     shards: list[Shard] = []
     for block in experts.blocks:
-        if request.layout == artifact.KERNEL:
+        if request.layout == artifact_names.KERNEL:
             blocks.append(kernel_group(block, request))
         else:
             shards += expert_shards(block, request)
@@ -163,4 +206,4 @@ def _left_out(checkpoint: Described) -> list[str]:
 def _card_warnings(checkpoint: Described) -> list[str]:
     """That the source's license and tags are not taken over."""
     problem = FrontMatter.of(checkpoint.loose.card or b"").problem
-    return [f"The front matter of {artifact.CARD} was not taken over: {problem}."] if problem else []
+    return [f"The front matter of {artifact_names.CARD} was not taken over: {problem}."] if problem else []

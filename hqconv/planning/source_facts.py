@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hqconv.checkpoint.described import Described
-from hqconv.experts.map import ExpertMap
+from hqconv.io.protocols import Described
+from hqconv.models.expert_map import ExpertMap
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hqconv.errors import RequestError
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.weight_schema import TargetSchema
 
 LINEAR, ROUND_ROBIN = "linear", "round_robin"
 PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32

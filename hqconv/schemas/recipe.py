@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.inputs import InputSchema, resolve_inputs
-from hqconv.schemas.shipped import SCHEMAS, shipped
-from hqconv.schemas.target import SOURCE, TargetSchema, resolve_schema
-from hqconv.schemas.toml import read_toml
+from hqconv.schemas.config_files import SCHEMAS, read_toml, shipped
+from hqconv.schemas.input_schema import InputSchema, resolve_inputs
+from hqconv.schemas.weight_schema import SOURCE, TargetSchema, resolve_schema
 
 LEFT = "none"  # experts that are copied as they are
 _SECTION = "override"

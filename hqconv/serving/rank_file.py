@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqconv.checkpoint.safetensors import read_header
 from hqconv.errors import InputError, VerificationError
-from hqconv.schemas import artifact as names
-from hqconv.schemas.kernel import KernelKind
-from hqconv.schemas.layer import resolve
+from hqconv.humming_layout.layer_config import resolve
+from hqconv.io.safetensors_header import read_header
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.kernel_spec import KernelKind
 from hqconv.schemas.tensors import TensorRef
-from hqconv.serving.served import Served
+from hqconv.serving.artifact_view import Served
 
 _AGAIN = "Copy the artifact again from where it is whole, or convert the model again."
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.decode.matrix import SourceMatrix
-from hqconv.experts.block import ExpertBlock
+from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.models.expert_bytes import RawExperts
+from hqconv.models.moe_layer import ExpertBlock
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.gguf_headers import GgufHeaders, dequantize, open_with_gguf_as
-from hqconv.sources.raw import RawExperts
 from hqconv.sources.safetensors import SafetensorsSource
 
 _CHUNK_NUMBERS = 1 << 18  # decoded at a time: the library's temporaries are several times as large

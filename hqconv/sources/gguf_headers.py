@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hqconv.checkpoint.folder import SourceFile
-from hqconv.checkpoint.gguf import library, read_header
 from hqconv.errors import InputError, RequestError
-from hqconv.experts.gguf import map_gguf
-from hqconv.experts.map import ExpertMap
-from hqconv.experts.names import looks_like_expert
-from hqconv.schemas.artifact import INDEX, SINGLE
+from hqconv.io.gguf_header import library, read_header
+from hqconv.io.protocols import SourceFile
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.family_choice import looks_like_expert
+from hqconv.models.gguf_experts import map_gguf
+from hqconv.schemas.artifact_names import INDEX, SINGLE
 from hqconv.schemas.tensors import TensorRef
-from hqconv.sources.headers import SafetensorsHeaders
+from hqconv.sources.safetensors_headers import SafetensorsHeaders
 
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 

@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from hqconv.decode.matrix import SourceMatrix, decode_matrix
-from hqconv.experts.block import ExpertBlock, View
+from hqconv.formats.decode_matrix import SourceMatrix, decode_matrix
+from hqconv.models.expert_bytes import RawExperts, stored_shape
+from hqconv.models.moe_layer import ExpertBlock, View
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
-from hqconv.sources.headers import SafetensorsHeaders
-from hqconv.sources.raw import RawExperts, stored_shape
+from hqconv.sources.safetensors_headers import SafetensorsHeaders
 
 
 class SafetensorsSource(SafetensorsHeaders):
-    """A checkpoint whose experts are tensors of its own. See `hqconv.sources.source.Source`."""
+    """A checkpoint whose experts are tensors of its own. See `hqconv.models.protocols.Source`."""
 
     reads_ahead: ClassVar[bool] = True
 

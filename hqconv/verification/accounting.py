@@ -7,16 +7,16 @@ from contextlib import suppress
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.opened import Artifact
+from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.experts.block import ExpertBlock
-from hqconv.experts.map import ExpertMap, map_experts
-from hqconv.formats.format import KNOWN_BY_SOURCE, conversion_of
-from hqconv.schemas import artifact as names
+from hqconv.formats.source_format import KNOWN_BY_SOURCE, conversion_of
+from hqconv.models.expert_map import ExpertMap, map_experts
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.input_scales import is_static
-from hqconv.verification.recorded import check_changes
+from hqconv.verification.recorded_errors import check_changes
 from hqconv.verification.result import CheckResult, compare_names, compare_words
 
 _FACTS = {

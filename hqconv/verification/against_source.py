@@ -12,14 +12,14 @@ import numpy as np
 
 from hqconv import __version__
 from hqconv.artifact.build import without_digests
-from hqconv.artifact.card import card_bytes
-from hqconv.artifact.opened import Artifact
-from hqconv.checkpoint.digest import sha256_of
+from hqconv.artifact.model_card import card_bytes
+from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
-from hqconv.experts.map import ExpertMap
-from hqconv.schemas import artifact as names
+from hqconv.io.digests import sha256_of
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.protocols import Source
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
-from hqconv.sources.source import Source
 from hqconv.verification.accounting import Placed, as_converted, compare_blocks
 from hqconv.verification.lineage import Lineage
 from hqconv.verification.result import CheckResult, compare_names

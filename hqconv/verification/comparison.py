@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hqconv.artifact.matrix import Array, Matrix, Note
-from hqconv.artifact.opened import Artifact
-from hqconv.experts.block import ExpertBlock
-from hqconv.schemas import artifact as names
+from hqconv.artifact.expert_reader import Array, Matrix, Note
+from hqconv.artifact.reader import Artifact
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.grid import tp_share
 
 _TENSOR_OF = {

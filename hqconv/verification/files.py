@@ -12,19 +12,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePosixPath
 from typing import Any
 
-from hqconv.artifact.opened import Artifact, Header
+from hqconv.artifact.reader import Artifact, Header
+from hqconv.conversion.progress import Meter
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.experts.block import ExpertBlock
-from hqconv.pipeline.progress import Meter
-from hqconv.schemas import artifact as names
-from hqconv.sources.source import Source
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.protocols import Source
+from hqconv.schemas import artifact_names as names
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
-from hqconv.verification.beside import check_beside
 from hqconv.verification.input_scales import check_rank_scales
-from hqconv.verification.layout import SUFFIX, check_packed, check_ranks
-from hqconv.verification.manifest import check_manifest
+from hqconv.verification.rank_headers import SUFFIX, check_packed, check_ranks
 from hqconv.verification.result import CheckResult, compare_names, compare_words, read_json
+from hqconv.verification.sidecar_files import check_beside, check_manifest
 
 _METADATA = {"format": "pt"}  # of an ordinary shard
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from hqconv.artifact.opened import Artifact
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.input_scales import InputScales, reduced
 from hqconv.errors import HqconvError
-from hqconv.experts.block import ExpertBlock
-from hqconv.pipeline.input_scales import InputScales, reduced
-from hqconv.schemas import artifact as names
-from hqconv.sources.source import Source
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.protocols import Source
+from hqconv.schemas import artifact_names as names
 from hqconv.verification.result import CheckResult
 
 _WHAT = "A static activation scale is not the {}."

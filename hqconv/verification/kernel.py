@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from hqconv.artifact.load import load_rank
-from hqconv.artifact.opened import Artifact
-from hqconv.artifact.unrotate import unrotated
-from hqconv.backends.moe import (
+from hqconv.artifact.reader import Artifact
+from hqconv.errors import first_few
+from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.humming_layout.fused_moe import (
     Gemm,
     compile_input_kernels,
     compile_kernels,
@@ -24,21 +25,19 @@ from hqconv.backends.moe import (
     layer_config,
     load_gemm,
 )
-from hqconv.decode.matrix import SourceMatrix
-from hqconv.errors import first_few
-from hqconv.experts.block import ExpertBlock
-from hqconv.schemas import artifact as names
+from hqconv.layout_decoder.unrotate import unrotated
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.protocols import Source
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.grid import tp_slices
-from hqconv.sources.source import Source
-from hqconv.verification.activations import BlockInputs
-from hqconv.verification.batches import Batch, local_ids, make_batch, together
-from hqconv.verification.decoded import decoded_experts, source_experts
-from hqconv.verification.limits import Limits, judge
+from hqconv.verification.block_inputs import BlockInputs
+from hqconv.verification.decoded_experts import decoded_experts, source_experts
 from hqconv.verification.reference import EXACT, Expert, is_known, moe_forward, moe_forwards
 from hqconv.verification.result import CheckResult
-from hqconv.verification.tally import Tally, relative_error, worst
+from hqconv.verification.token_batches import Batch, local_ids, make_batch, together
+from hqconv.verification.tolerances import Limits, Tally, judge, relative_error, worst
 
 KNOWN_BY_NAME = "an activation that is known by name only: nothing to hold the kernel to"
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hqconv.artifact.lineage import ancestors
-from hqconv.artifact.opened import Artifact
-from hqconv.formats.format import DIRECT
+from hqconv.artifact.reader import Artifact
+from hqconv.formats.source_format import DIRECT
+from hqconv.models.protocols import Source
 from hqconv.planning.encoding import QUANTIZERS, RTN, SEARCH_VERSION
-from hqconv.sources.source import Source
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hqconv.schemas import regular
+from hqconv.schemas import untrusted_files
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 MAX_PER_KIND = 50  # findings listed of one kind; a damaged block has as many as it has experts
@@ -84,7 +84,7 @@ def compare_words(
 def read_json(path: Path, result: CheckResult) -> dict[str, Any] | None:
     """The JSON object in a file of the artifact; None, and a finding, where there is none."""
     try:
-        words = regular.read_json(path, regular.MAX_LIST_BYTES)
+        words = untrusted_files.read_json(path, untrusted_files.MAX_LIST_BYTES)
     except (OSError, ValueError) as error:
         result.add(path.name, "A file cannot be read as JSON.", "a JSON object", error)
         return None
@@ -92,3 +92,48 @@ def read_json(path: Path, result: CheckResult) -> dict[str, Any] | None:
         result.add(path.name, "A file cannot be read as JSON.", "a JSON object", type(words).__name__)
         return None
     return words
+
+
+@dataclass
+class VerificationReport:
+    """The outcome. `passed` is True only if no check found anything and at least one ran. `source`: what it was held
+    against, as the caller named it. Of an artifact that could be opened: the commit of one on the Hub, the SHA-256 of
+    its manifest, and its warnings.
+    """
+
+    root: Path
+    source: str | None = None
+    commit: str | None = None
+    manifest_sha256: str | None = None
+    warnings: tuple[str, ...] = ()
+    results: list[CheckResult] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        ran = [r for r in self.results if not r.skipped or r.findings]
+        return bool(ran) and all(r.status != FAIL for r in ran)
+
+    def words(self) -> dict[str, Any]:
+        """The report as JSON words."""
+        checks = {
+            r.name: {
+                "status": r.status,
+                "seconds": round(self.seconds.get(r.name, 0.0), 3),
+                "skipped_because": r.skipped,
+                "notes": r.notes,
+                "findings": [asdict(f) for f in r.findings],
+                "measured": r.measured,
+            }
+            for r in self.results
+        }
+        return {
+            "kind": "report",
+            "source": self.source,
+            "artifact": str(self.root),
+            "commit": self.commit,
+            "manifest_sha256": self.manifest_sha256,
+            "warnings": list(self.warnings),
+            "passed": self.passed,
+            "checks": checks,
+        }

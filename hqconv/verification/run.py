@@ -1,9 +1,9 @@
-"""Verifies an artifact: files, weights, and the production kernel; one report of all of it."""
+"""Holds an artifact to a largest error that the caller names: what it records, and what was measured."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -11,29 +11,49 @@ from pathlib import Path
 
 import torch
 
-from hqconv.artifact.error_limit import check_max_error
-from hqconv.artifact.opened import Artifact
-from hqconv.checkpoint.digest import sha256_of
-from hqconv.checkpoint.hub import Listing
+from hqconv.artifact.error_summary import check_max_error, over_limit
+from hqconv.artifact.reader import Artifact, Facts
+from hqconv.conversion.progress import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
-from hqconv.pipeline.progress import Meter, Progress
-from hqconv.schemas import artifact as names
+from hqconv.io.digests import sha256_of
+from hqconv.io.hub import Listing
+from hqconv.models.protocols import Source
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.kernel import KernelKind
-from hqconv.sources.source import Source
-from hqconv.verification.batched import why_not
-from hqconv.verification.compiler import other_layout
-from hqconv.verification.dealing import block_bytes
-from hqconv.verification.error_limit import NAME as MAX_ERROR
-from hqconv.verification.error_limit import check_error
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.verification.check_batch import why_not
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
-from hqconv.verification.limits import kind_of_inputs
 from hqconv.verification.lineage import Lineage
-from hqconv.verification.preparation import begun, kernel_tasks
-from hqconv.verification.report import VerificationReport
-from hqconv.verification.result import CheckResult
+from hqconv.verification.precompile import begun, kernel_tasks, other_layout
+from hqconv.verification.result import CheckResult, VerificationReport
+from hqconv.verification.scheduling import block_bytes
+from hqconv.verification.tolerances import kind_of_inputs
 from hqconv.verification.weights import check_weights
+
+MAX_ERROR = "max_error"
+
+
+def check_error(artifact: Facts, weights: CheckResult | None, limit: float) -> CheckResult:
+    """One finding for each projection whose relative error is larger than `limit`.
+
+    weights: the result of the weights check, if it ran: what it measured against the source counts as well, for an
+    artifact's kernels may lose more than its manifest records.
+    """
+    result = CheckResult(MAX_ERROR)
+    recorded = {name: words["quantization_error"] for name, words in artifact.blocks.items()}
+    measured = {} if weights is None else weights.measured
+    result.notes.append(f"the manifest's errors of {len(recorded)} blocks")
+    figures = [words for block in measured.values() for words in block.values() if isinstance(words, Mapping)]
+    if any("relative_error" in words for words in figures):
+        result.notes.append(f"and those measured against the source, of {len(measured)} blocks")
+    for errors, kind in ((recorded, "recorded"), (measured, "measured")):
+        for one in over_limit(errors, limit):
+            where = f"{one['block']}, {one['projection']}"
+            what = f"The {kind} relative error is larger than --max-error."
+            result.add(where, what, f"at most {limit:g}", one["relative_error"])
+    return result
+
 
 CHECKS = ("files", "weights", "kernel")
 _MAX_TOKENS = 999_999

@@ -10,26 +10,26 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from hqconv.artifact.opened import Artifact
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.progress import Meter
+from hqconv.conversion.quant_error import relative_error
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.experts.block import ExpertBlock
-from hqconv.pipeline.costs import relative_error
-from hqconv.pipeline.progress import Meter
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.protocols import Source
 from hqconv.planning.encoding import RTN, encoding_of
-from hqconv.schemas import artifact as names
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.target import TargetSchema
-from hqconv.sources.source import Source
-from hqconv.verification.batched import plan_staging, why_not
-from hqconv.verification.content import against, check_content
-from hqconv.verification.dealing import each_expert, in_batches, worker_pool
-from hqconv.verification.expert import Job, Original, Outcome
+from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.verification.check_batch import plan_staging, why_not
+from hqconv.verification.check_expert import Job, Original, Outcome
+from hqconv.verification.content_sums import against, check_content
 from hqconv.verification.figures import summarize
-from hqconv.verification.folded import folding_bytes
+from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.input_scales import check_source_scales
 from hqconv.verification.lineage import Lineage
-from hqconv.verification.recorded import check_recorded, check_search
+from hqconv.verification.recorded_errors import check_recorded, check_search
 from hqconv.verification.result import CheckResult, Finding
+from hqconv.verification.scheduling import each_expert, in_batches, worker_pool
 
 
 def check_weights(

@@ -11,8 +11,8 @@ from typing import Any
 
 import safetensors
 
-from hqconv.checkpoint.safetensors import LENGTH_BYTES, header_length, parse_header
 from hqconv.errors import InputError
+from hqconv.io.safetensors_header import LENGTH_BYTES, header_length, parse_header
 from scripts.torture.attacks import corpus, mutant
 from scripts.torture.tally import Tally
 

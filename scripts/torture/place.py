@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 from random import Random
 
-from hqconv.pipeline.folder import parked_folder, side_folder
-from hqconv.schemas.artifact import JOURNAL, MANIFEST
+from hqconv.conversion.output_folder import parked_folder, side_folder
+from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 from scripts.torture.commands import Ended, Job, Zygote
 from tests.make.qwen import read_tree, write_qwen3_moe
 

@@ -12,8 +12,8 @@ import signal
 from pathlib import Path
 from random import Random
 
-from hqconv.pipeline.folder import side_folder
-from hqconv.schemas.artifact import JOURNAL
+from hqconv.conversion.output_folder import side_folder
+from hqconv.schemas.artifact_names import JOURNAL
 from scripts.torture.commands import Ended, real_command
 from scripts.torture.tally import Tally
 from tests.make.qwen import read_tree, write_qwen3_moe

@@ -20,9 +20,9 @@ from typing import Any
 
 import hqconv.cli.progress
 import hqconv.cli.render
-import hqconv.planning.groups
-from hqconv.backends.runtime import humming
-from hqconv.cli import app, stopping
+import hqconv.planning.output_units
+from hqconv.cli import app, interrupt
+from hqconv.humming_layout.runtime import humming
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 
@@ -35,14 +35,14 @@ _LIMITS = {
 
 def _command(job: dict[str, Any], go: int) -> None:
     """Become the command; does not return."""
-    for number in stopping.SIGNALS:
+    for number in interrupt.SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         opened = os.open(f"{job['said']}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.argv = ["hqconv", *job["arguments"]]
-    stopping.listen()
+    interrupt.listen()
     os.write(go, b"x")
     _restrict(job)
     code = 1
@@ -126,7 +126,7 @@ def _mount(words: dict[str, Any]) -> None:
 def main() -> None:
     """Answer until stdin ends."""
     humming()
-    hqconv.planning.groups.MAX_SHARD_BYTES = 70_000
+    hqconv.planning.output_units.MAX_SHARD_BYTES = 70_000
     with tempfile.TemporaryDirectory() as folder:  # loads what is compiled, once for all commands
         for number, schema in enumerate(("mxfp4", "int8")):
             run(Path(sys.argv[1]), Path(folder) / str(number), schema, Grid(2))

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import hqconv
-from hqconv.schemas.artifact import INDEX, NOT_FOR_TRANSFORMERS, admit_transformers, refuse_transformers
+from hqconv.schemas.artifact_names import INDEX, NOT_FOR_TRANSFORMERS, admit_transformers, refuse_transformers
 from hqconv.schemas.grid import Grid
 from tests.make import conversions
 from tests.make.damage import Damaged
@@ -61,7 +61,7 @@ def weights_fetched(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("limit", [10**9, 10_000])
 def test_a_download_takes_no_rank_file(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.planning.groups.MAX_SHARD_BYTES", limit)
+    monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", limit)
     out = convert(write_qwen3_moe(tmp_path / "src"), tmp_path / "out")
     shards = {path for path in paths_in(out) if "/" not in path and path.endswith(".safetensors")}
     assert (shards == {"model.safetensors"}) == (limit == 10**9)

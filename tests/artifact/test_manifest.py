@@ -12,7 +12,7 @@ import pytest
 import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.schemas.artifact import is_block_name
+from hqconv.schemas.artifact_names import is_block_name
 from tests.make.conversions import run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot

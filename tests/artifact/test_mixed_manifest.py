@@ -12,8 +12,8 @@ import pytest
 import hqconv
 from hqconv.errors import InputError, VerificationError
 from hqconv.schemas.recipe import load_recipe
-from hqconv.serving.place import Place
-from hqconv.serving.served import open_served
+from hqconv.serving.artifact_location import Place
+from hqconv.serving.artifact_view import open_served
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 

@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.api import open_source
-from hqconv.artifact.opened import Artifact
-from hqconv.backends import twins
-from hqconv.backends.layout import humming_schema
-from hqconv.backends.quantize import quantize
-from hqconv.backends.runtime import resident, target_facts
+from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
+from hqconv.humming_layout import cpu_ops
+from hqconv.humming_layout.runtime import resident, target_facts
+from hqconv.humming_layout.transform import humming_schema
+from hqconv.quantization.quantize import quantize
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.artifacts import make_source
 from tests.make.conversions import assert_verified, check, open_plan, run
 from tests.make.damage import BLOCK, Damaged, check_both_ways
@@ -175,7 +175,7 @@ def fused_values(packed: dict[str, dict[str, torch.Tensor]], tp: int, inputs: st
                 least = of_rows if inputs == "int8" else largest[:, None, None] - 11
                 kept = np.maximum(exponents[role], least)
                 shifts = torch.from_numpy((kept - exponents[role]).astype(np.uint8))
-                weight = twins.process_mxfp4_w4a8_weight(one["weight"].contiguous().clone(), shifts)
+                weight = cpu_ops.process_mxfp4_w4a8_weight(one["weight"].contiguous().clone(), shifts)
                 grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
                 values = grid[field_codes(weight.numpy(), 4)] * np.repeat(2.0 ** (kept - 127.0), 32, axis=2)
                 parts[role].append(values)

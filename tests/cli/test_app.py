@@ -26,15 +26,15 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.cli.app import app
 from hqconv.cli.progress import ShownProgress, human_bytes, human_seconds, line_of
+from hqconv.conversion import run as conversion
+from hqconv.conversion.options import default_out, parse_bytes
+from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError
-from hqconv.pipeline import run as conversion
-from hqconv.pipeline.options import default_out, parse_bytes
-from hqconv.pipeline.progress import Progress
-from hqconv.planning.request import Request
+from hqconv.planning.spec import Request
 from hqconv.schemas.gpu_target import Target, parse_target
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.inputs import NAMED_INPUTS
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.input_schema import NAMED_INPUTS
+from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.formats import write
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
@@ -380,7 +380,7 @@ def test_without_a_gpu_the_target_must_be_named(
 
 
 def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.pipeline.options.has_driver", lambda: True)
+    monkeypatch.setattr("hqconv.conversion.options.has_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 9 - 3 * index))

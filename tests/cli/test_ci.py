@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv import errors
-from hqconv.artifact.error_limit import over_limit
-from hqconv.checkpoint.digest import sha256_of
-from hqconv.cli import documents
+from hqconv.artifact.error_summary import over_limit
+from hqconv.cli import json_documents
 from hqconv.cli.app import app
-from hqconv.pipeline import run as conversion
+from hqconv.conversion import run as conversion
+from hqconv.io.digests import sha256_of
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -168,7 +168,7 @@ def test_other_ends_are_documents_as_well(
 
 
 def test_of_several_processes_the_first_speaks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.cli.messages.is_first", lambda: False)
+    monkeypatch.setattr("hqconv.cli.errors.is_first", lambda: False)
     done = call("convert", model, "-o", "out", *OPTIONS, "--tp", 3, "--json")
     assert (done.exit_code, done.stdout) == (2, "")
 
@@ -176,7 +176,7 @@ def test_of_several_processes_the_first_speaks(model: Path, monkeypatch: pytest.
 def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that was full under stdout may have room a moment later."""
     led: list[bool] = []
-    monkeypatch.setattr("hqconv.cli.documents.lead_nowhere", lambda: led.append(True))
+    monkeypatch.setattr("hqconv.cli.json_documents.lead_nowhere", lambda: led.append(True))
 
     class Full(io.StringIO):
         def flush(self) -> None:
@@ -184,8 +184,8 @@ def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(sys, "stdout", Full())
     with pytest.raises(OSError, match="No space left"):
-        documents.print_json({})
-    documents.print_error(errors.RequestError("No such thing."), 2)  # fails in silence
+        json_documents.print_json({})
+    json_documents.print_error(errors.RequestError("No such thing."), 2)  # fails in silence
     assert led == [True, True]
 
 

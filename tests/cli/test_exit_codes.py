@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hqconv import errors
 from hqconv.cli import app as cli
 from hqconv.cli.app import app
-from hqconv.pipeline import run as conversion
+from hqconv.conversion import run as conversion
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.stopping import environment
@@ -83,7 +83,7 @@ def no_network(place: Place) -> int:
     def fail(*_: object, **__: object) -> None:
         raise errors.NetworkError("The Hub does not answer.")
 
-    place[3].setattr("hqconv.checkpoint.hub.fetch", fail)
+    place[3].setattr("hqconv.io.hub.fetch", fail)
     place[3].setattr("huggingface_hub.snapshot_download", fail)
     return int(call("convert", "org/model", "-o", place[2] / "out", *OPTIONS).exit_code)
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.cli.documents import print_json
+from hqconv.cli.json_documents import print_json
 from hqconv.cli.progress import ShownProgress
 from hqconv.cli.text import printable_words
+from hqconv.conversion.progress import Progress
 from hqconv.errors import printable
-from hqconv.pipeline.progress import Progress
 from tests.make.conversions import run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe

@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.api import own_target
-from hqconv.artifact.opening import open_headers
-from hqconv.checkpoint.naming import named
 from hqconv.cli.app import app
 from hqconv.cli.options import OPTIONS, at_home
 from hqconv.cli.progress import line_of
+from hqconv.conversion.progress import Progress
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.pipeline.progress import Progress
+from hqconv.io.source_names import named
 from hqconv.schemas.gpu_target import Target
-from hqconv.schemas.inputs import resolve_inputs
-from hqconv.schemas.target import PRESETS, resolve_schema
+from hqconv.schemas.input_schema import resolve_inputs
+from hqconv.schemas.weight_schema import PRESETS, resolve_schema
+from hqconv.sources.opening import open_headers
 from tests.make.conversions import manifest, run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -67,11 +67,11 @@ def test_activations_that_are_almost_named() -> None:
 
 
 def test_names_of_others_lead_to_schemas() -> None:
-    from hqconv.schemas import hints
+    from hqconv.schemas import suggestions
 
-    for name in hints._ALSO.values():
+    for name in suggestions._ALSO.values():
         resolve_schema(name)
-    for words in hints._WITH_ACTIVATIONS.values():
+    for words in suggestions._WITH_ACTIVATIONS.values():
         assert words.split(" ")[0] in PRESETS
 
 
@@ -255,7 +255,7 @@ def test_quiet_verification_says_nothing_unless_something_is_wrong(model: Path, 
 
 
 def test_a_first_run_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
-    code = "import hqconv.compiled as c\nfrom hqconv.cli.progress import ShownProgress\n"
+    code = "import hqconv.jit as c\nfrom hqconv.cli.progress import ShownProgress\n"
     code += "with ShownProgress(quiet=False):\n    c.compiled(eval('lambda x: x + 1'))(1)"
     done = subprocess.run(
         [sys.executable, "-c", code],

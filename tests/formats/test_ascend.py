@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.declared import declared_formats
+from hqconv.formats.quant_config import declared_formats
 from hqconv.schemas.ascend import patterns, quantization_words
+from hqconv.sources.checkpoint import Checkpoint
 from tests.make import conversions
 from tests.make.formats import write
 from tests.make.qwen import write_qwen3_moe

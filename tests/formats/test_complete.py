@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError
-from hqconv.formats.complete import PART_NAMES, Completed, complete, logical_shape
-from hqconv.formats.format import ANY, PLAIN, SourceFormat
+from hqconv.formats.resolve import PART_NAMES, Completed, complete, logical_shape
+from hqconv.formats.source_format import ANY, PLAIN, SourceFormat
 from hqconv.schemas.tensors import TensorSpec
 from tests.make.coded import Case, cases
 
@@ -230,7 +230,7 @@ def test_sizes_that_cannot_be_packed(declared: SourceFormat, n: int, k: int, tex
 
 
 def test_no_torch_is_loaded() -> None:
-    code = "import sys, hqconv.formats.complete; print('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, hqconv.formats.resolve; print('torch' in sys.modules or 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

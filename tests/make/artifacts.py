@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hqconv
-from hqconv.artifact.build import json_bytes, without_digests
+from hqconv.artifact.build import without_digests
+from hqconv.artifact.manifest_digest import json_bytes
 from hqconv.errors import HqconvError
 from tests.make import small
 from tests.make.formats import FORMATS, write

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from hqconv.backends.quantize import quantize
-from hqconv.decode.coded import Coded
-from hqconv.decode.matrix import SourceMatrix, decode_matrix
-from hqconv.formats.complete import Completed, complete
-from hqconv.formats.declared import declared_formats
-from hqconv.formats.format import ANY, SourceFormat
-from hqconv.schemas.target import TargetSchema, resolve_schema
+from hqconv.formats.coded import Coded
+from hqconv.formats.decode_matrix import SourceMatrix, decode_matrix
+from hqconv.formats.quant_config import declared_formats
+from hqconv.formats.resolve import Completed, complete
+from hqconv.formats.source_format import ANY, SourceFormat
+from hqconv.quantization.quantize import quantize
 from hqconv.schemas.tensors import TensorSpec
+from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
 
 N, K = 128, 256
 CODES = {
@@ -404,7 +404,7 @@ def _quark(draw: Draw) -> Iterator[Case]:
 
 
 def _humming_schema_class(method: str) -> Callable[..., Any]:
-    from hqconv.backends.runtime import humming
+    from hqconv.humming_layout.runtime import humming
 
     found: Callable[..., Any] = humming().schema.WEIGHT_SCHEMA_MAP[method]
     return found

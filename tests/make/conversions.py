@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import hqconv
-from hqconv.artifact.build import FileRecord
-from hqconv.artifact.opening import open_source
-from hqconv.artifact.seal import sealed
-from hqconv.pipeline.run import ConversionReport
-from hqconv.pipeline.writer import GroupWriter
-from hqconv.planning.files import OutFile
+from hqconv.artifact.manifest_digest import sealed
+from hqconv.conversion.output_writer import GroupWriter
+from hqconv.conversion.run import ConversionReport
+from hqconv.io.durable_files import FileRecord
+from hqconv.models.protocols import Source
+from hqconv.planning.output_units import OutFile
 from hqconv.planning.plan import Plan, make_plan
-from hqconv.planning.request import make_request
+from hqconv.planning.spec import make_request
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.inputs import resolve_inputs
-from hqconv.schemas.kernel import KernelKind
-from hqconv.schemas.target import TargetSchema, resolve_schema
-from hqconv.sources.source import Source
-from hqconv.verification.report import VerificationReport
+from hqconv.schemas.input_schema import resolve_inputs
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.sources.opening import open_source
+from hqconv.verification.result import VerificationReport
 
 
 @functools.cache

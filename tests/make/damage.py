@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 from hqconv.api import open_source
-from hqconv.artifact.opened import Artifact
-from hqconv.artifact.seal import sealed
-from hqconv.backends.assemble import gemm_tensors
-from hqconv.backends.encoded import stack_tensors
-from hqconv.backends.layout import kernel_form, to_kernel
-from hqconv.backends.quantize import quantize
-from hqconv.planning.groups import gemm_shapes
+from hqconv.artifact.manifest_digest import sealed
+from hqconv.artifact.reader import Artifact
+from hqconv.humming_layout.rank_slices import gemm_tensors
+from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.models.protocols import Source
+from hqconv.planning.output_units import gemm_shapes
+from hqconv.quantization.quantize import quantize
+from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.grid import tp_slices
-from hqconv.sources.source import Source
 from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights

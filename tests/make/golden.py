@@ -6,9 +6,9 @@ import hashlib
 
 import torch
 
-from hqconv.backends.layout import kernel_form, to_kernel
-from hqconv.backends.quantize import quantize
-from hqconv.schemas.target import resolve_schema
+from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.quantization.quantize import quantize
+from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import kind_of
 from tests.make.matrices import hard_matrix
 

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.artifact.matrix import floats
-from hqconv.artifact.ranks import to_matrix
-from hqconv.artifact.unlayout.form import read_config
-from hqconv.artifact.unlayout.numbers import PADDED_E5M0
-from hqconv.artifact.unlayout.read import Unpacked, e8m0_exponents
-from hqconv.artifact.unlayout.stacks import Stack, read_stack
-from hqconv.backends.forms import planned_packed_form
+from hqconv.artifact.expert_reader import floats, to_matrix
+from hqconv.humming_layout.gemm_forms import planned_packed_form
+from hqconv.layout_decoder.layout_form import read_config
+from hqconv.layout_decoder.numbers import PADDED_E5M0
+from hqconv.layout_decoder.read import Unpacked, e8m0_exponents
+from hqconv.layout_decoder.stacks import Stack, read_stack
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.weight_schema import TargetSchema
 
 
 def random_packed(

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hqconv.serving.asked import standing_in
-from hqconv.serving.compiler import toolkit
-from hqconv.serving.gpus import KNOWN
-from hqconv.serving.kernels import VARIABLE
+from hqconv.serving.warm.compiler import toolkit
+from hqconv.serving.warm.gpus import KNOWN
+from hqconv.serving.warm.kernel_requests import standing_in
+from hqconv.serving.warm.kernel_store import VARIABLE
 
 
 def fake_compiler(version: str = "13.0") -> Any:

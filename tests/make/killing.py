@@ -15,14 +15,14 @@ from tests.make.places import REPO
 DRIVER = """
 import json, os, signal, sys, tempfile, threading
 from pathlib import Path
-from hqconv.backends.runtime import humming
+from hqconv.humming_layout.runtime import humming
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
-import hqconv.planning.groups
-import hqconv.pipeline.exchange
+import hqconv.planning.output_units
+import hqconv.io.exchange_folders
 
 humming()
-hqconv.planning.groups.MAX_SHARD_BYTES = 70_000
+hqconv.planning.output_units.MAX_SHARD_BYTES = 70_000
 lock, count, fatal, when = threading.Lock(), 0, 0, ""
 
 def die():
@@ -52,7 +52,7 @@ for name in ("pwrite", "fsync", "posix_fallocate", "write", "ftruncate", "trunca
     touch(os, name)
 for name in ("replace", "unlink", "rename", "rmdir", "mkdir"):
     touch(Path, name)
-touch(hqconv.pipeline.exchange, "_exchange_at_once")
+touch(hqconv.io.exchange_folders, "_exchange_at_once")
 
 with tempfile.TemporaryDirectory() as folder:  # loads what is compiled, once for all children
     run(Path(sys.argv[1]), Path(folder) / "warm", "mxfp4", Grid(2, 2))
@@ -64,7 +64,7 @@ for line in sys.stdin:
     if child == 0:
         fatal, when = job["fatal"], job["when"]
         if job["by_renames"]:
-            hqconv.pipeline.exchange._exchange_at_once = lambda *_: False
+            hqconv.io.exchange_folders._exchange_at_once = lambda *_: False
         try:
             modes = {"resume": job["resume"], "overwrite": job["overwrite"]}
             summary = run(Path(job["src"]), Path(job["out"]), job["schema"], Grid(2, 2), **modes)

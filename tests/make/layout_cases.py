@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import torch
 
-from hqconv.backends.forms import planned_packed_form
-from hqconv.backends.layout import kernel_form, to_kernel
+from hqconv.humming_layout.compatibility import why_not
+from hqconv.humming_layout.gemm_forms import planned_packed_form
+from hqconv.humming_layout.layer_config import needs_cuda, resolve
+from hqconv.humming_layout.transform import kernel_form, to_kernel
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.gpu_target import TARGETS, Target
 from hqconv.schemas.grid import slice_unit
-from hqconv.schemas.inputs import INPUT_PRESETS
-from hqconv.schemas.kernel import KernelKind
-from hqconv.schemas.layer import needs_cuda, resolve
-from hqconv.schemas.pairs import why_not
-from hqconv.schemas.target import PARAM_DTYPES, PRESETS, TargetSchema, resolve_schema
+from hqconv.schemas.input_schema import INPUT_PRESETS
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, TargetSchema, resolve_schema
 
 NUM_EXPERTS = 3
 NAMES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hqconv.schemas.target import TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
 
 SCHEMAS = (
     "mxfp4",

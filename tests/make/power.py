@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-import hqconv.pipeline.exchange
-from hqconv.pipeline.team import Team
-from hqconv.schemas.artifact import JOURNAL, MANIFEST, PARTIAL, is_member_journal
+import hqconv.io.exchange_folders
+from hqconv.conversion.distributed import Team
+from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, is_member_journal
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 from tests.make.disks import KEPT, Disk, paths_below, played
@@ -58,7 +58,7 @@ class Recorded:
 @contextmanager
 def renames_only() -> Iterator[None]:
     """A file system that cannot exchange folders at once."""
-    with patch.object(hqconv.pipeline.exchange, "_exchange_at_once", lambda *_: False):
+    with patch.object(hqconv.io.exchange_folders, "_exchange_at_once", lambda *_: False):
         yield
 
 

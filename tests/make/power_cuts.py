@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+from hqconv.conversion.output_folder import parked_folder
 from hqconv.errors import HqconvError, OutputError
-from hqconv.pipeline.folder import parked_folder
-from hqconv.schemas.artifact import JOURNAL, MANIFEST, is_member_journal
+from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, is_member_journal
 from tests.make.disks import FATES, played
 from tests.make.power import README, Files, Recorded
 from tests.make.tensors import snapshot

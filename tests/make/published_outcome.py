@@ -8,8 +8,8 @@ from pathlib import Path
 
 import hqconv
 from hqconv.errors import HqconvError
-from hqconv.experts.map import ExpertMap
-from hqconv.formats.format import SourceFormat
+from hqconv.formats.source_format import SourceFormat
+from hqconv.models.expert_map import ExpertMap
 from hqconv.planning.plan import Plan
 from tests.make.published import DATA, Published, write_sparse
 from tests.make.twins import Sizes, write_twin

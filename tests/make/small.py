@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hqconv.schemas.families import BY_MODEL_TYPE
+from hqconv.models.families import BY_MODEL_TYPE
 
 E, INNER, HIDDEN = 4, 256, 256
 LAYER = "model.layers.0"

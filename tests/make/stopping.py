@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 
-from hqconv.pipeline.folder import side_folder
-from hqconv.schemas.artifact import JOURNAL, MANIFEST
+from hqconv.conversion.output_folder import side_folder
+from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 from tests.make.places import REPO
 from tests.make.qwen import read_tree
 
@@ -20,7 +20,7 @@ DRIVER = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
 import hqconv.cli.progress, hqconv.cli.render
-from hqconv.backends.runtime import humming
+from hqconv.humming_layout.runtime import humming
 from hqconv.cli import app, stopping
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from hqconv.models.families import FAMILIES
 from hqconv.schemas.dtypes import num_bits
-from hqconv.schemas.families import FAMILIES
 from tests.make.published import Published
 
 NUM_EXPERTS = 4

@@ -21,8 +21,8 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 
 from hqconv.errors import HqconvError
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.target import PRESETS
-from hqconv.serving.plugin import register
+from hqconv.schemas.weight_schema import PRESETS
+from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 

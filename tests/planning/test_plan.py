@@ -20,21 +20,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hqconv.checkpoint.loose import Loose
 from hqconv.errors import RequestError
-from hqconv.experts.map import ExpertMap, map_experts
-from hqconv.planning import groups as groups_module
-from hqconv.planning.files import build_file
-from hqconv.planning.groups import PlannedBlock, PlannedCopy
+from hqconv.io.sidecar_files import Loose
+from hqconv.models.expert_map import ExpertMap, map_experts
+from hqconv.planning import output_units as groups_module
+from hqconv.planning.output_units import PlannedBlock, PlannedCopy, build_file
 from hqconv.planning.plan import Plan, make_plan
-from hqconv.planning.request import Request, default_param_dtype
-from hqconv.schemas import artifact
+from hqconv.planning.spec import Request, default_param_dtype
+from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import DTYPES, num_bits
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
-from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
+from hqconv.schemas.weight_schema import TargetSchema
 from tests.make.conversions import open_plan, schema_of
 from tests.make.matrices import SCHEMAS
 from tests.make.models import MODELS, save_model
@@ -164,7 +163,7 @@ def test_a_planned_file_of_torch_types(tmp_path: Path) -> None:
 def all_places(group: PlannedBlock, plan: Plan) -> Iterable[tuple[str, TensorRef]]:
     """Every write of a block that the pipeline will make: (tensor name, place)."""
     block, grid = group.block, plan.request.grid
-    if plan.request.layout == artifact.KERNEL:
+    if plan.request.layout == artifact_names.KERNEL:
         for tp_rank, ep_rank in grid.ranks:
             for indices, local in group.neighbours(range(block.num_experts)).get(ep_rank, []):
                 for name, tensor in group.rank_tensors(tp_rank, ep_rank).items():
@@ -239,7 +238,9 @@ def test_places_tile_every_shard_of_the_checkpoint_layout(
     names = [name for file in files for name in file.tensors]
     assert len(names) == len(set(names))
     assert plan.weight_map == {name: file.path for file in files for name in file.tensors}
-    assert {f.path for f in files} == {artifact.shard_name(i + 1, len(files)) for i in range(len(files))}
+    assert {f.path for f in files} == {
+        artifact_names.shard_name(i + 1, len(files)) for i in range(len(files))
+    }
 
 
 @pytest.mark.parametrize("limit", [1, 40_000, 10**9])
@@ -257,18 +258,18 @@ def test_copied_tensors_are_all_there_in_bounded_shards(limit: int, monkeypatch:
         }
     single = ["model.safetensors"] if len(copies) == 1 else None
     assert single is None or [g.name for g in copies] == single
-    assert artifact.INDEX in plan.paths
+    assert artifact_names.INDEX in plan.paths
 
 
 def test_a_single_shard_has_an_index_beside_the_experts_folders_only() -> None:
     checkpoint, experts = synthetic(layers=1)
     alone = (checkpoint, dataclasses.replace(experts, copied=()))
     found = {
-        (layout, len(set(plan.weight_map.values()))): artifact.INDEX in plan.paths
-        for layout in (artifact.KERNEL, artifact.CHECKPOINT)
+        (layout, len(set(plan.weight_map.values()))): artifact_names.INDEX in plan.paths
+        for layout in (artifact_names.KERNEL, artifact_names.CHECKPOINT)
         for plan in (plan_of((checkpoint, experts), layout=layout), plan_of(alone, layout=layout))
     }
-    kernel, packed = artifact.KERNEL, artifact.CHECKPOINT
+    kernel, packed = artifact_names.KERNEL, artifact_names.CHECKPOINT
     assert found == {(kernel, 1): True, (kernel, 0): False, (packed, 2): True, (packed, 1): False}
 
 
@@ -451,7 +452,7 @@ OTHERS = (
 
 
 def test_ignore_spares_the_experts_and_nothing_else() -> None:
-    words = artifact.humming_quantization_config(schema_of("mxfp4"), ["model.layers.3.mlp.experts"])
+    words = artifact_names.humming_quantization_config(schema_of("mxfp4"), ["model.layers.3.mlp.experts"])
     patterns = [entry.removeprefix("re:") for entry in words["ignore"]]
     assert all(entry.startswith("re:") for entry in words["ignore"])
     for name in OTHERS:
@@ -464,7 +465,7 @@ def test_ignore_spares_the_experts_and_nothing_else() -> None:
 def test_ignore_of_models_that_transformers_wrote(family: str, tmp_path: Path) -> None:
     checkpoint, plan = open_plan(save_model(tmp_path / "m", family), "mxfp4", layout="checkpoint")
     blocks = [block.name for block in plan.experts.blocks]
-    [entry] = artifact.humming_quantization_config(plan.request.schema, blocks)["ignore"]
+    [entry] = artifact_names.humming_quantization_config(plan.request.schema, blocks)["ignore"]
     pattern = re.compile(entry.removeprefix("re:"))
     assert [name for name in blocks if pattern.match(name)] == []
     modules = {name.rsplit(".", 1)[0] for name in plan.experts.copied}
@@ -475,9 +476,9 @@ def test_ignore_of_models_that_transformers_wrote(family: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_quantization_config_is_hummings_words(name: str) -> None:
     """Humming's own class reads the words back to the same schema; its aliases are not used."""
-    from hqconv.backends.layout import humming_schema
+    from hqconv.humming_layout.transform import humming_schema
 
-    words = artifact.humming_quantization_config(schema_of(name), ["a.experts"])
+    words = artifact_names.humming_quantization_config(schema_of(name), ["a.experts"])
     assert {"dtype", "group_size", "scale_dtype", "scale_type"}.isdisjoint(words)
     target = humming_schema(schema_of(name))
     assert type(target).from_config(words) == target

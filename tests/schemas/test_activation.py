@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hqconv.models.families import BY_MODEL_TYPE, FAMILIES
 from hqconv.schemas.activation import NUMBERS, SWIGLUOAI, Activation
-from hqconv.schemas.families import BY_MODEL_TYPE, FAMILIES
 from tests.make.formulas import GATED, UNKNOWN
 
 # What manifests had before there were numbers beside the name, and what that is.

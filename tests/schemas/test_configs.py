@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hqconv.backends.layout import kernel_form
-from hqconv.backends.quantize import quantize
-from hqconv.schemas.target import TargetSchema, load_schema, resolve_schema
+from hqconv.humming_layout.transform import kernel_form
+from hqconv.quantization.quantize import quantize
+from hqconv.schemas.weight_schema import TargetSchema, load_schema, resolve_schema
 from tests.make.conversions import kind_of
 from tests.make.places import CONFIGS
 

@@ -17,7 +17,7 @@ from hqconv.schemas.grid import (
     tp_slices,
     working_tp_sizes,
 )
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.weight_schema import resolve_schema
 
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
 SCHEMAS = ("mxfp4", "nvfp4", "fp8", "fp8-block", "fp8-tensor", "int4", "int4-g64-zp", "int7-c", "int2-g32-zp")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hqconv.schemas.families import FAMILIES
+from hqconv.models.families import FAMILIES
 from scripts.check_sources import (
     TABLE,
     check_format,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hqconv.schemas.target import resolve_schema
+from hqconv.schemas.weight_schema import resolve_schema
 from scripts.choosing_table import MODELS, PAGE, SCHEMAS, Model, row, stored_bytes
 from scripts.quantizer_gains import weights
 from tests.make.conversions import run

@@ -12,8 +12,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hqconv.checkpoint.folder import Checkpoint
-from hqconv.experts.map import map_experts
+from hqconv.models.expert_map import map_experts
+from hqconv.sources.checkpoint import Checkpoint
 from scripts import make_checkpoint
 from scripts.make_checkpoint import MODELS, main
 

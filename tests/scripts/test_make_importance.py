@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import hqconv
-from hqconv.artifact.opening import open_headers
 from hqconv.errors import RequestError
-from hqconv.experts.block import ExpertBlock
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.sources.opening import open_headers
 from scripts.make_importance import collect, experts_modules, main, matched, token_batches
 from tests.make.families import make_family, moe_blocks, save_family
 

@@ -13,8 +13,8 @@ from signal import SIGHUP
 import pytest
 import safetensors
 
+from hqconv.conversion.output_folder import side_folder
 from hqconv.errors import InputError
-from hqconv.pipeline.folder import side_folder
 from scripts.torture import attacks, headers, manifests
 from scripts.torture.__main__ import BEGIN, END, HEAD, SUITES, rows, write
 from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, STOP, Ended, Job, Watch

@@ -10,8 +10,8 @@ import pytest
 
 from hqconv.errors import RequestError
 from hqconv.schemas.activation import SWIGLUOAI, Activation
-from hqconv.serving.activations import agreed, serving_activation
-from hqconv.serving.asked import activation_words
+from hqconv.serving.vllm.activations import agreed, serving_activation
+from hqconv.serving.warm.kernel_requests import activation_words
 from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c
 
 # Manifest's name → vLLM's with a gate, and without one.

@@ -23,9 +23,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.transformers_utils import repo_utils
 
 from hqconv.errors import RequestError
-from hqconv.planning import groups
+from hqconv.planning import output_units
 from hqconv.schemas.grid import Grid
-from hqconv.serving.plugin import register
+from hqconv.serving.vllm.plugin import register
 from tests.make import small
 from tests.make.conversions import run
 from tests.make.hub_server import LocalHub, cached, serve, use
@@ -52,7 +52,7 @@ def vllm_config() -> Iterator[Any]:
 @pytest.fixture(params=["one shard", "several shards"])
 def is_single(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param != "one shard":
-        monkeypatch.setattr(groups, "MAX_SHARD_BYTES", 4096)
+        monkeypatch.setattr(output_units, "MAX_SHARD_BYTES", 4096)
     return bool(request.param == "one shard")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hqconv.serving.names import find_block
+from hqconv.serving.vllm.layer_names import find_block
 from tests.make.families import FAMILIES, LAYERS
 from tests.make.vllm_lists import DRAFTED, LEFT_OUT
 

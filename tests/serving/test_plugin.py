@@ -30,12 +30,12 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils import humming
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.humming_layout.compatibility import why_not
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.inputs import resolve_inputs
-from hqconv.schemas.pairs import why_not
+from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.target import TargetSchema, resolve_schema
-from hqconv.serving.plugin import register
+from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small
 from tests.make.conversions import kind_of, run, write_manifest
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS

@@ -15,9 +15,9 @@ from safetensors import safe_open
 
 from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
-from hqconv.serving.place import Place
+from hqconv.serving.artifact_location import Place
+from hqconv.serving.artifact_view import Served, open_served
 from hqconv.serving.rank_file import RankFile, check_digest, open_rank_file
-from hqconv.serving.served import Served, open_served
 from tests.make import input_scales, small
 from tests.make.conversions import run, write_manifest
 from tests.make.qwen import write_qwen3_moe

@@ -24,8 +24,8 @@ from hqconv.artifact.load import load_block
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.stock_vllm import stock_vllm_obstacle
-from hqconv.schemas.target import PARAM_DTYPES, PRESETS, TargetSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, TargetSchema
+from hqconv.serving.vllm.limits import stock_vllm_obstacle
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
 

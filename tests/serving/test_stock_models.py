@@ -19,8 +19,8 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
 
 from hqconv.artifact.load import load_block
-from hqconv.schemas.families import BY_MODEL_TYPE
-from hqconv.schemas.stock_vllm import stock_vllm_family_obstacle
+from hqconv.models.families import BY_MODEL_TYPE
+from hqconv.serving.vllm.limits import stock_vllm_family_obstacle
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.families import save_family
 

@@ -14,11 +14,11 @@ import pytest
 
 import hqconv
 from hqconv.api import warm
-from hqconv.artifact.opened import Artifact
-from hqconv.serving.asked import NO_DEVICE
-from hqconv.serving.gpus import KNOWN
-from hqconv.serving.kernels import read_words
-from hqconv.serving.tuning import is_table, remembered, tuning_key
+from hqconv.artifact.reader import Artifact
+from hqconv.serving.vllm.tuning import is_table, remembered, tuning_key
+from hqconv.serving.warm.gpus import KNOWN
+from hqconv.serving.warm.kernel_requests import NO_DEVICE
+from hqconv.serving.warm.kernel_store import read_words
 from tests.make.kernels import fake_compiler, server, use_compiler
 from tests.make.qwen import write_qwen3_moe
 

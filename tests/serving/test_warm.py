@@ -15,8 +15,10 @@ from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.target import ROTATIONS
-from hqconv.serving.asked import (
+from hqconv.schemas.weight_schema import ROTATIONS
+from hqconv.serving.warm.compiler import compile_kernel, identity, kernel_compiler, toolkit
+from hqconv.serving.warm.gpus import KNOWN, choose_gpu
+from hqconv.serving.warm.kernel_requests import (
     CONTIGUOUS,
     INDEXED,
     MASKED,
@@ -27,9 +29,7 @@ from hqconv.serving.asked import (
     standing_in,
     tuning_table,
 )
-from hqconv.serving.compiler import compile_kernel, identity, kernel_compiler, toolkit
-from hqconv.serving.gpus import KNOWN, choose_gpu
-from hqconv.serving.kernels import MANIFEST, folder_beside, read_kernels, read_words
+from hqconv.serving.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_words
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.qwen import write_qwen3_moe
 

@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hqconv.checkpoint.folder import Checkpoint
-from hqconv.checkpoint.gguf import read_header
 from hqconv.cli.app import app
-from hqconv.decode.matrix import SourceMatrix
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.experts.map import ExpertMap
-from hqconv.formats.format import REQUANTIZED, conversion_of, why_not_direct
+from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.formats.source_format import REQUANTIZED, conversion_of, why_not_direct
+from hqconv.io.gguf_header import read_header
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.protocols import Source
 from hqconv.planning.encoding import takes_powers_of_two
-from hqconv.schemas.target import PRESETS
+from hqconv.schemas.weight_schema import PRESETS
+from hqconv.sources.checkpoint import Checkpoint
 from hqconv.sources.gguf import GgufSource, open_with_gguf
-from hqconv.sources.source import Source
 from tests.make.conversions import write_manifest
 from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.startup import cold

@@ -20,18 +20,18 @@ from safetensors.torch import save as serialize
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
+from hqconv.conversion.resources import working_bytes
 from hqconv.errors import HqconvError, RequestError
-from hqconv.experts.map import map_experts
-from hqconv.formats.complete import PART_NAMES
-from hqconv.pipeline.resources import working_bytes
+from hqconv.formats.resolve import PART_NAMES
+from hqconv.models.expert_map import map_experts
 from hqconv.planning.checks import check_request
-from hqconv.planning.groups import kernel_group
-from hqconv.planning.own_schema import direct_schemas
-from hqconv.planning.request import make_request
+from hqconv.planning.output_units import kernel_group
+from hqconv.planning.source_schema import direct_schemas
+from hqconv.planning.spec import make_request
 from hqconv.schemas.gpu_target import Target
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.target import resolve_schema
 from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.small import BLOCK, GOOD, HIDDEN, INNER, E, Source, Tensors, save
 
 Change = Callable[[Tensors, dict[str, Any]], object]

@@ -16,9 +16,9 @@ import pytest
 
 import hqconv
 from hqconv import api
-from hqconv.checkpoint.folder import Checkpoint
 from hqconv.errors import HqconvError, InputError, OutputError
-from hqconv.pipeline.durable import copy_whole
+from hqconv.io.durable_files import copy_whole
+from hqconv.sources.checkpoint import Checkpoint
 from tests.make.nodes import NODES, in_time
 from tests.make.qwen import write_qwen3_moe
 
@@ -286,7 +286,7 @@ def test_loose_files_count_in_the_space_that_is_needed(
     assert planned.num_bytes_beside == plain.num_bytes_beside + (1 << 40)
     free = planned.num_bytes_out + planned.num_bytes_beside - 1
     usage = SimpleNamespace(free=free)
-    monkeypatch.setattr("hqconv.pipeline.durable.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("hqconv.io.durable_files.shutil.disk_usage", lambda _: usage)
     notes = api.describe_plan(planned, tmp_path / "out", device="cpu")["notes"]
     assert any("The disk cannot hold the artifact" in note for note in notes)
     with pytest.raises(OutputError, match="cannot hold"):

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from hqconv import dequantize, inspect, load
 from hqconv.cli.app import app
+from hqconv.conversion.output_writer import GroupWriter
 from hqconv.errors import InputError, OutputError, RequestError
-from hqconv.pipeline.writer import GroupWriter
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
 from tests.make import configs, conversions, layouts, packing

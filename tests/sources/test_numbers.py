@@ -16,7 +16,7 @@ import pytest
 import hqconv
 from hqconv import api
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
-from hqconv.experts.map import map_experts
+from hqconv.models.expert_map import map_experts
 from hqconv.schemas.grid import MAX_COUNT, Grid
 from hqconv.schemas.tensors import TensorRef
 from tests.make.conversions import write_manifest

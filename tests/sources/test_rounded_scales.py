@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import hqconv
 from hqconv import dequantize
 from hqconv.api import open_source
-from hqconv.artifact.opened import Artifact
+from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.verification.files import check_files
@@ -231,7 +231,7 @@ def test_judged_together_as_on_a_gpu(
     """Stacks of experts whose figures are looked at in the end; the same bytes, and the manifest's."""
     folder, schema = get(name), CASES[name][0]
     conversions.run(folder, tmp_path / "alone", schema)
-    monkeypatch.setattr("hqconv.pipeline.encode._ASYNCHRONOUS", ("cpu",))
+    monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
     conversions.run(folder, tmp_path / "together", schema)
     assert expert_files(tmp_path / "together") == expert_files(tmp_path / "alone")
     assert conversions.manifest(tmp_path / "together") == conversions.manifest(tmp_path / "alone")
@@ -368,7 +368,7 @@ def test_a_scale_out_of_range_is_refused(
     tensors[name][7] = value
     save_file(tensors, path, {"format": "pt"})
     if is_together:
-        monkeypatch.setattr("hqconv.pipeline.encode._ASYNCHRONOUS", ("cpu",))
+        monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
     with pytest.raises(InputError, match="A scale is out of range") as caught:
         conversions.run(folder, tmp_path / "out", "int8", dtype=dtype)
     assert caught.value.where == name

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hqconv.api import open_source
-from hqconv.artifact.opened import Artifact
+from hqconv.artifact.reader import Artifact
 from hqconv.schemas.grid import Grid
 from hqconv.verification.files import check_files
 from hqconv.verification.result import MAX_PER_KIND, CheckResult
@@ -193,8 +193,8 @@ def test_ranks_are_compared_with_each_other_without_humming(
     def absent(*_: Any) -> Any:
         raise ModuleNotFoundError("humming")
 
-    monkeypatch.setattr("hqconv.backends.layout.is_compatible", absent)
-    monkeypatch.setattr("hqconv.backends.layout.packed_form", absent)
+    monkeypatch.setattr("hqconv.humming_layout.transform.is_compatible", absent)
+    monkeypatch.setattr("hqconv.humming_layout.transform.packed_form", absent)
     result = files_of(copy)
     assert result.findings == []
     assert "Humming cannot be imported" in " ".join(result.notes)

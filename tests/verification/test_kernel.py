@@ -15,13 +15,11 @@ from safetensors.torch import save_file
 import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.inputs import A16
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.input_schema import A16
+from hqconv.schemas.weight_schema import TargetSchema
 from hqconv.verification import run as module
-from hqconv.verification.limits import Limits, judge
-from hqconv.verification.report import VerificationReport
-from hqconv.verification.result import CheckResult
-from hqconv.verification.tally import Tally
+from hqconv.verification.result import CheckResult, VerificationReport
+from hqconv.verification.tolerances import Limits, Tally, judge
 from tests.make.conversions import run
 from tests.make.models import save_model
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.artifact.opened import Artifact
+from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from tests.make.conversions import run

@@ -18,16 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hqconv.api import open_source
-from hqconv.artifact.opened import Artifact
-from hqconv.artifact.own_digest import digest_of
-from hqconv.artifact.seal import sealed
-from hqconv.backends import assemble
+from hqconv.artifact.manifest_digest import digest_of, sealed
+from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
+from hqconv.humming_layout import rank_slices
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.target import TargetSchema
+from hqconv.schemas.weight_schema import TargetSchema
 from hqconv.verification.files import check_files
-from hqconv.verification.manifest import check_manifest
 from hqconv.verification.result import CheckResult
+from hqconv.verification.sidecar_files import check_manifest
 from tests.make import small
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.damage import BLOCK, Damaged, check_both_ways, found
@@ -354,7 +353,7 @@ TWICE = TargetSchema(
 
 def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: int) -> None:
     """From now on, conversions write another value into one tensor's padding."""
-    pad = assemble._pad
+    pad = rank_slices._pad
 
     def damaged(
         tensors: dict[str, Any], schema: TargetSchema, along: int, size: int, share: int
@@ -366,7 +365,7 @@ def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: i
             bits.narrow(along, length, one.size(along) - length).fill_(value)
         return padded
 
-    monkeypatch.setattr(assemble, "_pad", damaged)
+    monkeypatch.setattr(rank_slices, "_pad", damaged)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

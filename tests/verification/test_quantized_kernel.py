@@ -13,19 +13,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hqconv
-from hqconv.artifact.opened import Artifact
-from hqconv.backends.moe import Gemm, fused_moe, layer_config, load_gemm
+from hqconv.artifact.reader import Artifact
+from hqconv.humming_layout.compatibility import why_not
+from hqconv.humming_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid, tp_slices
-from hqconv.schemas.inputs import INPUT_PRESETS, InputSchema
-from hqconv.schemas.pairs import why_not
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.verification import kernel as module
-from hqconv.verification.activations import BlockInputs
-from hqconv.verification.limits import KERNEL_ERROR, Limits, kind_of_inputs
+from hqconv.verification.block_inputs import BlockInputs
 from hqconv.verification.reference import Routing, moe_forwards
 from hqconv.verification.result import CheckResult
 from hqconv.verification.rounding import Rounding
 from hqconv.verification.run import _kernel_device
+from hqconv.verification.tolerances import KERNEL_ERROR, Limits, kind_of_inputs
 from scripts.shared import SCHEMAS
 from tests.make import standin
 from tests.make.conversions import kind_of, run

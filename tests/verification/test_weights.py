@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hqconv.api import open_source
-from hqconv.artifact.matrix import Home, Matrix, decoded_rows, join
-from hqconv.artifact.opened import Artifact
-from hqconv.artifact.packed import unpack
-from hqconv.artifact.unlayout.packed import packed_shapes, unpack_codes
-from hqconv.backends.layout import humming_schema
-from hqconv.backends.quantize import quantize
-from hqconv.backends.runtime import resident
+from hqconv.artifact.expert_reader import Home, Matrix, decoded_rows, join
+from hqconv.artifact.packed_reader import unpack
+from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
+from hqconv.humming_layout.runtime import resident
+from hqconv.humming_layout.transform import humming_schema
+from hqconv.layout_decoder.packed import packed_shapes, unpack_codes
+from hqconv.quantization.quantize import quantize
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
-from hqconv.schemas.target import TargetSchema, resolve_schema
-from hqconv.verification.expert import as_matrix
+from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.verification.check_expert import as_matrix
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.make.conversions import run

@@ -1,0 +1,178 @@
+"""What an artifact makes of its numbers: which codes, scales and zero points its experts use, and how large they are.
+
+Experts are read back by `ranks` and `packed`, from either layout, one at a time. Counts of codes, and of scales by
+their power of two; nothing here is compared with anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hqconv.artifact.expert_reader import BlockReader, Matrix, code_table, decoded_rows
+from hqconv.artifact.load import refuse
+from hqconv.artifact.packed_reader import read_packed_expert
+from hqconv.artifact.reader import Artifact
+from hqconv.errors import RequestError
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.weight_schema import TargetSchema
+
+WEIGHTS_READ = 1 << 29  # unless a number of experts is asked for: some seconds of a processor
+
+
+MatrixReader = Callable[[int], Iterator[tuple[str, Matrix]]]  # expert → projections and matrices
+Counts = Callable[[int], dict[str, tuple["Used", float]]]  # expert → projection → counts, root mean square
+
+
+@dataclass
+class Used:
+    """Counts of one projection under one schema. codes, zero_points int64 [256]; scales: power of two → how many.
+
+    Scales are counted by their magnitude. num_zero, num_negative, num_odd: scales that are zero, below zero, and no
+    finite number.
+    """
+
+    codes: Any = field(default_factory=lambda: np.zeros(256, np.int64))
+    zero_points: Any = field(default_factory=lambda: np.zeros(256, np.int64))
+    scales: Counter[int] = field(default_factory=Counter)
+    num_zero: int = 0
+    num_negative: int = 0
+    num_odd: int = 0
+
+    def add(self, other: Used) -> None:
+        """Count what another one counted."""
+        self.codes += other.codes
+        self.zero_points += other.zero_points
+        self.scales.update(other.scales)
+        self.num_zero += other.num_zero
+        self.num_negative += other.num_negative
+        self.num_odd += other.num_odd
+
+    def words(self, schema: TargetSchema) -> dict[str, Any]:
+        """As JSON words; `codes`: [number that a code stands for, how many], from the least to the largest number."""
+        values = code_table(schema)[: 1 << schema.num_bits]
+        order = np.lexsort((~np.signbit(values), values))  # minus zero before zero
+        has_zero = schema.has_zero_point and not schema.is_fp_zero_point
+        return {
+            "codes": [[float(values[code]), int(self.codes[code])] for code in order],
+            "scales": [[power, self.scales[power]] for power in sorted(self.scales)],
+            "zero_points": self.zero_points[: 1 << schema.num_bits].tolist() if has_zero else [],
+            "num_zero_scales": self.num_zero,
+            "num_negative_scales": self.num_negative,
+            "num_odd_scales": self.num_odd,
+        }
+
+
+def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1) -> dict[str, Any]:
+    """Counts over experts of every block, as JSON words; see docs/usage.md.
+
+    num_experts: of each block, evenly spread; None: all, or so many that WEIGHTS_READ weights are read. num_threads:
+    experts read at once; the words do not depend on it.
+
+    Returns `schemas` (schema → projection → `Used.words`), `rms` (block → projection → root mean square of each
+    expert's decoded weights, None of those that were not read), `experts_read` and `experts` in all. Raises
+    RequestError where `root` is no artifact or the number is none, VerificationError where a file is damaged.
+    """
+    if num_experts is not None and num_experts < 1:
+        what, expected = "No expert would be read.", "a whole number from 1 on"
+        raise RequestError(what, where="--sample", expected=expected, found=num_experts)
+    with Artifact(root) as artifact:
+        blocks = [artifact.expert_block(name) for name in artifact.blocks]
+        counts = {block.name: _num_read(block, blocks, num_experts) for block in blocks}
+        used: dict[str, dict[str, Used]] = {}
+        rms: dict[str, dict[str, list[float | None]]] = {}
+        schemas: dict[str, TargetSchema] = {}
+        with ThreadPoolExecutor(num_threads, "hqconv-usage") as pool:
+            for block in blocks:
+                schema = artifact.schema_of(block.name)
+                schemas[schema.name] = schema
+                read = _reader(artifact, block)
+                chosen = _spread(block.num_experts, counts[block.name])
+                nothing: list[float | None] = [None] * block.num_experts
+                rms[block.name] = {role: list(nothing) for role in block.roles}
+                for expert, of_expert in zip(chosen, pool.map(read, chosen), strict=True):
+                    for role, (one, size) in of_expert.items():
+                        used.setdefault(schema.name, {}).setdefault(role, Used()).add(one)
+                        rms[block.name][role][expert] = size
+    return {
+        "schemas": {
+            name: {role: of_role.words(schemas[name]) for role, of_role in sorted(roles.items())}
+            for name, roles in used.items()
+        },
+        "rms": rms,
+        "experts_read": sum(counts.values()),
+        "experts": sum(block.num_experts for block in blocks),
+    }
+
+
+def _num_read(block: ExpertBlock, blocks: Sequence[ExpertBlock], asked: int | None) -> int:
+    if asked is None:
+        weights = sum(3 * b.num_experts * b.hidden_size * b.intermediate_size for b in blocks)
+        asked = max(1, block.num_experts * WEIGHTS_READ // max(weights, WEIGHTS_READ))
+    return min(asked, block.num_experts)
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """`count` of `total` experts with even steps between, the first among them."""
+    return [index * total // count for index in range(count)]
+
+
+def _reader(artifact: Artifact, block: ExpertBlock) -> Counts:
+    """What reads and counts one expert."""
+    schema, param = artifact.schema_of(block.name), artifact.param_dtype
+    matrices = _kernel_matrices if artifact.manifest["layout"] == names.KERNEL else _packed_matrices
+    matrix_reader = matrices(artifact, block)
+
+    def read(expert: int) -> dict[str, tuple[Used, float]]:
+        return {role: _count(matrix, schema, param) for role, matrix in matrix_reader(expert)}
+
+    return read
+
+
+def _kernel_matrices(artifact: Artifact, block: ExpertBlock) -> MatrixReader:
+    reader = BlockReader(artifact, block, refuse)
+
+    def matrices(expert: int) -> Iterator[tuple[str, Matrix]]:
+        for gemm in names.GEMMS:
+            yield from reader.read(gemm, expert, refuse).items()
+
+    return matrices
+
+
+def _packed_matrices(artifact: Artifact, block: ExpertBlock) -> MatrixReader:
+    shards = artifact.shards()
+
+    def matrices(expert: int) -> Iterator[tuple[str, Matrix]]:
+        for role in block.roles:
+            matrix = read_packed_expert(artifact, block, role, expert, shards, refuse)
+            assert matrix is not None  # `refuse` has raised
+            yield role, matrix
+
+    return matrices
+
+
+def _count(matrix: Matrix, schema: TargetSchema, param_dtype: str) -> tuple[Used, float]:
+    """The counts of one matrix, and the root mean square of its decoded weights."""
+    used = Used(codes=np.bincount(matrix.codes.reshape(-1), minlength=256))
+    if matrix.zero_point is not None and not schema.is_fp_zero_point:
+        used.zero_points = np.bincount(matrix.zero_point.reshape(-1), minlength=256)
+    scale = matrix.scale_value
+    is_good = np.isfinite(scale) & (scale != 0)
+    powers, counts = np.unique(np.frexp(np.abs(scale[is_good]))[1] - 1, return_counts=True)
+    used.scales.update(dict(zip(powers.tolist(), counts.tolist(), strict=True)))
+    used.num_zero = int(np.count_nonzero(scale == 0))
+    used.num_negative = int(np.count_nonzero(scale < 0))
+    used.num_odd = int(scale.size - np.count_nonzero(is_good)) - used.num_zero
+    parts = [
+        float(np.square(rows, dtype=np.float64).sum())
+        for _, rows in decoded_rows(matrix, schema, param_dtype)
+    ]
+    return used, math.sqrt(math.fsum(parts) / matrix.codes.size)

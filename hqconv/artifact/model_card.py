@@ -1,0 +1,179 @@
+"""An artifact's model card, README.md: what it is and is made of, how it is served and verified, and the source's card.
+
+All of it comes from the manifest's words and the source's card, so that the same artifact has the same card.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
+from hqconv.artifact.lineage import ancestors, origin
+from hqconv.errors import printable_line
+from hqconv.formats.source_format import DIRECT
+from hqconv.io.front_matter import FrontMatter, in_yaml
+from hqconv.schemas.artifact_names import KERNEL, MANIFEST, SUMS
+from hqconv.schemas.grid import Grid
+from hqconv.serving.vllm.limits import serve_command
+
+_MARKER = b"<!-- hqconv: what follows is the card of the source, as it was -->\n"
+_KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
+_TAGS = ("hqconv", "humming")
+_PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
+_HERE = "ORG/NAME"
+
+
+def card_bytes(words: Mapping[str, Any], card: bytes | None, *, is_artifact: bool) -> bytes:
+    """The card of the artifact with this manifest (its `files` aside), around its source's card.
+
+    is_artifact: the source is an artifact, so that its card has the original's inside.
+    """
+    front = FrontMatter.of(card or b"")
+    source = _of_source(card or b"", front, is_artifact=is_artifact)
+    lines = "\n".join(_text(words)).encode(errors="backslashreplace")
+    return in_yaml(_front_words(words, front)) + b"\n" + lines + b"\n" + source
+
+
+def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
+    """The source's card whole, its front matter as a listing; of an artifact what its own card has of it."""
+    if is_artifact and _MARKER in card:
+        return b"\n## The source's card\n\n" + card[card.index(_MARKER) :]
+    if not card.strip():
+        return b""
+    listing = b""
+    if front.raw is not None:
+        fence = b"`" * max(3, 1 + max(map(len, re.findall(rb"`+", front.raw)), default=0))
+        end = b"" if front.raw.endswith(b"\n") or not front.raw else b"\n"
+        listing = fence + b"yaml\n" + front.raw + end + fence + b"\n\n"
+    return b"\n## The source's card\n\n" + _MARKER + b"\n" + listing + front.body
+
+
+def _front_words(words: Mapping[str, Any], front: FrontMatter) -> dict[str, Any]:
+    """The source's license and the like, and what this artifact is of it."""
+    found = {key: value for key in _KEPT if (value := front.texts(key)) is not None}
+    first, tags = origin(words), front.texts("tags") or []
+    if first.get("revision") is not None:
+        found |= {"base_model": [str(first["name"])], "base_model_relation": "quantized"}
+    tags = [tags] if isinstance(tags, str) else tags
+    return {**found, "library_name": "vllm", "tags": list(dict.fromkeys((*tags, *_TAGS)))}
+
+
+# --- the text
+
+
+def _text(words: Mapping[str, Any]) -> Iterator[str]:
+    name = printable_line(str(words["source"]["name"]))
+    yield f"# {name}, {words['schema_name']} for Humming"
+    yield ""
+    yield (
+        f"The experts of this Mixture-of-Experts model are stored as `{words['schema_name']}`, as the Humming GPU "
+        f"kernels take them; all other tensors have the source's bytes. Made by hqconv; `{MANIFEST}` says of what "
+        "and how."
+    )
+    yield from _table(("", ""), _facts(words))
+    yield from _serving(words)
+    yield from _errors(words)
+    yield from _verifying(words)
+    yield from _warnings(words)
+
+
+def _facts(words: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    yield "source", _place(words["source"])
+    for one in ancestors(words):
+        yield f"which was `{one['schema_name']}` of", _place(one["source"])
+    yield (
+        "schema",
+        f"{words['schema_name']}, {words['dtype']} parameters, {words['input_schema']} activations",
+    )
+    of_blocks = {b["schema_name"]: None for b in words["blocks"].values() if "weight_schema" in b}
+    yield "in some blocks", ", ".join(of_blocks)
+    yield "left as they were", ", ".join(map(_code, words.get("left_blocks", ())))
+    kinds = dict.fromkeys(block["conversion"] for block in words["blocks"].values())
+    yield "conversion", ", ".join(kinds)
+    yield "quantizer", words.get("quantizer", "rtn")
+    if words["layout"] == KERNEL:
+        cuda = f", CUDA {words['cuda']}" if "cuda" in words else ""
+        yield (
+            "for",
+            f"{words['target']}{cuda}; {words['tp']} TP x {words['ep']} EP ranks; no other GPU or ranks",
+        )
+    else:
+        yield "for", "any GPU and ranks that vLLM's `humming` method serves"
+    yield "made by", f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}"
+
+
+def _place(source: Mapping[str, Any]) -> str:
+    if source.get("revision") is None:
+        return f"a folder named {_code(source['name'])}; which repo it came from is not known"
+    return f"{_code(source['name'])} at {_code(source['revision'])}"
+
+
+def _serving(words: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("", "## Serve it", "")
+    grid = Grid(*(words[key] for key in ("tp", "ep", "expert_placement", "redundant_experts")))
+    command = serve_command(_HERE, words["layout"], grid)
+    if command is None:
+        yield "vLLM has no start for these ranks."
+        return
+    if words["layout"] == KERNEL:
+        yield from ("    pip install 'hqconv[vllm]'", f"    {command}", "")
+        yield f"{_HERE} is this repo or a folder with its files. transformers cannot load the kernel layout."
+    else:
+        yield from (f"    {command}", "", f"{_HERE} is this repo or a folder with its files.")
+
+
+def _errors(words: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("", "## What quantizing cost", "")
+    errors = {name: block["quantization_error"] for name, block in words["blocks"].items()}
+    artifact = " (an artifact, whose own error is not in it)" if ancestors(words) else ""
+    yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over blocks:"
+    rows = (
+        (
+            _PROJECTIONS.get(p, p),
+            *(f"{e[key]:.5f}" for key in ("min", "median", "max")),
+            _code(e["worst_block"]),
+        )
+        for p, e in summarize_errors(errors).items()
+    )
+    yield from _table(("projection", "min", "median", "max", "worst block"), rows)
+    if changes := scale_changes(errors):
+        yield from (
+            "",
+            f"Codes were kept and scales rounded, by at most {max(changes.values()):.2e} of themselves.",
+        )
+    if count := requantized(errors).get("num_matrices"):
+        yield from ("", f"Quantized anew from a quantized source: {count} matrices.")
+
+
+def _verifying(words: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("", "## Verify it", "")
+    source = (
+        origin(words) if all(b["conversion"] == DIRECT for b in words["blocks"].values()) else words["source"]
+    )
+    known = source.get("revision") is not None
+    against = f" --source {source['name']} --revision {source['revision']}" if known else " --source SRC"
+    yield from (f"    sha256sum -c {SUMS}", f"    hqconv verify .{printable_line(against)}", "")
+    yield (
+        "The conversion wrote this card; nothing had verified the artifact by then. The second command reads the "
+        "kernel layout back with code of its own, compares codes and scales with the source's bit for bit, and on a "
+        "GPU of the target runs the kernel that will serve."
+    )
+
+
+def _warnings(words: Mapping[str, Any]) -> Iterator[str]:
+    if found := words.get("warnings"):
+        yield from ("", "## Warnings", "", "What the conversion warned of:", "")
+        yield from (f"* {printable_line(text)}" for text in found)
+
+
+def _table(headers: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield ""
+    for cells in (headers, ("---",) * len(headers), *(row for row in rows if row[1])):
+        yield f"| {' | '.join(printable_line(str(cell)).replace('|', '&#124;') for cell in cells)} |"
+
+
+def _code(text: object) -> str:
+    """A name as Markdown shows it as it is."""
+    return f"`{printable_line(str(text)).replace('`', chr(39))}`"

@@ -1,0 +1,503 @@
+"""What a manifest says, as the values that the rest of hqconv works with; refused where it cannot be true."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hqconv.artifact.manifest import read_manifest, schema_of
+from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
+from hqconv.formats.source_format import SourceFormat
+from hqconv.humming_layout.compatibility import why_not
+from hqconv.io.digests import sha256_of
+from hqconv.io.hub import Listing
+from hqconv.io.open_files import Descriptors
+from hqconv.io.safetensors_header import parse_header, read_header
+from hqconv.models.families import FAMILIES, Family
+from hqconv.models.moe_layer import ExpertBlock, PartSource
+from hqconv.planning.encoding import MSE, QUANTIZERS, RTN
+from hqconv.planning.importance import Importance, read_importance
+from hqconv.planning.output_units import gemm_shapes
+from hqconv.planning.spec import Request
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE, Grid, check_grid
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.tensors import TensorRef, TensorSpec
+from hqconv.schemas.weight_schema import PARAM_DTYPES, TargetSchema
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hqconv.humming_layout.gemm_forms import KernelForm
+
+
+class Facts:
+    """The facts of one artifact, worked out from its manifest when they are asked for."""
+
+    def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
+        """Read the manifest as `read_manifest` does. Raises RequestError or VerificationError where that does."""
+        self.root, self.listing = root, listing
+        self.manifest = read_manifest(root, is_sealed=is_sealed)
+
+    def fetched(self, path: str) -> Path:
+        """Where a file lies on this machine; of a repo it is downloaded if it does not. Raises as `hub.fetch_file`."""
+        return self.root / path if self.listing is None else self.listing.fetched(self.root, path)
+
+    @cached_property
+    def schema(self) -> TargetSchema:
+        """The weight schema of the experts. Raises VerificationError where the manifest's is none."""
+        return schema_of(self.root, self.manifest)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The ranks the artifact was made for."""
+        words = self.manifest
+        return Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"])
+
+    @cached_property
+    def request(self) -> Request:
+        """What was asked for, as the manifest says, without `importance`.
+
+        Raises VerificationError where its words cannot be true.
+        """
+        words = self.manifest
+        facts = {
+            "dtype": words["dtype"] in PARAM_DTYPES,
+            "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
+            "round_scales": words.get("round_scales", True) is True,
+            "tp": 0 < words["tp"] <= MAX_COUNT,
+            "ep": 0 < words["ep"] <= MAX_COUNT,
+            "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
+        }
+        for key, holds in facts.items():
+            if not holds:
+                raise _impossible(key, words.get(key))
+        schema, quantizer = self.schema, self._quantizer
+        try:
+            kind = names.kind_of_words(words, schema, words["dtype"])
+            request = Request(
+                schema,
+                words["dtype"],
+                kind.target,
+                self.grid,
+                words["layout"],
+                kind.inputs,
+                of_blocks=self._of_blocks(),
+                round_scales="round_scales" in words,
+                quantizer=quantizer,
+            )
+        except HqconvError as error:
+            raise _impossible(error.where, error.found) from error
+        except (KeyError, TypeError) as error:
+            raise _impossible("input_schema, activation_schema", error) from error
+        reasons = (why_not(one) for one in request.kinds if request.layout == names.KERNEL)
+        if (reason := next(filter(None, reasons), None)) is not None:
+            raise _impossible("weight_schema, input_schema, target", reason)
+        if request.layout == names.CHECKPOINT and request.grid != Grid():
+            raise _impossible("tp, ep", f"{request.grid} in the checkpoint layout")
+        return request
+
+    @property
+    def _quantizer(self) -> str:
+        quantizer = self.manifest.get("quantizer", RTN)
+        if quantizer not in QUANTIZERS:
+            raise _impossible("quantizer", repr(quantizer))
+        if self.has_importance and quantizer != MSE:
+            raise _impossible("importance", f"quantizer {quantizer}")
+        self._check_version(str(quantizer))
+        return str(quantizer)
+
+    def _check_version(self, quantizer: str) -> None:
+        version = self.manifest.get("quantizer_version")
+        is_known = version is None or (quantizer != RTN and type(version) is int and version > 0)
+        if not is_known:
+            raise _impossible("quantizer_version", f"{version!r}, of the quantizer {quantizer}")
+
+    @property
+    def search_version(self) -> int | None:
+        """Which version of the search chose the scales; None where it was not recorded, or nothing searched."""
+        version = self.manifest.get("quantizer_version")
+        return None if version is None else int(version)
+
+    @property
+    def has_importance(self) -> bool:
+        """Whether the search was weighted with a file, of which the artifact has a copy."""
+        return "importance" in self.manifest
+
+    @cached_property
+    def importance(self) -> Importance | None:
+        """The copy of that file, its bytes as they are now. Raises VerificationError where it cannot be read."""
+        if not self.has_importance:
+            return None
+        try:
+            return read_importance(self.fetched(names.IMPORTANCE))
+        except HqconvError as error:
+            where = names.IMPORTANCE
+            raise VerificationError(
+                error.what, where=where, expected=error.expected, found=error.found
+            ) from error
+
+    def is_shard(self, path: str) -> bool:
+        """Whether a file of the manifest is one of the ordinary model shards."""
+        is_copy = self.has_importance and path == names.IMPORTANCE
+        return "/" not in path and path.endswith(".safetensors") and not is_copy
+
+    @cached_property
+    def family(self) -> Family:
+        """The family whose names the experts have. Raises VerificationError for one that is not known."""
+        known = {family.name: family for family in FAMILIES if family.blocks}
+        if self.manifest["family"] not in known:
+            what, found = "The manifest names a family that is not known.", self.manifest["family"]
+            raise VerificationError(
+                what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found
+            )
+        return known[self.manifest["family"]]
+
+    def _of_blocks(self) -> dict[str, KernelKind]:
+        """What blocks are made of that differ from the others."""
+        dtype = self.manifest["dtype"]
+        return {
+            name: names.kind_of_words(block, schema_of(self.root, block, f"blocks: {name}: "), dtype)
+            for name, block in self.blocks.items()
+            if "weight_schema" in block
+        }
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether blocks may differ from each other, or be left as they were."""
+        return bool(self.manifest["format_version"] == names.MIXED_VERSION)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Blocks whose experts were copied as they are."""
+        return tuple(self.manifest.get("left_blocks", ()))
+
+    def kind_of(self, name: str) -> KernelKind:
+        """What decides the layout of one block. Raises VerificationError as `request`."""
+        return self.request.kind_of(name)
+
+    def schema_of(self, name: str) -> TargetSchema:
+        """The weight schema of one block's experts; errors as `kind_of`."""
+        return self.kind_of(name).schema
+
+    def activation_of(self, name: str) -> Activation:
+        """What one block's experts do between their GEMMs. Raises VerificationError where its words cannot be true."""
+        try:
+            return Activation.of_words(self.blocks[name])
+        except ValueError as error:
+            raise _impossible(name, error) from error
+
+    def knows_activation(self, name: str) -> bool:
+        """Whether one block's activation is more than a name here. Raises VerificationError as `activation_of`."""
+        return self.activation_of(name).is_known(self.blocks[name]["gated"])
+
+    def expert_block(self, name: str) -> ExpertBlock:
+        """One block as the manifest's facts imply it, without `sources`.
+
+        Raises VerificationError for facts that cannot be true.
+        """
+        words, family = self.blocks[name], self.family
+        sizes = num_experts, hidden, inner = _sizes(name, words)
+        try:
+            pads = family.pads_last_rank
+            check_grid(name, *sizes, self.schema_of(name), self.request.grid, pads_last_rank=pads)
+        except RequestError as error:
+            raise _impossible(error.where, f"{error.what} {error.found}") from error
+        try:
+            source = SourceFormat.from_words(words["source_format"])
+            parts = {
+                role: {part: PartSource.from_words(one) for part, one in of_role.items()}
+                for role, of_role in words["source_parts"].items()
+            }
+            if set(parts) != set(family.projections) or any("weight" not in p for p in parts.values()):
+                raise ValueError(f"projections {', '.join(parts)}")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _impossible(f"{name}: source_format, source_parts", error) from error
+        return ExpertBlock(
+            name=name,
+            family=family.name,
+            num_experts=num_experts,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            dtype=words["source_dtype"],
+            pads_last_rank=family.pads_last_rank,
+            format=source,
+            words=dict(family.projections),
+            parts=parts,
+            sources=(),
+            activation=self.activation_of(name),
+            **{key: words[key] for key in ("layer", "gated", "top_k")},
+        )
+
+    def kernel_forms(self, block: ExpertBlock, target: Target | None = None) -> dict[str, KernelForm]:
+        """Per GEMM, what Humming makes of the facts; target: instead of the artifact's own.
+
+        Raises ModuleNotFoundError without Humming, else VerificationError.
+        """
+        from hqconv.humming_layout.transform import (  # with torch: only a check needs them
+            is_compatible,
+            kernel_form,
+        )
+
+        request = self.request
+        kind = request.kind_of(block.name)
+        kind = kind if target is None else replace(kind, target=target)
+        with _humming_errors(block.name):
+            if not is_compatible(kind):
+                raise _impossible("weight_schema", f"no kernel for {kind}")
+            shapes = gemm_shapes(block, request.grid.tp, kind.schema)
+            return {gemm: kernel_form(n, k, kind, block.has_bias) for gemm, (n, k) in shapes.items()}
+
+    def packed_forms(self, block: ExpertBlock) -> dict[str, dict[str, TensorSpec]]:
+        """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""
+        from hqconv.humming_layout.transform import packed_form
+
+        words = (self.request.schema, self.request.param_dtype)
+        with _humming_errors(block.name):
+            tall = packed_form(block.intermediate_size, block.hidden_size, *words, block.has_bias)
+            wide = packed_form(block.hidden_size, block.intermediate_size, *words, block.has_bias)
+        return {role: wide if role == "w2" else tall for role in block.roles}
+
+    @property
+    def param_dtype(self) -> str:
+        return str(self.manifest["dtype"])
+
+    @property
+    def sm_version(self) -> int:
+        return int(self.manifest["target"].removeprefix("sm"))
+
+    @property
+    def blocks(self) -> dict[str, dict[str, Any]]:
+        """The manifest's words on each MoE block, in its order."""
+        return dict(self.manifest["blocks"])
+
+
+def _sizes(name: str, words: dict[str, Any]) -> tuple[int, int, int]:
+    """Experts, hidden and intermediate size of one block. Raises VerificationError for numbers that cannot be."""
+    experts, hidden, inner = (words[key] for key in ("num_experts", "hidden_size", "intermediate_size"))
+    if not (0 < experts <= MAX_COUNT and 0 < hidden < MAX_SIZE and 0 < inner < MAX_SIZE):
+        raise _impossible(name, f"{experts} experts, hidden {hidden}, intermediate {inner}")
+    most = experts if experts > 1 else MAX_SIZE  # a single expert serves every token, whatever top_k says
+    if not (-1 <= words["layer"] < MAX_SIZE and 0 < words["top_k"] <= most):
+        raise _impossible(name, f"layer {words['layer']}, {words['top_k']} experts per token")
+    return experts, hidden, inner
+
+
+def _impossible(key: str, found: object) -> VerificationError:
+    what = "The manifest describes what cannot be, or what this version does not know."
+    return VerificationError(what, where=f"{names.MANIFEST}: {key}", found=found)
+
+
+@contextmanager
+def _humming_errors(block: str) -> Iterator[None]:
+    """What Humming raises where it cannot lay something out: asserts, mostly."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise _impossible(block, f"Humming: {type(error).__name__}: {error}") from error
+
+
+Header = tuple[dict[str, TensorRef], dict[str, str]]
+Tensors: TypeAlias = "dict[str, NDArray[Any]]"
+
+
+class Artifact(Facts):
+    """An artifact in either layout; a context manager that closes the files it read.
+
+    Of one on the Hub headers are read by range requests; a file whose tensors are read is downloaded first.
+    """
+
+    def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
+        """Read the manifest as `read_manifest` does; listing: of a repo on the Hub, of which `root` has some files.
+
+        Raises as `Facts`.
+        """
+        super().__init__(root, listing, is_sealed=is_sealed)
+        self._headers: dict[str, Header] = {}
+        self._configs: dict[tuple[str, str], dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._descriptors = Descriptors(lambda path: os.open(self.fetched(path), os.O_RDONLY | os.O_CLOEXEC))
+
+    def __enter__(self) -> Artifact:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that were read."""
+        self._descriptors.close()
+
+    def header(self, path: str) -> Header:
+        """Tensors and metadata of one file of the artifact, read once.
+
+        Raises VerificationError for a damaged header.
+        """
+        with self._lock:
+            if path not in self._headers:
+                try:
+                    entries, metadata, _ = self._read_header(path)
+                except InputError as error:
+                    raise VerificationError(
+                        error.what, where=path, expected=error.expected, found=error.found
+                    ) from error
+                self._headers[path] = entries, metadata
+            return self._headers[path]
+
+    def _read_header(self, path: str) -> tuple[dict[str, TensorRef], dict[str, str], str]:
+        if self.listing is None or path not in self.listing.sizes or (self.root / path).is_file():
+            return read_header(self.root / path)
+        return parse_header(path, self.listing.read_head(path), self.listing.sizes[path])
+
+    # --- files
+
+    def paths(self) -> list[str]:
+        """All files of the folder or repo, and links to folders, which are not looked into; POSIX paths, sorted."""
+        if self.listing is not None:
+            return sorted(self.listing.sizes)
+        found = []
+        for folder, folders, files in os.walk(self.root):
+            links = [name for name in folders if (Path(folder) / name).is_symlink()]
+            found += [(Path(folder) / name).relative_to(self.root).as_posix() for name in (*files, *links)]
+        return sorted(found)
+
+    def size_of(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        if (self.root / path).is_file():
+            return (self.root / path).stat().st_size
+        return None if self.listing is None else self.listing.sizes.get(path)
+
+    def is_proven_by_hub(self, path: str) -> bool:
+        """Whether a file is not here, but the Hub says its digest."""
+        return self.listing is not None and path in self.listing.digests and not (self.root / path).is_file()
+
+    def digest_of(self, path: str) -> str:
+        """A file's sha256: of what is here, else as the Hub says, else of what is downloaded for it. Raises OSError."""
+        if self.is_proven_by_hub(path):
+            assert self.listing is not None
+            return self.listing.digests[path]
+        return sha256_of(self.fetched(path))
+
+    def forget(self, path: str) -> None:
+        """A file of a repo will be removed here; nobody may be reading it."""
+        self._descriptors.drop(path)
+
+    # --- tensors
+
+    def layer_config(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:
+        """Humming's LayerConfig of one GEMM of one rank, as words. Raises VerificationError where there is none."""
+        path = names.rank_file(block, tp_rank, ep_rank)
+        metadata = self.header(path)[1]
+        with self._lock:
+            if (path, gemm) not in self._configs:
+                self._configs[path, gemm] = _layer_config(path, gemm, metadata)
+            return self._configs[path, gemm]
+
+    def flags(self, block: str, gemm: str) -> dict[str, Any]:
+        """The manifest's layout flags of one GEMM; none where it has no words on it."""
+        words = self.blocks[block].get(gemm)
+        flags = words.get("flags") if isinstance(words, dict) else None
+        return flags if isinstance(flags, dict) else {}
+
+    def read_expert(self, block: str, gemm: str, tp_rank: int, ep_rank: int, local: int) -> Tensors:
+        """One expert's kernel tensors of one GEMM as raw bits, `[1, …]` each; keys without the block's prefix."""
+        path = names.rank_file(block, tp_rank, ep_rank)
+        prefix = f"{block}.{gemm}_"
+        return {
+            name.removeprefix(prefix): self._read_slice(path, ref, local)
+            for name, ref in self.header(path)[0].items()
+            if name.startswith(prefix) and not names.is_input_scale(name)
+        }
+
+    def read_input_scale(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> float | None:
+        """The static scale of a GEMM's activations in one rank's file; None where the file has none.
+
+        Raises VerificationError where it is no float32 [1].
+        """
+        path, name = names.rank_file(block, tp_rank, ep_rank), names.input_scale(block, gemm)
+        ref = self.header(path)[0].get(name)
+        if ref is None:
+            return None
+        if (ref.dtype, ref.shape) != ("F32", (1,)):
+            found = f"{ref.dtype} {list(ref.shape)}"
+            what, where = "An activation scale is not one number.", f"{path}, tensor {name}"
+            raise VerificationError(what, where=where, expected="F32 [1]", found=found)
+        import numpy as np
+
+        return float(self._read_bits(path, ref).view(np.float32)[0])
+
+    def _read_slice(self, path: str, ref: TensorRef, local: int) -> NDArray[Any]:
+        if not ref.shape or local >= ref.shape[0]:
+            where = f"{path}, tensor {ref.name}"
+            raise VerificationError(
+                "A rank file holds fewer experts.", where=where, expected=local + 1, found=ref.shape
+            )
+        entry = ref.entry(local)
+        return self._read_bits(path, entry).reshape(1, *entry.shape)
+
+    def _read_bits(self, path: str, ref: TensorRef) -> NDArray[Any]:
+        """Raw bit patterns: unsigned integers as wide as the dtype."""
+        import numpy as np
+
+        data = np.empty(ref.num_bytes, np.uint8)
+        self.read(path, data.data, ref.offset_bytes)
+        return data.view(f"u{max(1, num_bits(ref.dtype) // 8)}")
+
+    def read_module(self, prefix: str, shards: Mapping[str, str]) -> tuple[dict[str, str], Tensors]:
+        """Dtypes and raw bits of the tensors whose name is `prefix` and one word; `shards` is name → file."""
+        dtypes: dict[str, str] = {}
+        tensors: Tensors = {}
+        for word in ("weight", "weight_scale", "zero_point", "weight_scale_2", "bias"):
+            if path := shards.get(prefix + word):
+                ref = self.header(path)[0][prefix + word]
+                tensors[word] = self._read_bits(path, ref).reshape(ref.shape)
+                dtypes[word] = ref.dtype
+        return dtypes, tensors
+
+    def shards(self) -> dict[str, str]:
+        """Tensor name → ordinary shard, of the checkpoint layout; damaged headers are the `files` check's business."""
+        found: dict[str, str] = {}
+        if self.manifest["layout"] != names.CHECKPOINT:
+            return found
+        for path in self.manifest["files"]:
+            if self.is_shard(path):
+                with suppress(VerificationError):
+                    found |= dict.fromkeys(self.header(path)[0], path)
+        return found
+
+    def read(self, path: str, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte `offset` of a file. Raises VerificationError where it ends too early."""
+        with self._descriptors.using(path) as descriptor:
+            while buffer:
+                count = os.preadv(descriptor, [buffer], offset)
+                if not count:
+                    found = f"end at byte {offset}"
+                    raise VerificationError("A file ends too early.", where=path, found=found)
+                buffer, offset = buffer[count:], offset + count
+
+
+def _layer_config(path: str, gemm: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        words = json.loads(metadata[gemm])
+    except (KeyError, ValueError, RecursionError) as error:
+        what = f"The file's metadata holds no LayerConfig for {gemm}."
+        raise VerificationError(what, where=path, found=error) from error
+    if not isinstance(words, dict):
+        what, where = "A LayerConfig is not a JSON object.", f"{path}: {gemm}"
+        raise VerificationError(what, where=where, found=words)
+    return words

@@ -1,0 +1,110 @@
+"""Static activation scales: the source's, reduced to one for each GEMM of a block, into every rank's file."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from hqconv.conversion.output_writer import GroupWriter
+from hqconv.errors import InputError
+from hqconv.formats.source_format import LAID_OUT
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.protocols import Source
+from hqconv.planning.input_scales import static_blocks
+from hqconv.planning.output_units import Group, PlannedBlock
+from hqconv.planning.plan import Plan
+from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.tensors import TensorRef
+
+InputScales = Mapping[str, float]  # GEMM → its scale, a float32
+
+_NUM_THREADS = 16  # so many small reads at once
+
+
+class _WhenAsked(Mapping[str, InputScales]):
+    """The scales of blocks whose files come one after the other from the Hub: read when they are there."""
+
+    def __init__(self, source: Source, blocks: Iterable[ExpertBlock]) -> None:
+        self._source, self._blocks = source, {block.name: block for block in blocks}
+        self._found: dict[str, InputScales] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> InputScales:
+        block = self._blocks[name]
+        with self._lock:
+            if name not in self._found:
+                with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:
+                    self._found[name] = reduced(self._source, block, pool)
+            return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+def read_input_scales(source: Source, plan: Plan) -> Mapping[str, InputScales]:
+    """Block → the scales of those blocks that carry them. Raises InputError as `reduced`.
+
+    Of a source on the Hub they are read, and refused, when they are asked for.
+    """
+    blocks = static_blocks(plan.experts, plan.request)
+    if source.listing is not None:
+        return _WhenAsked(source, blocks)
+    if not blocks:
+        return {}
+    with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:
+        return {block.name: reduced(source, block, pool) for block in blocks}
+
+
+def reduced(source: Source, block: ExpertBlock, pool: ThreadPoolExecutor) -> InputScales:
+    """Each GEMM's scale, as Humming reduces them: the largest of all experts of the block, of gate and up together.
+
+    So it is the same for every TP and EP. Raises InputError for one that is not finite or not above zero, and where an
+    artifact's ranks have different ones.
+    """
+    found = {}
+    for gemm, refs in block.input_scales.refs.items():
+        each = list(pool.map(lambda ref: _read(source, ref), refs))
+        if block.format.decoder == LAID_OUT and len(set(each)) > 1:
+            what = "The ranks of an artifact have different scales of activations."
+            where = f"{block.name}: {gemm}"
+            raise InputError(what, where=where, found=str(sorted(set(each))), remedy="Verify the artifact.")
+        found[gemm] = max(each)
+    return found
+
+
+def _read(source: Source, ref: TensorRef) -> float:
+    """The largest number of a tensor."""
+    data = torch.empty(ref.num_bytes, dtype=torch.uint8)
+    source.read_into(ref, data.numpy().data)
+    values: list[float] = data.view(torch_dtype(ref.dtype)).float().tolist()
+    wrong = next((value for value in values if not (math.isfinite(value) and value > 0)), None)
+    if wrong is not None:
+        raise InputError(
+            "A static activation scale is not a number above zero.",
+            where=f"tensor {ref.name}",
+            expected="finite numbers above zero",
+            found=wrong,
+            remedy="Calibrate the model again, or use an input schema whose scales are found while serving.",
+        )
+    return max(values)
+
+
+def create_files(root: Path, group: Group, scales: Mapping[str, InputScales]) -> GroupWriter:
+    """A group's files at their full size, with its block's scales in them. Raises OutputError."""
+    writer = GroupWriter(root, group.files)
+    try:
+        for gemm, ref in group.input_scale_places() if isinstance(group, PlannedBlock) else ():
+            data = torch.tensor([scales[group.name][gemm]], dtype=torch.float32)
+            writer.write_at(ref.file, ref.offset_bytes, data.numpy())
+    except BaseException:
+        writer.abandon()
+        raise
+    return writer

@@ -1,0 +1,247 @@
+"""What option values mean: sizes, targets, devices, places. torch is loaded only where a device is asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hqconv.errors import OutputError, RequestError
+from hqconv.schemas import artifact_names
+from hqconv.schemas.gpu_target import Target, parse_target
+
+if TYPE_CHECKING:
+    from hqconv.planning.spec import Request
+
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hqconv.conversion.torchrun import local_place
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.input_schema import InputSchema, resolve_inputs
+from hqconv.schemas.recipe import Choice, Override, assign
+from hqconv.schemas.weight_schema import SOURCE, TargetSchema, resolve_schema
+from hqconv.sources.opening import without_gc
+
+if TYPE_CHECKING:
+    from hqconv.conversion.hub_prefetch import CacheUse
+    from hqconv.conversion.resources import Resources
+    from hqconv.models.protocols import Headers
+    from hqconv.planning.plan import Plan
+
+
+_MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
+_USUAL_SM = 90  # which is not said in the names of folders
+_CHECKPOINT_LAYOUT_TARGET = Target(90)  # only to ask Humming whether a schema runs at all
+
+
+def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
+    """`512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        what, expected = "The memory limit is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
+        raise RequestError(what, where=option, expected=expected, found=size)
+    number, prefix, binary, unit = match[1], match[2].upper(), match[3], match[4]
+    power = " KMGT".index(prefix) if prefix else 0
+    return int(float(number) * (1000 if unit and not binary else 1024) ** power)
+
+
+def choose_device(text: str, number: int = 0) -> str:
+    """What `--device` means: auto, cpu, cuda or cuda:N → cpu or cuda:N. Raises RequestError for one that is not here.
+
+    number: of this process among those that share the machine's GPUs, for auto and cuda.
+    """
+    text = str(text)  # a torch.device too
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", text)
+    if match is None:
+        expected = "auto, cuda, cuda:N or cpu"
+        raise RequestError("There is no such device.", where="--device", expected=expected, found=text)
+    num_devices = 0 if text == "cpu" else _num_gpus()
+    if text == "cpu" or (text == "auto" and not num_devices):
+        return "cpu"
+    index = int(match[1]) if match[1] else number % max(1, num_devices)
+    if index >= num_devices:
+        expected, remedy = f"one of {num_devices} CUDA device(s)", "Use --device cpu: the bytes are the same."
+        what = "There is no such CUDA device."
+        raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
+    return f"cuda:{index}"
+
+
+def has_driver() -> bool:
+    """Whether there is a CUDA driver, without which there is no GPU, and no need to load torch to ask for one."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _num_gpus() -> int:
+    if not has_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_target(
+    text: str | None, cuda: str | None, layout: str, device: str, own: Target | None = None
+) -> Target:
+    """The target of `--target` and `--cuda`, the source's `own`, or the CUDA device here.
+
+    Raises RequestError where there is none. The checkpoint layout does not depend on it.
+    """
+    if text is not None:
+        return parse_target(text, cuda)
+    if own is not None and layout != artifact_names.CHECKPOINT:
+        return own if cuda is None else parse_target(own.name, cuda)
+    if layout == artifact_names.CHECKPOINT:
+        return _CHECKPOINT_LAYOUT_TARGET
+    if _num_gpus():
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(int(device.partition(":")[2] or 0))
+        return parse_target(f"sm{major * 10 + minor}", cuda)
+    raise RequestError(
+        "The target GPU must be named.",
+        where="--target",
+        expected="the GPU that will serve, such as sm90",
+        found="no option, and no CUDA device here to take it from",
+        remedy="Add --target sm90 (H100, H200): the kernel layout depends on the GPU.",
+    )
+
+
+def default_out(name: str, schema: str, request: Request) -> Path:
+    """`./<model>-<schema>[-tpT][-epP]`, and what else is unusual: layout, quantizer, activations, target, dtype.
+
+    Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits.
+    """
+    grid, inputs, is_kernel = request.grid, request.inputs.name, request.layout == artifact_names.KERNEL
+    parts = {
+        f"tp{grid.tp}": is_kernel and grid.tp > 1,
+        f"ep{grid.ep}": is_kernel and grid.ep > 1,
+        artifact_names.CHECKPOINT: not is_kernel,
+        request.quantizer: request.quantizer != "rtn",
+        f"act-{inputs}": inputs != "a16",
+        request.target.name: is_kernel and request.target.sm_version != _USUAL_SM,
+        f"cuda{request.target.cuda_name}": is_kernel and request.target.cuda_name is not None,
+        request.param_dtype: request.param_dtype != "bfloat16",
+    }
+    return Path("-".join([name, schema, *(part for part, is_said in parts.items() if is_said)]))
+
+
+def check_modes(*, resume: bool, overwrite: bool) -> dict[str, bool]:
+    """Both, by name. Raises RequestError where an artifact is both to be resumed and to be replaced."""
+    if resume and overwrite:
+        raise RequestError("--resume and --overwrite exclude each other.", remedy="Give one of the two.")
+    return {"resume": resume, "overwrite": overwrite}
+
+
+def check_places(source_folder: Path, out: Path) -> Path:
+    """`out`, if neither lies in the other: a later run would mistake one for the other. Raises OutputError."""
+    try:
+        source, target = source_folder.resolve(), out.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
+        what, remedy = "The output's path cannot be used.", "Choose another with -o."
+        raise OutputError(what, where=repr(str(out)), found=error, remedy=remedy) from error
+    if len(os.fsencode(target.name)) > _MAX_NAME:
+        what, expected = "The output's name is too long.", f"at most {_MAX_NAME} bytes"
+        raise OutputError(what, where=str(out), expected=expected, found=len(os.fsencode(target.name)))
+    if target.is_relative_to(source) or source.is_relative_to(target):
+        what, remedy = "The output would lie in the source, or the source in it.", "Choose another with -o."
+        expected = f"a folder outside of {source_folder}"
+        raise OutputError(what, where=str(out), expected=expected, remedy=remedy)
+    return out
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be made of a source, before the source is looked at."""
+
+    schema: str | Path | TargetSchema
+    dtype: str | None
+    grid: Grid
+    target: Target
+    layout: str
+    inputs: str | Path | InputSchema
+    overrides: tuple[Override, ...] = ()
+    round_scales: bool = False
+    quantizer: str = "rtn"
+    importance: str | Path | None = None
+    allow_unserved: bool = False
+
+    @without_gc()
+    def plan(self, source: Headers) -> Plan:
+        """The plan for a source. Raises what `convert` raises before it writes."""
+        from hqconv.planning.checks import refuse_unserved
+        from hqconv.planning.importance import read_importance
+        from hqconv.planning.plan import make_plan
+        from hqconv.planning.source_schema import plain_blocks
+        from hqconv.planning.spec import make_request
+
+        chosen = self.schema if isinstance(self.schema, TargetSchema) else None
+        if chosen is None and self.schema != SOURCE:
+            chosen = resolve_schema(str(self.schema))
+        inputs = self.inputs if isinstance(self.inputs, InputSchema) else resolve_inputs(str(self.inputs))
+        experts = source.map_experts()
+        choices = assign(self.overrides, {block.name: block.layer for block in experts.blocks})
+        left = {name for name, choice in choices.items() if choice.is_left}
+        if chosen is None:
+            left |= {name for name in plain_blocks(experts) if choices.get(name, Choice()).schema is None}
+        if left:
+            experts = experts.without(left, source.tensors)
+        words = {"target": self.target, "layout": self.layout, "inputs": inputs, "quantizer": self.quantizer}
+        request = make_request(
+            experts,
+            source.config,
+            chosen,
+            self.dtype,
+            self.grid,
+            choices,
+            round_scales=self.round_scales,
+            importance=None if self.importance is None else read_importance(Path(self.importance)),
+            **words,
+        )
+        planned = make_plan(source, experts, request)
+        if not self.allow_unserved:
+            refuse_unserved(planned.experts, request)
+        return planned
+
+
+def place_of(planned: Plan, out: str | Path | None) -> Path:
+    """Where an artifact goes: `out`, or the folder that is named after model and request."""
+    if out is not None:
+        return Path(out)
+    request = planned.request
+    name = SOURCE if request.must_be_direct else request.schema.name
+    return default_out(planned.source.name, name, request)
+
+
+def cache_use(limit: str | int | None, *, keep_source: bool) -> CacheUse:
+    """What a conversion may take of the Hub's cache. Raises RequestError for a limit on what is to be kept."""
+    from hqconv.conversion.hub_prefetch import CacheUse
+
+    if limit is not None and keep_source:
+        what, remedy = "--cache-limit and --keep-source exclude each other.", "Give one of the two."
+        raise RequestError(what, remedy=remedy)
+    return CacheUse(None if limit is None else parse_bytes(limit, "--cache-limit"), keep_source)
+
+
+def resources_of(
+    device: str,
+    max_memory: str | int,
+    max_gpu_memory: str | int | None,
+    threads: int | None,
+    *,
+    in_team: bool = False,
+) -> Resources:
+    """What may be used; a process of a team has a GPU of its own, and its part of the processors."""
+    from hqconv.conversion.resources import Resources, default_threads
+
+    number, num_here = local_place() if in_team else (0, 1)
+    gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
+    num_threads = max(1, default_threads() // num_here) if threads is None else threads
+    return Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)

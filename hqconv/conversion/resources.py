@@ -1,0 +1,267 @@
+"""What a conversion may use, and how much of it experts need: how many may be worked on at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from hqconv.errors import RequestError
+from hqconv.formats.source_format import QUANTIZED
+from hqconv.models.expert_bytes import RawLayout
+from hqconv.planning.encoding import MSE
+from hqconv.planning.output_units import PlannedBlock
+
+if TYPE_CHECKING:
+    import torch
+
+_CUDA_LANES = 3  # one copies in, one computes, one copies out
+_CPU_LANES = 4  # from twice as many threads on there are about so many, and the others help them
+_SLOTS_PER_LANE = 2
+_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
+    32 << 20,
+    256 << 20,
+)  # of 16-bit weights: enough that Python costs little
+_PIECE_BYTES = 8 << 20
+_MEASURED_BYTES = 1 << 10  # of an expert: its sums, and a flag for each check
+_GROUP_BYTES = 80  # ranges, scales and zero points of one scale group, while they are worked out
+_SEARCH_GROUP_BYTES = 120  # and while other scales are tried
+_HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
+_GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may come
+# Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides what is
+# stored of it, and how much of it torch's allocator leaves unused between blocks.
+_GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
+_GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (
+    64,
+    1 << 20,
+)  # for each weight of those that a search looks at together
+
+_GPU_ROTATION_BYTES = 24  # for each weight: gate and up rotated, and what that takes on the way
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the conversion may use. `max_gpu_bytes` counts on a CUDA device only; None: most of what is free there.
+
+    device_name: cpu or cuda:N.
+    """
+
+    device_name: str
+    max_memory_bytes: int
+    num_threads: int
+    max_gpu_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.num_threads) is not int or self.num_threads < 1:
+            what, found = "There must be a thread to work.", repr(self.num_threads)
+            raise RequestError(what, where="--threads", expected=">= 1", found=found)
+
+    @property
+    def device(self) -> torch.device:
+        """Where experts are quantized."""
+        import torch
+
+        return torch.device(self.device_name)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether experts are quantized on a GPU."""
+        return self.device_name != "cpu"
+
+    @property
+    def threads_per_lane(self) -> int:
+        """How many threads work on one batch: beyond a few lanes, Python's one lock is what they would wait for."""
+        return max(1, self.num_threads // _CPU_LANES)
+
+    def gpu_bytes(self) -> int:
+        """The bound on the GPU's memory."""
+        if self.max_gpu_bytes is not None:
+            return self.max_gpu_bytes
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free * _GPU_FREE_SHARE)
+
+
+def default_threads() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How a conversion is cut and held: so many batches of so many experts encoded at once, each lane with its slots.
+
+    slot_bytes: of the buffer that one batch is read into; a piece of a copied tensor takes no more. out_bytes: of the
+    one that a GPU's results come back to. lane_bytes: the most host memory that a lane takes, its slots included.
+    """
+
+    num_lanes: int
+    num_experts: int
+    slot_bytes: int
+    out_bytes: int
+    lane_bytes: int
+
+    @property
+    def num_slots(self) -> int:
+        """Batches in flight: one in each lane, and at least two, if not half as many, that are read or written."""
+        return min(self.num_lanes * _SLOTS_PER_LANE, self.num_lanes + max(2, self.num_lanes // 2))
+
+    def words(self) -> dict[str, int]:
+        """As JSON words."""
+        return {**asdict(self), "num_slots": self.num_slots}
+
+
+def plan_staging(
+    blocks: Sequence[PlannedBlock], resources: Resources, *, reads_ahead: bool = True
+) -> Staging:
+    """As many lanes as there is work and memory for, and then as many experts a batch.
+
+    Raises RequestError if not even one expert fits.
+    """
+
+    def host(planned: PlannedBlock, num_experts: int) -> int:
+        decoded = 0 if resources.is_cuda and reads_ahead else working_bytes(planned, num_experts)
+        return decoded + (gpu_staging_bytes(planned, num_experts) if resources.is_cuda else 0)
+
+    needs = {"--max-memory": (resources.max_memory_bytes, host, "memory")}
+    wanted = resources.num_threads // resources.threads_per_lane
+    if resources.is_cuda:
+        needs["--max-gpu-memory"] = (resources.gpu_bytes(), gpu_working_bytes, "GPU memory")
+        wanted = _CUDA_LANES
+
+    def num_fitting(num_experts: int) -> int:
+        return min(limit // max(need(b, num_experts) for b in blocks) for limit, need, _ in needs.values())
+
+    for option, (limit, need, what) in needs.items():
+        _check_fits(option, max(need(block, 1) for block in blocks), limit, what)
+    target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES * min(4, resources.threads_per_lane)
+    largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in blocks)
+    num_experts = max(1, min(target // largest, max(b.block.num_experts for b in blocks)))
+    while num_experts > 1 and num_fitting(num_experts) < wanted:
+        num_experts //= 2
+    slot_bytes = max(
+        RawLayout(b.block, range(min(num_experts, b.block.num_experts))).num_bytes for b in blocks
+    )
+    num_lanes = max(1, min(num_fitting(num_experts), wanted))
+    out_bytes = max(_bytes_out(b, num_experts) for b in blocks) if resources.is_cuda else 0
+    slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
+    lane_bytes = max(host(b, num_experts) for b in blocks)
+    return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
+
+
+def gpu_staging_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+    """The pinned host memory of the slots that one lane has on a GPU for batches of this block."""
+    raw, out = _expert_bytes(planned) * num_experts, _bytes_out(planned, num_experts)
+    return _SLOTS_PER_LANE * (_pinned_bytes(raw) + _pinned_bytes(out)) + (1 << 20)
+
+
+def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+    """Upper bound of the host memory that one lane needs for batches of this block: its slots, and what it works on."""
+    block, encoding = planned.block, planned.encoding
+    numbers = block.intermediate_size * block.hidden_size
+    stored = _stored_bytes(planned)
+    is_viewed = any(not p.is_run for parts in block.parts.values() for p in parts.values())
+    if encoding.conversion == QUANTIZED:
+        widened = 0 if block.dtype == "BF16" else numbers * 4
+    elif encoding.is_direct and not encoding.schema.is_coupled:
+        widened = stored + numbers  # codes in Humming's packing, maybe unpacked before
+    else:  # and floats, since they are quantized anew, or may be where gate and up must share a scale
+        widened = stored + numbers * 5
+    if encoding.schema.rotation:
+        widened += numbers * (2 if encoding.conversion == QUANTIZED and block.dtype == "BF16" else 4)
+    group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer == MSE)
+    groups = group_bytes / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
+    num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
+    packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
+    # Two matrices in flight, and one more that was widened and is not given back yet; three packed; a TP slice cut,
+    # joined, padded and permuted; what is waiting to be written.
+    live = (
+        num_decoded * (2 * stored * is_viewed + 3 * widened + groups)
+        + 6 * packed
+        + 8 * packed / planned.grid.tp
+    )
+    return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (6 << 20)
+
+
+def gpu_working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+    """Upper bound of the GPU memory that one lane needs for a batch of this block."""
+    block = planned.block
+    numbers = block.intermediate_size * block.hidden_size * num_experts
+    live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
+    if planned.encoding.quantizer == MSE:
+        live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, block.hidden_size))
+    if planned.encoding.schema.rotation:
+        live += _GPU_ROTATION_BYTES * numbers
+    return int(_GPU_HEAP_FACTOR * live) + (16 << 20)
+
+
+def _stored_bytes(planned: PlannedBlock) -> int:
+    """What the source stores for the largest projection of an expert."""
+    return max(sum(ref.num_bytes for ref in parts.values()) for parts in planned.block.sources[0].values())
+
+
+def _bytes_out(planned: PlannedBlock, num_experts: int) -> int:
+    """What comes back from a GPU for a batch, with what was measured."""
+    return (planned.expert_bytes_out + _MEASURED_BYTES) * num_experts
+
+
+def _pinned_bytes(num_bytes: int) -> int:
+    """What torch takes for so many pinned bytes: the next power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length()
+
+
+def _num_weights(planned: PlannedBlock) -> int:
+    """Of an expert."""
+    return len(planned.block.roles) * planned.block.intermediate_size * planned.block.hidden_size
+
+
+def _expert_bytes(planned: PlannedBlock) -> int:
+    """What the source stores for an expert."""
+    return RawLayout(planned.block, range(1)).num_bytes
+
+
+def _check_fits(option: str, need: int, limit: int, what: str) -> None:
+    if need > limit:
+        raise RequestError(
+            f"One expert does not fit into the {what} limit.",
+            where=option,
+            expected=f"at least {need / 2**20:.0f} MiB for this model",
+            found=f"{limit / 2**20:.0f} MiB",
+            remedy="Allow more, free some, or use --device cpu: the bytes are the same."
+            if "GPU" in what
+            else f"Allow more with {option}.",
+        )
+
+
+@contextmanager
+def bounded_gpu(resources: Resources) -> Iterator[None]:
+    """Hold torch to the bound on a GPU's memory, and say in plain words where it is not enough.
+
+    What torch has already taken in this process, such as a caller's own model, does not count. Raises
+    RequestError instead of torch's OutOfMemoryError.
+    """
+    if not resources.is_cuda:
+        yield
+        return
+    import torch
+
+    _, total = torch.cuda.mem_get_info(resources.device)
+    bound, before = resources.gpu_bytes(), torch.cuda.get_per_process_memory_fraction(resources.device)
+    allowed = torch.cuda.memory_reserved(resources.device) + bound
+    torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), resources.device)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, _ = torch.cuda.mem_get_info(resources.device)
+        raise RequestError(
+            "The GPU's memory is not enough.",
+            where=str(resources.device),
+            expected=f"{bound / 2**20:.0f} MiB for the conversion",
+            found=f"{free / 2**20:.0f} MiB free",
+            remedy="Free the GPU, or use --device cpu: the bytes are the same. Go on with --resume.",
+        ) from error
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, resources.device)

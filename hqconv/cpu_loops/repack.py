@@ -1,0 +1,344 @@
+"""Compiled CPU twin of Humming's `weight_repack_nk` and `process_mxfp4_w4a8` kernels.
+
+Legend: a tile is 64 rows (N) by 64 columns (K); a lane is one of the 32 threads that own 128 codes of a tile;
+P is the code width padded to a power of two. The source of every index is `kernel/process.cuh`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hqconv.cpu_loops.arithmetic import prefetch
+from hqconv.cpu_loops.bit_codec import unpack_row
+from hqconv.jit import compiled
+
+
+@compiled
+def _fill_panel(weight_NW, n0, packed, num_bits, panel):
+    """Codes of 64 rows from row `n0` as uint8; bits above the code width are dropped."""
+    mask = np.uint32((1 << num_bits) - 1)
+    for r in range(64):
+        if packed:
+            unpack_row(weight_NW[n0 + r].view(np.uint8), num_bits, panel[r])
+        else:
+            for k in range(panel.shape[1]):
+                panel[r, k] = weight_NW[n0 + r, k] & mask
+
+
+@compiled
+def _fill_zero_points(zero_ZG, n0, k0, packed, num_bits, group_size, tile_zero):
+    """Zero points of one tile, one per row and group; rows of packed zero points hold 32 / num_bits codes."""
+    mask = np.uint64((1 << num_bits) - 1)
+    for r in range(64):
+        for j in range(tile_zero.shape[1]):
+            column = (k0 + j * group_size) // group_size
+            if column >= zero_ZG.shape[1]:
+                continue
+            if not packed:
+                tile_zero[r, j] = zero_ZG[n0 + r, column]
+                continue
+            first_bit = (n0 + r) * num_bits
+            word = np.uint64(zero_ZG[first_bit // 32, column])
+            if first_bit % 32 + num_bits > 32:
+                word |= np.uint64(zero_ZG[first_bit // 32 + 1, column]) << np.uint64(32)
+            tile_zero[r, j] = (word >> np.uint64(first_bit % 32)) & mask
+
+
+@compiled
+def _centre_codes(panel, k0, num_bits, tile_zero, group_size):
+    """Turn one tile's integer codes into the sign-magnitude-like form that the int-to-float path wants."""
+    mask = (1 << num_bits) - 1
+    for r in range(64):
+        for c in range(64):
+            code = np.int32(panel[r, k0 + c])
+            zero = np.int32(tile_zero[r, c // group_size])
+            panel[r, k0 + c] = code - zero if code >= zero else mask - code
+
+
+@compiled
+def lane_table(activation_bits, transposed):
+    """Row and column inside a tile of each lane's 128 codes, in the lane's order: int32 [32, 128, 2]."""
+    a = activation_bits
+    table = np.empty((32, 128, 2), np.int32)
+    for lane in range(32):
+        for i in range(8):
+            for j in range(a // 2):
+                for k in range(32 // a):
+                    i1, i2 = j // 2, (i * 8) // (a * 4)
+                    i3, i4, i5 = (i * 8) % (a * 4) // 16, i % 2, j % 2
+                    if transposed:
+                        i4, i5 = i5, i4
+                    index = ((((i1 * (16 // a) + i2) * (a // 4) + i3) * 2 + i4) * 2 + i5) * (32 // a) + k
+                    table[lane, index, 0] = i * 8 + lane // 4
+                    table[lane, index, 1] = j * (128 // a) + lane % 4 * (32 // a) + k
+    return table
+
+
+@compiled
+def interleave_table(num_bits, activation_bits, interleave_mode, native):
+    """For each position in a 32-bit word: which code gives its low bits, and which its top bit: int32 [2, .]."""
+    padded = 1
+    while padded < num_bits:
+        padded *= 2
+    count = 32 // padded
+    stride = 32 // activation_bits
+    table = np.empty((2, count), np.int32)
+    for k in range(count):
+        moved = (k % (count // stride)) * stride + k // (count // stride)
+        table[0, k] = k if native or interleave_mode % 2 == 0 else moved
+        table[1, k] = k if native or interleave_mode // 2 == 0 else moved
+    return table
+
+
+@compiled
+def _squeeze_words(words, num_bits):
+    """Drop the padding of 3-, 5-, 6- and 7-bit codes: four groups of P words become four of `num_bits`."""
+    w = words
+    for i in range(4):
+        a, o = 8 * i, num_bits * i
+        if num_bits == 3:
+            a = 4 * i
+            w[o] = (w[a] & 0x77777777) | ((w[a + 1] & 0x44444444) << 1)
+            w[o + 1] = (w[a + 1] & 0x33333333) | ((w[a + 2] & 0x66666666) << 1)
+            w[o + 2] = (w[a + 2] & 0x11111111) | ((w[a + 3] & 0x77777777) << 1)
+        elif num_bits == 5:
+            w[o] = (w[a] & 0x1F1F1F1F) | ((w[a + 1] & 0x1C1C1C1C) << 3)
+            w[o + 1] = (
+                (w[a + 1] & 0x03030303) | ((w[a + 2] & 0x1F1F1F1F) << 2) | ((w[a + 3] & 0x10101010) << 3)
+            )
+            w[o + 2] = (w[a + 3] & 0x0F0F0F0F) | ((w[a + 4] & 0x1E1E1E1E) << 3)
+            w[o + 3] = (
+                (w[a + 4] & 0x01010101) | ((w[a + 5] & 0x1F1F1F1F) << 1) | ((w[a + 6] & 0x18181818) << 3)
+            )
+            w[o + 4] = (w[a + 6] & 0x07070707) | ((w[a + 7] & 0x1F1F1F1F) << 3)
+        elif num_bits == 6:
+            w[o] = (w[a] & 0x3F3F3F3F) | ((w[a + 1] & 0x30303030) << 2)
+            w[o + 1] = (w[a + 1] & 0x0F0F0F0F) | ((w[a + 2] & 0x3C3C3C3C) << 2)
+            w[o + 2] = (w[a + 2] & 0x03030303) | ((w[a + 3] & 0x3F3F3F3F) << 2)
+            w[o + 3] = (w[a + 4] & 0x3F3F3F3F) | ((w[a + 5] & 0x30303030) << 2)
+            w[o + 4] = (w[a + 5] & 0x0F0F0F0F) | ((w[a + 6] & 0x3C3C3C3C) << 2)
+            w[o + 5] = (w[a + 6] & 0x03030303) | ((w[a + 7] & 0x3F3F3F3F) << 2)
+        elif num_bits == 7:
+            for j in range(7):
+                low = np.int64(0x7F >> j) * 0x01010101
+                high = np.int64((0x7F << (6 - j)) & 0x7F) * 0x01010101
+                w[o + j] = (w[a + j] & low) | ((w[a + j + 1] & high) << 1)
+
+
+@compiled
+def _pack_lane(codes, places, order, num_bits, words):
+    """Pack one lane's 128 codes, at `places` of the flat panel `codes`, into 4 * num_bits words."""
+    count = order.shape[1]
+    padded = 32 // count
+    top = np.uint32(1 << (num_bits - 1))
+    rest = top - np.uint32(1)
+    for j in range(4 * padded):
+        word = np.uint32(0)
+        for k in range(count):
+            code = np.uint32(codes[places[j * count + order[0, k]]])
+            if order[1, k] != order[0, k]:
+                code = (code & rest) | (np.uint32(codes[places[j * count + order[1, k]]]) & top)
+            word |= code << np.uint32(k * padded)
+        words[j] = word
+    if padded != num_bits:
+        _squeeze_words(words, num_bits)
+
+
+@compiled
+def _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out):
+    """Store a lane's words of the 64 x 64 tile at (n0, k0); the words of a row are dealt by the kernel's loads."""
+    words_per_row = 16 * num_bits // activation_bits
+    stride = (64 if packed_k else 256 // activation_bits) * num_rows * num_bits // 32
+    half = num_bits // 2
+    for i in range(activation_bits // 4):
+        for j in range(words_per_row // num_bits):
+            for k in range(num_bits):
+                if packed_k:
+                    row = k0 // 64
+                    column = (n0 // 16 + j * 2 + k // half) * 32 * num_bits
+                    column += lane * num_bits + i * half + k % half
+                else:
+                    row = k0 * activation_bits // 256 + i
+                    column = (256 // activation_bits) * n0 * num_bits // 32
+                    column += (j * 32 + lane) * num_bits + k
+                out[row * stride + column] = words[i * words_per_row + j * num_bits + k]
+
+
+@compiled
+def repack(
+    weight_NW,
+    zero_ZG,
+    packed,
+    num_bits,
+    activation_bits,
+    centre,
+    group_size_zp,
+    transposed,
+    packed_k,
+    native,
+    interleave_mode,
+    out,
+):
+    """Repack one expert. N is a multiple of 64, K of 64.
+
+    `weight_NW`: uint32 [N, K * num_bits / 32] if `packed`, else [N, K]. `zero_ZG` has no column when the codes'
+    midpoint is the zero point. `out`: uint32, flat, rows of `256 / activation_bits` columns of K (64 when
+    `packed_k`) by `N` rows.
+    """
+    num_rows = weight_NW.shape[0]
+    num_columns = weight_NW.shape[1] * 32 // num_bits if packed else weight_NW.shape[1]
+    table = lane_table(activation_bits, transposed)
+    order = interleave_table(num_bits, activation_bits, interleave_mode, native)
+    panel = np.empty((64, num_columns), np.uint8)
+    codes = panel.reshape(-1)
+    places = table[:, :, 0] * np.int32(num_columns) + table[:, :, 1]
+    words = np.empty(32, np.uint32)
+    has_zero = zero_ZG.size > 0
+    group = group_size_zp if has_zero else 64
+    tile_zero = np.full((64, (64 + group - 1) // group), np.uint32(1 << (num_bits - 1)))
+    for n0 in range(0, num_rows, 64):
+        _fill_panel(weight_NW, n0, packed, num_bits, panel)
+        for k0 in range(0, num_columns, 64):
+            if centre:
+                if has_zero:
+                    _fill_zero_points(zero_ZG, n0, k0, packed, num_bits, group, tile_zero)
+                _centre_codes(panel, k0, num_bits, tile_zero, group)
+            for lane in range(32):
+                _pack_lane(codes[k0:], places[lane], order, num_bits, words)
+                _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out)
+
+
+def shift_table() -> np.ndarray:
+    """The e2m1 code of `code / 2**shift`, ties away from zero: uint32 [256 shifts, 16 codes].
+
+    Follows `process_mxfp4.cuh` bit by bit: e2m1 values are placed among the float32 subnormals, and shifts of
+    128 and more wrap the factor's exponent just as they do there. Code 8 (minus zero) becomes 0.
+    """
+    codes = np.arange(16, dtype=np.uint32)
+    codes[8] = 0
+    bits = ((codes & 8) << np.uint32(28)) | ((codes & 7) << np.uint32(22))
+    factors = (np.uint32(0x3F800000) - (np.arange(256, dtype=np.uint32) << np.uint32(23))).view(np.float32)
+    mask = np.uint32(0x81C00000)
+    with np.errstate(all="ignore"):
+        value = bits.view(np.float32)[None, :] * factors[:, None]
+        value_bits = np.where(np.isnan(value), np.uint32(0x7FFFFFFF), value.view(np.uint32))  # the GPU's NaN
+        down_bits = value_bits & mask
+        up_bits = (value_bits + np.uint32(0x00200000)) & mask
+        go_up = np.abs(value - down_bits.view(np.float32)) >= np.abs(value - up_bits.view(np.float32))
+    rounded = np.where(go_up, up_bits, down_bits)
+    table = ((rounded & np.uint32(0x80000000)) >> np.uint32(28)) | ((rounded & np.uint32(0x01C00000)) >> 22)
+    table[0] = codes
+    return table.astype(np.uint32)
+
+
+@compiled
+def shift_mxfp4(words, shifts, table, out):
+    """Apply `shift_table` to each 4-word group of packed e2m1 codes: `words` uint32 [4 * len(shifts)]."""
+    for group in range(shifts.size):
+        codes = table[shifts[group]]
+        for j in range(4):
+            word = words[group * 4 + j]
+            result = np.uint32(0)
+            for k in range(8):
+                shift = np.uint32(4 * k)
+                result |= codes[(word >> shift) & np.uint32(15)] << shift
+            out[group * 4 + j] = result
+
+
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+
+
+@compiled
+def _spread_nibbles(word):
+    """The eight nibbles of the low 32 bits, one to a byte."""
+    word = (word | (word << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+    word = (word | (word << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+    return (word | (word << np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+
+
+@compiled
+def _spread_bytes(word):
+    """The four bytes of the low 32 bits, one to 16 bits."""
+    word = (word | (word << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+    return (word | (word << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+
+
+@compiled
+def _gather_panel(weight_ND, n0, d0, panel):
+    """Turn 8 columns of 64 rows of double words; a lane's upper rows first, quarters innermost, then its lower ones."""
+    for r in range(64):
+        place = (r >> 3 & 1) * 32 + (r & 7) * 4 + (r >> 4)
+        prefetch(weight_ND, n0 + 64 + r, d0, 1)
+        row = weight_ND[n0 + r]
+        for d in range(panel.shape[0]):
+            panel[d, place] = row[d0 + d]
+
+
+@compiled
+def repack_4bit_a16(weight_ND, out):
+    """`repack` for packed 4-bit codes and 16-bit activations.
+
+    `weight_ND`: uint64 [N, K / 16], 16 codes each; `out`: uint32 [K / 16, N / 64, 32 lanes, 4 quarters]. A word takes,
+    of two rows 8 apart, a byte of the left half and one of the right half: first the four low nibbles, then the high
+    ones. So the words of four lanes are the nibbles of two double words, dealt like cards.
+    """
+    panel = np.empty((4, 64), np.uint64)
+    dealt = np.empty((2, 32), np.uint64)
+    for d0 in range(0, weight_ND.shape[1], 4):
+        for n_block in range(weight_ND.shape[0] // 64):
+            _gather_panel(weight_ND, n_block * 64, d0, panel)
+            for d in range(4):
+                _deal(panel[d], dealt)
+                _store_tile(dealt.view(np.uint32), out[d0 + d, n_block])
+
+
+@compiled
+def _deal(column, dealt):
+    """The nibbles of 32 upper and 32 lower double words, in the order of the tile's words."""
+    for i in range(32):
+        upper, lower = column[i], column[32 + i]
+        left = _spread_nibbles(upper & _LOW_HALF)
+        left |= _spread_nibbles(upper >> np.uint64(32)) << np.uint64(4)
+        right = _spread_nibbles(lower & _LOW_HALF)
+        right |= _spread_nibbles(lower >> np.uint64(32)) << np.uint64(4)
+        dealt[0, i] = _spread_bytes(left & _LOW_HALF) | (_spread_bytes(right & _LOW_HALF) << np.uint64(8))
+        dealt[1, i] = _spread_bytes(left >> np.uint64(32)) | (
+            _spread_bytes(right >> np.uint64(32)) << np.uint64(8)
+        )
+
+
+@compiled
+def _store_tile(words, tile):
+    """Four lanes' words of each row, quarters innermost."""
+    for row in range(8):
+        for quarter in range(4):
+            at = 8 * row + 2 * quarter
+            tile[4 * row, quarter] = words[0, at]
+            tile[4 * row + 1, quarter] = words[0, at + 1]
+            tile[4 * row + 2, quarter] = words[1, at]
+            tile[4 * row + 3, quarter] = words[1, at + 1]
+
+
+@compiled
+def repack_8bit_a16(weight_NH, centre, out):
+    """`repack` for packed 8-bit codes and 16-bit activations; `centre` as there, around the midpoint.
+
+    `weight_NH`: uint16 [N, K / 2], two codes each; `out`: uint32 [K / 16, N / 64, 32 lanes, 8].
+    """
+    ones = np.uint32(0x01010101)
+    for n_block in range(weight_NH.shape[0] // 64):
+        for k_block in range(weight_NH.shape[1] // 8):
+            for eighth in range(8):
+                for lane in range(32):
+                    row = n_block * 64 + eighth * 8 + lane // 4
+                    column = k_block * 8 + lane % 4
+                    left = np.uint32(weight_NH[row, column])
+                    right = np.uint32(weight_NH[row, column + 4])
+                    word = (left & np.uint32(0xFF)) | ((right & np.uint32(0xFF)) << np.uint32(8))
+                    word |= ((left >> np.uint32(8)) << np.uint32(16)) | (
+                        (right >> np.uint32(8)) << np.uint32(24)
+                    )
+                    if centre:  # code - 128 from the midpoint up, 255 - code below it
+                        below = ~(word >> np.uint32(7)) & ones
+                        word ^= np.uint32(0x80808080) ^ (below * np.uint32(0x7F))
+                    out[k_block, n_block, lane, eighth] = word

@@ -1,0 +1,230 @@
+"""One matrix as codes and scales, its checks, and its float32 values.
+
+Legend: N output rows, K input columns, G groups along K. One scale law:
+w = ((code - zero) * scale) * scale_2, every product rounded once in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from hqconv.cpu_loops import arithmetic
+from hqconv.cpu_loops import decode as decode_loops
+from hqconv.errors import InputError
+from hqconv.formats.deferred_checks import is_any
+from hqconv.humming_layout import cpu_ops
+from hqconv.quantization import bit_codec
+from hqconv.schemas.dtypes import code_bits
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """One matrix [N, K] in Humming's packing and conventions.
+
+    b_dtype: uintN (offset binary) or a small float such as float4e2m1, float2e0m1 (sign and magnitude).
+    packed: int32 [N, K * bits / 32], little-endian along K; codes may straddle words.
+    scale: [ceil(N / group_n), ceil(K / group_k)], [1, 1] per tensor; float32, bfloat16, float16, float8_e4m3fn,
+    float8_e5m2, float8_e8m0fnu, or uint8 for float8e5m3. A group size of 0 means all rows or columns.
+    zero_point: uint8 codes [N, G], or floats [N, G]; None where the code type is symmetric about its midpoint.
+    scale_2: float32 [1], or [N] in any float dtype. column_groups: int64 [K], the group of each column.
+    """
+
+    b_dtype: str
+    packed: torch.Tensor
+    scale: torch.Tensor
+    group_n: int
+    group_k: int
+    zero_point: torch.Tensor | None = None
+    scale_2: torch.Tensor | None = None
+    column_groups: torch.Tensor | None = None
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of one code."""
+        return code_bits(self.b_dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.packed.size(0), self.packed.size(1) * 32 // self.num_bits
+
+
+_REMEDY = "Get a good copy of the checkpoint, and check that its quantization config belongs to it."
+
+
+def refuse(what: str, where: str, expected: object, found: object, remedy: str = _REMEDY) -> NoReturn:
+    """Raise InputError about one tensor's values."""
+    raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
+
+
+@functools.cache
+def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """What each code stands for before its zero point and scale, float32 [2**bits]."""
+    kind, bits, exponent, mantissa = cpu_ops.parse_dtype(b_dtype)
+    codes = torch.arange(2**bits, dtype=torch.int32)
+    if kind == arithmetic.SYM_INT:
+        values = codes.float() - (2 ** (bits - 1) if is_symmetric else 0)
+    else:
+        values = cpu_ops.dequant_weight(codes, exponent, mantissa, is_signed=True)
+    table: np.ndarray[tuple[int], np.dtype[np.float32]] = values.numpy()
+    table.flags.writeable = False
+    return table
+
+
+def scale_values(scale: torch.Tensor) -> torch.Tensor:
+    """A stored scale as float32, exactly; uint8 is float8e5m3, and an e8m0 byte of 255 is NaN."""
+    if scale.dtype == torch.float8_e8m0fnu:
+        exponent = scale.view(torch.uint8).to(torch.int32)
+        # 2**-127 is the only subnormal, and 255 the only NaN.
+        bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
+        return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
+    if scale.dtype == torch.uint8:
+        exponent, mantissa = scale.to(torch.int32) >> 3, scale.to(torch.int32) & 7
+        subnormal = mantissa.float() * 2.0**-17
+        normal = (((exponent + 112) << 23) | (mantissa << 20)).view(torch.float32)
+        values = torch.where(exponent == 0, subnormal, normal)
+        return values.masked_fill(scale == 255, float("nan"))
+    return scale.float()
+
+
+def dequantize(coded: Coded) -> torch.Tensor:
+    """float32 [N, K] = ((code - zero) * scale) * scale_2; the same bits on the CPU and on CUDA."""
+    scale = scale_values(coded.scale)
+    zero = torch.zeros(1, 1, device=scale.device)
+    if coded.zero_point is not None:
+        zero = coded.zero_point.float()
+    scale_2 = torch.ones(1, device=scale.device)
+    if coded.scale_2 is not None:
+        scale_2 = coded.scale_2.float()
+    if coded.packed.is_cuda:
+        return _dequantize_cuda(coded, scale, zero, scale_2)
+    num_rows, num_columns = coded.shape
+    if scale.size(0) not in (1, num_rows):
+        scale = scale.repeat_interleave(coded.group_n, 0)[:num_rows]
+    out = np.empty((num_rows, num_columns), np.float32)
+    arguments = (
+        bit_codec.as_bytes(coded.packed).numpy(),
+        coded.num_bits,
+        code_table(coded.b_dtype, coded.zero_point is None),
+        zero.contiguous().numpy(),
+        scale.contiguous().numpy(),
+        scale_2.contiguous().numpy(),
+    )
+    if coded.column_groups is not None:
+        decode_loops.dequantize_columns(*arguments, coded.column_groups.contiguous().numpy(), out)
+    else:
+        decode_loops.dequantize_groups(*arguments, coded.group_k or num_columns, out)
+    return torch.from_numpy(out)
+
+
+def _dequantize_cuda(
+    coded: Coded, scale: torch.Tensor, zero: torch.Tensor, scale_2: torch.Tensor
+) -> torch.Tensor:
+    table = torch.from_numpy(code_table(coded.b_dtype, coded.zero_point is None).copy()).to(scale.device)
+    codes = bit_codec.unpack(coded.packed, coded.num_bits)
+    values = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+    num_rows, num_columns = values.shape
+    columns = _column_groups(coded, num_columns)
+    if scale.size(0) not in (1, num_rows):
+        scale = scale.repeat_interleave(coded.group_n, 0)[:num_rows]
+    if coded.zero_point is not None:
+        values -= zero if zero.size(1) == 1 else zero[:, columns]
+    values *= scale if scale.size(1) == 1 else scale[:, columns]
+    if coded.scale_2 is not None:
+        values *= scale_2.unsqueeze(-1)
+    return values
+
+
+def _column_groups(coded: Coded, num_columns: int) -> torch.Tensor:
+    if coded.column_groups is not None:
+        return coded.column_groups
+    columns = torch.arange(num_columns, device=coded.packed.device)
+    return columns // (coded.group_k or num_columns)
+
+
+def checked(coded: Coded, names: Mapping[str, str]) -> Coded:
+    """`coded`, whose scales, second scales and codes have been looked at.
+
+    Raises InputError for a NaN or infinite scale, a negative one under a float type, a zero one under codes that
+    are not zero, a second scale that is not a positive number, and NaN or infinite fp8 codes.
+    """
+    scale = scale_values(coded.scale)
+    where = names.get("scale") or names.get("weight", "")
+    if is_any(~scale.isfinite()):
+        refuse("A scale is NaN or infinite.", where, "finite scales", f"{_count(~scale.isfinite())}")
+    if not coded.b_dtype.startswith("uint") and is_any(scale < 0):
+        refuse("A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0))
+    # In a narrow dtype a group's scale may have underflowed; its weights are 0 for whoever loads them.
+    is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+    if is_any(scale == 0) and (not is_narrow or bool((scale == 0).all())):
+        _check_zero_scales(coded, scale == 0, where)
+    largest = float(code_table(coded.b_dtype, True).max())
+    if is_any(scale.abs().max().double() * largest > torch.finfo(torch.float32).max):
+        refuse(
+            "A scale is too large: weights would be infinite.", where, "finite weights", scale.max().item()
+        )
+    if coded.scale_2 is not None:
+        second = coded.scale_2.float()
+        is_bad = ~(second.isfinite() & (second > 0))
+        if is_any(is_bad):
+            at = names.get("scale_2", where)
+            refuse("A global scale is not usable.", at, "a positive number", second[is_bad][0].item())
+    _check_codes(coded, names)
+    return coded
+
+
+def _count(mask: torch.Tensor) -> str:
+    first = tuple(int(i) for i in mask.nonzero()[0])
+    return f"{int(mask.sum())} of {mask.numel()}, the first at {list(first)}"
+
+
+def _check_codes(coded: Coded, names: Mapping[str, str]) -> None:
+    """Refuse fp8 codes that are no number: e4m3 has one NaN magnitude, e5m2 infinity and three NaNs."""
+    mask = {"float8e4m3": 0x7F, "float8e5m2": 0x7C}.get(coded.b_dtype)
+    if mask is None:
+        return
+    data = bit_codec.as_bytes(coded.packed)
+    if data.is_cuda:
+        is_bad = is_any((data & mask) == mask)
+    else:
+        is_bad = decode_loops.has_code(coded.packed.numpy().view(np.uint32).reshape(-1), mask)
+    if is_bad:
+        refuse(
+            "A quantized weight is NaN or infinite.",
+            names.get("weight", ""),
+            f"finite {coded.b_dtype} codes",
+            _count((data & mask) == mask),
+        )
+
+
+def _check_zero_scales(coded: Coded, is_zero: torch.Tensor, where: str) -> None:
+    """Refuse a zero scale over codes that are not zero: their weights are lost. All-zero groups often have one."""
+    num_rows, num_columns = coded.shape
+    grid_rows = is_zero.any(1).nonzero().flatten()
+    size = coded.group_n or num_rows
+    rows = (grid_rows.unsqueeze(-1) * size + torch.arange(size, device=grid_rows.device)).flatten()
+    rows = rows[rows < num_rows]
+    codes = bit_codec.unpack(coded.packed[rows], coded.num_bits)
+    columns = _column_groups(coded, num_columns)
+    if coded.zero_point is not None:
+        zero = coded.zero_point[rows]
+        has_value = codes != (zero if zero.size(1) == 1 else zero[:, columns])
+    else:
+        table = torch.from_numpy(code_table(coded.b_dtype, True).copy()).to(codes.device)
+        has_value = (table != 0)[codes.long()]
+    zeros = is_zero[rows // size]
+    lost = has_value & (zeros if zeros.size(1) == 1 else zeros[:, columns])
+    if bool(lost.any()):
+        row, column = (int(i) for i in lost.nonzero()[0])
+        refuse(
+            "A scale is zero, but its codes are not.",
+            where,
+            "a scale that is not zero, or codes that all mean zero",
+            f"row {int(rows[row])}, column {column} has such a code",
+        )

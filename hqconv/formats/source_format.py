@@ -1,0 +1,159 @@
+"""How a source stores its experts' matrices: plain floats, or codes with scales in one of the known formats.
+
+Legend: N output rows, K input columns. One scale law: w = (code - zero) * scale * scale_2; what a format stores
+otherwise is brought to it by its decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hqconv.schemas.weight_schema import PARAM_DTYPES, TargetSchema
+
+FLOAT = "float"  # decoder of experts that are not quantized
+LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.sources.artifact` reads
+GGUF = "gguf"  # of experts in GGUF files, which `hqconv.sources.gguf` reads
+KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # their tensors' names alone do not tell which experts they are
+QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a block is converted
+DIRECT_ROUNDED = "direct, scales rounded"  # codes kept, scales rounded to the parameter dtype
+ANY = -1  # a group size that the config leaves to the tensors' shapes
+
+# What each scale dtype's values can be stored as without a change. e8m0 is a power of two, 2**-127 … 2**127.
+_HOLDS = {
+    "float32": {"float32", "bfloat16", "float16", "float8e4m3", "float8e5m2", "float8e8m0"},
+    "bfloat16": {"bfloat16", "float8e4m3", "float8e5m2", "float8e8m0"},
+    "float16": {"float16", "float8e4m3", "float8e5m2"},
+    "float8e4m3": {"float8e4m3"},
+    "float8e5m2": {"float8e5m2"},
+    "float8e5m3": {"float8e5m3"},
+    "float8e8m0": {"float8e8m0"},
+}
+# Scales that are rounded to the parameter dtype, as a server does at load: float32 ones always, those of another
+# parameter dtype where it is asked for (`--round-scales`), since --dtype may keep them.
+ROUNDED_ALWAYS: tuple[str, ...] = ("float32",)
+ROUNDED_IF_ASKED: tuple[str, ...] = (*ROUNDED_ALWAYS, *PARAM_DTYPES)
+# The most that a scale moves by rounding, relative to itself: half a unit in the last place.
+LARGEST_CHANGE = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """One block's format. What the config does not say (""; ANY) is filled in from the tensors' headers.
+
+    decoder: the key of its function in `formats.decode_matrix.DECODERS`. b_dtype, scale_dtype: Humming's names of the
+    code type (uintN for integers, offset binary once decoded) and of the stored scale. A scale serves group_n rows ×
+    group_k columns (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel". is_permuted:
+    columns are grouped by an index (GPTQ's g_idx), so no target can keep the codes as they are. options: facts only the
+    decoder reads. static_inputs: Humming's dtype of activations that the config quantizes with one scale per tensor,
+    measured beforehand; no fact of the weights, so neither compared nor in a manifest.
+    """
+
+    name: str
+    decoder: str
+    b_dtype: str = ""
+    scale_dtype: str = ""
+    group_n: int = 1
+    group_k: int = 0
+    has_zero_point: bool = False
+    scale_2: str = "none"
+    is_permuted: bool = False
+    options: tuple[tuple[str, Any], ...] = field(default=())
+    static_inputs: str = field(default="", compare=False)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the experts are not quantized."""
+        return self.decoder == FLOAT
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """One of the decoder's facts."""
+        return dict(self.options).get(name, default)
+
+    def words(self) -> dict[str, Any]:
+        """The format as JSON words."""
+        words = {**asdict(self), "options": dict(self.options)}
+        del words["static_inputs"]
+        return words
+
+    @classmethod
+    def from_words(cls, words: Mapping[str, Any]) -> SourceFormat:
+        """What a manifest's `source_format` says.
+
+        Raises KeyError, TypeError, AttributeError or ValueError for other words.
+        """
+        return cls(**{**words, "options": tuple(words["options"].items())})
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.is_float or self.decoder == GGUF:
+            return self.name
+        sizes = {0: "all", ANY: "?"}
+        rows, columns = (sizes.get(size, str(size)) for size in (self.group_n, self.group_k))
+        parts = [
+            f"{self.name}: {self.b_dtype or '?'}",
+            f"{self.scale_dtype or '?'} scale per {rows}x{columns}",
+        ]
+        if self.scale_2 != "none":
+            parts.append(f"second scale per {self.scale_2}")
+        if self.has_zero_point:
+            parts.append("zero point")
+        if self.is_permuted:
+            parts.append("columns in g_idx order")
+        return ", ".join(parts)
+
+
+PLAIN = SourceFormat("not quantized", FLOAT)
+
+
+def why_not_direct(
+    source: SourceFormat, schema: TargetSchema, param_dtype: str, *, rounded: Collection[str] = ()
+) -> str:
+    """ "" if `schema` can hold the source's codes and scales as they are, else what it cannot hold.
+
+    A scale may be repeated into smaller groups, and widened into a dtype that holds it exactly. Scales of a dtype in
+    `rounded` may also be rounded to the parameter dtype.
+    """
+    if source.is_float:
+        return "the source is not quantized"
+    if schema.rotation:
+        return "the schema's weights are rotated, its are not"
+    if source.is_permuted:
+        return "its columns are grouped by g_idx"
+    if source.b_dtype != schema.b_dtype:
+        return f"its codes are {source.b_dtype or source.name}, not {schema.b_dtype}"
+    kinds = (source.has_zero_point, source.option("is_fp_zero_point", False))
+    if kinds != (schema.has_zero_point, schema.is_fp_zero_point):
+        return "zero points differ"
+    if source.scale_2 != schema.weight_scale_2_type:
+        return "second scales differ"
+    rows, columns = schema.scale_group()
+    for what, have, want in (("rows", source.group_n, rows), ("columns", source.group_k, columns)):
+        if have != 0 and (want == 0 or have % want):
+            return f"a scale of the schema would span several of the source's along {what}"
+    return _why_not_scales(source, schema.scale_dtype(param_dtype), rounded)
+
+
+def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str]) -> str:
+    """ "" if scales of the dtype `stored` can hold the source's, or those rounded; float zero points never are."""
+    if source.scale_dtype in _HOLDS[stored]:
+        return ""
+    is_fp_zero_point = bool(source.option("is_fp_zero_point", False))
+    if stored in PARAM_DTYPES and source.scale_dtype in rounded and not is_fp_zero_point:
+        return ""
+    return f"{stored} scales cannot hold its {source.scale_dtype} scales"
+
+
+def conversion_of(
+    source: SourceFormat, schema: TargetSchema, param_dtype: str, *, round_scales: bool = False
+) -> str:
+    """How a block is converted: `quantized` from floats; of a quantized format `direct`, `requantized`, or its codes
+    kept and its scales rounded. `round_scales`: also scales of another 16-bit dtype, which are else not rounded.
+    """
+    if source.is_float:
+        return QUANTIZED
+    if not why_not_direct(source, schema, param_dtype):
+        return DIRECT
+    rounded = ROUNDED_IF_ASKED if round_scales else ROUNDED_ALWAYS
+    return REQUANTIZED if why_not_direct(source, schema, param_dtype, rounded=rounded) else DIRECT_ROUNDED

@@ -1,0 +1,300 @@
+"""Which weights run with which activations on which GPU, and why not. No Humming, no torch.
+
+Humming's own rule (`is_humming_schema_compatible`, humming 0.1.19), held to it by tests for every kind; and `_MORE`,
+what that rule lets through and something behind it refuses: LayerConfig, the tuners, the kernels' own assertions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hqconv.humming_layout.layer_config import FP4, FP8, Number, number, resolve
+from hqconv.schemas.input_schema import INPUT_PRESETS
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.weight_schema import PRESETS, TargetSchema, resolve_schema
+
+_LEAST_SM = {
+    "float16": 75,
+    "bfloat16": 80,
+    "int8": 75,
+    "int4": 75,
+    "float8e4m3": 89,
+    "float8e5m2": 89,
+    "float8e3m4": 100,
+    "float4e2m1": 100,
+    "float4e0m3": 100,
+}
+_UNDOCUMENTED = ("float8e3m4", "float4e0m3")  # encodings that NVIDIA does not document
+_UNDOCUMENTED_SM = (100, 103, 120, 121)
+_MX = "float8e8m0"
+_NO_BFLOAT16 = "sm75 has no bfloat16: use --dtype float16"
+_COMMON = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int4-c", "int4-g64", "int4-g64-zp")
+
+
+def why_not(kind: KernelKind) -> str | None:
+    """Why Humming does not run a kind on its target, in words; None where it does."""
+    return next((found for rule in (*_RULES, *_MORE) if (found := rule(kind))), None)
+
+
+def why_incompatible(kind: KernelKind) -> str | None:
+    """The same by Humming's own rule alone."""
+    return next((found for rule in _RULES if (found := rule(kind))), None)
+
+
+def nearest(kind: KernelKind) -> tuple[list[str], list[str]]:
+    """Names of input schemas that run with the weights, and of weight schemas that run with the inputs, there."""
+    inputs = [name for name, one in INPUT_PRESETS.items() if not why_not(replace(kind, inputs=one))]
+    schemas = {name: PRESETS.get(name) or resolve_schema(name) for name in _COMMON}
+    return inputs, [name for name, one in schemas.items() if not why_not(replace(kind, schema=one))]
+
+
+# --- Humming's rule, in its order -------------------------------------------------------------------------
+
+
+def _dtypes(kind: KernelKind) -> str | None:
+    bs_dtype = kind.schema.bs_dtype
+    if kind.a_dtype == "float8e5m2" and kind.param_dtype != "bfloat16":
+        return "float8e5m2 activations need bfloat16 parameters"
+    if kind.inputs.a_dtype is None and bs_dtype in ("bfloat16", "float16") and bs_dtype != kind.param_dtype:
+        return f"scales in {bs_dtype} need {bs_dtype} parameters"
+    return None
+
+
+def _least_sm(kind: KernelKind) -> str | None:
+    least = _LEAST_SM[kind.a_dtype]
+    if kind.target.sm_version >= least:
+        return None
+    if kind.a_dtype == "bfloat16":
+        return _NO_BFLOAT16
+    return f"{kind.a_dtype} activations begin with sm{least}"
+
+
+def _undocumented(kind: KernelKind) -> str | None:
+    operand = _operand(kind)
+    same_width = number(operand).num_bits == number(kind.a_dtype).num_bits
+    used = kind.a_dtype in _UNDOCUMENTED or (operand in _UNDOCUMENTED and same_width)
+    if used and kind.target.sm_version not in _UNDOCUMENTED_SM:
+        return f"{operand if operand in _UNDOCUMENTED else kind.a_dtype} runs on sm100, sm103, sm120 and sm121 only"
+    return None
+
+
+def _width(kind: KernelKind) -> str | None:
+    if _weight(kind).num_bits > min(8, number(kind.a_dtype).num_bits):
+        return f"{kind.schema.b_dtype} weights are wider than {kind.a_dtype} activations"
+    return None
+
+
+def _values(kind: KernelKind) -> str | None:
+    """Whether every code, decoded, is a number of what the tensor core multiplies."""
+    weight, has_zero, code = _weight(kind), kind.schema.has_zero_point, kind.schema.b_dtype
+    if kind.a_dtype in ("int8", "int4"):
+        widest = number(kind.a_dtype).num_bits
+        if not weight.is_integer and not (kind.a_dtype == "int8" and _is_mxfp4(kind.schema)):
+            return f"{kind.a_dtype} activations run with integer weights" + (
+                " and mxfp4" if kind.a_dtype == "int8" else ""
+            )
+        if weight.num_bits == widest and has_zero:
+            return f"{widest}-bit weights have no zero point under {kind.a_dtype} activations"
+        return None
+    operand = number(_operand(kind))
+    lost = f"{code} does not fit {kind.a_dtype} activations' products"
+    if weight.is_integer:
+        room = operand.mantissa_bits + (1 if has_zero else 2)
+        return lost if weight.num_bits >= operand.num_bits or weight.num_bits > room else None
+    if weight.exponent_bits == 0:
+        is_lost = code != _operand(kind) and weight.mantissa_bits > operand.mantissa_bits + 1
+        return lost if is_lost else None
+    assert weight.exponent_bits is not None
+    assert operand.exponent_bits is not None
+    fits = weight.mantissa_bits <= operand.mantissa_bits and weight.exponent_bits <= operand.exponent_bits
+    return None if fits else lost
+
+
+def _sm10x(kind: KernelKind) -> str | None:
+    if kind.target.sm_version // 10 != 10:
+        return None
+    schema, inputs = kind.schema, kind.inputs
+    used = (kind.a_dtype, _operand(kind))
+    if "float8e3m4" in used:
+        mx_inputs = not inputs.input_scale_group_size or (
+            inputs.input_scale_group_size == 32 and inputs.input_scale_dtype in (None, _MX)
+        )
+        mx_weights = not schema.weight_scale_group_size or (
+            (schema.weight_scale_group_size, schema.bs_dtype) == (32, _MX)
+        )
+        if not (mx_inputs and mx_weights) or schema.weight_scale_type == "block":
+            return f"on {kind.target.name} {schema.b_dtype} runs with scales per channel or e8m0 per 32 only"
+    size = inputs.input_scale_group_size or schema.weight_scale_group_size or 16
+    if "float4e0m3" in used and size != 16:
+        return f"on {kind.target.name} float4e0m3 has groups of 16"
+    return None
+
+
+def _unequal_groups(kind: KernelKind) -> str | None:
+    size, group = kind.inputs.input_scale_group_size, kind.schema.weight_scale_group_size
+    if not size or not group or size == group:
+        return None
+    reason = f"activations in groups of {size} do not run with weights in groups of {group}"
+    if not _is_mxfp4(kind.schema) or kind.target.sm_version >= 120:
+        return reason
+    as_dtype = kind.inputs.input_scale_dtype
+    on_hopper = (kind.target.sm_version, kind.a_dtype, size) == (90, "float8e4m3", 128) and as_dtype in (
+        None,
+        "float32",
+    )
+    if number(kind.a_dtype).num_bits == 8 and as_dtype != kind.schema.bs_dtype and not on_hopper:
+        return f"{reason} on {kind.target.name}"
+    return None
+
+
+def _small_groups(kind: KernelKind) -> str | None:
+    size, group = kind.inputs.input_scale_group_size, kind.schema.weight_scale_group_size
+    least = {8: 32, 16: 16}.get(number(kind.a_dtype).num_bits, 64 if kind.a_dtype == "int4" else 16)
+    if 0 < group < 16 or 0 < group < least:
+        return f"{kind.a_dtype} activations run with weights in groups of {least} or more"
+    if kind.inputs.a_dtype is not None and 0 < size < least and least > 16:
+        return f"{kind.a_dtype} activations have groups of {least} or more"
+    return None
+
+
+def _fp4_scales(kind: KernelKind) -> str | None:
+    schema, inputs = kind.schema, kind.inputs
+    if kind.a_dtype not in FP4 or not schema.weight_scale_group_size or schema.b_dtype not in FP4:
+        return None
+    bs_dtype = schema.bs_dtype or kind.param_dtype
+    as_dtype = inputs.input_scale_dtype or bs_dtype
+    known = (_MX, "float8e4m3")
+    if bs_dtype not in known:
+        return f"4-bit activations need weights with scales in {_MX} or float8e4m3"
+    if inputs.input_scale_group_size and as_dtype != bs_dtype:
+        return f"scales of activations ({as_dtype}) and weights ({bs_dtype}) must be of one type"
+    return None
+
+
+def _is_mxfp4(schema: TargetSchema) -> bool:
+    words = (schema.b_dtype, schema.bs_dtype, schema.weight_scale_group_size)
+    return words == ("float4e2m1", _MX, 32)
+
+
+def _weight(kind: KernelKind) -> Number:
+    """The weights' type; floats without exponent bits are integers to integer activations."""
+    weight = number(kind.schema.b_dtype)
+    is_integer = weight.exponent_bits == 0 and number(kind.a_dtype).is_integer
+    return Number(weight.num_bits, None, 0) if is_integer else weight
+
+
+def _operand(kind: KernelKind) -> str:
+    """What the tensor core multiplies with (Humming's `get_mma_b_dtype`)."""
+    weight, code = _weight(kind), kind.schema.b_dtype
+    is_float = not weight.is_integer
+    if is_float and any(kind.a_dtype in kinds and code in kinds for kinds in (FP8, FP4)):
+        return code
+    if kind.a_dtype not in FP8 or weight.num_bits >= 8:
+        return kind.a_dtype
+    candidates = [kind.a_dtype, "float8e4m3"]
+    if kind.target.sm_version in _UNDOCUMENTED_SM:
+        candidates.append("float8e3m4")
+    return next((name for name in candidates if _fits(weight, number(name), kind)), kind.a_dtype)
+
+
+def _fits(weight: Number, operand: Number, kind: KernelKind) -> bool:
+    if weight.exponent_bits is None:
+        return weight.num_bits <= operand.mantissa_bits + (1 if kind.schema.has_zero_point else 2)
+    assert operand.exponent_bits is not None
+    mantissa = weight.mantissa_bits - (weight.exponent_bits == 0)
+    return mantissa <= operand.mantissa_bits and weight.exponent_bits <= operand.exponent_bits
+
+
+Rule = Callable[[KernelKind], str | None]
+_RULES: tuple[Rule, ...] = (
+    *(_dtypes, _least_sm, _undocumented, _width, _values, _sm10x),
+    *(_unequal_groups, _small_groups, _fp4_scales),
+)
+
+# --- what Humming refuses later ----------------------------------------------------------------------------
+
+
+def _bfloat16_on_turing(kind: KernelKind) -> str | None:
+    is_turing = kind.target.sm_version < 80 and kind.param_dtype == "bfloat16"
+    return _NO_BFLOAT16 if is_turing else None
+
+
+def _e0m_under_integers(kind: KernelKind) -> str | None:
+    weight = number(kind.schema.b_dtype)
+    if weight.exponent_bits == 0 and number(kind.a_dtype).is_integer:
+        return f"{kind.schema.b_dtype} would become integers under {kind.a_dtype} activations: use intN"
+    return None
+
+
+def _second_input_scale(kind: KernelKind) -> str | None:
+    has_two = kind.inputs.input_quant_mode in ("static_tensor_dynamic_group", "dynamic_group_token")
+    if has_two and not resolve(kind).use_block_scaled_mma:
+        return "activations with two levels of scales need a block-scaled tensor core and such weights"
+    if kind.inputs.input_quant_mode == "dynamic_group_token":
+        words = (kind.inputs.a_dtype in FP4, kind.inputs.input_scale_group_size, resolve(kind).as_dtype)
+        return None if words == (True, 16, "float8e4m3") else "dynamic_group_token is for nvfp4 activations"
+    return None
+
+
+def _input_scale_dtype(kind: KernelKind) -> str | None:
+    """Kernels that multiply scales in themselves read them as float32."""
+    if kind.inputs.a_dtype is None or resolve(kind).use_block_scaled_mma:
+        return None
+    if resolve(kind).as_dtype != "float32":
+        return f"activations with {resolve(kind).as_dtype} scales need a block-scaled tensor core and such weights"
+    return None
+
+
+def _block_scaled_groups(kind: KernelKind) -> str | None:
+    schema, inputs, layer = kind.schema, kind.inputs, resolve(kind)
+    if not layer.use_block_scaled_mma or not inputs.input_scale_group_size:
+        return None
+    if schema.weight_scale_type == "group" and (
+        inputs.input_scale_group_size != schema.weight_scale_group_size or layer.as_dtype != layer.bs_dtype
+    ):
+        return (
+            "groups and scale types of activations and weights must be the same on a block-scaled tensor core"
+        )
+    return None
+
+
+def _e0m3_groups(kind: KernelKind) -> str | None:
+    layer = resolve(kind)
+    if kind.target.sm_version // 10 != 10 or not layer.use_block_scaled_mma:
+        return None
+    size = kind.inputs.input_scale_group_size or kind.schema.weight_scale_group_size or 16
+    if "float4e0m3" in (kind.a_dtype, kind.schema.b_dtype) and size != 16:
+        return f"on {kind.target.name} float4e0m3 has groups of 16"
+    return None
+
+
+def _float_zero_points(kind: KernelKind) -> str | None:
+    if kind.schema.is_fp_zero_point and number(kind.a_dtype).num_bits < 16:
+        return "float zero points are for 16-bit activations (Humming's kernel asserts it)"
+    return None
+
+
+def _int4_from_hopper(kind: KernelKind) -> str | None:
+    if kind.a_dtype == "int4" and kind.target.sm_version >= 90:
+        return "int4 activations run up to sm89: Humming has no tuning for them from sm90 on"
+    return None
+
+
+def _rotated(kind: KernelKind) -> str | None:
+    if kind.schema.rotation and kind.inputs.a_dtype is not None:
+        return "rotated weights are converted for 16-bit activations only: verify has no judge for the others"
+    return None
+
+
+def _tensor_scale_2(kind: KernelKind) -> str | None:
+    is_channel = resolve(kind).weight_scale_2_type == "channel"
+    if kind.inputs.a_dtype == "int8" and is_channel and kind.schema.weight_scale_2_type == "tensor":
+        return "int8 activations need mxfp4's second scale for themselves"
+    return None
+
+
+_MORE: tuple[Rule, ...] = (
+    *(_bfloat16_on_turing, _e0m_under_integers, _second_input_scale, _input_scale_dtype),
+    *(_block_scaled_groups, _e0m3_groups, _float_zero_points, _int4_from_hopper, _tensor_scale_2, _rotated),
+)

@@ -1,0 +1,268 @@
+"""What Humming's LayerConfig makes of a kernel kind: fields left open, and the layout's flags. No Humming, no torch.
+
+The rules of humming 0.1.19's `config/config.py` and `transform.prepare_layer_config`; tests hold them to Humming for
+every kind. No flag depends on a matrix's size: N is padded to a multiple of 256 before the one rule that asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+
+from hqconv.schemas.kernel_spec import KernelKind
+
+FP8 = ("float8e4m3", "float8e5m2", "float8e3m4")
+FP4 = ("float4e2m1", "float4e0m3")
+_MX = "float8e8m0"
+_MIXED_WEIGHTS = (
+    "float4e2m1",
+    "float6e3m2",
+    "float6e2m3",
+)  # narrower than fp8, yet the tensor core takes them
+
+
+@dataclass(frozen=True)
+class Number:
+    """A type of Humming's: exponent is None for integers."""
+
+    num_bits: int
+    exponent_bits: int | None
+    mantissa_bits: int
+
+    @property
+    def is_integer(self) -> bool:
+        return self.exponent_bits is None
+
+
+@functools.cache
+def number(name: str) -> Number:
+    """A type of Humming's by its name. ValueError for no such name."""
+    wide = {"bfloat16": Number(16, 8, 7), "float16": Number(16, 5, 10), "float32": Number(32, 8, 23)}
+    if name in wide:
+        return wide[name]
+    match = re.fullmatch(r"u?int([1-8])|float([2-8])e(\d)m(\d)", name)
+    if match is None:
+        raise ValueError(f"no type of Humming's: {name!r}")
+    return Number(int(match[1]), None, 0) if match[1] else Number(int(match[2]), int(match[3]), int(match[4]))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kernel kind with all that Humming fills in. Names are those of LayerConfig."""
+
+    b_dtype: str
+    bs_dtype: str
+    as_dtype: str | None
+    input_quant_mode: str
+    weight_scale_type: str
+    weight_scale_2_type: str
+    is_umma_supported: bool
+    use_fused_e8m0_scale: bool
+    use_int_weight_scale: bool
+    use_packed_k_layout: bool
+    use_native_dequant: bool
+    use_raw_weight: bool
+    use_flat_weight: bool
+    use_ldmatrix_dequant: bool
+    use_block_scaled_mma: bool
+
+
+@functools.cache
+def resolve(kind: KernelKind) -> Layer:
+    """What Humming makes of a kind, whether or not it runs it; `pairs.why_incompatible` says that."""
+    schema = kind.schema
+    umma, block_scaled = _is_umma(kind), _is_block_scaled(kind)
+    ldmatrix = _uses_ldmatrix(kind)
+    same_width = number(kind.a_dtype).num_bits == schema.num_bits
+    raw = umma and (same_width or (kind.a_dtype in FP8 and schema.b_dtype in _MIXED_WEIGHTS))
+    flat = ldmatrix or (same_width and not umma)
+    fused = _is_fused(kind, block_scaled)
+    integer_scales = _has_integer_scales(kind, fused)
+    scale_type, scale_2 = schema.weight_scale_type, _second_scale(kind)
+    if fused or integer_scales:
+        scale_type, scale_2 = "group", "channel" if scale_2 == "channel" else "tensor"
+    bs_dtype = kind.param_dtype if integer_scales else _bs_dtype(kind)
+    return Layer(
+        b_dtype=_b_dtype(kind),
+        bs_dtype=bs_dtype,
+        as_dtype=_as_dtype(kind, block_scaled),
+        input_quant_mode=_quant_mode(kind),
+        weight_scale_type=scale_type,
+        weight_scale_2_type=scale_2,
+        is_umma_supported=umma,
+        use_fused_e8m0_scale=fused,
+        use_int_weight_scale=integer_scales,
+        use_packed_k_layout=_is_packed_k(kind, fused, raw or flat),
+        use_native_dequant=not raw and not flat and _has_native_dequant(kind),
+        use_raw_weight=raw,
+        use_flat_weight=flat,
+        use_ldmatrix_dequant=ldmatrix,
+        use_block_scaled_mma=block_scaled,
+    )
+
+
+def needs_cuda(kind: KernelKind) -> bool:
+    """Whether the layout depends on the version of the serving CUDA compiler."""
+    old, new = (
+        resolve(replace(kind, target=replace(kind.target, cuda=cuda))).use_native_dequant
+        for cuda in ((0, 0), (99, 0))
+    )
+    return old != new
+
+
+def _b_dtype(kind: KernelKind) -> str:
+    code, a = kind.schema.b_dtype, number(kind.a_dtype)
+    if kind.schema.is_integer and a.is_integer and a.num_bits == kind.schema.num_bits:
+        return code.removeprefix("u")
+    return code
+
+
+def _bs_dtype(kind: KernelKind) -> str:
+    if kind.schema.weight_scale_type == "block":
+        return "float32"
+    return kind.schema.bs_dtype or kind.param_dtype
+
+
+def _quant_mode(kind: KernelKind) -> str:
+    inputs = kind.inputs
+    if inputs.a_dtype is None:
+        return "none"
+    return inputs.input_quant_mode or ("dynamic_group" if inputs.input_scale_group_size else "dynamic_token")
+
+
+def _as_dtype(kind: KernelKind, block_scaled: bool) -> str | None:
+    inputs = kind.inputs
+    if inputs.a_dtype is None:
+        return None
+    if inputs.input_scale_dtype is not None:
+        return inputs.input_scale_dtype
+    if not block_scaled or not inputs.input_scale_group_size:
+        return "float32"
+    if kind.schema.weight_scale_type == "group":
+        return _bs_dtype(kind)
+    return "float8e4m3" if inputs.input_scale_group_size == 16 else _MX
+
+
+def _second_scale(kind: KernelKind) -> str:
+    """int8 activations over mxfp4 have a second scale per row, whatever the schema says."""
+    schema = kind.schema
+    is_mx = (schema.b_dtype, schema.bs_dtype, schema.weight_scale_type) == ("float4e2m1", _MX, "group")
+    return "channel" if kind.inputs.a_dtype == "int8" and is_mx else schema.weight_scale_2_type
+
+
+def _is_umma(kind: KernelKind) -> bool:
+    """Tensor memory instructions of SM 10x, and what of them."""
+    if kind.target.sm_version // 10 != 10:
+        return False
+    schema, inputs = kind.schema, kind.inputs
+    is_block = schema.weight_scale_type == "block"
+    in_epilogue = not inputs.input_scale_group_size and schema.weight_scale_type in ("channel", "tensor")
+    if inputs.a_dtype is None:
+        return True
+    if inputs.a_dtype in FP8:
+        mx_inputs = inputs.input_scale_group_size in (0, 32) and (
+            not inputs.input_scale_group_size or inputs.input_scale_dtype in (None, _MX)
+        )
+        mx_weights = schema.weight_scale_group_size == 0 or (
+            (schema.weight_scale_group_size, _bs_dtype(kind)) == (32, _MX)
+        )
+        return in_epilogue or (mx_inputs and mx_weights and not is_block)
+    if inputs.a_dtype in FP4:
+        return (schema.is_integer or schema.b_dtype in FP4) and _has_fp4_scales(kind) and not is_block
+    return inputs.a_dtype == "int8" and schema.is_integer and in_epilogue and kind.target.sm_version == 100
+
+
+def _has_fp4_scales(kind: KernelKind) -> bool:
+    schema, inputs = kind.schema, kind.inputs
+    grouped_inputs, grouped = inputs.input_scale_group_size > 0, schema.weight_scale_type == "group"
+    size = inputs.input_scale_group_size or schema.weight_scale_group_size
+    bs_dtype = _bs_dtype(kind)
+    scale = (inputs.input_scale_dtype or bs_dtype) if grouped_inputs else bs_dtype
+    known = size == 0 or (size, scale) in ((32, _MX), (16, _MX), (16, "float8e4m3"))
+    matching = not (grouped_inputs and grouped) or (
+        inputs.input_scale_group_size == schema.weight_scale_group_size
+        and inputs.input_scale_dtype in (None, bs_dtype)
+    )
+    return known and matching
+
+
+def _is_block_scaled(kind: KernelKind) -> bool:
+    """Whether the tensor core multiplies group scales in."""
+    if _is_mxmma(kind):
+        return True
+    a = number(kind.a_dtype)
+    has_groups = kind.inputs.input_scale_group_size > 0 or kind.schema.weight_scale_group_size > 0
+    return _is_umma(kind) and not a.is_integer and a.num_bits <= 8 and (a.num_bits == 4 or has_groups)
+
+
+def _is_mxmma(kind: KernelKind) -> bool:
+    """Block-scaled instructions of SM 12x."""
+    schema, inputs = kind.schema, kind.inputs
+    if kind.target.sm_version // 10 != 12 or schema.weight_scale_type == "block":
+        return False
+    size, group = inputs.input_scale_group_size, schema.weight_scale_group_size
+    if _quant_mode(kind) == "dynamic_group_token" and (inputs.a_dtype not in FP4 or size != 16):
+        return False
+    is_group = schema.weight_scale_type == "group"
+    if is_group and size > 0 and size != group:
+        return False
+    if inputs.a_dtype in FP8:
+        return size in (0, 32) and (not is_group or (group, _bs_dtype(kind)) == (32, _MX))
+    if inputs.a_dtype in FP4:
+        if inputs.a_dtype == "float4e0m3" and group == 32:
+            return False
+        known = ((16, _MX), (16, "float8e4m3"), (32, _MX))
+        return size in (0, 16, 32) and (not is_group or (group, _bs_dtype(kind)) in known)
+    return False
+
+
+def _uses_ldmatrix(kind: KernelKind) -> bool:
+    """Small integers under wider ones, widened while they are loaded; with Humming's patched kernels, its default."""
+    pairs = (("int8", 4), ("int4", 2))
+    is_pair = kind.schema.is_integer and (kind.inputs.a_dtype, kind.schema.num_bits) in pairs
+    return is_pair and not kind.schema.has_zero_point
+
+
+def _is_fused(kind: KernelKind, block_scaled: bool) -> bool:
+    """mxfp4 weights whose exponents go into fp8's or int8's codes."""
+    schema = kind.schema
+    if block_scaled and kind.a_dtype == "float8e4m3":
+        return False
+    is_mx = (schema.b_dtype, schema.bs_dtype) == ("float4e2m1", _MX)
+    return kind.a_dtype in ("float8e4m3", "int8") and is_mx and schema.weight_scale_group_size > 0
+
+
+def _has_integer_scales(kind: KernelKind, fused: bool) -> bool:
+    schema = kind.schema
+    return (
+        not fused
+        and kind.a_dtype in ("int8", "int4")
+        and _second_scale(kind) != "channel"
+        and kind.inputs.input_scale_group_size == 0
+        and schema.weight_scale_group_size > 0
+        and schema.weight_scale_group_size_n == 1
+    )
+
+
+def _is_packed_k(kind: KernelKind, fused: bool, is_raw_or_flat: bool) -> bool:
+    size = kind.inputs.input_scale_group_size
+    if kind.target.sm_version // 10 != 9 or is_raw_or_flat or number(kind.a_dtype).num_bits != 8:
+        return False
+    if kind.schema.num_bits % 2 or 0 < size < 128:
+        return False
+    return size >= 128 if fused else kind.schema.weight_scale_group_size == 128
+
+
+def _has_native_dequant(kind: KernelKind) -> bool:
+    """Whether the GPU has an instruction that converts this type, and the compiler knows it."""
+    sm_version, cuda = kind.target.sm_version, kind.target.cuda or (0, 0)
+    if sm_version // 10 == 9:
+        return False
+    fp8, small = ("float8e4m3", "float8e5m2"), _MIXED_WEIGHTS
+    code, low_bit = kind.schema.b_dtype, sm_version >= 100
+    if kind.a_dtype == "float16":
+        return (code in fp8 and sm_version >= 89 and cuda >= (11, 8)) or (
+            code in small and low_bit and cuda >= (12, 7)
+        )
+    return kind.a_dtype == "bfloat16" and low_bit and cuda >= (13, 2) and code in (*fp8, *small)

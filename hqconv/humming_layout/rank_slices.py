@@ -1,0 +1,104 @@
+"""Experts' quantized projections, cut for a tensor-parallel rank and joined for the two GEMMs.
+
+Legend: E experts, N output rows, K input columns, I intermediate size. w1 and w3 are cut along N, w2 along K; `w13` is
+`[w1; w3]`, gate first, never interleaved (w3 alone where the family has no gate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hqconv.schemas.grid import TpSlice
+from hqconv.schemas.weight_schema import TargetSchema
+
+Tensors = dict[str, torch.Tensor]
+
+
+def gemm_tensors(
+    projections: Mapping[str, Tensors], schema: TargetSchema, part: TpSlice
+) -> dict[str, Tensors]:
+    """Packed tensors [E, …] of w13 and w2 on one TP rank.
+
+    `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `QuantizedStack.tensors`, plus `bias`
+    where the family has one; `part` is the rank's part of I. The w2 bias is on TP rank 0 and zero elsewhere, since
+    ranks are summed.
+    """
+    tp_rank, begin, end, share = part
+    rows = [_cut_rows(projections[p], begin, end) for p in ("w1", "w3") if p in projections]
+    down = _cut_columns(projections["w2"], schema, begin, end)
+    if end - begin < share:
+        rows = [_pad(one, schema, 1, end - begin, share) for one in rows]
+        down = _pad(down, schema, 2, end - begin, share)
+    if "bias" in down and tp_rank > 0:
+        down["bias"] = torch.zeros_like(down["bias"])
+    return {"w13": _join_rows(rows), "w2": {name: tensor.contiguous() for name, tensor in down.items()}}
+
+
+def _cut_rows(tensors: Tensors, begin: int, end: int) -> Tensors:
+    num_rows = tensors["weight"].size(1)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 1:  # a tensor-level scale
+            return tensor
+        # Rows of packed zero points and of scale blocks stand for several rows of the matrix each.
+        length = tensor.size(1)
+        return tensor[:, begin * length // num_rows : end * length // num_rows]
+
+    return {name: cut(tensor) for name, tensor in tensors.items()}
+
+
+def _cut_columns(tensors: Tensors, schema: TargetSchema, begin: int, end: int) -> Tensors:
+    num_columns = tensors["weight"].size(2) * 32 // schema.num_bits
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        per_row = name != "weight" and schema.weight_scale_group_size == 0
+        if tensor.ndim < 3 or per_row:  # a bias, a tensor-level or a channel-level scale or zero point
+            return tensor
+        length = tensor.size(2)
+        return tensor[:, :, begin * length // num_columns : end * length // num_columns]
+
+    return {name: cut(name, tensor) for name, tensor in tensors.items()}
+
+
+def _pad(tensors: Tensors, schema: TargetSchema, axis: int, size: int, share: int) -> Tensors:
+    """Fill the last rank's slice up to its share: with rows that give 0, and columns that only meet such rows.
+
+    Zero bits do, but for e8m0 scales: their zero bits are a power of two so small that float16's range would have
+    to be split for it, so those are repeated. The zero codes below them are 0 whatever the scale.
+    """
+
+    def pad(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_per_row = axis == 2 and name != "weight" and schema.weight_scale_group_size == 0
+        if is_per_row or tensor.ndim <= axis:
+            return tensor
+        length = tensor.size(axis) * share // size
+        shape = (*tensor.shape[:axis], length, *tensor.shape[axis + 1 :])
+        bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+        padded = bits.new_zeros(shape)
+        kept = padded.narrow(axis, 0, tensor.size(axis))
+        kept.copy_(bits)
+        if tensor.dtype == torch.float8_e8m0fnu:
+            rest = padded.narrow(axis, tensor.size(axis), length - tensor.size(axis))
+            rest.copy_(bits.narrow(axis, tensor.size(axis) - 1, 1).expand_as(rest))
+        return padded.view(tensor.dtype)
+
+    return {name: pad(name, tensor) for name, tensor in tensors.items()}
+
+
+def _join_rows(parts: list[Tensors]) -> Tensors:
+    """Gate's rows and then up's. Tensor-level scales are gate's: the quantizer gave both the same."""
+    if len(parts) == 1:
+        return {name: tensor.contiguous() for name, tensor in parts[0].items()}
+    first, second = parts
+    joined = {}
+    for name, tensor in first.items():
+        if tensor.ndim == 1:
+            joined[name] = tensor
+        elif tensor.dtype.itemsize == 1:  # torch.cat on the CPU lacks some 8-bit floats
+            bits = torch.cat([tensor.view(torch.uint8), second[name].view(torch.uint8)], dim=1)
+            joined[name] = bits.view(tensor.dtype)
+        else:
+            joined[name] = torch.cat([tensor, second[name]], dim=1)
+    return joined

@@ -1,0 +1,210 @@
+"""Loads Humming so that its schema and transform code runs on whichever device its tensors are on.
+
+This is the only module that changes Humming, and these are the changes:
+* the six weight ops choose Humming's CUDA kernel or our CPU twin by their input's device; for shape planning,
+  `meta` tensors get empty outputs;
+* inside `target_facts(...)`, what Humming asks of "the current device" and of its compiler while it plans a layout is
+  answered for the target of the request, whatever GPU is here, or none; outside, by the device as ever;
+* inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls), and padding by
+  nothing copies nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from hqconv.humming_layout import cpu_ops
+from hqconv.schemas.gpu_target import Target
+
+_MODULES = (
+    "ops",
+    "dtypes",
+    "schema",
+    "transform",
+    "device",
+    "config",
+    "utils.weight",
+)
+_OPS = (
+    "quant_weight",
+    "pack_weight",
+    "unpack_weight",
+    "dequant_weight",
+    "repack_weight",
+    "process_mxfp4_w4a8_weight",
+)
+# Where Humming looks at the current device to decide about schemas and layouts.
+_ASKING = (
+    "humming.config.config",
+    "humming.config.mma",
+    "humming.schema.humming",
+    "humming.transform",
+)
+# What compiles and launches kernels must see the device that runs them; a layout asks there which compiler there is.
+_LAUNCHING = "humming.jit.runtime"
+_ASKED_OF_LAUNCHING = ("is_ppu",)
+
+# Where it asks whether its kernels may be patched after compilation, as they are unless a variable says otherwise.
+_PATCHING = ("humming.config.config", "humming.config.mma")
+
+_target: ContextVar[Target | None] = ContextVar("target", default=None)
+
+
+class _TargetFacts:
+    """The facts of a target that decide a layout, and nothing else: a question for another is a bug."""
+
+    is_ppu = False
+
+    def __init__(self, sm_version: int) -> None:
+        self.sm_version = sm_version
+        self.sm_major, self.sm_minor = divmod(sm_version, 10)
+
+
+class _AskedDevice:
+    """Stands for Humming's `current_device`: the request's target inside `target_facts`, the device outside.
+
+    With `names`, only questions for these are the target's.
+    """
+
+    def __init__(self, device: Any, names: Collection[str] | None = None) -> None:
+        self._device, self._names = device, names
+
+    def __getattr__(self, name: str) -> Any:
+        target = _target.get()
+        if target is None or (self._names is not None and name not in self._names):
+            return getattr(self._device, name)
+        return getattr(_TargetFacts(target.sm_version), name)
+
+
+@functools.cache
+def humming() -> SimpleNamespace:
+    """Import Humming once, install the changes, and return the modules hqconv uses."""
+    if not torch.cuda.is_available():
+        # On import Humming starts a compiler process for its launcher, which only a GPU needs.
+        os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+    with _without_dynamo():
+        modules = {name.rpartition(".")[2]: importlib.import_module(f"humming.{name}") for name in _MODULES}
+    ops = modules["ops"]
+    for name in _OPS:
+        setattr(ops, name, _by_device(getattr(ops, name), getattr(cpu_ops, name)))
+    device = modules["device"].current_device
+    for name, names in (*((name, None) for name in _ASKING), (_LAUNCHING, _ASKED_OF_LAUNCHING)):
+        importlib.import_module(name).current_device = _AskedDevice(device, names)  # type: ignore[attr-defined]
+    for name in _PATCHING:
+        _answer(importlib.import_module(name), "is_cubin_patch_enabled", lambda _: True)
+    _answer(importlib.import_module("humming.config.config"), "_cuda_compiler_version", _asked_cuda)
+    asked_info = functools.partial(_device_info, modules["device"].DeviceInfo)
+    setattr(modules["transform"], "DeviceInfo", asked_info)  # noqa: B010 - mypy does not know the module
+    return SimpleNamespace(**modules)
+
+
+def _answer(module: Any, name: str, of_target: Callable[[Target], Any]) -> None:
+    """Have a module's question answered for the target inside `target_facts`, by its own function outside."""
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        target = _target.get()
+        return original(*args, **kwargs) if target is None else of_target(target)
+
+    setattr(module, name, asked)
+
+
+def _asked_cuda(target: Target) -> tuple[int, int]:
+    """Of a target whose layouts do not depend on it, any: `schemas.layer.needs_cuda` says of which they do."""
+    return target.cuda or (0, 0)
+
+
+def _device_info(device_info: Any, device: Any = None) -> Any:
+    """`humming.device.DeviceInfo` for `prepare_layer_config`, whose LayerConfig is the target's."""
+    target = _target.get()
+    return device_info(device) if target is None else _TargetFacts(target.sm_version)
+
+
+@contextmanager
+def _without_dynamo() -> Iterator[None]:
+    """Keep Humming's import from loading torch's compiler (0.7 s) only to mark two functions as constant."""
+
+    def mark(function: Any) -> Any:
+        function._dynamo_marked_constant = True  # all that torch._dynamo.assume_constant_result does
+        return function
+
+    original = torch.compiler.assume_constant_result
+    torch.compiler.assume_constant_result = mark
+    try:
+        yield
+    finally:
+        torch.compiler.assume_constant_result = original
+
+
+@functools.cache
+def humming_gpu() -> SimpleNamespace:
+    """The modules that only a GPU can use: tuning and the GEMM itself."""
+    names = ("tune", "forward", "kernel.humming")
+    return SimpleNamespace(**{n.partition(".")[0]: importlib.import_module(f"humming.{n}") for n in names})
+
+
+def _by_device(cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(cuda_op)
+    def op(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        chosen = cuda_op if inputs.is_cuda else cpu_op
+        return chosen(inputs, *args, **kwargs)
+
+    return op
+
+
+def compiler_version() -> tuple[int, int]:
+    """Major and minor version of the CUDA compiler that Humming uses on this machine, as it finds it.
+
+    Raises what Humming does where there is none: OSError, RuntimeError and others.
+    """
+    humming()
+    config, runtime = (importlib.import_module(name) for name in ("humming.config.config", _LAUNCHING))
+    major, minor = config._cuda_compiler_version(runtime.KernelRuntime._get_compiler())
+    return major, minor
+
+
+@contextmanager
+def target_facts(target: Target) -> Iterator[None]:
+    """Answer Humming's questions about the device for `target`, in this thread."""
+    token = _target.set(target)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+class _StayOnCpu(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda and not args[0].is_cuda:
+            return args[0]
+        if func is torch.nn.functional.pad and not any(args[1]):
+            return args[0]  # torch would copy
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def resident(device: torch.device) -> Iterator[None]:
+    """Keep Humming's schema code on `device`."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        with _StayOnCpu():
+            yield

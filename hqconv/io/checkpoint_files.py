@@ -1,0 +1,172 @@
+"""The JSON files of a checkpoint: config.json, the quantization config, and the index of its shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import InputError, first_few
+from hqconv.io.safetensors_header import RepeatedKey, keep_repeats
+from hqconv.schemas import ascend
+from hqconv.schemas.artifact_names import CONFIG, INDEX, JOURNAL, MANIFEST, SINGLE
+from hqconv.schemas.model_config import text_config
+from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.untrusted_files import (
+    MAX_LIST_BYTES,
+    MAX_WORDS_BYTES,
+    NOTHING,
+    found_at,
+    parse_json,
+    read_regular,
+)
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+QUANTIZATION_FILES = (HF_QUANT_CONFIG, ascend.DESCRIPTION)
+COPY_AGAIN = "Copy or download the checkpoint again."
+
+
+@contextmanager
+def readable(src: object) -> Iterator[None]:
+    """Turns what the operating system says of a look at a folder into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        what, where = "The checkpoint cannot be read.", str(error.filename or src)
+        raise InputError(what, where=where, found=error.strerror or error, remedy=COPY_AGAIN) from error
+
+
+def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_WORDS_BYTES) -> tuple[dict[str, Any], bytes]:
+    """The JSON object in a file, and the file's bytes. Raises InputError where there is none, and for a larger file."""
+    found: object
+    try:
+        raw = read_regular(path, max_bytes)
+        value = parse_json(raw, hook)
+    except OSError as error:
+        what, found = "A file of the checkpoint cannot be read.", error.strerror
+        raise InputError(what, where=str(path), found=found, remedy=COPY_AGAIN) from error
+    except ValueError as error:  # not UTF-8, not JSON, too deep
+        what = "A file of the checkpoint is not valid JSON."
+        raise InputError(what, where=str(path), found=error, remedy=COPY_AGAIN) from error
+    if not isinstance(value, dict):
+        found = value if isinstance(value, RepeatedKey) else type(value).__name__
+        what, expected = "A file of the checkpoint is not a JSON object.", "an object with unique keys"
+        raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
+    return value, raw
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse text that UTF-8 cannot hold, such as a file name in another encoding: no manifest could name it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what, found = "A name or a word is no valid Unicode.", repr(text[max(0, error.start - 20) :][:60])
+        raise InputError(what, where=where, found=found, remedy="Rename or mend it.") from error
+
+
+def read_config(root: Path) -> dict[str, Any]:
+    """config.json. Raises InputError where there is none."""
+    if not (root / CONFIG).is_file():
+        what, remedy = f"The checkpoint has no {CONFIG}.", "Give the folder of a transformers model."
+        raise InputError(what, where=str(root), found=listing(root), remedy=remedy)
+    return _read_words(root / CONFIG)
+
+
+def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The config's quantization_config, else ModelOpt's file of its own, else Ascend's words; None without any."""
+    for words in (config, text_config(config)):
+        found = words.get("quantization_config")
+        if isinstance(found, dict):
+            return dict(found)
+        if found is not None:
+            what, where = "The checkpoint's quantization config is not an object.", "quantization_config"
+            remedy = f"Restore it in {CONFIG}; leave it out where nothing is quantized."
+            raise InputError(
+                what, where=where, expected="an object or null", found=repr(found), remedy=remedy
+            )
+    path = root / HF_QUANT_CONFIG
+    if path.is_file():
+        return _read_words(path)
+    path = root / ascend.DESCRIPTION
+    # With a word for every tensor, as an index.
+    words = _read_words(path, MAX_LIST_BYTES) if path.is_file() else {}
+    return ascend.quantization_words(text_config(config), words)
+
+
+def check_regular(root: Path) -> None:
+    """Refuse a folder where something else lies under the name of a file that is read, or of ours. Raises InputError.
+
+    Nothing is opened, so that nothing is waited for.
+    """
+    for name in (CONFIG, INDEX, SINGLE, MANIFEST, JOURNAL, *QUANTIZATION_FILES):
+        path = root / name
+        found = found_at(path)
+        if found not in (None, NOTHING):
+            what = "A name that files of models and artifacts have is of something else."
+            remedy = "Remove it, or give it another name."
+            raise InputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
+
+
+def _read_words(path: Path, max_bytes: int = MAX_WORDS_BYTES) -> dict[str, Any]:
+    """A JSON object that a manifest can repeat."""
+    words, _ = read_json(path, max_bytes=max_bytes)
+    check_text(json.dumps(words, ensure_ascii=False), str(path))
+    return words
+
+
+def listing(root: Path) -> str:
+    """The names in a folder, for messages."""
+    return first_few(sorted(path.name for path in root.iterdir())) or "an empty folder"
+
+
+def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None, str | None]:
+    """The index's weight map, checked in itself, and the index's sha256; two None without an index in use.
+
+    Raises InputError where the folder has neither a single file (`has_single`) nor an index, or a broken one.
+    """
+    if has_single:  # before the index: transformers' _get_resolved_checkpoint_files
+        return None, None
+    path = root / INDEX
+    if not path.is_file():
+        what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
+        remedy = "Convert other weight formats to safetensors first."
+        raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)
+    index, raw = read_json(path, keep_repeats, MAX_LIST_BYTES)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        what, expected = "The index has no usable weight_map.", "an object of tensor names with unique keys"
+        found = repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
+        raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
+    plain = set(filter(is_plain_name, {name for name in weight_map.values() if isinstance(name, str)}))
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or name not in plain:
+            where, expected = f"{path}, tensor {tensor!r}", "a .safetensors file inside the folder"
+            what = "The index names a file that cannot be a shard."
+            raise InputError(what, where=where, expected=expected, found=repr(name), remedy=COPY_AGAIN)
+    return weight_map, hashlib.sha256(raw).hexdigest()
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name is a path downwards in its one spelling, so that no file is read twice or from outside."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or not name.isprintable():
+        return False
+    return "\\" not in name and not {"", ".", ".."}.intersection(name.split("/"))
+
+
+def check_weight_map(
+    weight_map: Mapping[str, str], tensors: Mapping[str, TensorRef], files: tuple[str, ...]
+) -> None:
+    """The index and the headers name the same tensors in the same files. Raises InputError where they do not."""
+    for name, file in weight_map.items():
+        ref = tensors.get(name)
+        if ref is None or files[ref.file] != file:
+            found = files[ref.file] if ref else "in no file"
+            what, where = "A tensor is not where the index says.", f"{INDEX}, tensor {name!r}"
+            raise InputError(what, where=where, expected=file, found=found, remedy=COPY_AGAIN)
+    if len(tensors) > len(weight_map):
+        lost = [f"{name} ({files[ref.file]})" for name, ref in tensors.items() if name not in weight_map]
+        what = f"{len(lost)} tensors are in the files but not in the index."
+        raise InputError(what, where=INDEX, found=first_few(lost), remedy=COPY_AGAIN)

@@ -1,0 +1,176 @@
+"""Whether a source's files are still what they were when it was opened, and what an artifact's manifest lists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import InputError
+from hqconv.io.digests import sha256_of
+from hqconv.schemas.artifact_names import COMPANIONS, CONFIG, INDEX, MANIFEST
+
+_KEEP = "Keep the source as it is during a conversion. Then go on with --resume, which refuses where that is not safe."
+# Of a file with the size and time that a journal knows.
+_ANEW = "Keep the source as it is during a conversion, and start anew with --overwrite."
+_AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
+
+
+class Guard:
+    """What the files below `root` were when they were first looked at, by names relative to it.
+
+    Of an artifact also what its manifest lists. digests: name → SHA-256 of the files that were hashed. `prove`,
+    `compare` and `check_unchanged` may be called by any thread.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._seen: dict[str, os.stat_result] = {}
+        self._listed: Mapping[str, Mapping[str, Any]] | None = None
+        self._keeps_digests = False
+        self.digests: dict[str, str] = {}
+
+    def keep_digests(self) -> None:
+        """Have files hashed that something is made of, though no manifest says what they should be."""
+        self._keeps_digests = True
+
+    @property
+    def is_hashing(self) -> bool:
+        """Whether files are to be hashed that something is made of: for a manifest to come, or by the one they have."""
+        return self.is_held or self._keeps_digests
+
+    def look(self, name: str) -> os.stat_result:
+        """Remember what a file is now; to be asked before its bytes are read. Raises OSError where there is none."""
+        status = (self._root / name).stat()
+        return self._seen.setdefault(name, status)
+
+    def has_seen(self, name: str) -> bool:
+        """Whether a file was looked at."""
+        return name in self._seen
+
+    def forget(self, name: str) -> None:
+        """A file will not be there any more; it was compared for the last time."""
+        self._seen.pop(name, None)
+
+    def look_if_there(self, names: Iterable[str]) -> None:
+        """`look` at those of the files that are there."""
+        for name in names:
+            if (self._root / name).is_file():
+                self.look(name)
+
+    def check_unchanged(self, names: Iterable[str] | None = None) -> None:
+        """Compare files that were looked at, all of them or some, with what they were: size, time, inode and device.
+
+        What was read by ranges of a repo's commit was not looked at, and cannot change.
+        Raises InputError that names the first one which is another now, or is gone.
+        """
+        for name in list(self._seen) if names is None else names:
+            before = self._seen.get(name)
+            if before is None:
+                continue
+            try:
+                now = (self._root / name).stat()
+            except OSError as error:
+                raise self._changed(name, before, error.strerror, _KEEP) from error
+            if _identity(now) != _identity(before):
+                is_new = _identity(now)[:2] == _identity(before)[:2]
+                raise self._changed(name, before, _words(now), _ANEW if is_new else _KEEP)
+
+    def _changed(self, name: str, before: os.stat_result, found: str | None, remedy: str) -> InputError:
+        what, where = "A file of the source changed during the conversion.", str(self._root / name)
+        return InputError(what, where=where, expected=_words(before), found=found, remedy=remedy)
+
+    # --- an artifact's files
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is a manifest that says what the files' bytes are."""
+        return self._listed is not None
+
+    def hold_to(
+        self,
+        listed: Mapping[str, Mapping[str, Any]],
+        sizes: Mapping[str, int] | None = None,
+        digests: Mapping[str, str] | None = None,
+        *,
+        is_whole: bool = True,
+    ) -> None:
+        """Have an artifact's files held to what its manifest lists: name → `size_bytes` and `sha256`.
+
+        Those that were looked at must be listed, and what is listed must be there with that size, but for README.md and
+        its like (without `is_whole` other files too: of a repo some may not be on this machine). The config and the
+        index, which were read by now, must have that digest too. sizes, digests: of files that are not here yet, as
+        the Hub says. Raises InputError.
+        """
+        self._listed = listed
+        for name in listed if is_whole else ():
+            self._check_there(name, listed[name]["size_bytes"])
+        for name, size in {**(sizes or {}), **{name: s.st_size for name, s in self._seen.items()}}.items():
+            if name == MANIFEST or self._is_beside(name):
+                continue
+            size_bytes = self._entry(name)["size_bytes"]
+            if size != size_bytes:
+                raise self._differs(name, f"{size_bytes} bytes", f"{size} bytes")
+            if digests and name in digests:
+                self.compare(name, digests[name])
+        for name in sorted(self._seen.keys() & {CONFIG, INDEX}):
+            self.prove(name)
+
+    def prove(self, name: str, keep_on: Callable[[], object] | None = None) -> None:
+        """Hash a whole file. Raises InputError where it cannot be read, or is not the one that a manifest lists.
+
+        keep_on: as of `sha256_of`.
+        """
+        try:
+            sha256 = sha256_of(self._root / name, keep_on)
+        except OSError as error:
+            what, where = "A file of the source cannot be read.", str(self._root / name)
+            remedy = _AGAIN if self.is_held else _KEEP
+            raise InputError(what, where=where, found=error.strerror or error, remedy=remedy) from error
+        self.compare(name, sha256)
+        self.digests[name] = sha256
+
+    def compare(self, name: str, sha256: str) -> None:
+        """The same of a file that was hashed while it was read; of other sources than artifacts nothing is known."""
+        if self._listed is None or self._is_beside(name):
+            return
+        expected = self._entry(name)["sha256"]
+        if sha256 != expected:
+            raise self._differs(name, f"sha256 {expected}", f"sha256 {sha256}")
+
+    def _check_there(self, name: str, size_bytes: int) -> None:
+        if name in COMPANIONS:
+            return
+        try:
+            found = f"{(self._root / name).stat().st_size} bytes"
+        except (OSError, ValueError) as error:  # the latter of names that no file has
+            found = getattr(error, "strerror", None) or str(error)
+        if found != f"{size_bytes} bytes":
+            raise self._differs(name, f"{size_bytes} bytes", found)
+
+    def _is_beside(self, name: str) -> bool:
+        """Whether it is a model card or the like, that people edit or put beside an artifact's files."""
+        return name in COMPANIONS
+
+    def _entry(self, name: str) -> Mapping[str, Any]:
+        assert self._listed is not None
+        if name not in self._listed:
+            what, where = "The artifact's manifest does not list a file.", str(self._root / name)
+            expected = "none that is read but those, and README.md and its like"
+            remedy = "Take away what is not the artifact's; if it is, copy or convert the artifact again."
+            raise InputError(what, where=where, expected=expected, remedy=remedy)
+        return self._listed[name]
+
+    def _differs(self, name: str, expected: str, found: str) -> InputError:
+        what, where = "A file of the artifact is not what its manifest lists.", str(self._root / name)
+        return InputError(what, where=where, expected=expected, found=found, remedy=_AGAIN)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
+def _words(status: os.stat_result) -> str:
+    size, mtime, inode, device = _identity(status)
+    return f"{size} bytes, mtime {mtime} ns, inode {inode} on device {device}"

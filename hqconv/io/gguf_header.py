@@ -1,0 +1,193 @@
+"""Reads the header of a GGUF file: where its tensors are; never the tensor bytes.
+
+A file is magic, version, counts, key-value pairs, tensor infos, padding, then the tensors, all little-endian
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf library maps whole files instead, keeps every
+word of a tokenizer, and names no tensor when it fails; what its types are, and how they are decoded, it tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hqconv.errors import InputError, RequestError
+from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.untrusted_files import open_regular
+
+MAX_HEADER_BYTES = 256 << 20  # tokenizers of a million words fit many times over
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_UINT32 = 4
+_MAX_DEPTH = 4  # of arrays in arrays
+_MAX_DIMS = 4  # GGML_MAX_DIMS
+_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
+_REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
+COPY_AGAIN = "Copy or download the GGUF files again; they must belong to this model."
+
+_Info = tuple[
+    int, tuple[int, ...], int
+]  # the ggml type's number, the shape (rows first), the byte it begins at
+
+
+def holds_gguf(folder: Path) -> bool:
+    """Whether there are GGUF files in a folder."""
+    return folder.is_dir() and any(folder.glob("*.gguf"))
+
+
+def library() -> Any:
+    """The gguf package. Raises RequestError where it is not installed."""
+    try:
+        import gguf
+        import gguf.quants
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        raise RequestError(
+            "Reading experts from GGUF files needs the gguf library, which is not installed.",
+            remedy="Run: pip install 'hqconv[gguf]'.",
+        ) from None
+    return gguf
+
+
+def wrong_shape(name: str, expected: str, found: tuple[int, ...]) -> InputError:
+    """The error for a tensor of another size than it must have."""
+    what = "A tensor of a GGUF file has the wrong shape."
+    return InputError(what, where=name, expected=expected, found=list(found), remedy=COPY_AGAIN)
+
+
+def read_header(path: Path, file: int = 0) -> tuple[dict[str, TensorRef], str]:
+    """The tensors by their names, in the order of the header, and the sha256 (hex) of everything before the padding.
+
+    A ref is named `<file>.gguf:<tensor>`, its dtype is the name of its ggml type, `file` its number. Raises InputError
+    where the file breaks the format, ends before a tensor does, or cannot be read; RequestError without the library.
+    """
+    try:
+        with open(open_regular(path), "rb") as opened:  # noqa: PTH123 - of a descriptor
+            header = _Header(path, opened)
+            infos, sha256 = header.read()
+    except OSError as error:
+        what, found = "The file cannot be read.", error.strerror or error
+        raise InputError(what, where=str(path), found=found, remedy=_REMEDY) from error
+    refs = {name: _ref(f"{path.name}:{name}", info, file, header.file_bytes) for name, info in infos.items()}
+    return refs, sha256
+
+
+def _ref(full: str, info: _Info, file: int, file_bytes: int) -> TensorRef:
+    """A tensor's place, checked against its type and the file's length."""
+    gguf, (type_number, shape, offset) = library(), info
+    try:
+        kind = gguf.GGMLQuantizationType(type_number)
+        block_numbers, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError):
+        what, expected = "A tensor has a type that the gguf library does not know.", "a type of ggml"
+        found, remedy = f"type {type_number}", "Use GGUF files of llama.cpp, or a newer gguf library."
+        raise InputError(what, where=full, expected=expected, found=found, remedy=remedy) from None
+    if shape and shape[-1] % block_numbers:
+        expected = f"rows of whole {kind.name} blocks, {block_numbers} numbers each"
+        raise wrong_shape(full, expected, shape)
+    num_bytes = math.prod(shape) // block_numbers * block_bytes
+    if offset + num_bytes > file_bytes:
+        what, found = "The file is truncated: it ends before the tensor does.", f"{file_bytes} bytes"
+        expected = f"{offset + num_bytes} bytes"
+        raise InputError(what, where=full, expected=expected, found=found, remedy=COPY_AGAIN)
+    return TensorRef(full, kind.name, shape, file, offset, num_bytes)
+
+
+class _Header:
+    """A reading position in a header. No length is believed before it is known to lie inside the file."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        self.file_bytes = os.fstat(file.fileno()).st_size
+        self.end = min(self.file_bytes, MAX_HEADER_BYTES)
+        self.position = 0
+        self.tensor = ""
+
+    def read(self) -> tuple[dict[str, _Info], str]:
+        """What is said of every tensor, and the sha256 of all of it."""
+        if self._take(len(_MAGIC)) != _MAGIC:
+            raise self._fault("This is not a GGUF file.", "the letters GGUF at its start", "something else")
+        version = self._number(4)
+        if version not in _VERSIONS:
+            expected = " or ".join(map(str, _VERSIONS)) + ", little-endian"
+            raise self._fault("The GGUF version is not known.", expected, version)
+        num_tensors, num_pairs = self._number(8), self._number(8)
+        alignment = _DEFAULT_ALIGNMENT
+        for _ in range(num_pairs):
+            alignment = self._pair() or alignment
+        infos: dict[str, _Info] = {}
+        for _ in range(num_tensors):
+            name, info = self._info()
+            if name in infos:
+                raise self._fault("The header names a tensor twice.", "unique names", name)
+            infos[name] = info
+        begin = -(-self.position // alignment) * alignment
+        tensors = {name: (kind, shape, begin + offset) for name, (kind, shape, offset) in infos.items()}
+        self.file.seek(0)
+        return tensors, hashlib.sha256(self.file.read(self.position)).hexdigest()
+
+    def _pair(self) -> int | None:
+        """Passes over a key and its value; the alignment, if it is that."""
+        key, kind = self._text(), self._number(4)
+        if key != _ALIGNMENT_KEY:
+            self._skip_value(kind, 0)
+            return None
+        value = self._number(4) if kind == _UINT32 else 0
+        if value < 1 or value & (value - 1):
+            raise self._fault("The file's alignment is not usable.", "a power of two as uint32", value)
+        return value
+
+    def _skip_value(self, kind: int, depth: int) -> None:
+        if kind in _SCALAR_BYTES:
+            self._take(_SCALAR_BYTES[kind])
+        elif kind == _STRING:
+            self._take(self._number(8))
+        elif kind == _ARRAY and depth < _MAX_DEPTH:
+            of, count = self._number(4), self._number(8)
+            if of in _SCALAR_BYTES:
+                self._take(_SCALAR_BYTES[of] * count)
+                return
+            for _ in range(count):
+                self._skip_value(of, depth + 1)
+        else:
+            raise self._fault("The header holds a value of an unknown type.", "types 0 to 12", kind)
+
+    def _info(self) -> tuple[str, _Info]:
+        self.tensor = self._text()
+        num_dims = self._number(4)
+        if num_dims > _MAX_DIMS:
+            raise self._fault("The tensor has too many dimensions.", f"at most {_MAX_DIMS}", num_dims)
+        sizes = [self._number(8) for _ in range(num_dims)]
+        info = self._number(4), tuple(reversed(sizes)), self._number(8)
+        name, self.tensor = self.tensor, ""
+        return name, info
+
+    def _text(self) -> str:
+        raw = self._take(self._number(8))
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self._fault("A name in the header is not text.", "UTF-8", error) from None
+
+    def _number(self, num_bytes: int) -> int:
+        return int.from_bytes(self._take(num_bytes), "little")
+
+    def _take(self, num_bytes: int) -> bytes:
+        if num_bytes > self.end - self.position:
+            what = "The file ends inside its header, or the header is not plausible."
+            found = f"{self.end} bytes that may be header"
+            raise self._fault(what, f"{self.position + num_bytes} bytes or more", found)
+        raw = self.file.read(num_bytes)
+        self.position += num_bytes
+        if len(raw) != num_bytes:
+            raise self._fault("The file shrank while its header was read.", f"{num_bytes} bytes", len(raw))
+        return raw
+
+    def _fault(self, what: str, expected: object, found: object) -> InputError:
+        where = f"{self.path}, tensor {self.tensor!r}" if self.tensor else str(self.path)
+        return InputError(what, where=where, expected=expected, found=found, remedy=_REMEDY)

@@ -1,0 +1,228 @@
+"""What a LayerConfig and the layout's flags say about the kernel tensors: their order, shapes and number formats.
+
+Part of `hqconv.layout_decoder.read`, and like it independent of Humming and of `hqconv.backends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hqconv.errors import RequestError, VerificationError
+from hqconv.layout_decoder.numbers import (
+    FUSED_FP8,
+    FUSED_INT8,
+    PADDED_E5M0,
+    parse_weight_dtype,
+    stored_scale_dtype,
+)
+from hqconv.schemas.dtypes import code_of
+
+_ACTIVATION_BITS = {
+    "bfloat16": 16,
+    "float16": 16,
+    "float8e4m3": 8,
+    "float8e5m2": 8,
+    "float8e3m4": 8,
+    "int8": 8,
+    "int4": 4,
+    "float4e2m1": 4,
+    "float4e0m3": 4,
+}
+_FLAGS = (  # of the manifest: LayerConfig does not write these down
+    *("use_native_dequant", "use_raw_weight", "use_flat_weight"),
+    *("use_ldmatrix_dequant", "use_block_scaled_mma"),
+)
+_WRITTEN = ("use_fused_e8m0_scale", "use_packed_k_layout", "use_int_weight_scale")
+_SCALE_ORDERS = ("tensor", "block", "channel", "group", "tensor memory", "one a word", "four a word")
+
+
+@dataclass(frozen=True)
+class KernelTensors:
+    """What the LayerConfig says about the tensors; `padded_*` are the stored sizes.
+
+    order: of the codes, "rows" (Humming's packing), "chunks" (16 bytes of every row after each other) or "fragments"
+    (of the tensor core's operand; `is_native`, `is_split`, `is_packed_k` say of which kind). is_signed: integers are
+    in two's complement. scale_order: one of `_SCALE_ORDERS`.
+    """
+
+    num_bits: int
+    exponent_bits: int | None  # None for integers
+    activation_bits: int
+    order: str
+    is_signed: bool
+    is_native: bool
+    is_packed_k: bool
+    shape: tuple[int, int]
+    padded_shape: tuple[int, int]
+    scale_type: str
+    scale_2_type: str
+    scale_dtype: str
+    scale_order: str
+    param_dtype: str
+    group: int
+    group_n: int
+    zero_kind: str  # none | int | float
+    is_centred: bool
+    has_bias: bool
+
+    def scale_shape(self, *, padded: bool) -> tuple[int, int]:
+        """(rows, groups) of the scale matrix."""
+        n, k = self.padded_shape if padded else self.shape
+        if self.scale_type == "channel":
+            return n, 1
+        return n // self.group_n, k // self.group
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether e8m0 exponents go into the codes."""
+        return self.scale_dtype in (FUSED_FP8, FUSED_INT8)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a code's sign lies apart from it: mxfp4 that becomes fp8 by two permutations of a word."""
+        return self.scale_dtype == FUSED_FP8
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether a fragment has its column halves before its row halves: as WGMMA takes it from registers."""
+        return self.is_packed_k and not self.is_fused
+
+    @property
+    def padding_scale(self) -> int:
+        """Bit pattern of a padded scale: 1.0 for exponent-only scales, else 0. Fused ones have no such constant."""
+        return {"F8_E8M0": 127, PADDED_E5M0: 15 << 3}.get(self.scale_dtype, 0)
+
+
+def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> KernelTensors:
+    """Understand a LayerConfig; RequestError for layouts not known yet, VerificationError for nonsense."""
+    words = _with_flags(config, flags)
+    try:
+        code_bits, exponent_bits = parse_weight_dtype(words["b_dtype"])
+        padded = (int(words["shape_n"]), int(words["shape_k"]))
+        shape = (padded[0] - int(words["pad_shape_n"]), padded[1] - int(words["pad_shape_k"]))
+        zero_kind = "none"
+        if words["has_zero_point"]:
+            zero_kind = "float" if words["is_fp_zero_point"] else "int"
+        form = KernelTensors(
+            num_bits=code_bits,
+            exponent_bits=exponent_bits,
+            activation_bits=_ACTIVATION_BITS[words["a_dtype"]],
+            order=_order(words),
+            is_signed=words["b_dtype"].startswith("int") or bool(words["use_ldmatrix_dequant"]),
+            is_native=bool(words["use_native_dequant"]),
+            is_packed_k=bool(words["use_packed_k_layout"]),
+            shape=shape,
+            padded_shape=padded,
+            scale_type=words["weight_scale_type"],
+            scale_2_type=words["weight_scale_2_type"],
+            scale_dtype=stored_scale_dtype(words),
+            scale_order=_scale_order(words),
+            param_dtype=code_of(words["c_dtype"]),
+            group=int(words["weight_scale_group_size"]) or padded[1],
+            group_n=max(int(words["weight_scale_group_size_n"]), 1)
+            if words["weight_scale_type"] == "block"
+            else 1,
+            zero_kind=zero_kind,
+            is_centred=_is_centred(words["a_dtype"], code_bits, exponent_bits, zero_kind),
+            has_bias=bool(words["has_bias"]),
+        )
+        _check_sizes(form)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        raise VerificationError(
+            "The layer configuration is not one that Humming writes.", where="LayerConfig", found=repr(error)
+        ) from error
+    return form
+
+
+def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of both. Without flags only 16-bit activations on sm90 are known: all of theirs are off."""
+    a_dtype, sm_version = config.get("a_dtype"), config.get("sm_version")
+    if not isinstance(a_dtype, str) or a_dtype not in _ACTIVATION_BITS:
+        what = f"The kernel layout for activations in {a_dtype} cannot be read back."
+        raise RequestError(what, expected=", ".join(_ACTIVATION_BITS))
+    if config.get("use_int_weight_scale") or flags.get("use_int_weight_scale"):
+        raise RequestError("The kernel layout with use_int_weight_scale cannot be read back.")
+    is_plain = _ACTIVATION_BITS[a_dtype] == 16 and isinstance(sm_version, int) and sm_version // 10 == 9
+    if not is_plain and not set(_FLAGS) <= flags.keys():
+        # They follow from the GPU, and from the version of the compiler that serves.
+        what = f"The kernel layout of sm{sm_version} for {a_dtype} is not known without its layout flags."
+        raise RequestError(what, expected=", ".join(_FLAGS), found=", ".join(flags) or "none")
+    for name in _WRITTEN:
+        if name in flags and name in config and bool(flags[name]) != bool(config[name]):
+            what = "The layer configuration contradicts the manifest's flags."
+            raise VerificationError(
+                what, where=f"LayerConfig: {name}", expected=flags[name], found=config[name]
+            )
+    return {**dict.fromkeys((*_FLAGS, *_WRITTEN), False), **flags, **config}
+
+
+def _order(words: Mapping[str, Any]) -> str:
+    return "rows" if words["use_raw_weight"] else "chunks" if words["use_flat_weight"] else "fragments"
+
+
+def _scale_order(words: Mapping[str, Any]) -> str:
+    """Where the scales lie; a block-scaled tensor core takes those of groups in tiles of its own."""
+    if words["weight_scale_type"] != "group" or not words["use_block_scaled_mma"]:
+        return str(words["weight_scale_type"])
+    if words["sm_version"] // 10 == 10:
+        return "tensor memory"
+    columns = 256 // _ACTIVATION_BITS[words["a_dtype"]]  # of one instruction
+    return "one a word" if columns == words["weight_scale_group_size"] else "four a word"
+
+
+def _is_centred(a_dtype: str, code_bits: int, exponent_bits: int | None, zero_kind: str) -> bool:
+    """Whether codes are sign and magnitude around the zero point: integers that become floats narrower than 16 bits,
+    or too wide for bfloat16's mantissa. The kernels read them by `normalized_uint_to_fp` (`dequant_single.cuh`)."""
+    if exponent_bits is not None or zero_kind == "float" or a_dtype in ("float16", "int8", "int4"):
+        return False
+    return a_dtype != "bfloat16" or code_bits > (6 if zero_kind == "int" else 7)
+
+
+def _check_sizes(form: KernelTensors) -> None:
+    (n, k), (padded_n, padded_k) = form.shape, form.padded_shape
+    unit = 512 // form.activation_bits
+    facts = {
+        "0 < shape - pad_shape <= shape": 0 < n <= padded_n and 0 < k <= padded_k,
+        f"shape_n a multiple of 64, shape_k of {unit}": padded_n % 64 == 0 and padded_k % unit == 0,
+        "weight_scale_type group, channel, block or tensor": form.scale_order in _SCALE_ORDERS,
+        "weight_scale_2_type none, channel or tensor": form.scale_2_type in ("none", "channel", "tensor"),
+        "groups that divide K": form.scale_type in ("channel", "tensor")
+        or (k % form.group == 0 and padded_k % form.group == 0),
+        "blocks that divide N": n % form.group_n == 0 and padded_n % form.group_n == 0,
+        "zero points for integers only": form.zero_kind == "none" or form.exponent_bits is None,
+        **_facts_of_layouts(form),
+    }
+    for expected, holds in facts.items():
+        if not holds:
+            raise VerificationError(
+                "The layer configuration contradicts itself.",
+                where="LayerConfig",
+                expected=expected,
+                found=form,
+            )
+
+
+def _facts_of_layouts(form: KernelTensors) -> dict[str, bool]:
+    """What holds where a layout is not that of 16-bit activations."""
+    is_fragments, per_word = form.order == "fragments", form.scale_order.endswith(" a word")
+    narrower = form.num_bits < form.activation_bits
+    is_mxfp4 = (form.num_bits, form.exponent_bits, form.scale_type) == (4, 2, "group")
+    in_tiles = per_word or form.scale_order == "tensor memory"
+    return {
+        "codes narrower than activations, or whole": form.num_bits <= form.activation_bits
+        and (narrower or not is_fragments),
+        "chunks that divide K": form.order != "chunks" or form.padded_shape[1] * form.num_bits % 128 == 0,
+        "native dequantization of floats for 16-bit activations": not form.is_native
+        or (is_fragments and form.activation_bits == 16 and form.exponent_bits is not None),
+        "packed K of even bits for 8-bit activations": not form.is_packed_k
+        or (is_fragments and form.activation_bits == 8 and form.num_bits % 2 == 0),
+        "signed integers in whole words": not form.is_signed
+        or (not is_fragments and form.exponent_bits is None),
+        "a second scale where exponents are fused into mxfp4": not form.is_fused
+        or (is_mxfp4 and form.scale_2_type == ("tensor" if form.is_split else "channel")),
+        "8-bit group scales and no zero points for a block-scaled tensor core": not in_tiles
+        or (form.scale_dtype in ("F8_E8M0", "F8_E4M3") and form.zero_kind == "none"),
+        "groups of one instruction's columns": not per_word or form.scale_shape(padded=True)[1] % 4 == 0,
+    }

@@ -1,0 +1,110 @@
+"""Bytes of some experts, read ahead of their decoding into one buffer.
+
+Legend: E experts of a batch. The buffer holds each part of each projection as one run, expert after expert, so that
+what is stored as plain numbers is a stack [E, …] without being copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.tensors import TensorRef
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, eq=False)
+class RawLayout:
+    """Where the bytes of some experts go in a buffer: each range of the source once.
+
+    ranges: each with its start in the buffer. starts: the same by (file, offset).
+    """
+
+    block: ExpertBlock
+    experts: Sequence[int]
+    ranges: list[tuple[TensorRef, int]] = field(init=False, repr=False)
+    starts: dict[tuple[int, int], int] = field(init=False, repr=False)
+    num_bytes: int = field(init=False)
+    _stacks: dict[tuple[str, str], int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ranges: list[tuple[TensorRef, int]] = []
+        starts: dict[tuple[int, int], int] = {}
+        stacks: dict[tuple[str, str], int] = {}
+        at = 0
+        of_experts = [self.block.sources[expert] for expert in self.experts]
+        for role in self.block.roles:
+            for part in of_experts[0][role]:
+                at = -(-at // _ALIGNMENT) * _ALIGNMENT
+                first, num_new = at, 0
+                for of_expert in of_experts:
+                    ref = of_expert[role][part]
+                    if starts.setdefault((ref.file, ref.offset_bytes), at) == at:
+                        ranges.append((ref, at))
+                        at += ref.num_bytes
+                        num_new += 1
+                size = of_experts[0][role][part].num_bytes
+                if num_new == len(of_experts) and at == first + num_new * size:
+                    stacks[role, part] = first
+        for name, value in (("ranges", ranges), ("starts", starts), ("num_bytes", at), ("_stacks", stacks)):
+            object.__setattr__(self, name, value)
+
+    def pieces(self, num_bytes: int) -> list[list[tuple[TensorRef, int]]]:
+        """The ranges in parts of about `num_bytes`, in the order of the files, to be read side by side."""
+        parts: list[list[tuple[TensorRef, int]]] = []
+        filled = num_bytes
+        for ref, start in sorted(self.ranges, key=lambda one: (one[0].file, one[0].offset_bytes)):
+            if filled >= num_bytes:
+                parts.append([])
+                filled = 0
+            parts[-1].append((ref, start))
+            filled += ref.num_bytes
+        return parts
+
+    def start_of_stack(self, role: str, part: str) -> int | None:
+        """Where a part of all experts lies as one run; None where it does not, or is stored in another form."""
+        return self._stacks.get((role, part)) if self.block.parts[role][part].is_run else None
+
+
+@dataclass(frozen=True, eq=False)
+class RawExperts:
+    """A filled buffer (uint8) and what lies where in it."""
+
+    layout: RawLayout
+    buffer: torch.Tensor
+
+    def on(self, device: torch.device) -> RawExperts:
+        """The same on a device, by one copy that nobody waits for."""
+        if device.type == "cpu":
+            return self
+        return RawExperts(self.layout, self.buffer[: self.layout.num_bytes].to(device, non_blocking=True))
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """A range as a tensor in its own dtype and shape, without a copy."""
+        start = self.layout.starts[ref.file, ref.offset_bytes]
+        return _typed(self.buffer[start : start + ref.num_bytes], ref, ())
+
+    def stack(self, role: str, part: str) -> torch.Tensor | None:
+        """A part of a projection of all experts as [E, …], without a copy; None where it is not stored like that."""
+        start = self.layout.start_of_stack(role, part)
+        if start is None:
+            return None
+        num_experts = len(self.layout.experts)
+        ref = self.layout.block.sources[self.layout.experts[0]][role][part]
+        return _typed(self.buffer[start : start + num_experts * ref.num_bytes], ref, (num_experts,))
+
+
+def stored_shape(ref: TensorRef) -> tuple[int, ...]:
+    """A tensor's shape as torch holds it: two 4-bit codes are one element."""
+    return (*ref.shape[:-1], ref.shape[-1] // 2) if ref.dtype == "F4" else ref.shape
+
+
+def _typed(raw: torch.Tensor, ref: TensorRef, front: tuple[int, ...]) -> torch.Tensor:
+    return raw.view(torch_dtype(ref.dtype)).view((*front, *stored_shape(ref)))

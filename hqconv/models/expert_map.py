@@ -1,0 +1,268 @@
+"""Sorts a checkpoint's tensors into blocks by their names, without matching every name by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from hqconv.errors import InputError, RequestError
+from hqconv.formats.quant_config import Declared, declared_formats
+from hqconv.formats.source_format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
+from hqconv.models.config_facts import (
+    activation_of,
+    layer_config,
+    layer_indices,
+    named_activation,
+    number,
+    sizes_of,
+    top_k,
+)
+from hqconv.models.families import Config, Family, text_config
+from hqconv.models.family_choice import choose_family, looks_like_expert, name_pattern, unmatched_error
+from hqconv.models.layer_builder import build_block
+from hqconv.models.layer_checks import Found, check_once
+from hqconv.models.moe_layer import ExpertBlock, OwnTensors, Parts
+from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import TensorRef
+
+
+def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, Found], list[str]]:
+    """block name → its tensors, and the names that look like an expert's and matched nothing."""
+    groups = Groups(family)
+    unmatched = []
+    for name, ref in tensors.items():
+        if groups.takes_known(name, ref):
+            continue
+        if "expert" not in name and "moe" not in name and not looks_like_expert(name, len(ref.shape)):
+            continue
+        if groups.takes(name, ref) or name.startswith(family.other_models):
+            continue
+        if looks_like_expert(name, len(ref.shape)):
+            unmatched.append(name)
+    return groups.found, unmatched
+
+
+class Groups:
+    """Blocks and their tensors so far.
+
+    A name of a single expert is a block, an index and an ending, with dots between. Whether it matches depends on each
+    of them alone: names made of three that have matched need no regular expression.
+
+    found: block name → its tensors.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.found: dict[str, Found] = {}
+        self._match = name_pattern(family).fullmatch
+        self._roles_of: dict[str, tuple[str, ...]] = {
+            name: (role,) for role, name in family.projections.items()
+        }
+        self._roles_of |= {stack.name: stack.roles for stack in family.expert_stacks}
+        self._indices: dict[str, int] = {}
+        self._endings: dict[str, tuple[tuple[str, ...], str]] = {}  # → roles and part
+        self._start = "\0"  # of the last block's names; no name begins like this
+        self._experts: dict[int, dict[str, dict[str, TensorRef]]] = {}  # of the last block
+
+    def takes_known(self, name: str, ref: TensorRef) -> bool:
+        """Whether this is a tensor of the last block, with an index and an ending that are known; it is kept."""
+        if not name.startswith(self._start):
+            return False
+        word, _, ending = name[len(self._start) :].partition(".")
+        place, index = self._endings.get(ending), self._indices.get(word)
+        if place is None or index is None:
+            return False
+        roles = self._experts.get(index)
+        if roles is None:
+            roles = self._experts[index] = {}
+        for role in place[0]:
+            parts = roles.get(role)
+            if parts is None:
+                parts = roles[role] = {}
+            if (first := parts.setdefault(place[1], ref)) is not ref:
+                check_once(self._start[:-1], ref, first)
+        return True
+
+    def takes(self, name: str, ref: TensorRef) -> bool:
+        """Whether the name is one of the family's; the tensor is kept."""
+        matched = self._match(name)
+        if matched is None:
+            return False
+        block, word, projection, part, *stack = matched.groups()
+        found = self.found.setdefault(block, Found())
+        if word is None:
+            found.stacks.setdefault(stack[0], {})[stack[1] or "weight"] = ref
+            return True
+        roles = found.experts.setdefault(int(word), {})
+        for role in self._roles_of[projection]:
+            check_once(block, ref, roles.setdefault(role, {}).setdefault(part, ref))
+        self._start, self._experts = f"{block}.", found.experts
+        self._indices[word] = int(word)
+        self._endings[f"{projection}.{part}"] = (self._roles_of[projection], part)
+        return True
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """The accounting of a checkpoint: each tensor is in exactly one of `converted`, `copied`, `dropped`."""
+
+    family: str
+    chosen_because: str
+    blocks: tuple[ExpertBlock, ...]
+    converted: dict[str, str]
+    copied: tuple[str, ...]
+    dropped: dict[str, str]
+    left: tuple[str, ...] = ()  # blocks whose tensors are copied as they are
+
+    def with_input_scales(self, names: Collection[str]) -> ExpertMap:
+        """The same with the activation scales of some blocks converted, which are dropped otherwise."""
+        blocks = [block for block in self.blocks if block.name in names]
+        moved = {name: block.name for block in blocks for name in block.input_scales.names}
+        dropped = {name: reason for name, reason in self.dropped.items() if name not in moved}
+        return replace(self, converted={**self.converted, **moved}, dropped=dropped)
+
+    def without(self, names: Collection[str], order: Iterable[str]) -> ExpertMap:
+        """The same with the tensors of some blocks copied, in the source's `order` of all tensors.
+
+        Raises RequestError where no block would be converted, and for sources whose experts are no tensors to copy.
+        """
+        kept = tuple(block for block in self.blocks if block.name not in names)
+        foreign = next(
+            (b for b in self.blocks if b.name in names and b.format.decoder in KNOWN_BY_SOURCE), None
+        )
+        if foreign is not None:
+            what = "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files."
+            raise RequestError(what, where=foreign.name, remedy="Convert the original checkpoint.")
+        if not kept:
+            raise RequestError(
+                "All experts would be left as they are: nothing to convert.", where="overrides"
+            )
+        moved = {name for name, block in self.converted.items() if block in names}
+        # As they are: what a conversion would not need, such as scales of activations, stays beside them.
+        within = tuple(f"{block.name}." for block in self.blocks if block.name in names)
+        moved |= {name for name in self.dropped if name.startswith(within)}
+        copied = moved.union(self.copied)
+        converted = {name: block for name, block in self.converted.items() if name not in moved}
+        left = (*self.left, *(block.name for block in self.blocks if block.name in names))
+        return replace(
+            self,
+            blocks=kept,
+            converted=converted,
+            copied=tuple(name for name in order if name in copied),
+            dropped={name: reason for name, reason in self.dropped.items() if name not in moved},
+            left=left,
+        )
+
+
+def map_experts(
+    tensors: Mapping[str, TensorRef], config: Config, quantization: Mapping[str, Any] | None = None
+) -> ExpertMap:
+    """Sorts a checkpoint's tensors into expert blocks, in layer order, and tensors to copy.
+
+    `tensors` are all tensors by name, `config` is config.json, `quantization` its quantization_config or what
+    stands for it. Raises RequestError for experts this version cannot convert (unknown names or formats, none at
+    all) and InputError where names, shapes, dtypes and config contradict one another.
+    """
+    text = text_config(config)
+    candidates = [name for name, ref in tensors.items() if looks_like_expert(name, len(ref.shape))]
+    choice = choose_family(candidates, config, text)
+    family, because = choice.family, choice.because
+    candidates = [name for name in candidates if not name.startswith(family.other_models)]
+    declared = declared_formats(quantization, text)
+    grouped, unmatched = group(family, tensors)
+    if unmatched:
+        raise unmatched_error(InputError, family, unmatched, because)
+    if not grouped:
+        raise RequestError(
+            "There are no MoE experts: nothing to convert.",
+            expected=f"tensors such as {family.example()}",
+            found=f"{len(tensors)} tensors, none of an expert ({because})",
+            remedy="Convert a Mixture-of-Experts checkpoint; check that the folder holds all of its files.",
+        )
+    layers = layer_indices(family, grouped, text)
+    dropped = _drop_zero_experts(family, grouped, layers, text)
+    activation, origin = named_activation(choice, text)
+    blocks = []
+    for name in sorted(grouped, key=lambda name: (layers[name], name)):
+        layer, found = layers[name], grouped.pop(name)  # a block has them in less memory
+        own = layer_config(family, layer, text)
+        facts = {
+            "layer": layer,
+            "activation": activation_of(choice, activation, layer, own),
+            "top_k": top_k(family, name, layer, own),
+        }
+        format_of = _formats(declared, name, found, _is_extra(family, layer, text))
+        block, unused = build_block(family, name, found, sizes_of(family, layer, own), format_of, facts)
+        blocks.append(block)
+        dropped |= unused
+    converted = {name: block.name for block in blocks for name in _names(block)}
+    copied = tuple(name for name in tensors if name not in converted and name not in dropped)
+    assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
+    assert set(copied).isdisjoint(candidates), "an expert tensor was lost"
+    return ExpertMap(family.name, f"{because}; {origin}", tuple(blocks), converted, copied, dropped)
+
+
+def _names(block: ExpertBlock) -> Iterable[str]:
+    """A block's tensors; where each expert has its own, the very texts that the checkpoint has them by."""
+    return block.sources.names() if isinstance(block.sources, OwnTensors) else block.tensor_names()
+
+
+def _formats(declared: Declared, block: str, found: Found, is_extra: bool) -> Callable[[str], SourceFormat]:
+    """The declared format of a block's modules. Humming's own rules speak of the experts module, as vLLM has it.
+
+    `is_extra`: a layer beyond the decoder's, for predicting further tokens. Servers pass over such layers, so ignore
+    lists often forget that they are not quantized.
+    """
+    if is_extra and _is_plain(found):
+        return lambda _module: PLAIN
+    if declared.doubts is not None:
+        plain = _plain_modules(found)
+        return lambda module: declared.of(module, is_stored_plain=module in plain)
+    return (lambda _module: declared.of(block)) if declared.method == "humming" else declared.of
+
+
+def _is_plain(found: Found) -> bool:
+    """Whether a block's tensors are floats and nothing else, which no format's are."""
+    return all(map(_are_floats, _modules(found)))
+
+
+def _modules(found: Found) -> Iterator[Parts]:
+    """The parts of every module of a block."""
+    single = (parts for roles in found.experts.values() for parts in roles.values())
+    return chain(single, found.stacks.values())
+
+
+def _are_floats(parts: Parts) -> bool:
+    return all(key in ("weight", "bias") and ref.dtype in FLOATS for key, ref in parts.items())
+
+
+def _plain_modules(found: Found) -> set[str]:
+    """The paths of a block's modules whose tensors are floats and nothing else."""
+    plain = (next(iter(parts.items())) for parts in _modules(found) if _are_floats(parts))
+    return {ref.name.removesuffix(f".{key}") for key, ref in plain}
+
+
+def _is_extra(family: Family, layer: int, text: Config) -> bool:
+    """Whether a layer comes after the decoder's last one."""
+    num_layers = number(text, family.num_layers_keys, 0)
+    return num_layers is not None and layer >= num_layers[1]
+
+
+def _drop_zero_experts(
+    family: Family, grouped: Mapping[str, Found], layers: Mapping[str, int], text: Config
+) -> dict[str, str]:
+    """Takes identity experts, E..E+Z-1, out of `grouped`; transformers 5 writes gate and up for them."""
+    dropped: dict[str, str] = {}
+    for name, found in grouped.items():
+        experts = found.experts
+        count = number(text, family.num_experts_keys, layers[name])
+        zeros = number(text, family.zero_experts_keys, layers[name])
+        if count is None or zeros is None:
+            continue
+        for e in [e for e in experts if count[1] <= e < count[1] + zeros[1] and "w2" not in experts[e]]:
+            reason = (
+                f"expert {e} is a zero-expert ({zeros[0]} {zeros[1]}): an identity, its weights are unused"
+            )
+            dropped |= {ref.name: reason for parts in experts.pop(e).values() for ref in parts.values()}
+    return dropped

@@ -1,0 +1,528 @@
+"""What a row of the families table is, how its templates are made, and where a config keeps a model's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hqconv.schemas.model_config import Config, text_config
+
+# Where decoder layers live: alone, inside a multimodal wrapper (before and since transformers 5), saved
+# without a head, and in multi-token-prediction modules that are not numbered on after the last layer.
+LAYER_PREFIXES = (
+    "model.layers.{layer}",
+    "language_model.model.layers.{layer}",
+    "model.language_model.layers.{layer}",
+    "layers.{layer}",
+    "mtp.layers.{layer}",
+    "language_model.mtp.layers.{layer}",
+    "thinker.model.layers.{layer}",
+    "llm.model.layers.{layer}",
+    "language.model.layers.{layer}",
+)
+
+
+# One spelling per number, so that no two names mean the same expert.
+INDEX = r"(?:0|[1-9][0-9]{0,8})"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One tensor with the same projections of all experts of a block: `<block>.<name>` and a part's suffix.
+
+    `roles` are the projections it holds along N, in this order, each `[I, H]` (w2: `[H, I]`); `interleaved` means
+    that their rows alternate. The shape is `[E, out, in]`, or `[E, in, out]` where `transposed`; None leaves the
+    orientation to the shapes of the block's stacks, which must allow exactly one. `flat` merges the first two
+    dimensions. Packed parts (`blocks`, `scales`) and biases are never transposed.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    transposed: bool | None = False
+    interleaved: bool = False
+    flat: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One vocabulary: `<block>.<expert>.<projection>` is the module of one expert's matrix, its parts follow.
+
+    `blocks` are anchored templates of the experts module's path, with `{layer}` for the layer index.
+    `projections` maps the role (w1 gate, w3 up, w2 down) to its name; `stacks` are the fused tensors that the
+    family has instead, or may have instead; `expert_stacks` are those of a single expert. Each `*_keys` lists config
+    keys, the first one present wins; a list value holds one number per layer. `activation` is what the family's
+    code uses when the config does not say; where the config has its numbers, `schemas/activation` says.
+    `architectures` are classes that choose the row where model_type does not; `layer_configs_key` is the config key
+    of a list that has one layer's own values in each element; `other_models` are prefixes of models of their own in
+    the same checkpoint, with experts of which the config's numbers do not speak: they are copied.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    blocks: tuple[str, ...] = ()
+    projections: Mapping[str, str] = field(default_factory=dict, hash=False)
+    stacks: tuple[Stack, ...] = ()
+    expert_stacks: tuple[Stack, ...] = ()
+    activation: str = "silu"
+    num_experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
+    top_k_keys: tuple[str, ...] = ("num_experts_per_tok",)
+    hidden_size_keys: tuple[str, ...] = ("hidden_size",)
+    intermediate_size_keys: tuple[str, ...] = ("moe_intermediate_size",)
+    activation_keys: tuple[str, ...] = ("hidden_act",)
+    num_layers_keys: tuple[str, ...] = ("num_hidden_layers",)
+    pads_last_rank: bool = False  # where TP does not divide the experts, servers give the last rank less
+    zero_experts_keys: tuple[str, ...] = ()  # routed to after the real experts, without weights of use
+    architectures: tuple[str, ...] = ()
+    layer_configs_key: str = ""
+    other_models: tuple[str, ...] = ()
+
+    @property
+    def gated(self) -> bool:
+        """Whether an expert has a gate next to its up projection."""
+        return "w1" in self.projections
+
+    def expert_stack(self, name: str, block: str) -> Stack | None:
+        """The stack of an expert's own that a tensor of expert 0 of the block is, if it is one."""
+        word = name.removeprefix(f"{block}.0.").partition(".")[0]
+        return next((stack for stack in self.expert_stacks if stack.name == word), None)
+
+    def example(self) -> str:
+        """A tensor name of this family, for messages."""
+        block = self.blocks[0].format(layer="N")
+        return f"{block}.E.{next(iter(self.projections.values()))}.weight"
+
+
+def under_layers(module: str, *more_prefixes: str) -> tuple[str, ...]:
+    """The templates of a module of every decoder layer, usual places first."""
+    return tuple(f"{prefix}.{module}" for prefix in (*LAYER_PREFIXES, *more_prefixes))
+
+
+def fused_stacks(
+    gate_up: str, down: str, transposed: bool | None = False, interleaved: bool = False
+) -> tuple[Stack, ...]:
+    """Gate and up in one stack, down in another."""
+    return (
+        Stack(gate_up, ("w1", "w3"), transposed, interleaved),
+        Stack(down, ("w2",), transposed),
+    )
+
+
+__all__ = [
+    "BY_ARCHITECTURE",
+    "BY_MODEL_TYPE",
+    "FAMILIES",
+    "INDEX",
+    "UNSUPPORTED",
+    "Config",
+    "Family",
+    "Stack",
+    "text_config",
+]
+
+GATE_UP_DOWN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+W1_W3_W2 = {"w1": "w1", "w3": "w3", "w2": "w2"}
+UP_DOWN = {"w3": "up_proj", "w2": "down_proj"}
+
+# How transformers 5 holds most families' experts in memory, and saves some.
+FUSED = fused_stacks("gate_up_proj", "down_proj")
+
+# For families whose hidden_act does not say what their experts do; a key that a config may be given.
+OWN_ACTIVATION = ("expert_activation",)
+
+# Where several rows fit an unknown model_type equally well, the earlier row is taken.
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        # Also released fused, under the same module (Qwen3.5, Zaya). Qwen3-Omni's thinker answers; its talker, which
+        # speaks, has experts of other numbers and sizes.
+        name="qwen_moe",
+        model_types=(
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_moe_text",
+            "qwen3_next",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_omni_moe",
+            "qwen3_omni_moe_thinker",
+            "qwen3_omni_moe_text",
+            "qwen4_exp",
+            "qwen4_exp_text",
+            "afmoe",
+            "beam",
+            "exaone_moe",
+            "flint",
+            "hy_v3",
+            "kolibri1",
+            "laguna",
+            "mellum",
+            "zaya",
+            "bailing_moe",
+            "bailing_moe_linear",
+            "bailing_moe_v2",
+            "bailing_hybrid",
+            "bailing_moe_v3",
+        ),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        top_k_keys=("num_experts_per_tok", "num_experts_per_token"),
+        intermediate_size_keys=("moe_intermediate_size", "expert_hidden_dim"),
+        other_models=("talker.",),
+    ),
+    Family(
+        # mistral4 is released fused; transformers 5 saves kimi_k25's layers as blocks.
+        name="deepseek",
+        model_types=(
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "deepseek_vl_v2",
+            "deepseek_ocr2",
+            "deepseek_ocr2_text",
+            "kimi_k2",
+            "kimi_k25",
+            "kimi_vl",
+            "axk1",
+            "axk2",
+            "dots1",
+            "dots3_note_text",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm4v_moe",
+            "glm4v_moe_text",
+            "glm_moe_dsa",
+            "inkling_text",
+            "mimo_v2",
+            "mimo_v2_flash",
+            "mistral4",
+            "solar_open",
+            "unlimited_ocr",
+            "unlimited_ocr_text",
+        ),
+        blocks=under_layers("mlp.experts", "language_model.model.blocks.{layer}"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+    ),
+    Family(
+        # As deepseek, but gate and up are clamped before the activation. hy_v4 is released fused.
+        name="glm5_next",
+        model_types=("glm5_next", "glm5_next_text", "hy_v4"),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+    ),
+    Family(
+        name="deepseek_v4",
+        model_types=("deepseek_v4", "deepseek_v41", "deepseek_v41_text"),
+        blocks=under_layers("ffn.experts", "mtp.{layer}"),
+        projections=W1_W3_W2,
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+    ),
+    Family(
+        # Mistral's own format: neither mlp nor ffn between the layer and its experts.
+        name="mistral_large4",
+        model_types=("mistral_large4", "mistral_large4_text"),
+        blocks=under_layers("experts"),
+        projections=W1_W3_W2,
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+    ),
+    Family(
+        name="ernie4_5_moe",
+        model_types=("ernie4_5_moe",),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        num_experts_keys=("moe_num_experts",),
+        top_k_keys=("moe_k",),
+    ),
+    Family(
+        # The Hub's Hunyuan-A13B gives lists with one value per layer; transformers writes plain numbers and
+        # sizes its experts by intermediate_size, vLLM prefers moe_intermediate_size where there is one.
+        name="hunyuan_v1_moe",
+        model_types=("hunyuan_v1_moe", "hunyuan"),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        top_k_keys=("moe_topk",),
+        intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
+    ),
+    Family(
+        # Zero-experts take part in routing only; the Hub's checkpoints have no tensors for them, while
+        # transformers 5 writes their gate and up (modeling_longcat_flash.py, LongcatFlashExperts).
+        name="longcat_flash",
+        model_types=("longcat_flash",),
+        architectures=("LongcatFlashForCausalLM",),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        num_experts_keys=("n_routed_experts",),
+        top_k_keys=("moe_topk",),
+        intermediate_size_keys=("expert_ffn_hidden_size",),
+        num_layers_keys=("num_layers", "num_hidden_layers"),
+        zero_experts_keys=("zero_expert_num",),
+    ),
+    Family(
+        name="olmoe",
+        model_types=("olmoe", "flex_olmo", "cohere2_moe"),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        name="mixtral",
+        model_types=("mixtral", "phimoe", "minimax", "minimax_m2"),
+        blocks=under_layers("block_sparse_moe.experts"),
+        projections=W1_W3_W2,
+        num_experts_keys=("num_local_experts", "num_experts"),
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        # Dense layers have intermediate_size; Grok-2's model_type is another model's.
+        name="grok",
+        model_types=("grok-1",),
+        architectures=("Grok1ForCausalLM", "Grok1ModelForCausalLM"),
+        blocks=under_layers("block_sparse_moe.experts"),
+        projections=W1_W3_W2,
+        activation="gelu",
+        num_experts_keys=("num_local_experts", "num_experts"),
+        intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
+    ),
+    Family(
+        name="minicpm",
+        model_types=("minicpm",),
+        blocks=under_layers("mlp.experts"),
+        projections=W1_W3_W2,
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        # hidden_act says silu: what the experts do is fixed in the model's code. The text model alone is saved
+        # fused, with other names.
+        name="minimax_m3",
+        model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
+        blocks=(*under_layers("block_sparse_moe.experts"), *under_layers("mlp.experts")),
+        projections=W1_W3_W2,
+        stacks=FUSED,
+        activation="swigluoai",
+        num_experts_keys=("num_local_experts", "num_experts"),
+        intermediate_size_keys=("intermediate_size",),
+        activation_keys=OWN_ACTIVATION,
+    ),
+    Family(
+        # Kimi-K3's experts work in a space of their own size.
+        name="kimi_linear",
+        model_types=("kimi_linear",),
+        blocks=under_layers("block_sparse_moe.experts"),
+        projections=W1_W3_W2,
+        hidden_size_keys=("routed_expert_hidden_size", "hidden_size"),
+        top_k_keys=("num_experts_per_token", "num_experts_per_tok"),
+    ),
+    Family(
+        # No hidden_act in the config: silu is fixed in the model's code.
+        name="lfm2_moe",
+        model_types=("lfm2_moe",),
+        blocks=under_layers("feed_forward.experts"),
+        projections=W1_W3_W2,
+        stacks=FUSED,
+    ),
+    Family(
+        name="jamba",
+        model_types=("jamba",),
+        blocks=under_layers("feed_forward.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        # With moe_latent_size the experts work in that space: it is their K and the down projection's N. Puzzle models
+        # have experts of other numbers and sizes in each layer.
+        name="nemotron_h",
+        model_types=("nemotron_h", "nemotron_h_omni", "nemo_speechlm", "nemotron_h_puzzle"),
+        architectures=("NemotronHPuzzleForCausalLM",),
+        layer_configs_key="block_configs",
+        blocks=under_layers(
+            "mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"
+        ),
+        projections=UP_DOWN,
+        stacks=(Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
+        activation="relu2",
+        num_experts_keys=("n_routed_experts",),
+        hidden_size_keys=("moe_latent_size", "hidden_size"),
+        activation_keys=("mlp_hidden_act",),
+    ),
+    Family(
+        # transformers 4 saved [E, in, out]; version 5 reads both by shape and saves [E, out, in].
+        name="qwen3_vl_moe",
+        model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=None),
+    ),
+    Family(
+        # Here the router's weights scale the experts' inputs, not their outputs (Llama4TextMoe).
+        name="llama4",
+        model_types=("llama4", "llama4_text"),
+        blocks=under_layers("feed_forward.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
+        num_experts_keys=("num_local_experts",),
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        # Transposed as floats only: the released blocks and scales are [E, out, …]. hidden_act says silu, the
+        # activation is fixed in the model's code. Quark gives each expert its share, turned, with its rows as they
+        # were (its replace_gptoss_experts_with_linear; vLLM's _load_weights_quark cuts pairs of rows).
+        name="gpt_oss",
+        pads_last_rank=True,
+        model_types=("gpt_oss",),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True, interleaved=True),
+        expert_stacks=(Stack("gate_up_proj", ("w1", "w3"), interleaved=True),),
+        activation="swigluoai",
+        num_experts_keys=("num_local_experts", "num_experts"),
+        top_k_keys=("num_experts_per_tok", "experts_per_token"),
+        intermediate_size_keys=("intermediate_size",),
+        activation_keys=OWN_ACTIVATION,
+    ),
+    Family(
+        # A gpt_oss whose gate and up are one after the other.
+        name="openai_privacy_filter",
+        model_types=("openai_privacy_filter",),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
+        activation="swigluoai",
+        num_experts_keys=("num_local_experts", "num_experts"),
+        intermediate_size_keys=("intermediate_size",),
+        activation_keys=OWN_ACTIVATION,
+    ),
+    Family(
+        name="granitemoe",
+        model_types=("granitemoe", "granitemoeshared", "granitemoehybrid"),
+        blocks=under_layers("block_sparse_moe"),
+        projections=W1_W3_W2,
+        stacks=fused_stacks("input_linear", "output_linear"),
+        num_experts_keys=("num_local_experts",),
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        name="granitemoe_swa",
+        model_types=("granitemoe_swa",),
+        blocks=under_layers("block_sparse_moe.experts"),
+        projections=W1_W3_W2,
+        stacks=FUSED,
+        num_experts_keys=("num_local_experts",),
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        name="gemma4",
+        model_types=("gemma4", "gemma4_text", "gemma4_unified", "diffusion_gemma", "diffusion_gemma_text"),
+        blocks=under_layers(
+            "experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"
+        ),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        activation="gelu_pytorch_tanh",
+        top_k_keys=("top_k_experts",),
+        activation_keys=("hidden_activation",),
+    ),
+    Family(
+        # Its sizes lie in ffn_config, the activation too, as {"name": …}.
+        name="dbrx",
+        model_types=("dbrx",),
+        blocks=("transformer.blocks.{layer}.ffn.experts.mlp",),
+        projections={"w1": "w1", "w3": "v1", "w2": "w2"},
+        stacks=(
+            Stack("w1", ("w1",), flat=True),
+            Stack("v1", ("w3",), flat=True),
+            Stack("w2", ("w2",), transposed=True, flat=True),
+        ),
+        num_experts_keys=("moe_num_experts",),
+        top_k_keys=("moe_top_k",),
+        hidden_size_keys=("d_model",),
+        intermediate_size_keys=("ffn_hidden_size",),
+        num_layers_keys=("n_layers",),
+    ),
+    Family(
+        # An embedding model: one flat stack of every projection, no gate, and a bias of the weighted sum.
+        name="nomic_bert",
+        model_types=("nomic_bert",),
+        blocks=("encoder.layers.{layer}.mlp.experts.mlp",),
+        projections={"w3": "w1", "w2": "w2"},
+        stacks=(Stack("w1", ("w3",), flat=True), Stack("w2", ("w2",), transposed=True, flat=True)),
+        activation="gelu",
+        top_k_keys=("moe_top_k",),
+        hidden_size_keys=("n_embd", "hidden_size"),
+        intermediate_size_keys=("n_inner", "intermediate_size"),
+        activation_keys=("activation_function",),
+        num_layers_keys=("n_layer", "num_hidden_layers"),
+    ),
+    Family(
+        # Some layers of Step-3.7 bound silu(gate) and up; a 0 in the list means no bound.
+        name="step3",
+        model_types=(
+            *("step3", "step3_text", "step3_vl", "step3p5", "step3p7", "step3p7_vl", "step3p7_text"),
+            "step5",
+        ),
+        blocks=under_layers("moe"),
+        projections=GATE_UP_DOWN,
+        stacks=(
+            Stack("gate_proj", ("w1",)),
+            Stack("up_proj", ("w3",)),
+            Stack("down_proj", ("w2",)),
+        ),
+        num_experts_keys=("moe_num_experts", "n_routed_experts", "num_local_experts"),
+        top_k_keys=("moe_top_k", "num_experts_per_tok"),
+    ),
+    Family(
+        name="aria",
+        model_types=("aria", "aria_text"),
+        blocks=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("fc1", "fc2", transposed=True),
+        num_experts_keys=("moe_num_experts",),
+        top_k_keys=("moe_topk",),
+        intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
+        activation_keys=OWN_ACTIVATION,
+    ),
+    Family(
+        name="inkling",
+        model_types=("inkling_mm_model",),
+        blocks=("model.llm.layers.{layer}.mlp.experts",),
+        projections=W1_W3_W2,
+        stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+    ),
+    Family(
+        # gate and up go through soft caps, in numbers of the config: no activation that is known here.
+        name="inkling2",
+        model_types=("inkling2", "inkling2_text"),
+        blocks=("model.llm.layers.{layer}.mlp.experts",),
+        projections=W1_W3_W2,
+        stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
+        activation="softcapped_swiglu",
+        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        activation_keys=OWN_ACTIVATION,
+    ),
+)
+
+BY_ARCHITECTURE: Mapping[str, Family] = {a: family for family in FAMILIES for a in family.architectures}
+BY_MODEL_TYPE: Mapping[str, Family] = {t: family for family in FAMILIES for t in family.model_types}
+
+# Models with experts that no row can describe, and why: a fused Mixture-of-Experts kernel could not serve them.
+UNSUPPORTED: Mapping[str, str] = {
+    "doge": "its experts are rows of embeddings, not matrices",
+    "dots3_note": "its vision tower has experts of its own",
+    "ernie4_5_moe_vl": "text and vision tokens have experts of their own, of different sizes, in one module",
+    "ernie4_5_vl_moe": "text and vision tokens have experts of their own, of different sizes, in one module",
+    "ernie4_5_vl_moe_text": "text and vision tokens have experts of their own, of different sizes, in one module",
+    "hunyuan_image_3_moe": "gate and up of an expert are one tensor, in an order that only its own code says",
+    "jetmoe": "its attention is a mixture of experts too, in modules of the same names",
+    "muse_spark": "a norm lies between an expert's down projection and the weighted sum",
+    "muse_spark_text": "a norm lies between an expert's down projection and the weighted sum",
+    "nllb-moe": "it is an encoder and a decoder, whose experts have biases and an activation without a gate",
+    "switch_transformers": "it is an encoder and a decoder, which route each token to one expert of limited capacity",
+    "vitpose_backbone": "an expert is a single matrix",
+}

@@ -1,0 +1,313 @@
+"""The stacks of experts in a GGUF file: what they hold, and what must hold of them.
+
+Legend: E experts, I intermediate size, H hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hqconv.errors import InputError, RequestError
+from hqconv.formats.source_format import GGUF, SourceFormat
+from hqconv.io.gguf_header import COPY_AGAIN, wrong_shape
+from hqconv.models.config_facts import sizes_of
+from hqconv.models.expert_map import ExpertMap, map_experts
+from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family, text_config
+from hqconv.models.layer_checks import Sizes
+from hqconv.models.moe_layer import ExpertBlock, PartSource, View
+from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import TensorRef
+
+STACKS = {
+    "ffn_gate_exps": ("w1",),
+    "ffn_up_exps": ("w3",),
+    "ffn_down_exps": ("w2",),
+    "ffn_gate_up_exps": ("w1", "w3"),
+}
+
+
+@dataclass(frozen=True)
+class GgufPart:
+    """A tensor of a GGUF file that holds one part of a projection of all experts of a layer."""
+
+    ref: TensorRef
+    view: View
+
+    def share(self, expert: int, shape: tuple[int, ...]) -> TensorRef:
+        """Where one expert's part is, if that has this shape. A scale is one for the whole stack."""
+        num_bytes = self.ref.num_bytes // self.ref.shape[0]
+        offset = self.ref.offset_bytes + expert * num_bytes
+        if shape:
+            num_bytes //= self.view.count
+            offset += self.view.index * num_bytes
+        return self.ref._replace(shape=shape, offset_bytes=offset, num_bytes=num_bytes)
+
+
+GgufLayer = dict[str, dict[str, GgufPart]]  # role → part → where it is
+
+
+def check_layer(layer: int, found: GgufLayer, family: Family, sizes: Sizes) -> None:
+    """Every projection is there, and every part has the size that the config says; raises InputError."""
+    needed = ["weight", *(["bias"] if any("bias" in parts for parts in found.values()) else [])]
+    for role in family.projections:
+        for part in needed:
+            if part not in found.get(role, {}):
+                stack = next(stack for stack, roles in STACKS.items() if role in roles)
+                what, where = "A layer of experts lacks a tensor.", f"blk.{layer}.{stack}.{part}"
+                raise InputError(
+                    what, where=where, expected="present", found="no such tensor", remedy=COPY_AGAIN
+                )
+    for role, parts in found.items():
+        for part, one in parts.items():
+            _check_part(role, part, one, sizes, found["w2"]["weight"].ref)
+
+
+def _check_part(role: str, part: str, one: GgufPart, sizes: Sizes, down: TensorRef) -> None:
+    ref, from_config = one.ref, (sizes.num_experts, sizes.hidden, sizes.intermediate)
+    if len(down.shape) != 3:
+        raise wrong_shape(down.name, "[experts, out, in]", down.shape)
+    count, hidden, inner = (
+        size[1] if size else have for size, have in zip(from_config, down.shape, strict=True)
+    )
+    rows, columns = (hidden, inner) if role == "w2" else (inner, hidden)
+    rows *= one.view.count
+    shape = {"weight": (count, rows, columns), "bias": (count, rows), "scale_2": (count,)}[part]
+    if ref.shape != shape or not all(shape):
+        keys = ", ".join(size[0] for size in from_config if size)
+        raise wrong_shape(ref.name, f"{list(shape)} ({keys} in config.json)", ref.shape)
+    if part != "weight" and ref.dtype not in FLOATS:
+        what, expected = "A bias or scale has the wrong type.", " or ".join(FLOATS)
+        raise InputError(what, where=ref.name, expected=expected, found=ref.dtype, remedy=COPY_AGAIN)
+
+
+_PARTS = {"weight": "weight", "bias": "bias", "scale": "scale_2"}
+_EXPERT = re.compile(rf"blk\.({INDEX})\.({'|'.join(STACKS)})\.(weight|bias|scale|input_scale)")
+# Other kinds of experts, and tensors of single experts, which files of 2023 have.
+_LOOKS_LIKE_EXPERT = re.compile(r"exps(?:\.|_|$)|\.ffn_(?:gate|up|down)\.[0-9]+\.")
+_MTP_PREFIXES = ("mtp.", "language_model.mtp.")
+_ROUTER_WORDS = frozenset(("gate", "router", "wg"))
+_NOT_NEEDED = "the safetensors' tensor is used"
+_ACTIVATION_SCALE = "activation scale, not used by 16-bit activations"
+
+
+def map_gguf(
+    tensors: Mapping[str, TensorRef], safetensors: Mapping[str, TensorRef], config: Mapping[str, Any]
+) -> ExpertMap:
+    """The blocks in GGUF files, and what becomes of every tensor of both kinds of files.
+
+    `tensors` are those of the GGUF files, by their own names; the refs have the names to count them by. Raises
+    RequestError for a model_type without a row and files without experts; InputError, naming the tensor, for experts
+    that are not whole, not understood, or not of the config's sizes.
+    """
+    return _Finder(tensors, safetensors, config).map()
+
+
+@dataclass(frozen=True)
+class _Finder:
+    tensors: Mapping[str, TensorRef]
+    safetensors: Mapping[str, TensorRef]
+    config: Mapping[str, Any]
+
+    def map(self) -> ExpertMap:
+        """See `map_gguf`.
+
+        The rules for names and activations are those of a checkpoint that has experts as tensors: such tensors
+        stand in for the stacks.
+        """
+        layers, dropped = self._layers()
+        for layer, parts in layers.items():
+            check_layer(layer, parts, self._family, sizes_of(self._family, layer, self._text))
+        blocks = {self._block_name(layer): layer for layer in sorted(layers)}
+        self._check_routers(blocks)
+        stand_ins: dict[str, TensorRef] = {}
+        for name, layer in blocks.items():
+            stand_ins |= self._stand_ins(name, layers[layer])
+        mapped = map_experts({**self.safetensors, **stand_ins}, self.config)
+        found = tuple(_with_stacks(block, layers[blocks[block.name]]) for block in mapped.blocks)
+        assert {block.name: block.layer for block in found} == blocks, "a layer was mapped to another block"
+        return ExpertMap(
+            family=mapped.family,
+            chosen_because=f"{mapped.chosen_because}; experts from GGUF files",
+            blocks=found,
+            converted={name: block.name for block in found for name in block.tensor_names()},
+            copied=mapped.copied,
+            dropped=mapped.dropped | dropped,
+        )
+
+    @cached_property
+    def _text(self) -> Mapping[str, object]:
+        return text_config(self.config)
+
+    @cached_property
+    def _family(self) -> Family:
+        types = [str(words.get("model_type")) for words in (self.config, self._text)]
+        family = next((BY_MODEL_TYPE[name] for name in types if name in BY_MODEL_TYPE), None)
+        if family is None:
+            raise RequestError(
+                "Experts in GGUF files can be named for known families only.",
+                where="config.json: model_type",
+                found=types[0],
+                remedy="Convert from safetensors, or add a row to hqconv/models/families.py.",
+            )
+        return family
+
+    @cached_property
+    def _modules(self) -> frozenset[str]:
+        """The paths of all modules with tensors in the safetensors."""
+        modules: set[str] = set()
+        for name in self.safetensors:
+            module = name.rpartition(".")[0]
+            while module and module not in modules:
+                modules.add(module)
+                module = module.rpartition(".")[0]
+        return frozenset(modules)
+
+    # --- which tensor is what --------------------------------------------------------------------------------
+
+    def _layers(self) -> tuple[dict[int, GgufLayer], dict[str, str]]:
+        """The parts of every layer's experts, and what is dropped of the GGUF files."""
+        layers: dict[int, GgufLayer] = {}
+        dropped: dict[str, str] = {}
+        for tensor, ref in self.tensors.items():
+            match = _EXPERT.fullmatch(tensor)
+            if match is None:
+                if _LOOKS_LIKE_EXPERT.search(tensor):
+                    raise _not_understood(ref)
+                dropped[ref.name] = _NOT_NEEDED
+                continue
+            layer, stack, suffix = int(match[1]), match[2], match[3]
+            if suffix == "input_scale":
+                dropped[ref.name] = _ACTIVATION_SCALE
+            elif suffix == "scale" and self._is_of_router(ref, layer, stack):
+                dropped[ref.name] = _NOT_NEEDED
+            else:
+                self._add_part(layers.setdefault(layer, {}), stack, _PARTS[suffix], ref)
+        if not layers:
+            raise RequestError(
+                "Neither the safetensors nor the GGUF files hold experts: nothing to convert.",
+                expected="tensors such as blk.0.ffn_down_exps.weight",
+                found=f"{len(self.tensors)} tensors in GGUF files, none of an expert",
+                remedy="Convert a Mixture-of-Experts checkpoint; check that the folder holds all of its files.",
+            )
+        return layers, dropped
+
+    def _is_of_router(self, ref: TensorRef, layer: int, stack: str) -> bool:
+        """Whether a scale is the router's (gemma4), not the second scale of NVFP4 weights.
+
+        Where both could be meant llama.cpp multiplied the one into the other: refused, as what is neither.
+        """
+        weight = self.tensors.get(f"blk.{layer}.{stack}.weight")
+        is_second = weight is not None and weight.dtype == "NVFP4"
+        parent = self._block_name(layer).rpartition(".")[0]
+        has_router = stack == "ffn_down_exps" and f"{parent}.router.per_expert_scale" in self.safetensors
+        if has_router == is_second:
+            raise _not_understood(ref)
+        return has_router
+
+    def _add_part(self, layer: GgufLayer, stack: str, part: str, ref: TensorRef) -> None:
+        roles = STACKS[stack]
+        for index, role in enumerate(roles):
+            parts = layer.setdefault(role, {})
+            if part in parts or role not in self._family.projections:
+                what = "A layer of experts has a stack too many."
+                found = (
+                    f"also {parts[part].ref.name}" if part in parts else ", ".join(self._family.projections)
+                )
+                raise InputError(
+                    what, where=ref.name, expected="one stack per projection", found=found, remedy=COPY_AGAIN
+                )
+            parts[part] = GgufPart(ref, View(index=index, count=len(roles)))
+
+    # --- checks ----------------------------------------------------------------------------------------------
+
+    def _check_routers(self, blocks: Collection[str]) -> None:
+        """Every layer with a router has its experts: none may be left out of the files."""
+        for template in self._family.blocks:
+            parent = re.escape(template.rpartition(".")[0]).replace(re.escape("{layer}"), f"({INDEX})")
+            pattern = re.compile(rf"{parent}\.(.+)\.weight")
+            for name, ref in self.safetensors.items():
+                match = pattern.fullmatch(name)
+                if not match or len(ref.shape) != 2 or not _ROUTER_WORDS.intersection(match[2].split(".")):
+                    continue
+                count = sizes_of(self._family, int(match[1]), self._text).num_experts
+                block = template.format(layer=match[1])
+                if count and ref.shape[0] == count[1] and block not in blocks:
+                    raise InputError(
+                        "The GGUF files lack the experts of a layer.",
+                        where=name,
+                        expected="stacks of experts for every layer with a router",
+                        found=f"none for {block}",
+                        remedy="Get GGUF files with this layer (many leave out MTP layers), or take all of its tensors"
+                        " out of the safetensors.",
+                    )
+
+    # --- blocks ----------------------------------------------------------------------------------------------
+
+    def _block_name(self, layer: int) -> str:
+        """The path of a layer's experts: where the safetensors have other tensors of its MoE module."""
+        for template in self._family.blocks:
+            number = self._mtp_index(layer) if template.startswith(_MTP_PREFIXES) else layer
+            name = template.format(layer=number)
+            if number >= 0 and self._modules.intersection((name, name.rpartition(".")[0])):
+                return name
+        raise InputError(
+            "The safetensors lack the other tensors of an MoE layer, such as its router.",
+            where=f"blk.{layer}.ffn_down_exps.weight",
+            expected=f"tensors next to {self._family.blocks[0].format(layer=layer)}",
+            remedy="Put all of the original model's tensors but the experts into the folder.",
+        )
+
+    def _mtp_index(self, layer: int) -> int:
+        """The index among modules that are numbered on their own; -1 for a decoder layer."""
+        found = (self._text.get(key) for key in self._family.num_layers_keys)
+        num_layers = next((value for value in found if isinstance(value, int)), layer + 1)
+        return max(layer - num_layers, -1)
+
+    def _stand_ins(self, name: str, layer: GgufLayer) -> dict[str, TensorRef]:
+        """The tensors of a checkpoint with the layer's experts one by one."""
+        refs = {}
+        for role, word in self._family.projections.items():
+            weight = layer[role]["weight"]
+            count, rows, columns = weight.ref.shape
+            shape = (rows // weight.view.count, columns)
+            for expert in range(count):
+                full = f"{name}.{expert}.{word}.weight"
+                refs[full] = TensorRef(full, "F32", shape, weight.ref.file, 0, 0)
+        return refs
+
+
+def _with_stacks(block: ExpertBlock, layer: GgufLayer) -> ExpertBlock:
+    """A mapped block, with the stacks instead of the tensors that stood in for them."""
+    parts = {
+        role: {
+            part: PartSource(one.ref.name, one.ref.dtype, one.ref.shape, one.view)
+            for part, one in layer[role].items()
+        }
+        for role in block.roles
+    }
+    types = dict.fromkeys(parts[role]["weight"].dtype for role in block.roles)
+    sources = tuple(
+        {role: _shares(layer[role], expert, block.shape(role)) for role in block.roles}
+        for expert in range(block.num_experts)
+    )
+    own_format = SourceFormat(f"gguf {'+'.join(types)}", GGUF)
+    return replace(block, format=own_format, dtype=parts["w2"]["weight"].dtype, parts=parts, sources=sources)
+
+
+def _shares(parts: Mapping[str, GgufPart], expert: int, shape: tuple[int, int]) -> dict[str, TensorRef]:
+    shapes: dict[str, tuple[int, ...]] = {"weight": shape, "bias": shape[:1], "scale_2": ()}
+    return {part: one.share(expert, shapes[part]) for part, one in parts.items()}
+
+
+def _not_understood(ref: TensorRef) -> InputError:
+    return InputError(
+        "A tensor of a GGUF file looks like experts and is not understood.",
+        where=ref.name,
+        expected=f"blk.N.{{{','.join(STACKS)}}} with weight, bias, or the scale of NVFP4 weights",
+        found=f"{ref.dtype} {list(ref.shape)}",
+        remedy="Convert the model to GGUF with a current llama.cpp, or convert it from safetensors.",
+    )

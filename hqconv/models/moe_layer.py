@@ -1,0 +1,289 @@
+"""One MoE layer's experts as a source stores them: which bytes of which tensor are which part of which expert.
+
+Legend: E experts, I intermediate size, H hidden size. Roles: w1 gate, w3 up (both [I, H]), w2 down ([H, I]).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from hqconv.formats.source_format import SourceFormat
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.tensors import TensorRef
+
+Parts = dict[str, TensorRef]
+
+
+class Sources(Protocol):
+    """Every expert's byte ranges: expert → role → part. Some are worked out when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, expert: int, /) -> dict[str, Parts]: ...
+
+    def __iter__(self) -> Iterator[dict[str, Parts]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where one projection lies in an expert's share of a tensor: transposed first, then one of `count` parts.
+
+    The parts are equal runs of rows, or every `count`-th row where `interleaved`. A single row is not cut: all
+    projections share it (a scale per expert, or per stack of projections).
+    """
+
+    transposed: bool = False
+    index: int = 0
+    count: int = 1
+    interleaved: bool = False
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The projection's shape. Raises ValueError where the rows cannot be dealt equally."""
+        if self.transposed and len(shape) > 1:
+            shape = (shape[1], shape[0], *shape[2:])
+        if self.count == 1 or not shape or shape[0] == 1:
+            return shape
+        if shape[0] % self.count:
+            raise ValueError(f"{shape[0]} rows are not {self.count} equal parts")
+        return (shape[0] // self.count, *shape[1:])
+
+
+IDENTITY = View()
+
+
+@dataclass(frozen=True)
+class PartSource:
+    """One part (codes, scales, bias …) of a projection, the same for every expert of a block.
+
+    `template` is the tensor's name with `{expert}` where experts have tensors of their own (maybe of several
+    projections, which `view` tells apart); else the tensor holds all experts, along its first dimension (with the rows
+    where `is_flat`). `shape` is the whole tensor's.
+    """
+
+    template: str
+    dtype: str
+    shape: tuple[int, ...]
+    view: View = IDENTITY
+    is_flat: bool = False
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one tensor holds all experts."""
+        return "{expert}" not in self.template
+
+    def share(self, num_experts: int) -> tuple[int, ...]:
+        """The shape of one expert's share of the tensor. Raises ValueError where it cannot be dealt."""
+        if not self.is_stacked:
+            return self.shape
+        if self._is_for_all(num_experts):
+            return ()
+        if self.is_flat:
+            if not self.shape or self.shape[0] % num_experts:
+                raise ValueError(f"{list(self.shape)} does not hold {num_experts} experts")
+            return (self.shape[0] // num_experts, *self.shape[1:])
+        if not self.shape or self.shape[0] != num_experts:
+            raise ValueError(f"{list(self.shape)} does not hold {num_experts} experts")
+        return self.shape[1:]
+
+    def _is_for_all(self, num_experts: int) -> bool:
+        """Whether the tensor is one number, a scale that all experts have in common."""
+        return num_experts > 1 and math.prod(self.shape) == 1
+
+    def logical_shape(self, num_experts: int) -> tuple[int, ...]:
+        """The shape of one expert's projection's part, [out, …]. Raises ValueError as `share`."""
+        return self.view.shape(self.share(num_experts))
+
+    def ref(self, tensor: TensorRef, expert: int, num_experts: int) -> TensorRef:
+        """Where one expert's share is. A projection that is a run of the share's bytes is narrowed to it."""
+        if not self.is_stacked:
+            if self.view == IDENTITY:
+                return tensor
+            num_experts, expert = 1, 0
+        elif self._is_for_all(num_experts):
+            return tensor._replace(shape=())
+        shape = self.share(num_experts)
+        share_bytes = num_bytes = tensor.num_bytes // num_experts
+        offset = tensor.offset_bytes + expert * share_bytes
+        if self.is_run:
+            shape = self.view.shape(shape)
+            num_bytes = math.prod(shape) * num_bits(self.dtype) // 8
+            offset += self.view.index * num_bytes if num_bytes < share_bytes else 0
+        return tensor._replace(shape=shape, offset_bytes=offset, num_bytes=num_bytes)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the projection's bytes lie together, so that no view is needed once they are read."""
+        return not self.view.transposed and not (self.view.interleaved and self.view.count > 1)
+
+    def words(self) -> dict[str, Any]:
+        """As JSON words; `from_words` is the inverse."""
+        return {**asdict(self), "shape": list(self.shape)}
+
+    @classmethod
+    def from_words(cls, words: Mapping[str, Any]) -> PartSource:
+        """Raises KeyError, TypeError or ValueError for words that are none."""
+        view, shape = View(**words["view"]), tuple(int(size) for size in words["shape"])
+        part = cls(**{**words, "view": view, "shape": shape})
+        if part.words() != words or {"{", "}"}.intersection(part.template.replace("{expert}", "")):
+            raise ValueError(f"a part at {part.template!r}")
+        return part
+
+
+@dataclass(frozen=True)
+class InputScales:
+    """Scales of activations that were measured beforehand, one for each projection, expert or stack.
+
+    a_dtype: Humming's name of what the activations were measured for; "" where the config does not say it.
+    refs: GEMM → its tensors, each once, of which every value counts. max_values: GEMM → the most values that each may
+    hold. missing: GEMM → the tensors that other experts have.
+    """
+
+    a_dtype: str = ""
+    refs: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
+    max_values: Mapping[str, int] = field(default_factory=dict)
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors."""
+        return [ref.name for refs in self.refs.values() for ref in refs]
+
+
+@dataclass(frozen=True)
+class ExpertBlock:
+    """One MoE layer's experts. `sources[e]["w1"]["weight"]` says where the codes (or floats) of e's gate are.
+
+    A block that is not gated has no w1. `hidden_size` is what the experts see: a latent size in some nemotron_h.
+    `layer` counts a separate `mtp.layers.i` on from the last decoder layer. `words` are the projections' names
+    where experts have tensors of their own. `dtype` is that of the weights, as the headers say. `input_scales` are no
+    parts: calibration may have missed experts.
+    """
+
+    name: str
+    family: str
+    layer: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+    activation: Activation
+    top_k: int
+    dtype: str
+    pads_last_rank: bool
+    format: SourceFormat
+    words: Mapping[str, str]
+    parts: Mapping[str, Mapping[str, PartSource]]
+    sources: Sources
+    input_scales: InputScales = field(default_factory=InputScales)
+
+    def shape(self, role: str) -> tuple[int, int]:
+        """[out, in] of a projection."""
+        wide = (self.hidden_size, self.intermediate_size)
+        return wide if role == "w2" else wide[::-1]
+
+    def module(self, expert: int, role: str) -> str:
+        """The projection's name in a checkpoint with tensors per expert."""
+        return f"{self.name}.{expert}.{self.words[role]}"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The block's projections, gate first."""
+        return tuple(role for role in ("w1", "w3", "w2") if role in self.words)
+
+    @property
+    def knows_activation(self) -> bool:
+        """Whether the activation is more than a name: its formula and numbers are known."""
+        return self.activation.is_known(self.gated)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the experts' projections have biases."""
+        return "bias" in self.parts["w2"]
+
+    def refs(self, expert: int) -> list[TensorRef]:
+        """The byte ranges of one expert, each once."""
+        found = {
+            (r.file, r.offset_bytes): r for parts in self.sources[expert].values() for r in parts.values()
+        }
+        return list(found.values())
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Source bytes of all experts."""
+        return sum(ref.num_bytes for expert in range(self.num_experts) for ref in self.refs(expert))
+
+    def parts_words(self) -> dict[str, dict[str, Any]]:
+        """Where every part of every projection is, as JSON words."""
+        return {
+            role: {part: source.words() for part, source in of_role.items()}
+            for role, of_role in self.parts.items()
+        }
+
+    def tensor_names(self) -> list[str]:
+        """Every source tensor of the block, from the templates, expert by expert."""
+        parts = [part for of_role in self.parts.values() for part in of_role.values()]
+        names = (part.template.format(expert=e) for e in range(self.num_experts) for part in parts)
+        return list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class OwnTensors:
+    """`ExpertBlock.sources` of experts with tensors of their own.
+
+    columns: role → part → every expert's tensor. Dicts for each expert would take more memory than the tensors.
+    """
+
+    columns: Mapping[str, Mapping[str, tuple[TensorRef, ...]]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns["w2"].values())))
+
+    def __getitem__(self, expert: int, /) -> dict[str, Parts]:
+        return {
+            role: {part: refs[expert] for part, refs in of_role.items()}
+            for role, of_role in self.columns.items()
+        }
+
+    def __iter__(self) -> Iterator[dict[str, Parts]]:
+        return (self[expert] for expert in range(len(self)))
+
+    def names(self) -> Iterator[str]:
+        """Every tensor's name, expert by expert."""
+        columns = [refs for of_role in self.columns.values() for refs in of_role.values()]
+        return (ref.name for of_expert in zip(*columns, strict=True) for ref in of_expert)
+
+
+@dataclass(frozen=True)
+class StackShares:
+    """`ExpertBlock.sources` of experts in stacks, each worked out when it is first asked for: a look asks for few.
+
+    parts: role → part → the stack that holds it. tensors: by name. count: of experts.
+    """
+
+    parts: Mapping[str, Mapping[str, PartSource]]
+    tensors: Mapping[str, TensorRef]
+    count: int
+    _known: dict[int, dict[str, Parts]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, expert: int, /) -> dict[str, Parts]:
+        if expert not in self._known:
+            place = range(self.count)[expert]
+            self._known[expert] = {
+                role: {
+                    part: one.ref(self.tensors[one.template], place, self.count)
+                    for part, one in of_role.items()
+                }
+                for role, of_role in self.parts.items()
+            }
+        return self._known[expert]
+
+    def __iter__(self) -> Iterator[dict[str, Parts]]:
+        return (self[expert] for expert in range(self.count))

@@ -1,0 +1,290 @@
+"""Output safetensors files: their headers, and where in them every tensor goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.planning.encoding import Encoding, encoding_of
+from hqconv.planning.spec import Request
+from hqconv.schemas import artifact_names
+from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.grid import Grid, TpSlice, tp_share, tp_slices
+from hqconv.schemas.tensors import TensorRef, TensorSpec
+from hqconv.schemas.weight_schema import TargetSchema
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """One output file: its path in the artifact, its header, ready to write, and the places of its tensors."""
+
+    path: str
+    header: bytes
+    size_bytes: int
+    tensors: dict[str, TensorRef]
+
+
+def build_file(
+    path: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], number: int = 0
+) -> OutFile:
+    """Lay out a safetensors file: widest dtypes first, so that every tensor is aligned; header padded to 8.
+
+    `number` is the file's place among those that are finished together, which its refs have.
+    """
+    ordered = sorted(specs, key=lambda spec: -num_bits(spec.dtype))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    places: list[tuple[int, int]] = []
+    end = 0
+    for spec in ordered:
+        begin, end = end, end + spec.num_bytes
+        places.append((begin, end))
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (begin, end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    tensors = {
+        spec.name: TensorRef(
+            spec.name, spec.dtype, tuple(spec.shape), number, len(header) + begin, end - begin
+        )
+        for spec, (begin, end) in zip(ordered, places, strict=True)
+    }
+    return OutFile(path, header, len(header) + end, tensors)
+
+
+MAX_SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """All output files of one MoE block, and how they are filled.
+
+    Kernel layout: one file a rank; `forms` are the kernel forms of its GEMMs, `slices` each TP rank's part of the
+    intermediate size, and every expert is at `homes`.
+    Checkpoint layout: ordinary shards; `forms` and `slices` are empty, and `expert_files` is each expert's file.
+    """
+
+    block: ExpertBlock
+    encoding: Encoding
+    files: tuple[OutFile, ...]
+    forms: dict[str, KernelForm]
+    grid: Grid = field(default_factory=Grid)
+    slices: tuple[TpSlice, ...] = ()
+    expert_files: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The block's name, which is the group's."""
+        return self.block.name
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Source bytes of all experts."""
+        return self.block.num_bytes
+
+    @cached_property
+    def expert_bytes_out(self) -> int:
+        """The most that is written of one expert, on all its ranks."""
+        if not self.forms:
+            total = sum(ref.num_bytes for file in self.files for ref in file.tensors.values())
+            return -(-total // self.block.num_experts)
+        of_rank = sum(spec.num_bytes for form in self.forms.values() for spec in form.tensors.values())
+        return of_rank * len(self.slices) * max(len(homes) for homes in self.homes)
+
+    @cached_property
+    def _tensors(self) -> tuple[dict[str, TensorRef], ...]:
+        """Every rank file's tensors as `w13_weight` …."""
+        prefix = f"{self.name}."
+        return tuple(
+            {
+                name.removeprefix(prefix): ref
+                for name, ref in file.tensors.items()
+                if not (self.forms and artifact_names.is_input_scale(name))
+            }
+            for file in self.files
+        )
+
+    @cached_property
+    def homes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each expert, its (EP rank, local index)."""
+        return self.grid.homes(self.block.num_experts)
+
+    def rank_tensors(self, tp_rank: int, ep_rank: int) -> dict[str, TensorRef]:
+        """The tensors of one rank's file: `w13_weight`, …, with its experts along the first dimension."""
+        return self._tensors[tp_rank * self.grid.ep + ep_rank]
+
+    def input_scale_places(self) -> list[tuple[str, TensorRef]]:
+        """Every rank's place for each GEMM's static activation scale; none where there are no such scales."""
+        return [
+            (gemm, file.tensors[name])
+            for file in self.files
+            for gemm in self.forms
+            if (name := artifact_names.input_scale(self.name, gemm)) in file.tensors
+        ]
+
+    def neighbours(self, experts: Sequence[int]) -> dict[int, list[tuple[list[int], int]]]:
+        """For each EP rank that holds some of `experts`, the runs of those that lie side by side in its tensors.
+
+        A run is the experts' indices in `experts`, and the first one's local index. A copied expert is in several.
+        """
+        homes: dict[int, list[tuple[int, int]]] = {}
+        for index, expert in enumerate(experts):
+            for ep_rank, local in self.homes[expert]:
+                homes.setdefault(ep_rank, []).append((local, index))
+        return {ep_rank: _runs(sorted(of_rank)) for ep_rank, of_rank in homes.items()}
+
+    def packed_place(self, expert: int, role: str, tensor: str) -> TensorRef:
+        """Where one packed tensor of one expert's projection goes in the checkpoint layout."""
+        file = self.files[self.expert_files[expert]]
+        return file.tensors[f"{self.block.module(expert, role)}.{tensor}"]
+
+
+def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
+    """Sorted (local index, index) as runs of consecutive local indices."""
+    runs: list[tuple[list[int], int]] = []
+    for local, index in places:
+        if runs and local == runs[-1][1] + len(runs[-1][0]):
+            runs[-1][0].append(index)
+        else:
+            runs.append(([index], local))
+    return runs
+
+
+@dataclass(frozen=True)
+class PlannedCopy:
+    """One shard of tensors whose bytes do not change."""
+
+    name: str
+    files: tuple[OutFile, ...]
+    refs: tuple[TensorRef, ...]
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Source bytes of all tensors."""
+        return sum(ref.num_bytes for ref in self.refs)
+
+
+Group = PlannedBlock | PlannedCopy
+
+
+def gemm_shapes(block: ExpertBlock, tp: int, schema: TargetSchema) -> dict[str, tuple[int, int]]:
+    """(N, K) of each GEMM on every TP rank, before the kernel's padding."""
+    share = tp_share(block.intermediate_size, tp, schema)
+    return {"w13": ((2 if block.gated else 1) * share, block.hidden_size), "w2": (block.hidden_size, share)}
+
+
+def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
+    """The rank files of one block."""
+    kind = request.kind_of(block.name)
+    forms = {
+        gemm: planned_kernel_form(n, k, kind, block.has_bias)
+        for gemm, (n, k) in gemm_shapes(block, request.grid.tp, kind.schema).items()
+    }
+    files, scales = (
+        [],
+        [artifact_names.input_scale(block.name, gemm) for gemm in forms if kind.inputs.is_static],
+    )
+    for number, (tp_rank, ep_rank) in enumerate(request.grid.ranks):
+        num_local = len(request.grid.local_experts(block.num_experts, ep_rank))
+        specs = [
+            TensorSpec(f"{block.name}.{gemm}_{name}", tensor.dtype, (num_local, *tensor.shape))
+            for gemm, form in forms.items()
+            for name, tensor in form.tensors.items()
+        ]
+        specs += [TensorSpec(name, "F32", (1,)) for name in scales]
+        metadata = {"format": "pt", "rank": artifact_names.rank_name(tp_rank, ep_rank)}
+        metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
+        files.append(
+            build_file(artifact_names.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number)
+        )
+    slices = tp_slices(block.intermediate_size, request.grid.tp, kind.schema)
+    return PlannedBlock(block, _encoding(block, request), tuple(files), forms, request.grid, slices)
+
+
+def _encoding(block: ExpertBlock, request: Request) -> Encoding:
+    importance = request.importance
+    return encoding_of(
+        block.format,
+        request.kind_of(block.name).schema,
+        request.param_dtype,
+        must_be_direct=request.keeps(block.name),
+        round_scales=request.round_scales,
+        quantizer=request.quantizer,
+        importance=None if importance is None else importance.of_block(block.name),
+    )
+
+
+# --- ordinary shards ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shard:
+    """An ordinary model shard before it has a number: of experts in the checkpoint layout, or of copied tensors."""
+
+    specs: list[TensorSpec]
+    refs: tuple[TensorRef, ...] = ()
+    block: ExpertBlock | None = None
+    num_experts: int = 0
+
+
+def expert_shards(block: ExpertBlock, request: Request) -> list[Shard]:
+    """The checkpoint layout's shards of one block, cut between experts."""
+
+    def form(n: int, k: int) -> dict[str, TensorSpec]:
+        schema = request.kind_of(block.name).schema
+        return planned_packed_form(n, k, schema, request.param_dtype, block.has_bias)
+
+    forms = {role: form(*block.shape(role)) for role in block.roles}
+    expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
+    per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
+    shards = []
+    for start in range(0, block.num_experts, per_shard):
+        chosen = range(start, min(start + per_shard, block.num_experts))
+        specs = [
+            TensorSpec(f"{block.module(e, role)}.{name}", spec.dtype, spec.shape)
+            for e in chosen
+            for role, tensors in forms.items()
+            for name, spec in tensors.items()
+        ]
+        shards.append(Shard(specs, block=block, num_experts=len(chosen)))
+    return shards
+
+
+def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
+    """Tensors to copy, in the source's order, cut into shards of at most MAX_SHARD_BYTES."""
+    shards: list[list[TensorRef]] = []
+    filled = MAX_SHARD_BYTES + 1
+    for ref in refs:
+        if filled + ref.num_bytes > MAX_SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(ref)
+        filled += ref.num_bytes
+    return [Shard([TensorSpec(r.name, r.dtype, r.shape) for r in chosen], tuple(chosen)) for chosen in shards]
+
+
+def shard_groups(shards: list[Shard], request: Request) -> tuple[list[PlannedBlock], list[PlannedCopy]]:
+    """Ordinary shards, numbered: those of blocks, each block's in one group, and those of copied tensors."""
+    of_block: dict[str, list[tuple[Shard, OutFile]]] = {}
+    copies = []
+    for index, shard in enumerate(shards, start=1):
+        name = artifact_names.shard_name(index, len(shards))
+        siblings = [] if shard.block is None else of_block.setdefault(shard.block.name, [])
+        file = build_file(name, shard.specs, {"format": "pt"}, len(siblings))
+        if shard.block is None:
+            copies.append(PlannedCopy(name, (file,), shard.refs))
+        siblings.append((shard, file))
+    blocks = []
+    for parts in of_block.values():
+        block = parts[0][0].block
+        assert block is not None
+        expert_files = [number for number, (shard, _) in enumerate(parts) for _ in range(shard.num_experts)]
+        files = tuple(file for _, file in parts)
+        blocks.append(
+            PlannedBlock(block, _encoding(block, request), files, {}, expert_files=tuple(expert_files))
+        )
+    return blocks, copies

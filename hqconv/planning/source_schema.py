@@ -1,0 +1,214 @@
+"""`--schema source`: the target schemas that keep what a quantized source already holds, block by block.
+
+Legend: I intermediate size, H hidden size; a block scale serves bn rows × bk columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from hqconv.errors import RequestError
+from hqconv.formats.source_format import (
+    LAID_OUT,
+    ROUNDED_ALWAYS,
+    ROUNDED_IF_ASKED,
+    SourceFormat,
+    why_not_direct,
+)
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.schemas.grid import slice_unit
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, TargetSchema, resolve_schema
+
+_TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the one asked for does not work
+_MAX_BLOCK = 128  # of scales that serve whole matrices
+_MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
+
+
+def source_schemas(
+    blocks: Iterable[ExpertBlock], param_dtype: str, tp: int, *, round_scales: bool = False
+) -> dict[str, TargetSchema]:
+    """Block → the schema in which it keeps its codes and scales, cut for `tp` ranks. Blocks may have several.
+
+    Scales of blocks are repeated into smaller blocks where a slice would cut them. With `round_scales` it may also be
+    one that keeps the codes, and the scales rounded to the parameter dtype, where none keeps both. Raises RequestError
+    where a block is not quantized, or there is no such schema for it.
+    """
+    found: dict[str, TargetSchema] = {}
+    of_kind: dict[tuple[object, ...], TargetSchema] = {}
+    for block in blocks:
+        kind = (_kind(block.format), block.hidden_size, block.intermediate_size, block.gated)
+        if kind not in of_kind:
+            of_kind[kind] = _source_schema(block, param_dtype, tp, round_scales)
+        found[block.name] = of_kind[kind]
+    return found
+
+
+def plain_blocks(experts: ExpertMap) -> set[str]:
+    """Blocks that are not quantized although others are: they have no schema, and are left as they are."""
+    plain = {block.name for block in experts.blocks if block.format.is_float}
+    return plain if len(plain) < len(experts.blocks) else set()
+
+
+def _source_schema(block: ExpertBlock, param_dtype: str, tp: int, round_scales: bool) -> TargetSchema:
+    if block.format.is_float:
+        raise RequestError(
+            "The source's experts are not quantized: they have no schema of their own.",
+            where=f"--schema source, {block.name}",
+            found=block.dtype,
+            remedy="Name the schema to quantize to, such as mxfp4.",
+        )
+    schema, obstacle = _keeping(block, param_dtype, tp, round_scales)
+    if schema is not None:
+        return named(schema)
+    others = [t for t in _TP_SIZES if t != tp and _keeping(block, param_dtype, t, round_scales)[0]]
+    works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
+    raise RequestError(
+        "No schema of Humming keeps the source's experts exactly.",
+        where=f"--schema source, --tp {tp}, {block.name}",
+        expected=f"scales in {param_dtype}, an 8-bit dtype, or float32 for blocks",
+        found=f"{block.format.describe()}: {obstacle}",
+        remedy=_remedy(block, param_dtype, tp) + works,
+    )
+
+
+def _keeping(
+    block: ExpertBlock, param_dtype: str, tp: int, round_scales: bool = False
+) -> tuple[TargetSchema | None, str]:
+    """The closest schema that keeps the block's format when it is cut for `tp` ranks, or None and why."""
+    obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
+    if block.intermediate_size % tp and not block.pads_last_rank:
+        return None, f"{block.intermediate_size} columns are not {tp} equal slices"
+    rounded = ROUNDED_IF_ASKED if round_scales else ()
+    for schema in _candidates(block, tp, may_round=round_scales):
+        why = why_not_direct(block.format, schema, param_dtype, rounded=rounded)
+        if not why:
+            return schema, ""
+        obstacle = obstacle or why
+    return None, obstacle or "no kernel loads scales cut like this"
+
+
+def source_param_dtype(experts: ExpertMap) -> str | None:
+    """The parameter dtype the source was made for, or that keeps its 16-bit scales; None where any does.
+
+    Of blocks that differ, the first one's that has one.
+    """
+    sources = [block.format for block in experts.blocks]
+    made_for = (source.option("param_dtype", source.scale_dtype) for source in sources if not source.is_float)
+    return next((str(dtype) for dtype in made_for if dtype in PARAM_DTYPES), None)
+
+
+def named(schema: TargetSchema) -> TargetSchema:
+    """The same schema under the name of the preset or shorthand that means it."""
+    known = [*PRESETS.values(), *_shorthand(schema)]
+    return next((one for one in known if one.humming_fields() == schema.humming_fields()), schema)
+
+
+def _shorthand(schema: TargetSchema) -> Iterator[TargetSchema]:
+    """The shorthand that comes closest to an integer schema."""
+    if schema.is_integer:
+        size = f"-g{schema.weight_scale_group_size}" if schema.weight_scale_group_size else "-c"
+        zero = "-fpzp" if schema.is_fp_zero_point else "-zp" if schema.has_zero_point else ""
+        yield resolve_schema(f"int{schema.num_bits}{size}{zero}")
+
+
+def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
+    """The presets, and `source`, that keep the codes of every block: with their scales first, then rounded ones."""
+
+    def presets(rounded: tuple[str, ...]) -> list[str]:
+        return [
+            name
+            for name, schema in PRESETS.items()
+            if all(not why_not_direct(b.format, schema, param_dtype, rounded=rounded) for b in experts.blocks)
+            and all(_fits(block, schema) for block in experts.blocks)
+        ]
+
+    exact = presets(())
+    others = [f"{name} (scales rounded)" for name in presets(ROUNDED_ALWAYS) if name not in exact]
+    if own := _own_words(experts, param_dtype, round_scales=False):
+        return [*exact, f"{SOURCE} ({own})", *others]
+    own = _own_words(experts, param_dtype, round_scales=True)
+    return [*exact, *others, *([f"{SOURCE} --round-scales ({own})"] if own else [])]
+
+
+def _own_words(experts: ExpertMap, param_dtype: str, *, round_scales: bool) -> str:
+    """What `source` stands for, with the numbers of blocks where they differ; "" where it is refused."""
+    dtype, left = source_param_dtype(experts) or param_dtype, plain_blocks(experts)
+    kept = [block for block in experts.blocks if block.name not in left]
+    try:
+        own = source_schemas(kept, dtype, 1, round_scales=round_scales)
+    except RequestError:
+        return ""
+    counts = Counter(one.name if one.name != SOURCE else one.describe() for one in own.values())
+    if len(counts) == 1 and not left:
+        return next(iter(counts))
+    words = [f"{name}: {number} block{'s' * (number > 1)}" for name, number in counts.items()]
+    return "; ".join([*words, *([f"left as they are: {len(left)}"] if left else [])])
+
+
+def _fits(block: ExpertBlock, schema: TargetSchema) -> bool:
+    """Whether the block's sizes are whole scale groups of the schema, uncut."""
+    return not (block.hidden_size % slice_unit(schema) or block.intermediate_size % slice_unit(schema))
+
+
+def _kind(source: SourceFormat) -> tuple[object, ...]:
+    words = source.words()
+    return tuple(words[key] for key in sorted(words) if key not in ("name", "options", "decoder"))
+
+
+def _candidates(block: ExpertBlock, tp: int, *, may_round: bool) -> Iterator[TargetSchema]:
+    """Schemas that may hold the block's format, the closest first; those that no kernel loads are left out."""
+    source = block.format
+    small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
+    share = math.gcd(block.hidden_size, block.intermediate_size // tp)
+    makers: list[dict[str, object]] = []
+    # Gate and up have one scale in a laid out artifact; elsewhere only a block without a gate is sure to.
+    is_shared = source.decoder == LAID_OUT or not block.gated
+    if is_shared and (source.group_n, source.group_k) == (0, 0):
+        makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})
+    if source.group_n == 1:
+        kind = "group" if source.group_k else "channel"
+        makers.append(
+            {"weight_scale_type": kind, "weight_scale_group_size": source.group_k, "bs_dtype": small}
+        )
+    else:
+        rows, columns = (
+            _power_of_two(math.gcd(g or _MAX_BLOCK, share)) for g in (source.group_n, source.group_k)
+        )
+        blocks = {"weight_scale_type": "block", "bs_dtype": "float32"}
+        if rows >= _MIN_BLOCK_N and columns >= _MIN_BLOCK_K:
+            makers.append({**blocks, "weight_scale_group_size_n": rows, "weight_scale_group_size": columns})
+        if source.group_k == 0 and (may_round or source.scale_dtype != "float32"):
+            makers.append({"weight_scale_type": "channel"})
+        if small == "float8e8m0":
+            makers.append({"weight_scale_type": "group", "weight_scale_group_size": 32, "bs_dtype": small})
+    for maker in makers:
+        try:
+            yield TargetSchema(
+                name=SOURCE,
+                b_dtype=source.b_dtype,
+                has_zero_point=source.has_zero_point,
+                is_fp_zero_point=bool(source.option("is_fp_zero_point")),
+                weight_scale_2_type=source.scale_2,
+                **maker,  # type: ignore[arg-type]
+            )
+        except RequestError:
+            continue
+
+
+def _power_of_two(number: int) -> int:
+    """The largest power of two that divides a number."""
+    return number & -number
+
+
+def _remedy(block: ExpertBlock, param_dtype: str, tp: int) -> str:
+    ways = []
+    if block.format.scale_dtype in PARAM_DTYPES and block.format.scale_dtype != param_dtype:
+        ways.append(f"Use --dtype {block.format.scale_dtype}")
+    if _keeping(block, param_dtype, tp, round_scales=True)[0] is not None:
+        ways.append(f"{'add' if ways else 'Add'} --round-scales: codes kept, scales rounded to {param_dtype}")
+    if not ways:
+        return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."
+    return f"{', or '.join(ways)}; or name another schema to requantize to."

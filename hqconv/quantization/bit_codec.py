@@ -1,0 +1,80 @@
+"""The bit codec: packed codes on either device, little-endian along the last dimension, in int32 words or bytes.
+
+Legend: R rows, K codes in a row. CPU tensors go through compiled loops, CUDA tensors through torch; same bits. All that
+packs or unpacks for a conversion does it here; `verify` reads with code of its own (`hqconv.artifact.unlayout`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hqconv.cpu_loops import bit_codec
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, uint8 [R, bytes of a row]; a view where its memory allows it."""
+    tensor = tensor.contiguous()
+    if tensor.element_size() == 1:
+        return tensor.view(torch.uint8)
+    return tensor.view(*tensor.shape[:-1], -1).view(torch.uint8)
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as int32 words, [R, bytes of a row / 4]; a view where its memory allows it."""
+    tensor = as_bytes(tensor)
+    if tensor.storage_offset() % 4 or tensor.data_ptr() % 4:
+        tensor = tensor.clone()
+    # Flat in between: of a single row torch calls any stride contiguous, and then refuses to widen it.
+    return tensor.flatten().view(torch.int32).view(tensor.size(0), -1)
+
+
+def unpack(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """uint8 codes [R, K] of int32 words [R, K * num_bits / 32]; K is a multiple of 8."""
+    data = as_bytes(packed)
+    rows, size = data.shape
+    if num_bits == 8:
+        return data
+    if not data.is_cuda:
+        out = np.empty((rows, size * 8 // num_bits), np.uint8)
+        bit_codec.unpack_rows(data.numpy(), num_bits, out)
+        return torch.from_numpy(out)
+    if 8 % num_bits == 0:
+        shifts = torch.arange(0, 8, num_bits, dtype=torch.uint8, device=data.device)
+        codes: torch.Tensor = (data.unsqueeze(-1) >> shifts) & (2**num_bits - 1)
+        return codes.flatten(1)
+    parts = data.view(rows, -1, num_bits).long()
+    word = (parts << torch.arange(0, 8 * num_bits, 8, device=data.device)).sum(-1, keepdim=True)
+    codes = (word >> torch.arange(0, 8 * num_bits, num_bits, device=data.device)) & (2**num_bits - 1)
+    return codes.to(torch.uint8).flatten(1)
+
+
+def pack(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """int32 words [R, K * num_bits / 32] of uint8 codes [R, K]; a row fills whole words."""
+    rows, num_codes = codes.shape
+    assert num_codes % 8 == 0, num_codes
+    assert num_codes * num_bits % 32 == 0, (num_codes, num_bits)
+    codes = codes.contiguous()
+    if num_bits == 8:
+        return as_words(codes)
+    if not codes.is_cuda:
+        packed = np.empty((rows, num_codes * num_bits // 8), np.uint8)
+        bit_codec.pack_rows(codes.numpy(), num_bits, packed)
+        return torch.from_numpy(packed.view(np.int32))
+    shifts = torch.arange(0, 8 * num_bits, num_bits, device=codes.device)
+    word = (codes.view(rows, -1, 8).long() << shifts).sum(-1, keepdim=True)
+    data = (word >> torch.arange(0, 8 * num_bits, 8, device=codes.device)) & 255
+    return data.to(torch.uint8).flatten(1).view(torch.int32)
+
+
+def pack_along_rows(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """int32 [N * num_bits / 32, G] of uint8 codes [N, G]: Humming's zero points."""
+    return pack(codes.t(), num_bits).t().contiguous()
+
+
+def unpack_along_rows(packed: torch.Tensor, num_bits: int, num_rows: int) -> torch.Tensor:
+    """uint8 codes [N, G] of int32 words packed along N, whose last word may be partly empty."""
+    words = packed.t().contiguous()
+    missing = -words.size(1) % num_bits  # the loops read `num_bits` words, 32 codes, at a time
+    words = torch.nn.functional.pad(words, (0, missing))
+    return unpack(words, num_bits)[:, :num_rows].t().contiguous()

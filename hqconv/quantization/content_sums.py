@@ -1,0 +1,67 @@
+"""Content sums of packed tensors, one result on every device: see `schemas/content`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from hqconv.cpu_loops.bit_codec import sum_rows
+from hqconv.cpu_loops.helper_threads import in_parts
+from hqconv.schemas.content_sums import factors
+from hqconv.schemas.weight_schema import TargetSchema
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_LEAST_ROWS = 256  # that are worth a helper's while
+
+
+def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: TargetSchema) -> torch.Tensor:
+    """What each expert's tensors come to: int64 [T, E] on their device, in the order of `sum_names`.
+
+    projections: role → packed tensors [E, …] as `QuantizedStack.tensors`. On CUDA nothing is waited for.
+    """
+    sums = [
+        _stack_sums(_as_matrices(name, projections[role][name], schema))
+        for role, name in sum_names(projections)
+    ]
+    return torch.stack(sums)
+
+
+def sum_names(projections: Mapping[str, Mapping[str, torch.Tensor]]) -> list[tuple[str, str]]:
+    """Role and name of each tensor."""
+    return [(role, name) for role, tensors in projections.items() for name in tensors]
+
+
+def _as_matrices(name: str, tensor: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
+    """One matrix of integers for each expert, [E, R, W]; packed zero points along the rows that their words follow."""
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
+    if name == "zero_point" and not schema.is_fp_zero_point:
+        bits = bits.transpose(1, 2)
+    return bits.reshape(*bits.shape, *(1,) * (3 - bits.ndim))
+
+
+def _stack_sums(stack: torch.Tensor) -> torch.Tensor:
+    of_rows = compiled_row_sums(stack) if stack.device.type == "cpu" else row_sums(stack)
+    return (of_rows * _on_device("row", stack.size(1), stack.device)).sum(1)
+
+
+def row_sums(stack: torch.Tensor) -> torch.Tensor:
+    """Of each row of integers [E, R, W] the sum of values times factors, int64 [E, R], by torch's operations."""
+    return (stack * _on_device("column", stack.size(2), stack.device)).sum(2)
+
+
+def compiled_row_sums(stack: torch.Tensor) -> torch.Tensor:
+    """`row_sums` on the CPU, by a compiled loop and the thread's helpers."""
+    num_experts, num_rows, num_columns = stack.shape
+    values, columns = stack.contiguous().view(-1, num_columns).numpy(), factors("column", num_columns)
+    sums = torch.empty(num_experts, num_rows, dtype=torch.int64)
+    out = sums.view(-1).numpy()
+    in_parts(lambda part: sum_rows(values, columns, part.start, part.stop, out), len(values), _LEAST_ROWS)
+    return sums
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(axis: str, count: int, device: torch.device) -> torch.Tensor:
+    """Factors as int64 [count] on a device."""
+    return torch.from_numpy(factors(axis, count).astype("int64")).to(device)

@@ -1,0 +1,235 @@
+"""Quantization on the CPU: compiled loops over the rows of a stack.
+
+Legend: E experts, N output rows, K input columns, G groups along K.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hqconv.cpu_loops import arithmetic
+from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder
+from hqconv.cpu_loops.helper_threads import in_parts
+from hqconv.humming_layout import cpu_ops
+from hqconv.humming_layout.cpu_ops import Array
+from hqconv.humming_layout.runtime import humming
+from hqconv.quantization.cpu_groups import LEAST_ROWS, Groups, Ranges, code_of, per_row
+from hqconv.quantization.cpu_search import improved
+from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, num_groups
+from hqconv.quantization.two_level_scales import GivenScales, two_level
+from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.weight_schema import TargetSchema
+
+
+def quantize_stacks(
+    stacks: Sequence[torch.Tensor],
+    schema: TargetSchema,
+    param_dtype: str,
+    given: Sequence[GivenScales] | None,
+    count_exact: bool,
+    quantizer: Quantizer = RTN,
+) -> list[QuantizedStack]:
+    """`hqconv.quantization.quantize.quantize_stacks` on the CPU."""
+    is_plain = quantizer.name == RTN.name
+    if is_plain and (scales := _own_scales(schema, param_dtype)) != GIVEN:
+        return [_encode_at_once(stack, schema, scales, count_exact) for stack in stacks]
+    ranges = [_measure(stack, schema) for stack in stacks]
+    shared = None
+    if schema.is_coupled:
+        widest = [np.maximum(r.highest, -r.lowest).reshape(len(stacks[0]), -1).max(axis=1) for r in ranges]
+        shared = np.max(widest, axis=0).astype(np.float32)
+    each: Sequence[GivenScales | None] = given or [None] * len(ranges)
+    groups = [_groups(r, schema, param_dtype, shared, g) for r, g in zip(ranges, each, strict=True)]
+    if given is None and not is_plain:
+        groups = improved(ranges, groups, schema, param_dtype, quantizer.importance)
+    return [_encode(r, g, schema, count_exact) for r, g in zip(ranges, groups, strict=True)]
+
+
+def _measure(stack: torch.Tensor, schema: TargetSchema) -> Ranges:
+    num_experts, num_rows, num_columns = stack.shape
+    source = cpu_ops.as_bits(stack).reshape(-1, num_columns)
+    group = schema.weight_scale_group_size or num_columns
+    highest, lowest = np.empty((2, len(source), num_columns // group), np.float32)
+    in_parts(
+        lambda rows: arithmetic.group_ranges(source[rows], group, highest[rows], lowest[rows]),
+        len(source),
+        LEAST_ROWS,
+    )
+    if schema.weight_scale_type in ("block", "tensor"):
+        rows = schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
+        blocks = (len(source) // rows, rows, -1)
+        highest, lowest = highest.reshape(blocks).max(axis=1), lowest.reshape(blocks).min(axis=1)
+    fused = stack.dtype == torch.float32 and group <= cpu_ops.FUSED_GROUP_SIZE
+    return Ranges(source, (num_experts, num_rows, num_columns), highest, lowest, fused)
+
+
+@np.errstate(all="ignore")
+def _groups(
+    ranges: Ranges, schema: TargetSchema, param_dtype: str, shared: Any, given: GivenScales | None
+) -> Groups:
+    """Scales and zero points of a stack as they are stored, and what encoding with them needs."""
+    highest, lowest, num_experts = ranges.highest, ranges.lowest, ranges.shape[0]
+    if schema.weight_scale_type == "tensor":
+        highest, lowest = shared[:, None], -shared[:, None]
+    scale, lowest, zero = cpu_ops.group_scales(
+        code_of(schema),
+        highest,
+        lowest,
+        e8m0=schema.bs_dtype == "float8e8m0",
+        negative=schema.bs_dtype != "float8e5m3",
+        fp_zero=schema.is_fp_zero_point,
+        fused=ranges.fused,
+    )
+    stack = torch.from_numpy(scale).view(num_experts, -1, scale.shape[-1])
+    tensors, decode_scale, scale_2, limit = _store_scales(stack, schema, param_dtype, shared, given)
+    if scale_2 is None:
+        inverse = np.float32(1) / scale
+    else:
+        inverse = decode_scale * per_row(scale_2, len(decode_scale))
+        np.divide(np.float32(1), inverse, out=inverse, where=inverse > 0)  # else 0, as it is, or NaN
+        inverse[~(inverse > 0)] = 0
+    if schema.has_zero_point:
+        stored, zero = _store_zero_point(zero, schema, param_dtype)
+        tensors["zero_point"] = stored.reshape(num_experts, -1, stored.size(-1))
+    return Groups(tensors, inverse, lowest, decode_scale, zero, scale_2, limit)
+
+
+def _encode(ranges: Ranges, groups: Groups, schema: TargetSchema, count_exact: bool) -> QuantizedStack:
+    """Codes of a stack, packed, and what each matrix cost."""
+    given = groups.per_row(len(ranges.source))
+    out = _Out(ranges.source, schema, count_exact)
+    _run(encoder(code_of(schema)), ranges.source, np.float32(groups.limit), given, out.arrays)
+    return out.stack(groups.tensors, ranges.shape)
+
+
+def _own_scales(schema: TargetSchema, param_dtype: str) -> int:
+    """How each row's groups have scales of their own that the encoder can take on its way; GIVEN where they do not."""
+    if (
+        schema.is_coupled
+        or schema.weight_scale_2_type != "none"
+        or schema.has_zero_point
+        or schema.num_bits == 1
+    ):
+        return GIVEN
+    if schema.weight_scale_type not in ("group", "channel"):
+        return GIVEN
+    return {"float8e8m0": E8M0, "bfloat16": BFLOAT16}.get(schema.bs_dtype or param_dtype, GIVEN)
+
+
+def _encode_at_once(
+    stack: torch.Tensor, schema: TargetSchema, scales: int, count_exact: bool
+) -> QuantizedStack:
+    """Scales, codes and costs of a stack in one pass over it."""
+    num_experts, num_rows, num_columns = stack.shape
+    source = cpu_ops.as_bits(stack).reshape(-1, num_columns)
+    inverse, scale = np.empty(
+        (2, len(source), num_columns // (schema.weight_scale_group_size or num_columns)), np.float32
+    )
+    groups = (
+        inverse,
+        np.zeros((1, 1)),
+        scale,
+        np.zeros((1, 1), np.float32),
+        np.ones(len(source), np.float32),
+    )
+    out = _Out(source, schema, count_exact)
+    _run(encoder(code_of(schema), scales), source, cpu_ops.NO_LIMIT, groups, out.arrays)
+    kept = torch.from_numpy(scale).view(num_experts, num_rows, -1)
+    if scales == E8M0:
+        stored = (kept.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        stored = kept.to(torch.bfloat16)  # exact: rounded already
+    return out.stack({"weight_scale": stored}, (num_experts, num_rows, num_columns))
+
+
+def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
+    """An encoder over all rows. What has no row for each of them is the same for all."""
+
+    def of(arrays: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
+        return tuple(one[rows] if len(one) == len(source) else one for one in arrays)
+
+    in_parts(
+        lambda rows: encode(source[rows], limit, of(groups, rows), of(out, rows)), len(source), LEAST_ROWS
+    )
+
+
+class _Out:
+    """What an encoder writes: packed codes, each row's error and power, and how many groups are exact."""
+
+    def __init__(self, source: Array, schema: TargetSchema, count_exact: bool) -> None:
+        num_rows, num_columns = source.shape
+        self._packed = np.empty((num_rows, num_columns * schema.num_bits // 8), np.uint8)
+        self._sums, self._exact = np.empty((2, num_rows)), np.zeros(num_rows if count_exact else 0, np.int64)
+        self._schema, self._count_exact = schema, count_exact
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """In the encoder's order."""
+        return self._packed, self._sums[0], self._sums[1], self._exact
+
+    def stack(self, tensors: dict[str, torch.Tensor], shape: tuple[int, int, int]) -> QuantizedStack:
+        """With the scales and zero points of a stack [E, N, K]."""
+        num_experts, num_rows, num_columns = shape
+        weight = torch.from_numpy(self._packed.view(np.int32)).view(num_experts, num_rows, -1)
+        error, power = arithmetic.fold_rows(self._sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
+        return QuantizedStack(
+            {**tensors, "weight": weight},
+            torch.from_numpy(error),
+            torch.from_numpy(power),
+            torch.from_numpy(self._exact.reshape(num_experts, -1).sum(axis=1)),
+            num_groups((num_rows, num_columns), self._schema) if self._count_exact else 0,
+        )
+
+
+def _store_scales(
+    scale: torch.Tensor, schema: TargetSchema, param_dtype: str, shared: Any, given: GivenScales | None
+) -> tuple[dict[str, torch.Tensor], Array, Array | None, float]:
+    """Of scales [E, rows, G]: what is stored, the float32 scales [R, G] it decodes to, scale_2 [R, 1], the clamp."""
+
+    def rows(values: torch.Tensor) -> Array:
+        flat: Array = values.reshape(-1, values.size(-1)).numpy()
+        return flat
+
+    if schema.weight_scale_type == "tensor":
+        return {"weight_scale": scale.flatten()}, rows(scale), None, 0.0
+    if schema.weight_scale_2_type != "none":
+        amax = torch.from_numpy(shared).view(-1, 1, 1) if schema.weight_scale_2_type == "tensor" else None
+        stored, scale_2_tensor, scale_2, limit = two_level(scale, schema, param_dtype, amax, given)
+        tensors = {"weight_scale": stored, "weight_scale_2": scale_2_tensor}
+        return tensors, _values_of(rows(stored.view(torch.uint8)), stored.dtype), rows(scale_2), limit
+    if schema.bs_dtype == "float8e8m0":
+        stored = (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+        return {"weight_scale": stored}, rows(scale), None, 0.0
+    if schema.bs_dtype == "float8e5m3":
+        codec = humming().weight
+        stored = codec.encode_e5m3_scale(scale)
+        return {"weight_scale": stored}, rows(codec.decode_e5m3_scale(stored)), None, 0.0
+    is_block = schema.weight_scale_type == "block"
+    stored = scale if is_block else scale.to(torch_dtype_of(schema.bs_dtype or param_dtype))
+    return {"weight_scale": stored}, rows(stored.float()), None, 0.0
+
+
+def _values_of(codes: Array, dtype: torch.dtype) -> Array:
+    """The float32 values of 8-bit floats; torch converts them one by one."""
+    return _tables(dtype)[codes]
+
+
+@functools.cache
+def _tables(dtype: torch.dtype) -> Array:
+    table: Array = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    return table
+
+
+def _store_zero_point(zero: Array, schema: TargetSchema, param_dtype: str) -> tuple[torch.Tensor, Array]:
+    """The stored zero point (integers packed along N) and the float32 value it decodes to, both of rows [R, G]."""
+    if schema.is_fp_zero_point:
+        stored = torch.from_numpy(zero).to(torch_dtype_of(param_dtype))
+        return stored, stored.float().numpy()
+    codes = torch.from_numpy(zero).to(torch.int32)
+    packed = cpu_ops.pack_weight(codes.t().contiguous(), schema.num_bits).t().contiguous()
+    return packed, zero

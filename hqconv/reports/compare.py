@@ -1,0 +1,216 @@
+"""Two artifacts of one model side by side, in words: what they are made of, how large they are, what they lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hqconv.artifact.manifest import read_manifest, schema_of
+from hqconv.errors import InputError, RequestError, VerificationError, first_few
+from hqconv.io.safetensors_header import read_header
+from hqconv.reports.artifact import describe_artifact
+from hqconv.reports.documents import Words
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.grid import Grid
+from hqconv.serving.vllm.limits import serving_obstacles, stock_vllm_family_obstacle, stock_vllm_obstacle
+
+_SIZES = ("num_experts", "hidden_size", "intermediate_size", "gated")
+_NUM_WORST = 10  # blocks and projections of one artifact
+_SAME = ("name", "revision", "index_sha256")
+Measured = Mapping[str, Mapping[str, Mapping[str, Any]]]  # block → projection → figures
+
+
+def compare(roots: Sequence[Path], measured: Sequence[Measured] | None = None) -> Words:
+    """Two artifacts in words, their errors by projection and block, and where they differ most.
+
+    roots: two artifacts. measured: of each, what the check of weights measured against the source; None: the errors
+    are those that the conversions recorded.
+
+    Raises RequestError where one is no artifact, or they are of different models; VerificationError where one is
+    damaged. Reads no weights.
+    """
+    manifests = [read_manifest(root) for root in roots]
+    described = [describe_artifact(root) for root in roots]
+    _check_models(roots, manifests)
+    errors = (
+        [_recorded(one) for one in manifests] if measured is None else [_measured(one) for one in measured]
+    )
+    common = [key for key in errors[0] if key in errors[1]]
+    sides = zip(roots, manifests, described, errors, strict=True)
+    return {
+        "kind": "comparison",
+        "measured_against_source": measured is not None,
+        "artifacts": [_artifact(*side, common) for side in sides],
+        "notes": _notes(manifests, errors, common),
+        "projections": _projections(errors, common, manifests[0]),
+        "blocks": _blocks(errors, common),
+        **({} if measured is None else {"figures": [_figures(one) for one in measured]}),
+    }
+
+
+def _check_models(roots: Sequence[Path], manifests: Sequence[Words]) -> None:
+    """Refuse two that are of different models: blocks that are not there, or of other sizes."""
+    every = [{*one["blocks"], *one.get("left_blocks", [])} for one in manifests]
+    where, remedy = f"{roots[0]}, {roots[1]}", "Compare two artifacts of one model."
+    what = "The artifacts are of different models."
+    if alone := sorted(every[0] ^ every[1]):
+        found = f"only in one of them: {first_few(alone)}"
+        raise RequestError(what, where=where, expected="the same MoE blocks", found=found, remedy=remedy)
+    for name, block in manifests[0]["blocks"].items():
+        other = manifests[1]["blocks"].get(name)
+        sizes = [{key: one[key] for key in _SIZES} for one in (block, other) if one]
+        if len(sizes) == 2 and sizes[0] != sizes[1]:
+            texts = [", ".join(f"{key} {value}" for key, value in one.items()) for one in sizes]
+            inside = f"{where}: {name}"
+            raise RequestError(what, where=inside, expected=texts[0], found=texts[1], remedy=remedy)
+
+
+Errors = dict[tuple[str, str], float]  # block and projection → relative error
+
+
+def _recorded(manifest: Words) -> Errors:
+    """What the conversion measured."""
+    return {
+        (name, role): float(error["relative_error"])
+        for name, block in manifest["blocks"].items()
+        for role, error in block["quantization_error"].items()
+        if "relative_error" in error
+    }
+
+
+def _measured(measured: Measured) -> Errors:
+    return {
+        (block, role): math.nan if one["relative_error"] is None else float(one["relative_error"])
+        for block, roles in measured.items()
+        for role, one in roles.items()
+        if "relative_error" in one
+    }
+
+
+def _artifact(root: Path, manifest: Words, described: Words, errors: Errors, common: Sequence[Any]) -> Words:
+    """One of the two: what it is made of, how large it is, who serves it, what it lost in all."""
+    keys = (
+        "folder",
+        "layout",
+        "dtype",
+        "input_schema",
+        "target",
+        "tp",
+        "ep",
+        "redundant_experts",
+        "quantizer",
+    )
+    return {
+        **{key: described[key] for key in keys},
+        "name": root.resolve().name,
+        "schema": described["schema"]["name"],
+        "description": described["schema"]["description"],
+        "bits_per_weight": described["schema"]["bits_per_weight"],
+        "otherwise": described["otherwise"],
+        "left_blocks": described["left_blocks"],
+        "conversion": described["conversion"],
+        "source": described["source"],
+        "num_bytes": described["num_bytes"],
+        "expert_bytes": _expert_bytes(root, manifest),
+        "rank_bytes": described["rank_bytes"],
+        "serve_command": described["serve_command"],
+        "vllm_obstacles": _obstacles(root, manifest),
+        "relative_error": _overall(errors, common, manifest),
+        "worst": [
+            {"block": block, "projection": role, "relative_error": errors[block, role]}
+            for block, role in sorted(common, key=lambda key: -errors[key])[:_NUM_WORST]
+        ],
+    }
+
+
+def _expert_bytes(root: Path, manifest: Words) -> int:
+    """The bytes of experts: rank files as a whole, of the checkpoint layout the tensors that were not copied.
+
+    Raises VerificationError where a shard's header cannot be read.
+    """
+    if manifest["layout"] == names.KERNEL:
+        folder = f"{names.EXPERTS_FOLDER}/"
+        return sum(one["size_bytes"] for name, one in manifest["files"].items() if name.startswith(folder))
+    copied, total = set(manifest["tensors"]["copied"]), 0
+    for name in manifest["files"]:
+        if "/" not in name and name.endswith(".safetensors") and name != names.IMPORTANCE:
+            try:
+                entries = read_header(root / name)[0]
+            except InputError as error:
+                raise VerificationError(
+                    error.what, where=name, expected=error.expected, found=error.found
+                ) from error
+            total += sum(ref.num_bytes for tensor, ref in entries.items() if tensor not in copied)
+    return total
+
+
+def _obstacles(root: Path, manifest: Words) -> list[str]:
+    """Why vLLM does not serve it, as far as is known."""
+    keys = ("tp", "ep", "expert_placement", "redundant_experts")
+    if manifest["layout"] == names.KERNEL:
+        return serving_obstacles(manifest["family"], Grid(*(manifest[key] for key in keys)))
+    schema = schema_of(root, manifest)
+    reasons = [stock_vllm_obstacle(schema, manifest["dtype"])]
+    reasons += [stock_vllm_family_obstacle(manifest["family"], name, schema) for name in manifest["blocks"]]
+    return list(dict.fromkeys(reason for reason in reasons if reason))
+
+
+def _overall(errors: Errors, keys: Sequence[tuple[str, str]], manifest: Words) -> float | None:
+    """The root of the mean square of relative errors, each weighted with its number of weights; None of none."""
+    weights = [_num_weights(manifest["blocks"][block]) for block, _ in keys]
+    total = sum(weights)
+    squares = math.fsum(weight * errors[key] ** 2 for key, weight in zip(keys, weights, strict=True))
+    return math.sqrt(squares / total) if total else None
+
+
+def _num_weights(block: Words) -> int:
+    return int(block["num_experts"] * block["hidden_size"] * block["intermediate_size"])
+
+
+def _projections(errors: Sequence[Errors], common: Sequence[tuple[str, str]], manifest: Words) -> Words:
+    """Projection → the error of each artifact over all blocks that both have."""
+    roles = list(dict.fromkeys(role for _, role in common))
+    of_role = {role: [key for key in common if key[1] == role] for role in roles}
+    return {role: [_overall(one, keys, manifest) for one in errors] for role, keys in of_role.items()}
+
+
+def _blocks(errors: Sequence[Errors], common: Sequence[tuple[str, str]]) -> list[Words]:
+    """Every block and projection that both have, by how much they differ, the largest first."""
+    found = [
+        {
+            "block": block,
+            "projection": role,
+            "relative_errors": [one[block, role] for one in errors],
+            "difference": errors[1][block, role] - errors[0][block, role],
+        }
+        for block, role in common
+    ]
+    return sorted(found, key=lambda one: -abs(one["difference"]))
+
+
+def _figures(measured: Measured) -> dict[str, Words]:
+    """Projection → the least SQNR and cosine of any block, of one artifact; None where nothing was lost."""
+    found: dict[str, Words] = {}
+    for roles in measured.values():
+        for role, one in roles.items():
+            known = found.setdefault(role, {"least_sqnr_db": None, "least_cosine": None})
+            for key, name in (("sqnr_db", "least_sqnr_db"), ("cosine", "least_cosine")):
+                value = one.get(key)
+                if value is not None:
+                    known[name] = value if known[name] is None else min(known[name], value)
+    return found
+
+
+def _notes(manifests: Sequence[Words], errors: Sequence[Errors], common: Sequence[Any]) -> list[str]:
+    """What makes the comparison less than one of two schemas."""
+    sources = [one["source"] for one in manifests]
+    notes = [
+        f"The sources differ in {key.replace('index_sha256', 'index')}: {sources[0].get(key)}, {sources[1].get(key)}."
+        for key in _SAME
+        if sources[0].get(key) != sources[1].get(key)
+    ]
+    if alone := sorted({block for one in errors for block, role in one if (block, role) not in set(common)}):
+        notes.append(f"Left as they are in one of them, and not compared: {first_few(alone)}.")
+    return notes

@@ -1,0 +1,110 @@
+"""A plan in words, and what stands in its way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from hqconv.artifact.manifest import is_artifact
+from hqconv.conversion.output_folder import place_of_work
+from hqconv.conversion.resources import Resources, plan_staging
+from hqconv.conversion.safe_delete import check_replaceable, check_strays, files_in, listed_files
+from hqconv.errors import OutputError
+from hqconv.io.durable_files import check_space, partial
+from hqconv.planning.plan import Plan
+from hqconv.reports.documents import Words, block_runs, otherwise, schema_words
+from hqconv.reports.source import block_words, source_words, tensor_words
+from hqconv.schemas.artifact_names import importance_words
+
+
+def describe_plan(plan: Plan, resources: Resources) -> Words:
+    """All that a conversion will do and need. Raises RequestError where the memory is not enough for one expert."""
+    request, experts, importance = plan.request, plan.experts, plan.request.importance
+    staging = plan_staging(plan.blocks, resources)
+    return {
+        "kind": "plan",
+        "source": source_words(plan.source),
+        "family": experts.family,
+        "family_chosen_because": experts.chosen_because,
+        "schema": schema_words(request.schema, request.param_dtype),
+        "otherwise": otherwise((n, k.schema.name, k.inputs.name) for n, k in request.of_blocks.items()),
+        "left_blocks": list(experts.left),
+        "layout": request.layout,
+        "target": request.target.name,
+        "dtype": request.param_dtype,
+        "input_schema": request.inputs.name,
+        "quantizer": request.quantizer,
+        "importance": None if importance is None else importance_words(importance.sha256),
+        "tp": request.grid.tp,
+        "ep": request.grid.ep,
+        "expert_placement": request.grid.placement,
+        "redundant_experts": request.grid.redundant,
+        "tensors": tensor_words(plan.source, experts),
+        "blocks": block_runs({block.name: block_words(block) for block in experts.blocks}),
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for g in plan.groups for f in g.files],
+        "other_files": list(plan.other_files),
+        "conversion": dict(Counter(block.encoding.conversion for block in plan.blocks)),
+        "num_bytes_in": plan.source.num_bytes,
+        "num_bytes_out": plan.num_bytes_out,
+        "rank_bytes": plan.rank_bytes(),
+        "num_workers": staging.num_lanes,
+        "worker_bytes": staging.lane_bytes,
+        "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
+        "warnings": list(plan.warnings),
+    }
+
+
+def output_notes(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> list[str]:
+    """What stands in the way of carrying out the plan in `out`, for a dry run; reads only.
+
+    Of what would be resumed only the files are looked at, not whether it is of the same request.
+    """
+    notes = []
+    found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
+    if remedy:
+        notes.append(f"{out} {found}: {remedy}.")
+    place = place_of_work(out)
+    try:
+        if overwrite and is_artifact(out) and place is None:
+            check_replaceable(out)
+            check_strays(out, listed_files(out), plan.paths)
+        if not (resume and place is None and is_artifact(out)):
+            check_space(out, _num_bytes_left(plan, place if resume else None))
+    except OutputError as error:
+        notes.append(error.message())
+    return notes
+
+
+def _num_bytes_left(plan: Plan, place: Path | None) -> int:
+    """Bytes that are still to be written; place: of an unfinished conversion that is gone on with.
+
+    There groups whose files are all there are kept, and half-written files go before anything is written.
+    """
+    groups = [[(file.path, file.size_bytes) for file in group.files] for group in plan.groups]
+    if place is None:
+        return sum(size for files in groups for _, size in files) + plan.num_bytes_beside
+    missing = [files for files in groups if any(_size(place / path) != size for path, size in files)]
+    halves = (partial(place / path) for files in groups for path, _ in files)
+    num_bytes = sum(size for files in missing for _, size in files) + plan.num_bytes_beside
+    return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
+    """What lies at `out`, and what to do about it; nothing to do where the conversion would begin."""
+    if out.exists() and not out.is_dir():
+        return "is a file", "choose another place with -o"
+    place = place_of_work(out)
+    if place is not None:
+        done = resume or overwrite
+        beside = "" if place == out else f" (in {place})"
+        remedy = "" if done else "go on with --resume or start anew with --overwrite"
+        return f"holds an unfinished conversion{beside}", remedy
+    if is_artifact(out):
+        return "holds a finished artifact", "" if overwrite or resume else "replace it with --overwrite"
+    if out.is_dir() and files_in(out):
+        return "is a folder that hqconv did not make", "choose another with -o"
+    return "", ""

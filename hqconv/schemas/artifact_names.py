@@ -1,0 +1,221 @@
+"""Names and words of an artifact on disk: folders, files, config.json's entry, the manifest's keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hqconv.errors import RequestError
+from hqconv.schemas.gpu_target import Target, parse_target
+from hqconv.schemas.input_schema import A16, inputs_of
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
+from hqconv.schemas.weight_schema import TargetSchema
+
+FORMAT_VERSION = 1
+MIXED_VERSION = 2  # of an artifact whose blocks differ, or some of whose experts are left as they are
+MANIFEST = "hqconv.json"
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EXPERTS_FOLDER = "experts"
+IMPORTANCE = "importance.safetensors"  # a copy of what the search was weighted with
+JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
+_MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
+PARTIAL = ".partial"  # suffix of a file that is being written
+CARD = "README.md"  # the model card: written by a conversion, and people may edit it
+SUMS = "SHA256SUMS"  # of all files but itself, the manifest included: so no manifest lists it
+# What may lie beside an artifact's own files: of a Hub repo, and what people add when they publish.
+COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS)
+# In config.json, what transformers takes for the name of the only weights file; no artifact has a file of this name.
+TRANSFORMERS_WEIGHTS = "transformers_weights"
+NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"
+_OF_SOURCE = "source_transformers_weights"
+_LANGUAGE_MODELS = tuple(key for key in TEXT_CONFIG_KEYS if key != "ffn_config")  # configs of whole models
+KERNEL, CHECKPOINT = "kernel", "checkpoint"
+GEMMS = ("w13", "w2")
+INPUT_SCALE = "input_scale"
+_MAX_NAME = 200  # with what a file's name adds, under the 255 bytes of most file systems
+
+
+def rank_name(tp_rank: int, ep_rank: int) -> str:
+    """One rank's name: that of its folder, and in the metadata of its files."""
+    return f"tp{tp_rank}-ep{ep_rank}"
+
+
+def rank_folder(tp_rank: int, ep_rank: int) -> str:
+    """Folder of one rank's expert files, relative to the artifact."""
+    return f"{EXPERTS_FOLDER}/{rank_name(tp_rank, ep_rank)}"
+
+
+def other_rank(path: str, metadata: Mapping[str, str]) -> str | None:
+    """Whose file lies at a rank file's path, by its metadata, if not that rank's; files of older versions do not say.
+
+    Files of one block differ between ranks in nothing else that a header tells.
+    """
+    folder, own = path.rpartition("/")[0], metadata.get("rank")
+    if own is None or not folder.startswith(f"{EXPERTS_FOLDER}/") or folder == f"{EXPERTS_FOLDER}/{own}":
+        return None
+    return own
+
+
+def member_journal(rank: int) -> str:
+    """The journal of one process of several that share a conversion; the first one's is JOURNAL."""
+    return f".hqconv-progress.rank{rank}.jsonl"
+
+
+def is_member_journal(name: str) -> bool:
+    """Whether a file of the output folder is one."""
+    return _MEMBER_JOURNAL.fullmatch(name) is not None
+
+
+def rank_file(block: str, tp_rank: int, ep_rank: int) -> str:
+    """One rank's file of one MoE block."""
+    return f"{rank_folder(tp_rank, ep_rank)}/{block}.safetensors"
+
+
+def input_scale(block: str, gemm: str) -> str:
+    """The tensor of a rank file that holds a GEMM's static scale of activations: float32 [1], for all experts."""
+    return f"{block}.{gemm}_{INPUT_SCALE}"
+
+
+def is_input_scale(name: str) -> bool:
+    """Whether a rank file's tensor is such a scale, the only kind without experts along its first dimension."""
+    return name.endswith(f"_{INPUT_SCALE}")
+
+
+def is_block_name(name: str) -> bool:
+    """Whether a block's name can be a part of a file's: words with dots between, nothing that leads elsewhere."""
+    return len(name) <= _MAX_NAME and re.fullmatch(r"\w[\w-]*(?:\.\w[\w-]*)*", name, re.ASCII) is not None
+
+
+def shard_name(index: int, total: int) -> str:
+    """Name of the index-th (from 1) of `total` ordinary model shards."""
+    if total == 1:
+        return SINGLE
+    return f"model-{index:05d}-of-{total:05d}.safetensors"
+
+
+def vllm_pattern(block: str) -> str | None:
+    """What matches vLLM's name of a block in `ignore`, whatever prefix it has there; None where that is not known.
+
+    vLLM puts the modules of an MTP layer one deeper; those that are numbered by themselves it renumbers.
+    """
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(\w+)$", block)
+    if found is None or "mtp" in block.split("."):
+        return None
+    return rf"re:(?:.*\.)?layers\.{found[1]}\.(?:.*\.)?{found[2]}$"
+
+
+def humming_quantization_config(
+    schema: TargetSchema, block_names: list[str], left: Iterable[str] = ()
+) -> dict[str, Any]:
+    """`quantization_config` with which a stock vLLM serves the checkpoint layout.
+
+    Long field names only: vLLM reads the same flat dict as an input schema, whose aliases `dtype`,
+    `group_size` and `scale_dtype` would turn on activation quantization. What the schema leaves out stays out:
+    vLLM knows some schemas only so (`stock_vllm`). `ignore` keeps everything but the experts' modules
+    unquantized, and the experts of blocks `left`: vLLM matches its module names with `re.match` after `re:`.
+    """
+    words = schema.humming_fields()
+    kept = {key: value for key, value in words.items() if value not in (None, 0, False, "none")}
+    experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in block_names})
+    plain = [pattern for name in left if (pattern := vllm_pattern(name)) is not None]
+    return {"quant_method": "humming", **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)", *plain]}
+
+
+def kind_words(kind: KernelKind) -> dict[str, Any]:
+    """Weights, activations and GPU as config.json and a manifest's blocks have them, the dtype aside."""
+    return {**made_of_words(kind), **target_words(kind.target)}
+
+
+def made_of_words(kind: KernelKind) -> dict[str, Any]:
+    """Weights and activations; `activation_schema` is there where activations are quantized."""
+    activations = {} if kind.inputs == A16 else {"activation_schema": kind.inputs.humming_fields()}
+    return {
+        "weight_schema": kind.schema.humming_fields(),
+        "input_schema": kind.inputs.name,
+        **activations,
+    }
+
+
+def target_words(target: Target) -> dict[str, str]:
+    """The GPU; `cuda` is there where the layout depends on it."""
+    return {"target": target.name, **({} if target.cuda_name is None else {"cuda": target.cuda_name})}
+
+
+def kind_of_words(words: Mapping[str, Any], schema: TargetSchema, param_dtype: str) -> KernelKind:
+    """The kind that `kind_words` describes. RequestError, KeyError or TypeError where it describes none."""
+    name, fields = words["input_schema"], words.get("activation_schema")
+    if (fields is None) != (name == A16.name):
+        raise RequestError("Activations are named without their schema.", where="input_schema", found=name)
+    if not isinstance(fields, Mapping | None):
+        what, found = "The schema of activations is no object.", type(fields).__name__
+        raise RequestError(what, where="activation_schema", found=found)
+    inputs = A16 if fields is None else inputs_of(str(name), dict(fields), where="activation_schema")
+    return KernelKind(schema, param_dtype, parse_target(words["target"], words.get("cuda")), inputs)
+
+
+def importance_words(sha256: str) -> dict[str, str]:
+    """What the manifest and reports say of an importance file."""
+    return {"sha256": sha256, "file": IMPORTANCE}
+
+
+def hqconv_quantization_config(
+    kind: KernelKind, source: Mapping[str, Any] | None, *, is_mixed: bool = False
+) -> dict[str, Any]:
+    """`quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
+
+    `source` is the source's own: what the copied tensors (attention, shared experts …) are still stored in. is_mixed:
+    `kind` is not that of every block.
+    """
+    dense = {} if source is None else {"source_quantization_config": dict(source)}
+    return {
+        "quant_method": "hqconv",
+        "format_version": MIXED_VERSION if is_mixed else FORMAT_VERSION,
+        "manifest": MANIFEST,
+        **kind_words(kind),
+        **dense,
+    }
+
+
+def refuse_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The kernel layout's config.json: from_pretrained raises OSError, which names NOT_FOR_TRANSFORMERS.
+
+    Otherwise it would warn of an unknown quant_method and leave the experts random. A value of the source's own is
+    kept beside it.
+    """
+    models = _models(config)
+    for words in models:
+        if TRANSFORMERS_WEIGHTS in words:
+            words[_OF_SOURCE] = words[TRANSFORMERS_WEIGHTS]
+        words[TRANSFORMERS_WEIGHTS] = NOT_FOR_TRANSFORMERS
+    return models[0]
+
+
+def admit_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `refuse_transformers` was given; any other config as it is."""
+    models = _models(config)
+    for words in models:
+        if words.get(TRANSFORMERS_WEIGHTS) != NOT_FOR_TRANSFORMERS:
+            continue
+        if _OF_SOURCE in words:
+            words[TRANSFORMERS_WEIGHTS] = words.pop(_OF_SOURCE)
+        else:
+            del words[TRANSFORMERS_WEIGHTS]
+    return models[0]
+
+
+def _models(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A copy of a config, then the configs of language models inside that copy.
+
+    transformers loads these by themselves too. Vision and audio towers have no experts, and load as before.
+    """
+    models = [dict(config)]
+    for words in models:  # grows on the way
+        for key in _LANGUAGE_MODELS:
+            if isinstance(words.get(key), Mapping):
+                words[key] = dict(words[key])
+                models.append(words[key])
+    return models

@@ -1,0 +1,60 @@
+"""TOML files that people write: schemas, input schemas and recipes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import RequestError
+from hqconv.schemas.untrusted_files import read_regular
+
+_MAX_BYTES = 1 << 20  # far more than anybody writes
+
+
+def read_toml(path: Path, called: str) -> dict[str, Any]:
+    """The words of a file. `called`: what it is, in the middle of a sentence: `recipe`, `schema file`.
+
+    Raises RequestError for what is no regular file (which is not waited for), cannot be read, is larger than 1 MiB,
+    no UTF-8, no TOML, or nested too deeply.
+    """
+    try:
+        return tomllib.loads(read_regular(path, _MAX_BYTES).decode())
+    except RecursionError as error:
+        raise _unreadable(path, called, "it is nested too deeply") from error
+    except OSError as error:
+        expected = f"at most {_MAX_BYTES} bytes" if error.errno == errno.EFBIG else ""
+        raise _unreadable(path, called, error.strerror or error, expected) from error
+    except ValueError as error:  # no UTF-8, no TOML, a number or a path that Python does not take
+        raise _unreadable(path, called, error) from error
+
+
+def _unreadable(path: Path, called: str, found: object, expected: str = "") -> RequestError:
+    return RequestError(f"The {called} cannot be read.", where=str(path), expected=expected, found=found)
+
+
+SCHEMAS = Path(__file__).parent / "configs"
+RECIPES = SCHEMAS / "recipes"
+
+
+def shipped(folder: Path) -> dict[str, str]:
+    """File name → what it is for, of the files in `SCHEMAS` or `RECIPES`: their first line, a comment."""
+    return {path.name: _first_line(path) for path in sorted(folder.glob("*.toml"))}
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+
+
+def or_shipped(path: Path, folder: Path) -> Path:
+    """The file of that name in `folder`, where `path` is a bare name and nothing is there; else `path` as it is.
+
+    The ending `.toml` may be left out. A file of one's own wins, also one that cannot be read.
+    """
+    name = path.name if path.suffix == ".toml" else f"{path.name}.toml"
+    is_bare = os.path.basename(path) == str(path) != ""  # noqa: PTH119 - of `~` and `..`, too
+    if is_bare and not os.path.lexists(path) and name in shipped(folder):
+        return folder / name
+    return path

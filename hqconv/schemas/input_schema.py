@@ -1,0 +1,147 @@
+"""Input schemas: what the GEMMs' activations are quantized to when serving. Data and rules in Humming's words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import RequestError
+from hqconv.schemas.config_files import read_toml
+from hqconv.schemas.suggestions import meant
+
+A_DTYPES = ("float8e4m3", "float8e5m2", "float8e3m4", "int8", "int4", "float4e2m1", "float4e0m3")
+INPUT_SCALE_DTYPES = ("float32", "float8e8m0", "float8e4m3")
+QUANT_MODES = (
+    *("none", "static_tensor", "dynamic_token", "dynamic_group"),
+    *("static_tensor_dynamic_group", "dynamic_group_token"),
+)
+_GROUPED = ("dynamic_group", "static_tensor_dynamic_group", "dynamic_group_token")
+
+
+@dataclass(frozen=True)
+class InputSchema:
+    """One format of activations. Field names and meanings are Humming's; `name` is what people call it.
+
+    a_dtype: None for 16 bits, as they come. input_scale_dtype, input_quant_mode: None for what Humming makes of the
+    others.
+    """
+
+    name: str
+    a_dtype: str | None = None
+    input_scale_group_size: int = 0
+    input_scale_dtype: str | None = None
+    input_quant_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether a scale per GEMM was measured beforehand."""
+        return self.input_quant_mode in ("static_tensor", "static_tensor_dynamic_group")
+
+    def humming_fields(self) -> dict[str, Any]:
+        """The schema as keyword arguments of `HummingInputSchema`."""
+        words = asdict(self)
+        del words["name"]
+        return words
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.a_dtype is None:
+            return "16-bit activations, as they come"
+        per = f"group of {self.input_scale_group_size}" if self.input_scale_group_size else "token"
+        if self.input_quant_mode == "static_tensor":
+            per = "tensor, measured beforehand"
+        return f"{self.a_dtype} activations, a scale per {per}"
+
+
+def _check(schema: InputSchema) -> None:
+    """Refuse what Humming's LayerConfig asserts of the fields alone."""
+
+    def need(condition: bool, field: str, expected: str) -> None:
+        if not condition:
+            what = f"The input schema '{schema.name}' cannot be built."
+            found = repr(getattr(schema, field))
+            raise RequestError(what, where=field, expected=expected, found=found)
+
+    for field in ("a_dtype", "input_scale_dtype", "input_quant_mode"):
+        need(isinstance(getattr(schema, field), str | None), field, "text")
+    size = schema.input_scale_group_size
+    need(type(size) is int and size >= 0, "input_scale_group_size", "a number of columns, 0 for none")
+    need(schema.a_dtype in (None, *A_DTYPES), "a_dtype", ", ".join(A_DTYPES))
+    need(
+        schema.input_scale_dtype in (None, *INPUT_SCALE_DTYPES),
+        "input_scale_dtype",
+        ", ".join(INPUT_SCALE_DTYPES),
+    )
+    need(schema.input_quant_mode in (None, *QUANT_MODES), "input_quant_mode", ", ".join(QUANT_MODES))
+    if schema.a_dtype is None:
+        need(not size, "input_scale_group_size", "0 for 16-bit activations")
+        need(schema.input_scale_dtype is None, "input_scale_dtype", "none for 16-bit activations")
+        need(schema.input_quant_mode in (None, "none"), "input_quant_mode", "none for 16-bit activations")
+        return
+    need(schema.input_quant_mode != "none", "input_quant_mode", "a way to quantize, or nothing")
+    if schema.input_quant_mode is not None:
+        is_grouped = schema.input_quant_mode in _GROUPED
+        need(
+            is_grouped == (size > 0),
+            "input_scale_group_size",
+            "a size for modes with groups, 0 for the others",
+        )
+    need(size == 0 or (size >= 16 and size & (size - 1) == 0 and size <= 128), "input_scale_group_size",
+         "0, 16, 32, 64 or 128: K is padded to a multiple of 128")  # fmt: skip
+
+
+INPUT_PRESETS: dict[str, InputSchema] = {
+    schema.name: schema
+    for schema in (
+        InputSchema("a16"),
+        InputSchema("fp8", "float8e4m3"),
+        InputSchema("fp8-g128", "float8e4m3", 128),
+        InputSchema("fp8-e5m2", "float8e5m2"),
+        InputSchema("int8", "int8"),
+        InputSchema("int4", "int4"),
+        InputSchema("mxfp8", "float8e4m3", 32, "float8e8m0"),
+        InputSchema("mxfp4", "float4e2m1", 32, "float8e8m0"),
+        InputSchema("nvfp4", "float4e2m1", 16, "float8e4m3", "dynamic_group_token"),
+    )
+}
+A16 = INPUT_PRESETS["a16"]
+# With the scale of each GEMM's whole input that the source was calibrated with: never meant by the names above.
+STATIC_PRESETS: dict[str, InputSchema] = {
+    f"{name}-static": InputSchema(f"{name}-static", a_dtype, input_quant_mode="static_tensor")
+    for name, a_dtype in (("fp8", "float8e4m3"), ("int8", "int8"))
+}
+NAMED_INPUTS = {**INPUT_PRESETS, **STATIC_PRESETS}
+
+
+def resolve_inputs(text: str) -> InputSchema:
+    """The input schema that `--input-schema TEXT` names: a preset, or a path ending in .toml.
+
+    Raises RequestError for an unknown name, an unreadable file or an impossible combination.
+    """
+    if text.endswith(".toml"):
+        path = Path(text)
+        return inputs_of(path.stem, read_toml(path, "input schema's file"), where=str(path))
+    if text in NAMED_INPUTS:
+        return NAMED_INPUTS[text]
+    known = f"{', '.join(NAMED_INPUTS)}, or a .toml file"
+    raise RequestError(
+        f"There is no input schema named '{text}'.",
+        where="--input-schema",
+        expected=known,
+        found=text,
+        remedy=f"{meant(text, NAMED_INPUTS, NAMED_INPUTS.get)} `hqconv schemas` explains each.".strip(),
+    )
+
+
+def inputs_of(name: str, words: dict[str, Any], *, where: str) -> InputSchema:
+    """An input schema of Humming's field names. Raises RequestError for unknown ones."""
+    known = [f.name for f in fields(InputSchema) if f.name != "name"]
+    for key in words:
+        if key not in known:
+            what = "The input schema has a key that is unknown."
+            raise RequestError(what, where=f"{where}: {key}", expected=", ".join(known))
+    return InputSchema(name, **words)

@@ -1,0 +1,299 @@
+"""Target schemas: what the expert weights become. Data and rules in Humming's words; no tensors.
+
+A schema is named by a preset (`mxfp4`), by the integer shorthand (`int4-g64-zp`), or by a TOML file whose
+keys are the fields of Humming's `HummingWeightSchema`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import RequestError
+from hqconv.schemas.config_files import SCHEMAS, or_shipped, read_toml
+from hqconv.schemas.dtypes import code_bits, code_of, num_bits
+from hqconv.schemas.suggestions import meant
+
+PARAM_DTYPES = ("bfloat16", "float16")
+_SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
+_SCALE_2_DTYPES = ("float8e4m3", "float8e5m2")
+# Humming's kernel rotates blocks of 2 to 512 columns (process_input/context.cuh), but below 16 its tuner finds no way
+# to quantize wide inputs per token (tune/process_input.py, _token_tuning_candidates).
+ROTATIONS = (16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class TargetSchema:
+    """One target format. Field names and meanings are Humming's; `name` is what people call it."""
+
+    name: str
+    b_dtype: str
+    bs_dtype: str | None = None
+    weight_scale_type: str = "group"
+    weight_scale_group_size: int = 0
+    weight_scale_group_size_n: int = 0
+    weight_scale_2_type: str = "none"
+    has_zero_point: bool = False
+    is_fp_zero_point: bool = False
+    hadamard_block_size: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of one weight code."""
+        return code_bits(self.b_dtype)
+
+    @property
+    def is_integer(self) -> bool:
+        return self.b_dtype.startswith("uint")
+
+    @property
+    def is_coupled(self) -> bool:
+        """True where the gate and up projection of one expert share a tensor-level scale."""
+        return "tensor" in (self.weight_scale_type, self.weight_scale_2_type)
+
+    @property
+    def rotation(self) -> int:
+        """Columns in a block that is rotated; 0 where weights are as they come. See `hqconv.quantization.hadamard`."""
+        return self.hadamard_block_size if self.hadamard_block_size > 1 else 0
+
+    def humming_fields(self) -> dict[str, Any]:
+        """The schema as keyword arguments of `HummingWeightSchema`, also what config.json records."""
+        words = asdict(self)
+        del words["name"]
+        return words
+
+    def describe(self) -> str:
+        """One line for people."""
+        size = {
+            "group": f"group {self.weight_scale_group_size}",
+            "block": f"block {self.weight_scale_group_size_n}x{self.weight_scale_group_size}",
+        }.get(self.weight_scale_type, self.weight_scale_type)
+        parts = [self.b_dtype, f"{self.scale_dtype('parameter-dtype')} scale per {size}"]
+        if self.weight_scale_2_type != "none":
+            parts.append(f"second scale per {self.weight_scale_2_type}")
+        if self.has_zero_point:
+            parts.append("float zero point" if self.is_fp_zero_point else "integer zero point")
+        if self.rotation:
+            parts.append(f"columns rotated in blocks of {self.rotation}")
+        return ", ".join(parts)
+
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight, padding and tensor-level scales left out (channel scales count as none)."""
+        if self.weight_scale_type not in ("group", "block"):
+            return float(self.num_bits)
+        scale_bits = num_bits(code_of(self.scale_dtype("float16")))
+        zero_bits = 0
+        if self.has_zero_point:
+            zero_bits = 16 if self.is_fp_zero_point else self.num_bits
+        rows, columns = self.scale_group()
+        return self.num_bits + (scale_bits + zero_bits) / (rows * columns)
+
+    def scale_group(self) -> tuple[int, int]:
+        """Rows and columns that one scale serves; 0 means all of them."""
+        return {
+            "group": (1, self.weight_scale_group_size),
+            "channel": (1, 0),
+            "block": (self.weight_scale_group_size_n, self.weight_scale_group_size),
+            "tensor": (0, 0),
+        }[self.weight_scale_type]
+
+    def scale_dtype(self, param_dtype: str) -> str:
+        """The dtype that scales are stored in, in Humming's words."""
+        if self.weight_scale_type in ("block", "tensor"):
+            return "float32"
+        return self.bs_dtype or param_dtype
+
+
+_KINDS: dict[str, type] = {
+    "weight_scale_group_size": int,
+    "weight_scale_group_size_n": int,
+    "has_zero_point": bool,
+    "is_fp_zero_point": bool,
+    "hadamard_block_size": int,
+}  # the others are text
+
+Need = Callable[[bool, str, str], None]  # condition, field, what is expected of it
+
+
+def _check(schema: TargetSchema) -> None:
+    """Refuse what Humming or its quantizer cannot represent, before any bare assert of theirs does."""
+
+    def need(condition: bool, field: str, expected: str) -> None:
+        if not condition:
+            raise RequestError(
+                f"The schema '{schema.name}' cannot be built.",
+                where=field,
+                expected=expected,
+                found=repr(getattr(schema, field)),
+                remedy="See `hqconv schemas` for presets and the integer shorthand.",
+            )
+
+    for field in fields(schema):
+        value, kind = getattr(schema, field.name), _KINDS.get(field.name, str)
+        need(type(value) is kind or (field.name == "bs_dtype" and value is None), field.name, kind.__name__)
+    num_exponent_bits = _check_b_dtype(schema, need)
+    need(schema.bs_dtype in (None, *_SCALE_DTYPES), "bs_dtype", "one of " + ", ".join(_SCALE_DTYPES))
+    _check_scale_type(schema, need)
+    _check_second_scale(schema, num_exponent_bits, need)
+    if schema.has_zero_point:
+        need(schema.is_integer, "has_zero_point", "false for a float type")
+        need(schema.weight_scale_type in ("group", "channel"), "weight_scale_type", "group or channel")
+        need(schema.bs_dtype in (None, *PARAM_DTYPES), "bs_dtype", "the parameter dtype, with zero points")
+    elif schema.is_fp_zero_point:
+        need(False, "is_fp_zero_point", "has_zero_point = true as well")
+    is_known = schema.hadamard_block_size in (0, 1, *ROTATIONS)
+    need(is_known, "hadamard_block_size", f"0, or one of {', '.join(map(str, ROTATIONS))}")
+
+
+def _check_b_dtype(schema: TargetSchema, need: Need) -> int:
+    """The number of exponent bits, 0 of integers."""
+    if re.fullmatch(r"uint[1-8]", schema.b_dtype):
+        return 0
+    small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", schema.b_dtype)
+    need(small_float is not None, "b_dtype", "uintN (N = 1..8) or a signed floatXeYmZ of at most 8 bits")
+    bits, exponent, mantissa = (int(x) for x in small_float.groups()) if small_float else (0, 0, 0)
+    is_signed = bits == 1 + exponent + mantissa and mantissa > 0
+    need(is_signed, "b_dtype", "1 sign bit + exponent + mantissa bits")
+    # Wider exponents would reach float16's infinity, which the kernel's shift-only conversion passes through.
+    is_known = exponent in (0, 2, 3, 4) or schema.b_dtype == "float8e5m2"
+    need(is_known, "b_dtype", "0 or 2 to 4 exponent bits, or float8e5m2")
+    return exponent
+
+
+def _check_second_scale(schema: TargetSchema, num_exponent_bits: int, need: Need) -> None:
+    kind = schema.weight_scale_2_type
+    need(kind in ("none", "tensor", "channel"), "weight_scale_2_type", "none|tensor|channel")
+    if kind != "none":
+        need(schema.weight_scale_type == "group", "weight_scale_type", "group, where there is a second scale")
+        need(schema.bs_dtype in _SCALE_2_DTYPES, "bs_dtype", "float8e4m3 or float8e5m2 under a second scale")
+        need(num_exponent_bits > 0, "b_dtype", "a float type under a second scale")
+
+
+def _check_scale_type(schema: TargetSchema, need: Need) -> None:
+    kind, size, size_n = (
+        schema.weight_scale_type,
+        schema.weight_scale_group_size,
+        schema.weight_scale_group_size_n,
+    )
+    power_of_two = "a power of two, at least 16: Humming's tiles do not nest with others (docs/targets.md)"
+    need(kind in ("group", "channel", "block", "tensor"), "weight_scale_type", "group|channel|block|tensor")
+    if kind in ("group", "block"):
+        need(size >= 16 and size & (size - 1) == 0, "weight_scale_group_size", power_of_two)
+    else:
+        need(size == 0, "weight_scale_group_size", f"0 for {kind} scales")
+    if kind == "block":
+        is_power = size_n & (size_n - 1) == 0
+        need(size_n >= 64 and is_power, "weight_scale_group_size_n", "a power of two, at least 64")
+        need(
+            not schema.b_dtype.startswith("uint"),
+            "b_dtype",
+            "a float type for block scales: that integers run is not proven",
+        )
+    else:
+        need(size_n == 0, "weight_scale_group_size_n", f"0 for {kind} scales")
+    if kind in ("block", "tensor"):
+        need(schema.bs_dtype in (None, "float32"), "bs_dtype", f"float32 (or omitted) for {kind} scales")
+    else:
+        need(
+            schema.bs_dtype != "float32",
+            "bs_dtype",
+            "a 16- or 8-bit type: float32 is for block and tensor scales",
+        )
+
+
+def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more: Any) -> TargetSchema:
+    return TargetSchema(
+        name=name, b_dtype=b_dtype, weight_scale_type=kind, weight_scale_group_size=size, **more
+    )
+
+
+SOURCE = "source"  # `--schema source`: see `hqconv.planning.source_schema`
+
+PRESETS: dict[str, TargetSchema] = {
+    schema.name: schema
+    for schema in (
+        _preset("mxfp4", "float4e2m1", size=32, bs_dtype="float8e8m0"),
+        _preset("nvfp4", "float4e2m1", size=16, bs_dtype="float8e4m3", weight_scale_2_type="tensor"),
+        _preset("mxfp8", "float8e4m3", size=32, bs_dtype="float8e8m0"),
+        _preset("fp8", "float8e4m3", "channel"),
+        _preset("fp8-e5m2", "float8e5m2", "channel"),
+        _preset("fp8-block", "float8e4m3", "block", 128, weight_scale_group_size_n=128, bs_dtype="float32"),
+        _preset("fp8-tensor", "float8e4m3", "tensor", bs_dtype="float32"),
+        _preset("fp6-e3m2", "float6e3m2", size=128),
+        _preset("fp6-e2m3", "float6e2m3", size=128),
+        _preset("int8", "uint8", "channel"),
+        _preset("int4", "uint4", size=128),
+    )
+}
+SHORTHAND = "intN[-gG|-c][-zp|-fpzp]"
+_SHORTHAND = re.compile(r"int([1-8])(?:-g([1-9]\d*)|-(c))?(?:-(zp|fpzp))?")
+
+
+def resolve_schema(text: str) -> TargetSchema:
+    """The schema that `--schema TEXT` names: a preset, the shorthand, or a path ending in .toml, or a `shipped` file.
+
+    Raises RequestError for an unknown name, an unreadable file or an impossible combination.
+    """
+    if text.endswith(".toml"):
+        return load_schema(or_shipped(Path(text), SCHEMAS))
+    if (found := _named(text)) is not None:
+        return found
+    expected = f"{', '.join(PRESETS)}, {SHORTHAND}, {SOURCE}, or a .toml file"
+    remedy = f"{meant(text, [*PRESETS, SOURCE], _named)} `hqconv schemas` explains each.".strip()
+    what = f"There is no schema named '{text}'."
+    raise RequestError(what, where="--schema", expected=expected, remedy=remedy)
+
+
+def _named(text: str) -> TargetSchema | None:
+    """The preset or the shorthand of a name, None for any other. Raises RequestError for an impossible combination."""
+    if text in PRESETS:
+        return PRESETS[text]
+    match = _SHORTHAND.fullmatch(text)
+    if match:
+        bits, size, channel, zero = match.groups()
+        default = PRESETS.get(f"int{bits}")
+        usual = default.weight_scale_group_size if default else 128
+        size = int(size) if size else (0 if channel else usual)
+        return TargetSchema(
+            name=text,
+            b_dtype=f"uint{bits}",
+            weight_scale_type="group" if size else "channel",
+            weight_scale_group_size=size,
+            has_zero_point=zero is not None,
+            is_fp_zero_point=zero == "fpzp",
+        )
+    return None
+
+
+def load_schema(path: Path) -> TargetSchema:
+    """Read a schema from a TOML file with Humming's field names; unknown keys are refused."""
+    words = read_toml(path, "schema file")
+    types = {f.name: f.type for f in fields(TargetSchema) if f.name != "name"}
+    if "b_dtype" not in words:
+        raise RequestError("The schema file names no weight type.", where=str(path), expected="b_dtype = …")
+    for key, value in words.items():
+        expected = str(types.get(key, ""))
+        if key not in types or type(value).__name__ not in expected:
+            raise RequestError(
+                "The schema file has a key that is unknown or of the wrong type.",
+                where=f"{path}: {key}",
+                expected=expected or ", ".join(types),
+                found=repr(value),
+            )
+    if re.fullmatch(r"int[1-8]", words["b_dtype"]):
+        words["b_dtype"] = "u" + words["b_dtype"]
+    words.setdefault("weight_scale_type", _implied_scale_type(words))
+    return TargetSchema(name=path.stem, **words)
+
+
+def _implied_scale_type(words: dict[str, Any]) -> str:
+    """Humming's own default where a file names no scale type."""
+    if words.get("weight_scale_group_size_n", 0) > 1:
+        return "block"
+    return "group" if words.get("weight_scale_group_size", 0) > 0 else "channel"

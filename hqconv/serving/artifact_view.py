@@ -1,0 +1,135 @@
+"""What a server needs to know of a kernel artifact: its manifest's facts, in the words of one rank. Loads no torch.
+
+A server makes these values once and sends them to its workers, so that they are small and can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hqconv.artifact.manifest import read_manifest, schema_of
+from hqconv.errors import RequestError, VerificationError
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.serving.artifact_location import Place
+
+_SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
+
+
+@dataclass(frozen=True)
+class ServedBlock:
+    """One MoE block: `name` is its experts' module in the source.
+
+    flags: per GEMM, what its layout relies on. shapes: per GEMM, those of each rank, in the words of a LayerConfig.
+    """
+
+    name: str
+    layer: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    gated: bool
+    kind: KernelKind
+    flags: Mapping[str, Mapping[str, bool]]
+    shapes: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
+
+    kind: of a block of which the manifest says nothing else. left: blocks whose experts were copied as they were.
+    """
+
+    place: Place
+    source_name: str
+    humming_version: str
+    kind: KernelKind
+    grid: Grid
+    blocks: Mapping[str, ServedBlock]
+    left: tuple[str, ...]
+    files: Mapping[str, tuple[int, str]]
+
+    @property
+    def dtype(self) -> str:
+        """The parameters', bfloat16 or float16."""
+        return self.kind.param_dtype
+
+    @property
+    def sm_version(self) -> int:
+        """The target's."""
+        return self.kind.target.sm_version
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether one `--schema` would not make this artifact."""
+        return bool(self.left) or any(block.kind != self.kind for block in self.blocks.values())
+
+
+def open_served(place: Place) -> Served:
+    """Read an artifact's manifest, from a folder or from the Hub.
+
+    Raises RequestError where there is none, where it is of the checkpoint layout or a newer version, VerificationError
+    where it is damaged or the conversion unfinished, and as `Place.fetch`.
+    """
+    root = Path(place.name) if place.is_folder else place.fetch(names.MANIFEST).parent
+    words = read_manifest(root, is_sealed=True)
+    _check_kind(place, words)
+    try:
+        kind = names.kind_of_words(words, schema_of(root, words), words["dtype"])
+        return Served(
+            place=place,
+            source_name=str(words["source"].get("name", "the original model")),
+            humming_version=words["humming_kernels_version"],
+            kind=kind,
+            grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
+            blocks={name: _block(root, name, block, kind) for name, block in words["blocks"].items()},
+            left=tuple(words.get("left_blocks", ())),
+            files={
+                path: (entry["size_bytes"], entry["sha256"])
+                for path, entry in words["files"].items()
+                if path.startswith(f"{names.EXPERTS_FOLDER}/")
+            },
+        )
+    except (RequestError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise VerificationError(
+            "The artifact's manifest describes what cannot be.",
+            where=f"{place.name}: {names.MANIFEST}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="Copy the artifact again, or convert the model again.",
+        ) from error
+
+
+def _check_kind(place: Place, words: Mapping[str, Any]) -> None:
+    if words["layout"] != names.KERNEL:
+        raise RequestError(
+            "This artifact is not in the kernel layout.",
+            where=place.name,
+            expected=names.KERNEL,
+            found=words["layout"],
+            remedy="Its config.json was changed: with quant_method humming vLLM serves it without this plugin.",
+        )
+
+
+def _block(root: Path, name: str, words: Mapping[str, Any], kind: KernelKind) -> ServedBlock:
+    if "weight_schema" in words:
+        schema = schema_of(root, words, f"blocks: {name}: ")
+        kind = names.kind_of_words(words, schema, kind.param_dtype)
+    return ServedBlock(
+        name=name,
+        layer=words["layer"],
+        num_experts=words["num_experts"],
+        hidden_size=words["hidden_size"],
+        intermediate_size=words["intermediate_size"],
+        activation=Activation.of_words(words),
+        gated=words["gated"],
+        kind=kind,
+        flags={gemm: dict(words[gemm]["flags"]) for gemm in names.GEMMS},
+        shapes={gemm: {key: int(words[gemm][key]) for key in _SHAPES} for gemm in names.GEMMS},
+    )

@@ -1,0 +1,187 @@
+"""vLLM's quantization config of kernel artifacts: which layer gets which experts, and who serves the other layers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
+
+from hqconv.errors import RequestError
+from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
+from hqconv.serving.artifact_location import Place
+from hqconv.serving.artifact_view import Served, open_served
+from hqconv.serving.compatibility import check_machine, no_block, no_layers
+from hqconv.serving.parameter_loader import Loader
+from hqconv.serving.vllm.layer_names import find_block
+from hqconv.serving.vllm.other_layers import dense_config
+
+METHOD = "hqconv"
+_OWN = ("words", "renamed", "loader", "served", "dense")
+
+
+class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
+    """`quant_method: hqconv`. Experts come from rank files; every other layer is the source's own quantization's."""
+
+    packed_modules_mapping: Any
+    served: Served | None = None
+    dense: QuantizationConfig | None = None
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        """`words`: the `quantization_config` of an artifact's config.json."""
+        super().__init__()
+        self.words = words
+        self.renamed: dict[str, str] = {}  # what vLLM's model may call a block → the block
+        self.loader = Loader()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """vLLM sends and copies configs; what a process has loaded stays there."""
+        return _restored, ({key: value for key, value in vars(self).items() if key != "loader"},)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """For `isinstance`: model classes ask for the source's kind where they treat its other layers specially."""
+        dense = self.__dict__.get("dense")
+        return type(self) if dense is None else type(dense)
+
+    def get_name(self) -> str:
+        """The source's quantization, for the same reason; its own name where the source has none."""
+        return METHOD if self.dense is None else str(self.dense.get_name())
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.half]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> HqconvConfig:
+        """The config of an artifact. Raises RequestError for one of a newer hqconv."""
+        found = config.get("format_version")
+        if found not in (FORMAT_VERSION, MIXED_VERSION):
+            raise RequestError(
+                "The artifact was made by another version of hqconv.",
+                where="config.json: quantization_config: format_version",
+                expected=MIXED_VERSION,
+                found=found,
+                remedy="Upgrade hqconv in the server's environment.",
+            )
+        return cls(config)
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Called by vLLM once it knows the model's folder or repo: read the manifest, refuse what cannot be served.
+
+        Raises as `open_served` and `check_machine`.
+        """
+        warn_of_untested()
+        self.served = open_served(Place(model_name, revision))
+        capability = current_platform.get_device_capability()
+        if capability is not None:
+            check_machine(self.served, capability.to_int())
+        self.renamed = {name: name for name in (*self.served.blocks, *self.served.left)}
+        words = self.words.get("source_quantization_config")
+        self.dense = None if words is None else dense_config(words, self.served.place, hf_config)
+        self.packed_modules_mapping = self.packed_modules_mapping  # which sets that of `dense`, too
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Called by vLLM's model classes, outer ones first: note what they call the blocks."""
+        for name, block in list(self.renamed.items()):
+            for new in hf_to_vllm_mapper.apply_list([name]):
+                if self.renamed.setdefault(new, block) != block:
+                    self.renamed[new] = ""  # two blocks: nobody's name
+        if self.dense is not None:
+            self.dense.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer. Raises RequestError for experts that the artifact does not hold, or not for this."""
+        if isinstance(layer, RoutedExperts):
+            from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers
+
+            assert self.served is not None, "vLLM did not say where the model is"
+            layers = {name: block.layer for name, block in self.served.blocks.items()}
+            block = find_block(prefix, self.renamed, layers)
+            if block in self.served.left:
+                found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
+                return found or UnquantizedFusedMoEMethod(layer.moe_config)
+            if not block or self.loader.claimed.setdefault(block, prefix) != prefix:
+                raise no_block(self.served, prefix)
+            return HqconvMoEMethod(self, self.served, self.served.blocks[block], layer)
+        found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
+        if found is None and isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod()
+        return found
+
+    def get_cache_scale_mapper(self) -> Any:
+        """How the source's quantization names the scales of the KV cache; asked when a whole model is about to load.
+
+        Raises RequestError where the model has made none of the artifact's layers: they would stay as they are.
+        """
+        if self.served is not None and not self.loader.claimed and not _is_part_of_model():
+            raise no_layers(self.served)
+        return (self.dense or QuantizationConfig).get_cache_scale_mapper()
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Which tensors the source's quantization leaves unread."""
+        return (self.dense or QuantizationConfig).get_checkpoint_weight_mapper()
+
+    def __getattr__(self, name: str) -> Any:
+        """What model classes ask of the source's quantization, such as `weight_block_size`."""
+        dense = self.__dict__.get("dense")
+        if dense is None or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(dense, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What vLLM sets, such as `use_deep_gemm`, is meant for the source's quantization as well, if that has it."""
+        super().__setattr__(name, value)
+        dense = self.__dict__.get("dense")
+        if dense is not None and name not in _OWN and hasattr(dense, name):
+            setattr(dense, name, value)
+
+
+def _restored(state: dict[str, Any]) -> HqconvConfig:
+    """A config that was sent or copied."""
+    config = HqconvConfig.__new__(HqconvConfig)
+    config.__dict__.update(state, loader=Loader())
+    return config
+
+
+def _is_part_of_model() -> bool:
+    """Whether this process has some of the model's layers only, which may be ones without experts."""
+    config = get_current_vllm_config_or_none()
+    return config is None or config.parallel_config.pipeline_parallel_size > 1
+
+
+TESTED = ((0, 33), (0, 34))  # from, up to but not; pyproject's extra `vllm` says the same
+
+logger = logging.getLogger("vllm.hqconv")
+
+
+def warn_of_untested() -> None:
+    """Say so where this vLLM is none that hqconv was tested with."""
+    words = version("vllm")
+    found = tuple(map(int, re.findall(r"\d+", words)[:2]))
+    if not TESTED[0] <= found < TESTED[1]:
+        tested = ", ".join(".".join(map(str, numbers)) for numbers in TESTED)
+        logger.warning(
+            "hqconv's layers were tested with vLLM from %s up to, not including, %s; this is %s. "
+            "Check a few answers before you rely on it: `hqconv verify` judges the artifact, not the server.",
+            *tested.split(", "),
+            words,
+        )

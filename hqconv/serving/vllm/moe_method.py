@@ -1,0 +1,235 @@
+"""One layer of experts in vLLM: parameters as the rank's file has them, filled from it, and the kernel for them."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
+from vllm.model_executor.layers.quantization.utils.humming import (
+    make_humming_moe_kernel,
+    select_humming_moe_experts,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
+from vllm.model_executor.utils import is_weights_pre_processed
+from vllm.utils import humming
+
+from hqconv.errors import RequestError
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.dtypes import torch_dtype
+from hqconv.serving.artifact_view import Served, ServedBlock
+from hqconv.serving.compatibility import (
+    Asked,
+    check_block,
+    check_dtype,
+    check_flags,
+    check_inputs,
+    check_ranks,
+    no_deployment,
+    other_model,
+)
+from hqconv.serving.parameter_loader import Target
+from hqconv.serving.rank_file import RankFile, open_rank_file
+from hqconv.serving.vllm.activations import agreed
+from hqconv.serving.vllm.tuning import remembered
+
+if TYPE_CHECKING:
+    from hqconv.serving.vllm.config import HqconvConfig
+
+
+class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
+    """Humming's MoE layer whose weights need no processing; `apply` is vLLM's."""
+
+    moe_kernel: Any
+    supports_pre_processed_weights = True  # of vLLM's weight cache, whose tensors are these
+
+    def __init__(
+        self, config: HqconvConfig, served: Served, block: ServedBlock, layer: RoutedExperts
+    ) -> None:
+        """Hold the layer to the artifact. Raises RequestError or VerificationError before a byte is loaded."""
+        moe = layer.moe_config
+        FusedMoEMethodBase.__init__(self, moe)  # Humming's own looks at a checkpoint's schema
+        asked = _asked(layer)
+        check_dtype(served, asked.dtype)
+        check_ranks(served, asked)
+        check_block(served, block, asked)
+        check_inputs(served, block)
+        _set_activation(served, block, layer)
+        self.config, self.served, self.block, self.layer = config, served, block, layer
+        self.vllm_config = get_current_vllm_config_or_none()
+        self.model = _model_of(self.vllm_config)
+        ranks = moe.moe_parallel_config
+        name = names.rank_file(block.name, ranks.tp_rank, ranks.ep_rank)
+        path = config.loader.path(served, name, **_downloading(self.vllm_config))
+        self.file: RankFile = open_rank_file(served, path, block.name, name)
+        self.humming_configs = {
+            gemm: _layer_config(served, block, gemm, words) for gemm, words in self.file.configs.items()
+        }
+        _check_local(served, block, self.file, self.humming_configs, asked, moe.num_local_experts)
+        self.is_filled = False
+        # What vLLM selects by knows fewer weights than the kernels, which are compiled from the LayerConfig, take.
+        self.experts_cls = select_humming_moe_experts(moe, kMxfp4Static, None)
+        if self.experts_cls is None:
+            raise no_deployment(served, block, moe.moe_parallel_config)
+
+    def create_weights(self, layer: RoutedExperts, **words: Any) -> None:
+        """Register parameters of the shapes and dtypes of the rank's file, on the device that vLLM loads to.
+
+        Raises RequestError where vLLM has padded the layer's sizes.
+        """
+        check_block(self.served, self.block, _asked(layer, hidden_size=words["hidden_size"]))
+        schema = humming.HummingWeightSchema(**_given(self.block.kind.schema.humming_fields()))
+        layer.weight_schemas = dict.fromkeys(names.GEMMS, schema)
+        inputs = humming.HummingInputSchema(**_given(self.block.kind.inputs.humming_fields()))
+        layer.input_schemas = dict.fromkeys(names.GEMMS, inputs)
+        layer.humming_configs = self.humming_configs
+        for name, ref in self.file.tensors.items():
+            data = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
+            layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+        self.config.loader.add(self)
+        _when_placed_again(layer, self.file.tensors, self._refill)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Fill the parameters from the rank's file, and build the kernel once. Raises VerificationError."""
+        if not is_weights_pre_processed():
+            self._fill()
+        if self.moe_kernel is not None:
+            return
+        self.config.loader.take_kernels(self.served)
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        with remembered(self.config.loader.tuning):
+            self.moe_kernel = make_humming_moe_kernel(
+                self.moe_quant_config,
+                self.moe,
+                self.experts_cls,
+                routing_tables=layer._expert_routing_tables(),
+            )
+
+    def targets(self) -> list[Target]:
+        """The parameters as they are now, with their places in the rank's file."""
+        return [Target(ref, getattr(self.layer, name)) for name, ref in self.file.tensors.items()]
+
+    def _fill(self) -> None:
+        if self.vllm_config is not None and self.vllm_config.load_config.load_format == "dummy":
+            for target in self.targets():  # what vLLM makes up are no codes and no scales
+                target.as_bytes().zero_()
+                if names.is_input_scale(target.ref.name):  # which is divided by
+                    target.tensor.detach().fill_(1)
+            self.is_filled = True
+        else:
+            self.config.loader.fill(self)
+
+    def _refill(self) -> None:
+        """vLLM loads the model again in place, and has put the parameters back, maybe empty."""
+        if self.is_filled:
+            if _model_of(self.vllm_config) != self.model:
+                raise other_model(self.served, _model_of(self.vllm_config))
+            self._fill()
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _asked(layer: RoutedExperts, hidden_size: int | None = None) -> Asked:
+    """What vLLM's layer is, as it stands before or after vLLM has padded its sizes."""
+    moe, ranks = layer.moe_config, layer.moe_config.moe_parallel_config
+    return Asked(
+        num_experts=moe.num_logical_experts,
+        hidden_size=moe.hidden_dim if hidden_size is None else hidden_size,
+        has_bias=moe.has_bias,
+        gated=moe.is_act_and_mul,
+        dtype=str(moe.in_dtype).removeprefix("torch."),
+        tp=ranks.tp_size,
+        ep=ranks.ep_size,
+        placement=layer.expert_map_manager.placement_strategy,
+        redundant=moe.num_experts - moe.num_logical_experts,
+        router_weight_on_input=layer.apply_router_weight_on_input,
+    )
+
+
+def _set_activation(served: Served, block: ServedBlock, layer: RoutedExperts) -> None:
+    """Have the layer do what was converted. Raises RequestError where its model means something else."""
+    moe, is_situ = layer.moe_config, layer.activation is MoEActivation.SITU
+    asked = Activation(
+        layer.activation.value,
+        layer.swiglu_limit,
+        layer.swiglu_alpha,
+        moe.activation_situ_beta if is_situ else layer.swiglu_beta,
+        moe.activation_situ_linear_beta if is_situ else None,
+    )
+    found = agreed(f"{served.place.name}: {block.name}", block.activation, block.gated, asked)
+    layer.activation = moe.activation = MoEActivation(found.name)
+    if is_situ:
+        moe.activation_situ_beta, moe.activation_situ_linear_beta = found.beta, found.linear_beta
+    else:
+        layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = found.limit, found.alpha, found.beta
+
+
+def _layer_config(served: Served, block: ServedBlock, gemm: str, words: dict[str, Any]) -> Any:
+    """Humming's LayerConfig of one GEMM. Raises RequestError where this Humming would lay the weights out otherwise."""
+    where, here = f"{served.place.name}: {block.name}: {gemm}", version("humming-kernels")
+    try:
+        config = humming.LayerConfig(**words)
+        found = {flag: bool(getattr(config, flag)) for flag in block.flags[gemm]}
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        found = {f"{type(error).__name__}: {error}": True}
+    check_flags(where, served.humming_version, here, block.flags[gemm], found)
+    return config
+
+
+def _check_local(
+    served: Served, block: ServedBlock, file: RankFile, configs: dict[str, Any], asked: Asked, num_local: int
+) -> None:
+    """Refuse a file whose experts or biases are not this rank's."""
+    found = {
+        "experts of this rank": (configs["w13"].num_experts, num_local),
+        "biases": ("w13_bias" in file.tensors, asked.has_bias),
+    }
+    for what, (stored, wanted) in found.items():
+        if stored != wanted:
+            where = f"{served.place.name}: {block.name}: {what}"
+            raise RequestError(
+                "The server's layer is not the one that was converted.",
+                where=where,
+                expected=stored,
+                found=wanted,
+            )
+
+
+def _downloading(config: VllmConfig | None) -> dict[str, Any]:
+    """How to fetch rank files from the Hub: one by one where this process has not all layers; and where to."""
+    if config is None:
+        return {"alone": True, "cache_dir": None}
+    alone = config.parallel_config.pipeline_parallel_size > 1
+    return {"alone": alone, "cache_dir": config.load_config.download_dir}
+
+
+def _when_placed_again(layer: RoutedExperts, names_of: Any, call: Any) -> None:
+    """Have `call` called each time all these parameters have been registered again, on a real device.
+
+    vLLM reloads a model (after a deep sleep, say) by taking away every layer's parameters, loading tensors by their
+    names, and putting the old parameters back where there were none: no method of ours is asked
+    (model_loader/reload/layerwise.py). Without this such a server would go on with whatever its memory holds.
+    """
+    register, placed = layer.register_parameter, set()
+
+    def registering(name: str, param: torch.nn.Parameter | None) -> None:
+        register(name, param)
+        if name in names_of and param is not None and not param.is_meta:
+            placed.add(name)
+            if len(placed) == len(names_of):
+                placed.clear()
+                call()
+
+    layer.register_parameter = registering
+
+
+def _model_of(config: VllmConfig | None) -> str:
+    """The folder or repo that vLLM loads; a reload can name another one."""
+    return "" if config is None or config.model_config is None else str(config.model_config.model)

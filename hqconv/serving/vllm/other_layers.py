@@ -1,0 +1,63 @@
+"""The quantization of the layers that hqconv copies: vLLM's own config for what the source says of itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from hqconv.schemas import artifact_names as names
+from hqconv.serving.artifact_location import Place
+
+# Methods that take over a checkpoint of another one's name, in the order in which vLLM 0.33 asks them
+# (config/model.py, `_verify_quantization`).
+_OVERRIDES = (
+    *("auto_gptq", "gptq", "gptq_marlin", "auto_awq", "awq", "awq_marlin", "inc", "moe_wna16"),
+    *("modelopt", "modelopt_fp4", "modelopt_mxfp8", "mxfp8", "modelopt_mixed"),
+    *("mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8"),
+)
+
+
+def dense_config(words: Mapping[str, Any], place: Place, hf_config: Any) -> QuantizationConfig:
+    """vLLM's config of the source's `quantization_config`. Raises what vLLM raises for one that it does not know."""
+    hf_config = _undrafted(place, hf_config)
+    config = {**words, **_heads(words, hf_config)}
+    method = str(config.get("quant_method", ""))
+    for name in _OVERRIDES:
+        override = get_quantization_config(name).override_quantization_method(
+            config, None, hf_config=hf_config
+        )
+        if override is not None:
+            method = override
+            break
+    found = get_quantization_config(method).from_config(config)
+    found.maybe_update_config(place.name, hf_config=hf_config, revision=place.revision)
+    return found
+
+
+def _undrafted(place: Place, hf_config: Any) -> Any:
+    """The config with the folder's own model_type: vLLM renames it for drafts, and methods are chosen by it."""
+    words = json.loads(place.fetch(names.CONFIG).read_text(encoding="utf-8"))
+    if hf_config is None or hf_config.model_type == words.get("model_type"):
+        return hf_config
+    own = copy.copy(hf_config)
+    own.model_type = words.get("model_type", hf_config.model_type)
+    return own
+
+
+def _heads(words: Mapping[str, Any], hf_config: Any) -> dict[str, int]:
+    """What vLLM adds for compressed-tensors, so that scales of attention heads are cut for ranks."""
+    if words.get("quant_method") != "compressed-tensors" or hf_config is None:
+        return {}
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return {}
+    return {
+        "total_num_heads": heads,
+        "total_num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+    }

@@ -1,0 +1,15 @@
+"""The entry point of `vllm.general_plugins`: vLLM calls it in each of its processes, perhaps more than once."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Make `quant_method: hqconv` known to vLLM; nothing of Humming or of a GPU is touched.
+
+    Raises ImportError where vLLM has no quantization methods from outside.
+    """
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from hqconv.serving.vllm.config import METHOD, HqconvConfig
+
+    register_quantization_config(METHOD)(HqconvConfig)

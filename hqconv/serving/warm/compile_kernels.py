@@ -1,0 +1,230 @@
+"""`hqconv warm`: compiles the kernels that serving an artifact will ask for, on any machine with the CUDA compiler.
+
+Loads no torch before it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hqconv.errors import OutputError, RequestError
+from hqconv.io.durable_files import output_errors, write_whole
+from hqconv.schemas import artifact_names as names
+from hqconv.serving.warm.gpus import Gpu, choose_gpu
+from hqconv.serving.warm.kernel_store import (
+    FORMAT_VERSION,
+    MANIFEST,
+    VARIABLE,
+    UnusableError,
+    folder_beside,
+    read_kernel,
+    read_words,
+    tuning_tables,
+)
+
+if TYPE_CHECKING:
+    from hqconv.artifact.reader import Artifact
+    from hqconv.schemas.activation import Activation
+    from hqconv.serving.warm.kernel_requests import Asking, KernelSource
+
+_OURS = (".cu", ".cubin", ".partial")
+
+
+def warm(
+    out: str | Path,
+    *,
+    gpu: str | None = None,
+    kernels: str | Path | None = None,
+    jobs: int | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Compiles the kernels that vLLM will ask for when it serves an artifact, into a folder beside it. No GPU needed.
+
+    out: an artifact in the kernel layout; only its headers are read. gpu: the server's: h200, h100 …, or a JSON file of
+    facts; None: the one here. kernels: the folder; None is `OUT-kernels`. jobs: compilers at once; None: as many as
+    processors. announce: is told what is about to be done. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE,
+    VLLM_HUMMING_USE_F16_ACCUM and VLLM_BATCH_INVARIANT. Kernels of the same compiler that are there stay.
+
+    Returns words: the folder, the GPU, and counts. Raises RequestError where the artifact has no kernels, the GPU is
+    not its target's, or there is no compiler; VerificationError of a damaged artifact; OutputError.
+    """
+    from hqconv.artifact.reader import Artifact
+
+    started = time.monotonic()
+    num_jobs = (os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()) or 1
+    with Artifact(Path(out)) as artifact:
+        if artifact.manifest["layout"] != names.KERNEL:
+            what, remedy = "The checkpoint layout has no kernels of its own.", "Convert with --layout kernel."
+            raise RequestError(what, where=str(out), remedy=remedy)
+        folder = _check_folder(folder_beside(Path(out)) if kernels is None else Path(kernels))
+        chosen = _prepared(gpu, artifact.sm_version)
+        words = _warm(artifact, chosen, folder, jobs or num_jobs, announce or (lambda _: None))
+    variable = f"{VARIABLE}={'1' if kernels is None else folder.absolute()}"
+    told = {"folder": str(folder), "variable": variable, "seconds": time.monotonic() - started}
+    return {"kind": "warm", **told, **words}
+
+
+def _prepared(gpu: str | None, sm_version: int) -> Gpu:
+    """The GPU to compile for, with Humming imported."""
+    import torch
+
+    if not torch.cuda.is_available():  # on import Humming would start a compiler for what only a GPU needs
+        os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+    importlib.import_module("humming.device")
+    return choose_gpu(gpu, sm_version)
+
+
+def _check_folder(folder: Path) -> Path:
+    """Refuse a place that holds anything else."""
+    with output_errors(folder):
+        there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    stray = next((name for name in there if name != MANIFEST and not name.endswith(_OURS)), None)
+    if stray is not None:
+        raise OutputError(
+            "The folder for the kernels holds something else.",
+            where=str(folder),
+            expected="no such folder, or one that `hqconv warm` made",
+            found=stray,
+            remedy="Give another folder with --kernels.",
+        )
+    return folder
+
+
+def _warm(
+    artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]
+) -> dict[str, Any]:
+    from hqconv.serving.warm.compiler import identity, toolkit
+    from hqconv.serving.warm.kernel_requests import Asking, standing_in
+
+    asking = Asking.as_vllm(artifact.grid.ep > 1)
+    with standing_in(gpu), toolkit():
+        agreed = identity(gpu.sm_version)
+        sources, unknown = _sources(artifact, asking)
+        entries = _there(folder, agreed)
+        missing = [source for name, source in sources.items() if name not in entries]
+        announce(
+            f"Compiling {len(missing)} of {len(sources)} kernels for {gpu.name} with {agreed['compiler']}."
+        )
+        num_bytes = _compile(missing, entries, folder, jobs)
+        tables = _tables(artifact, asking, gpu, folder)
+    lists = {"tuning": tables, "kernels": dict(sorted(entries.items()))}
+    manifest = {"format_version": FORMAT_VERSION, **agreed, **lists}
+    write_whole(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    return {
+        "gpu": gpu.words(),
+        "compiler": agreed["compiler"],
+        "asking": asking.words(),
+        "num_kernels": len(sources),
+        "num_compiled": len(missing),
+        "num_bytes": num_bytes,
+        "activations_left_out": unknown,
+    }
+
+
+def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, int, int, dict[str, Any]]]:
+    """GEMM, activation, gated, top-k, rotation and LayerConfig of every block and rank."""
+    for block, facts in artifact.blocks.items():
+        rotation, activation = artifact.schema_of(block).rotation, artifact.activation_of(block)
+        for rank in artifact.grid.ranks:
+            for gemm in names.GEMMS:
+                config = artifact.layer_config(block, gemm, *rank)
+                yield gemm, activation, facts["gated"], facts["top_k"], rotation, config
+
+
+def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource], list[str]]:
+    """The distinct kernels of all blocks and ranks by name, and activations whose kernels are not known here."""
+    from hqconv.serving.warm.kernel_requests import activation_words, gemm_kernels, input_kernels
+
+    found: dict[str, KernelSource] = {}
+    seen: set[str] = set()
+    unknown: set[str] = set()
+    for gemm, activation, gated, top_k, rotation, config in _layer_configs(artifact):
+        key = json.dumps([gemm, activation.words(gated), gated, top_k, rotation, config], sort_keys=True)
+        if key in seen:
+            continue
+        seen.add(key)
+        words = activation_words(activation, gated) if gemm == "w2" else None
+        kernels = gemm_kernels(config, asking)
+        if gemm == "w2" and words is None:
+            unknown.add(activation.describe())
+        else:
+            kernels += input_kernels(config, asking, words, top_k, rotation)
+        found |= {kernel.name: kernel for kernel in kernels}
+    return found, sorted(unknown)
+
+
+def _tables(artifact: Artifact, asking: Asking, gpu: Gpu, folder: Path) -> dict[str, Any]:
+    """The tuning of every GEMM, and what the folder has for other GPUs."""
+    from hqconv.serving.vllm.tuning import tuning_key
+    from hqconv.serving.warm.kernel_requests import tuning_table
+
+    found = tuning_tables(folder)
+    seen: set[str] = set()
+    for *_, words in _layer_configs(artifact):
+        if (text := json.dumps(words, sort_keys=True)) not in seen:
+            seen.add(text)
+            config, table = tuning_table(words, asking)
+            found[tuning_key(config, asking.words(), gpu)] = table
+    return dict(sorted(found.items()))
+
+
+def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:
+    """The kernels that a folder already holds, whole; none where they are another compiler's, whose files go."""
+    try:
+        words = read_words(folder)
+    except UnusableError:
+        return {}
+    same = all(words.get(key) == value for key, value in agreed.items())
+    whole: dict[str, Any] = {}
+    with output_errors(folder):
+        if not same:
+            (folder / MANIFEST).unlink()  # first: without it the folder is none
+        for name, entry in words["kernels"].items():
+            try:
+                read_kernel(folder, name, entry)
+            except UnusableError:
+                continue
+            if same:
+                whole[name] = entry
+            else:
+                for kind in ("cu", "cubin"):
+                    (folder / f"{name}.{kind}").unlink(missing_ok=True)
+    return whole
+
+
+def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path, jobs: int) -> int:
+    """Compile side by side; each kernel is on the disk before it is listed. Returns the bytes of all kernels."""
+    from hqconv.serving.warm.compiler import compile_kernel, kernel_compiler
+
+    compiler = kernel_compiler()
+
+    def make(source: KernelSource) -> tuple[str, dict[str, Any]]:
+        cubin = compile_kernel(source, compiler)
+        write_whole(folder, f"{source.name}.cu", source.code.encode())
+        write_whole(folder, f"{source.name}.cubin", cubin)
+        return source.name, {
+            "expression": source.expression,
+            "architecture": source.architecture,
+            "without_fast_math": source.without_fast_math,
+            "cubin_sha256": sha256(cubin).hexdigest(),
+            "cubin_bytes": len(cubin),
+        }
+
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        futures = [pool.submit(make, source) for source in missing]
+        try:
+            for future in futures:
+                name, entry = future.result()
+                entries[name] = entry
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # what was compiled is not listed, and made anew next time
+            raise
+    return sum(entry["cubin_bytes"] for entry in entries.values())

@@ -1,0 +1,265 @@
+"""The `weights` check of many experts at once, on a device: it tells the good ones from those to be looked at again.
+
+An expert that is all as it should be gets its outcome here. Of any other, and of what this way does not cover, nothing
+is said but that `Job.run` must look at it: there is one place that finds faults and names them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from hqconv.artifact.batch_reader import StackReader, differs, unpack_stack
+from hqconv.conversion.devices import host_buffer
+from hqconv.conversion.encode import EncodedBatch, encode_batch
+from hqconv.errors import HqconvError
+from hqconv.layout_decoder.stacks import Stack
+from hqconv.models.expert_bytes import RawExperts, RawLayout
+from hqconv.quantization.hadamard import rotate
+from hqconv.quantization.quantize import Cost, quantize_stacks
+from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.verification.check_expert import Job, Original, Outcome
+from hqconv.verification.comparison import hash_of_rows, printed_rows
+from hqconv.verification.content_sums import stack_totals
+from hqconv.verification.figures import figures_of, measure_stack
+
+_BATCH_BYTES = 128 << 20  # of the source and the artifact: enough that Python costs little
+_MAX_READERS = 8
+_SLACK_BYTES = 1 << 12  # of a slot, between aligned tensors
+_GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
+_GPU_BYTES_PER_WEIGHT = (
+    64  # of one expert's weights, while codes and float64 sums of its projections are made
+)
+_NUM_COLUMNS = 10  # of one projection: `measure_stack`, and whether it is wrong
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How experts are dealt to a device: so many batches at once are read, each into `slot_bytes` of host memory."""
+
+    device: torch.device
+    num_readers: int
+    slot_bytes: int
+    gpu_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for all batches."""
+        return self.num_readers * self.slot_bytes
+
+
+def entered(device: torch.device) -> AbstractContextManager[object]:
+    """What is launched inside runs on the device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) -> Staging | None:
+    """As many readers as there are threads and memory for; None where there is no memory for one."""
+    slot_bytes = 1 << max(
+        0, min(_BATCH_BYTES, max_host_bytes).bit_length() - 1
+    )  # pinned memory comes in such sizes
+    if slot_bytes < 1 << 16:
+        return None
+    gpu_bytes = 1 << 62
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        gpu_bytes = int(free * _GPU_FREE_SHARE)
+    num_readers = max(1, min(num_threads, _MAX_READERS, max_host_bytes // slot_bytes))
+    return Staging(device, num_readers, slot_bytes, gpu_bytes)
+
+
+def why_not(schema: TargetSchema, param_dtype: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Quantize a small matrix on the device, which compiles Humming's ops; "" or what keeps them from it."""
+    n = max(64, schema.weight_scale_group_size_n)
+    k = max(128, schema.weight_scale_group_size, schema.rotation)
+    try:
+        with entered(device):
+            tiny = torch.ones(1, n, k, dtype=dtype, device=device)
+            quantize_stacks([tiny], schema, param_dtype)[0].costs()
+    except Exception as error:  # noqa: BLE001 - of Humming, its compiler or the driver: the CPU does it as well
+        return _in_short(error)
+    return ""
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+@dataclass
+class Shared:
+    """What the blocks of one check share: the device's turn, each thread's memory, and why batches failed."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    slots: threading.local = field(default_factory=threading.local)
+    errors: list[str] = field(default_factory=list)
+
+
+class BatchedJob:
+    """One block's check by stacks of experts. `run` may be called from any thread; the device works for one of them."""
+
+    def __init__(self, job: Job, staging: Staging, shared: Shared) -> None:
+        """Of one check, all blocks share `shared`."""
+        self.job, self._staging, self._shared = job, staging, shared
+        self._reader = _stack_reader(job)
+        self._batch = self._num_experts_at_once()
+
+    def batches(self) -> Iterator[range]:
+        """The block's experts."""
+        total, size = self.job.block.num_experts, self._batch or self.job.block.num_experts
+        for begin in range(0, total, size):
+            yield range(begin, min(begin + size, total))
+
+    def _num_experts_at_once(self) -> int:
+        """0 where not even one fits. The first expert has as many copies as any."""
+        if self._reader is None:
+            return 0
+        block, original = self.job.block, self.job.original
+        expert_bytes = self._reader.plan(range(1)).num_bytes
+        if original is not None:
+            expert_bytes += RawLayout(original.block, range(1)).num_bytes
+        weights = len(block.roles) * block.hidden_size * block.intermediate_size
+        gpu_bytes = self._staging.gpu_bytes // (_GPU_BYTES_PER_WEIGHT * weights)
+        return max(0, min((self._staging.slot_bytes - _SLACK_BYTES) // expert_bytes, gpu_bytes))
+
+    def run(self, experts: range) -> list[Outcome | None]:
+        """The outcome of each expert, or None where it must be looked at again."""
+        unknown: list[Outcome | None] = [None] * len(experts)
+        if self._reader is None or not self._batch:
+            return unknown
+        try:
+            with entered(self._staging.device):
+                return self._judge(self._reader, experts)
+        except Exception as error:  # noqa: BLE001 - where it means something, `Job.run` says it in words
+            self._shared.errors.append(_in_short(error))
+            return unknown
+
+    def _judge(self, reader: StackReader, experts: range) -> list[Outcome | None]:
+        original, device = self.job.original, self._staging.device
+        stored = reader.plan(experts)
+        raw_layout = None if original is None else RawLayout(original.block, experts)
+        begin = 0 if raw_layout is None else -(-raw_layout.num_bytes // 64) * 64
+        host = self._slot(begin + stored.num_bytes)
+        reader.read(stored, host.numpy().data[begin:])
+        if original is not None and raw_layout is not None:
+            original.source.read_raw(RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges)
+        try:
+            buffer = host.to(device, non_blocking=True)
+            raw = None if raw_layout is None else RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
+            with self._shared.lock:
+                return self._compare(experts, raw, reader.stacks(stored, buffer[begin:]))
+        finally:  # the slot is used again
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+    def _slot(self, num_bytes: int) -> torch.Tensor:
+        """This thread's memory on the host."""
+        slots, staging = self._shared.slots, self._staging
+        if getattr(slots, "slot", None) is None or slots.slot.numel() < num_bytes:
+            slots.slot = None
+            slots.slot = host_buffer(max(num_bytes, staging.slot_bytes), staging.device)
+        slot: torch.Tensor = slots.slot[:num_bytes]
+        return slot
+
+    def _compare(
+        self, experts: range, raw: RawExperts | None, stacks: dict[str, Stack]
+    ) -> list[Outcome | None]:
+        """Launch all there is to do, and wait once for the figures of all of it."""
+        job, original = self.job, self.job.original
+        schema, param = job.artifact.schema_of(job.block.name), job.artifact.param_dtype
+        done: EncodedBatch | None = None
+        if original is not None:
+            device = self._staging.device
+            done = encode_batch(original.source, original.block, experts, raw, original.encoding, device)
+        columns, prints, expected = [], {}, self._expected(done)
+        totals: dict[str, dict[str, torch.Tensor]] = {}
+        for role, stack in stacks.items():
+            wrong, values = stack.wrong, None
+            if original is not None and raw is not None:
+                wrong = differs(stack, expected[role])
+                prints[role] = expected[role].codes[:, printed_rows(expected[role].codes.size(1))]
+                values = _values(original, experts, role, raw)
+                values = rotate(values, schema.rotation) if schema.rotation else values
+            figures = measure_stack(stack, values, schema, param, job.misread)
+            columns += [figures, wrong.double().unsqueeze(1)]
+            totals[role] = stack_totals(stack, schema)
+        rows = torch.cat(columns, 1).tolist()
+        costs = {} if done is None else done.costs([one.cpu() for one in done.measured])
+        hashes = {role: [hash_of_rows(one) for one in found.cpu().numpy()] for role, found in prints.items()}
+        outcomes = [self._outcome(i, rows[i], stacks, costs, hashes) for i in range(len(experts))]
+        note_totals(outcomes, totals)
+        return outcomes
+
+    def _expected(self, done: EncodedBatch | None) -> dict[str, Stack]:
+        """The source's projections, quantized, as the artifact has them."""
+        if done is None:
+            return {}
+        schema, folding = self.job.schema, self.job.folding
+        expected = {role: unpack_stack(tensors, schema) for role, tensors in done.tensors.items()}
+        return expected if folding is None else folding.stacks(expected)
+
+    def _outcome(
+        self,
+        index: int,
+        row: Sequence[float],
+        stacks: dict[str, Stack],
+        costs: dict[str, list[Cost]],
+        hashes: dict[str, list[bytes]],
+    ) -> Outcome | None:
+        """One expert's, if all is as it should be; `row` holds `_NUM_COLUMNS` of each role."""
+        if not all(map(math.isfinite, row)):
+            return None
+        outcome = Outcome(expected={role: of_role[index] for role, of_role in hashes.items()})
+        group = self.job.artifact.schema_of(self.job.block.name).weight_scale_group_size
+        for number, (role, stack) in enumerate(stacks.items()):
+            *sums, wrong = row[number * _NUM_COLUMNS : (number + 1) * _NUM_COLUMNS]
+            if wrong:
+                return None
+            num_columns = stack.codes.size(2)
+            outcome.figures[role] = figures_of(
+                sums,
+                stack.scale[0].numel(),
+                num_columns // (group or num_columns),
+                has_source=self.job.original is not None,
+                quantizer=costs[role][index] if costs else None,
+            )
+            outcome.figures[role].is_folded = self.job.folding is not None
+        return outcome
+
+
+def _stack_reader(job: Job) -> StackReader | None:
+    """A reader of stacks, for a block that this way covers and of whose headers nothing is known to be wrong."""
+    is_read_ahead = job.original is None or job.original.source.reads_ahead
+    if job.reader is None or job.findings or not is_read_ahead:
+        return None
+    try:
+        return StackReader(job.artifact, job.block, job.reader.good)
+    except (HqconvError, OSError):
+        return None
+
+
+def note_totals(outcomes: Sequence[Outcome | None], totals: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Add what each expert's tensors come to, by role; scales that were flushed cannot be told any more."""
+    for role, of_role in totals.items():
+        each = {name: sums.tolist() for name, sums in of_role.items()}
+        for index, outcome in enumerate(outcomes):
+            if outcome is not None:
+                is_lost = outcome.figures[role].num_flushed > 0
+                outcome.content[role] = {
+                    name: sums[index]
+                    for name, sums in each.items()
+                    if not (is_lost and name == "weight_scale")
+                }
+
+
+def _values(original: Original, experts: range, role: str, raw: RawExperts) -> torch.Tensor:
+    """The source's weights [E, N, K] as numbers."""
+    stack = raw.stack(role, "weight") if original.block.format.is_float else None
+    if stack is not None:
+        return stack
+    source, block, device = original.source, original.block, raw.buffer.device
+    return torch.stack([source.read_expert(block, e, [role], device, raw)[role].values() for e in experts])

@@ -1,0 +1,122 @@
+"""The experts of the kernel check, read ahead by threads: decoded from the artifact, and as the source has them.
+
+Legend: E experts, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import torch
+
+from hqconv.artifact.batch_reader import StackReader, decode
+from hqconv.artifact.expert_reader import BlockReader
+from hqconv.artifact.load import expert_floats, refuse
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.devices import host_buffer
+from hqconv.errors import HqconvError
+from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.layout_decoder.stack_scales import float_values
+from hqconv.layout_decoder.unrotate import unrotated
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.protocols import Source
+from hqconv.schemas.dtypes import code_of
+from hqconv.verification.reference import Expert
+from hqconv.verification.scheduling import ahead
+
+_BATCH_WEIGHTS = (
+    1 << 26
+)  # decoded at once: 256 MiB of float32, and as much again a few times while they are made
+_NUM_AHEAD = 2
+T = TypeVar("T")
+
+
+class InOrder(Generic[T]):
+    """One value for each expert, for who asks in ascending order: batches are loaded ahead, and let go once passed.
+
+    Who asks for an earlier expert again begins anew.
+    """
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        load: Callable[[range], Mapping[int, T]],
+        num_experts: int,
+        batch: int,
+    ) -> None:
+        self._pool, self._load = pool, load
+        self._batches = [range(b, min(b + batch, num_experts)) for b in range(0, num_experts, batch)]
+        self._coming: Iterator[tuple[range, Mapping[int, T]]] = iter(())
+        self._here: tuple[range, Mapping[int, T]] = range(0), {}
+
+    def __call__(self, expert: int) -> T:
+        """Raises what loading raises."""
+        if expert < self._here[0].start or not self._here[0]:
+            begin = next(i for i, batch in enumerate(self._batches) if expert in batch)
+            self._coming = ahead(self._pool, self._load, self._batches[begin:], _NUM_AHEAD)
+            self._here = next(self._coming)
+        while expert not in self._here[0]:
+            self._here = next(self._coming)
+        return self._here[1][expert]
+
+
+def decoded_experts(
+    artifact: Artifact, block: ExpertBlock, device: torch.device, pool: ThreadPoolExecutor
+) -> InOrder[Expert]:
+    """The artifact's experts on the device: `w1` (if gated), `w3` [I, H], `w2` [H, I], and biases; float32.
+
+    Rotated weights are turned back.
+
+    Raises VerificationError, here or when it is asked for an expert, for what no conversion writes.
+    """
+    reader = BlockReader(artifact, block, refuse)
+    try:
+        stacks: StackReader | None = StackReader(artifact, block, reader.good)
+    except HqconvError:  # the reader of single experts says it in words
+        stacks = None
+
+    def load_one(expert: int) -> Expert:
+        floats = expert_floats(artifact, reader, expert)
+        return {name: torch.from_numpy(values).to(device) for name, values in floats.items()}
+
+    def load(experts: range) -> dict[int, Expert]:
+        found, wrong = ({}, experts) if stacks is None else _load_stacks(stacks, experts, device)
+        return found | {expert: load_one(expert) for expert in wrong}
+
+    weights = len(block.roles) * block.hidden_size * block.intermediate_size
+    return InOrder(pool, load, block.num_experts, max(1, _BATCH_WEIGHTS // weights))
+
+
+def _load_stacks(
+    reader: StackReader, experts: range, device: torch.device
+) -> tuple[dict[int, Expert], Sequence[int]]:
+    """Experts by number, and those that must be looked at by themselves."""
+    stored = reader.plan(experts)
+    host = host_buffer(stored.num_bytes, device)
+    reader.read(stored, host.numpy().data)
+    stacks = reader.stacks(stored, host.to(device, non_blocking=True))
+    schema, values = reader.artifact.schema_of(reader.block.name), {}
+    for role, stack in stacks.items():
+        values[role] = unrotated(decode(stack, schema, reader.artifact.param_dtype), schema.rotation)
+        if stack.bias is not None:
+            values[f"b{role[1:]}"] = float_values(stack.bias, code_of(reader.artifact.param_dtype))
+    wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()
+    found: dict[int, Expert] = {
+        expert: {name: of_all[i] for name, of_all in values.items()}
+        for i, expert in enumerate(experts)
+        if not wrong[i]
+    }
+    return found, [expert for i, expert in enumerate(experts) if wrong[i]]
+
+
+def source_experts(
+    source: Source, block: ExpertBlock, device: torch.device, pool: ThreadPoolExecutor
+) -> InOrder[dict[str, SourceMatrix]]:
+    """The source's experts, as `Source.read_expert` gives them."""
+
+    def load(experts: range) -> dict[int, dict[str, SourceMatrix]]:
+        return {expert: source.read_expert(block, expert, block.roles, device) for expert in experts}
+
+    return InOrder(pool, load, block.num_experts, 1)

@@ -1,0 +1,168 @@
+"""What is left of mxfp4 weights where their exponents are fused into the codes, worked out apart from the conversion.
+
+fp8 and int8 hold an e2m1 value times a few powers of two only: 12 of them in one rank's expert (fp8), 4 in one row of
+it (int8). Where exponents lie further apart the small ones are raised, and their codes divided by as much: rounded to
+e2m1, half away from zero. So the codes depend on the rank, and on its padding, whose scales are 1.0.
+
+Legend: E experts, N rows, K columns, G groups along K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hqconv.artifact.expert_reader import Matrix
+from hqconv.artifact.reader import Artifact
+from hqconv.humming_layout.layer_config import resolve
+from hqconv.layout_decoder.stack_scales import float_values, look_up
+from hqconv.layout_decoder.stacks import Stack
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.grid import TpSlice, tp_slices
+
+_ONE = 127  # 1.0 in e8m0: what rows are padded with
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_MINUS_ZERO = 8
+_CHUNK_NUMBERS = 1 << 20  # shifted at once
+
+
+def is_folded(artifact: Artifact, block: str) -> bool:
+    """Whether a block's codes have exponents of their scales in them."""
+    is_kernel = artifact.request.layout == names.KERNEL
+    return is_kernel and resolve(artifact.kind_of(block)).use_fused_e8m0_scale
+
+
+def misread_code(artifact: Artifact, block: str) -> int | None:
+    """The code that a block's kernels misread, if there is one: minus zero of e2m1 under int8 activations.
+
+    Humming 0.1.19 (`dequant_fused.cuh`) negates four int8 weights at once by a subtraction over the whole word: for a
+    minus zero it takes one from the next weight of its word. Its own conversion replaces the source's minus zeros, but
+    not those that arise where a small negative weight is folded. See docs/kernels.md.
+    """
+    is_int8 = artifact.kind_of(block).a_dtype == "int8"
+    return _MINUS_ZERO if is_int8 and is_folded(artifact, block) else None
+
+
+@dataclass(frozen=True)
+class Folding:
+    """One block's: largest distance of exponents, of one row or of a rank's expert, and whether ranks' rows are padded.
+
+    is_padded: GEMM → for each TP rank.
+    """
+
+    max_range: int
+    is_by_rows: bool
+    slices: tuple[TpSlice, ...]
+    is_padded: Mapping[str, tuple[bool, ...]]
+
+    def stacks(self, expected: Mapping[str, Stack]) -> dict[str, Stack]:
+        """Quantized projections by role as the ranks hold them, put together again."""
+        folded: dict[str, Stack] = {}
+        for gemm, roles in (("w13", ("w1", "w3")), ("w2", ("w2",))):
+            of_gemm = {role: expected[role] for role in roles if role in expected}
+            if of_gemm:
+                folded |= self._gemm(gemm, of_gemm)
+        return folded
+
+    def matrices(self, expected: Mapping[str, Matrix]) -> dict[str, Matrix]:
+        """`stacks` of one expert's projections."""
+        found = self.stacks({role: _as_stack(one) for role, one in expected.items()})
+        return {
+            role: replace(
+                one,
+                codes=found[role].codes[0].numpy(),
+                scale=found[role].scale[0].numpy(),
+                scale_value=found[role].scale_value[0].numpy(),
+            )
+            for role, one in expected.items()
+        }
+
+    def _gemm(self, gemm: str, expected: Mapping[str, Stack]) -> dict[str, Stack]:
+        axis = 2 if gemm == "w2" else 1
+        codes = {role: torch.empty_like(one.codes) for role, one in expected.items()}
+        scales = {role: torch.empty_like(one.scale) for role, one in expected.items()}
+        for part in self.slices:
+            least = self._least_exponents(gemm, expected, part)
+            for role, one in expected.items():
+                old_codes, new_codes = (_cut(x, axis, part, one.codes) for x in (one.codes, codes[role]))
+                old, new = (_cut(x, axis, part, one.codes) for x in (one.scale, scales[role]))
+                new.copy_(torch.maximum(old.int(), least[role]))
+                _shift(old_codes, new.int() - old.int(), new_codes)
+        return {
+            role: replace(
+                one, codes=codes[role], scale=scales[role], scale_value=float_values(scales[role], "F8_E8M0")
+            )
+            for role, one in expected.items()
+        }
+
+    def _least_exponents(
+        self, gemm: str, expected: Mapping[str, Stack], part: TpSlice
+    ) -> dict[str, torch.Tensor]:
+        """The smallest exponents that a rank's slice keeps, int32 [E, N, 1] or [E, 1, 1], by role."""
+        axis = 2 if gemm == "w2" else 1
+        slices = {role: _cut(one.scale, axis, part, one.codes).int() for role, one in expected.items()}
+        if self.is_by_rows:
+            return {role: one.amax(2, keepdim=True) - self.max_range for role, one in slices.items()}
+        largest = torch.stack([one.amax((1, 2), keepdim=True) for one in slices.values()]).amax(0)
+        if self.is_padded[gemm][part.rank]:
+            largest = largest.clamp(min=_ONE)
+        return dict.fromkeys(slices, largest - self.max_range)
+
+
+def folding_of(artifact: Artifact, block: ExpertBlock) -> Folding | None:
+    """How a block's codes are folded; None where they are not. Raises VerificationError for a damaged file."""
+    if not is_folded(artifact, block.name):
+        return None
+    ranks = range(artifact.grid.tp)
+    is_padded = {
+        gemm: tuple(
+            bool(artifact.layer_config(block.name, gemm, tp_rank, 0)["pad_shape_n"]) for tp_rank in ranks
+        )
+        for gemm in names.GEMMS
+    }
+    is_int8 = artifact.kind_of(block.name).a_dtype == "int8"
+    slices = tp_slices(block.intermediate_size, artifact.grid.tp, artifact.schema_of(block.name))
+    return Folding(3 if is_int8 else 11, is_int8, slices, is_padded)
+
+
+def folding_bytes(artifact: Artifact, block: ExpertBlock) -> int:
+    """Memory that one expert's folding needs: other codes of gate and up, and the table's indices of a chunk."""
+    weights = 2 * block.hidden_size * block.intermediate_size
+    return weights + 16 * _CHUNK_NUMBERS if is_folded(artifact, block.name) else 0
+
+
+def _cut(values: torch.Tensor, axis: int, part: TpSlice, codes: torch.Tensor) -> torch.Tensor:
+    """A rank's part of codes, or of scales along the same axis."""
+    size, full = values.size(axis), codes.size(axis)
+    return values.narrow(axis, part.begin * size // full, (part.end - part.begin) * size // full)
+
+
+def _shift(codes: torch.Tensor, shifts: torch.Tensor, out: torch.Tensor) -> None:
+    """Divide e2m1 codes [E, N, K] by 2 ** shifts, int32 [E, N, G]; into `out`."""
+    table = torch.from_numpy(_shifted()).to(codes.device).flatten()
+    group = codes.size(2) // shifts.size(2)
+    step = max(1, _CHUNK_NUMBERS // (codes.size(0) * codes.size(2)))
+    for begin in range(0, codes.size(1), step):
+        rows = slice(begin, begin + step)
+        index = (shifts[:, rows] * 16).repeat_interleave(group, 2) + codes[:, rows].int()
+        out[:, rows] = look_up(table, index)
+
+
+def _shifted() -> np.ndarray:
+    """What becomes of each e2m1 code by a shift: uint8 [256 shifts, 16 codes]. Minus zero becomes zero."""
+    values = _E2M1[None, :] / np.exp2(np.arange(256.0))[:, None]
+    halfway = (_E2M1[1:] + _E2M1[:-1]) / 2
+    magnitude = np.searchsorted(halfway, values, side="right").astype(np.uint8)
+    negative = magnitude | np.uint8(8)
+    negative[:, 0] = 0
+    return np.concatenate((magnitude, negative), 1)
+
+
+def _as_stack(matrix: Matrix) -> Stack:
+    codes, scale = torch.from_numpy(matrix.codes)[None], torch.from_numpy(matrix.scale)[None]
+    value = torch.from_numpy(matrix.scale_value)[None]
+    return Stack(codes, scale, matrix.scale_dtype, value, torch.zeros(1, dtype=torch.bool))

@@ -1,0 +1,80 @@
+"""What checks on a GPU would have to wait for, begun beside those before them: Humming's kernels, compiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from hqconv.artifact.reader import Artifact
+from hqconv.errors import HqconvError
+from hqconv.humming_layout.layer_config import needs_cuda
+from hqconv.humming_layout.runtime import compiler_version, humming
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.gpu_target import Target
+from hqconv.verification.kernel import compile_ahead
+
+
+@contextmanager
+def begun(tasks: Sequence[Callable[[], object]]) -> Iterator[Callable[[], None]]:
+    """Run tasks side by side; gives what waits for all of them. Their errors are left to who needs what they make."""
+    if not tasks:
+        yield lambda: None
+        return
+    humming()  # by one thread only: it is changed on its way in
+    pool = ThreadPoolExecutor(len(tasks), "hqconv-prepare")
+    running = [pool.submit(task) for task in tasks]
+
+    def finish() -> None:
+        wait(running)
+
+    try:
+        yield finish
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def kernel_tasks(
+    artifact: Artifact, blocks: Iterable[str], tokens: Sequence[int], device: torch.device
+) -> list[Callable[[], object]]:
+    """Compile the GEMMs of some blocks, one task for each kind of block."""
+    kinds: dict[str, str] = {}
+    for block in blocks:
+        words = artifact.blocks[block]
+        try:
+            if not artifact.knows_activation(block):  # the check passes over it
+                continue
+            configs = [artifact.layer_config(block, gemm, 0, 0) for gemm in names.GEMMS]
+        except (HqconvError, OSError):  # the check comes upon it
+            continue
+        facts = [words["top_k"], words["activation"], words["gated"], words["num_experts"]]
+        facts.append(words.get("activation_parameters"))
+        kinds.setdefault(json.dumps([configs, facts], sort_keys=True), block)
+    return [partial(compile_ahead, artifact, block, tokens, device) for block in kinds.values()]
+
+
+def other_layout(artifact: Artifact) -> str:
+    """Why a GPU of the artifact's target cannot run its kernels on this machine; nothing where it can.
+
+    Where the layout depends on the compiler, Humming is asked what it is with the one here. Raises VerificationError
+    for facts that cannot be true.
+    """
+    firsts = {artifact.kind_of(name): name for name in reversed(artifact.blocks)}
+    for kind, name in firsts.items():
+        if not needs_cuda(kind):
+            continue
+        try:
+            here = Target(kind.target.sm_version, compiler_version())
+        except (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            return f"its layout depends on the CUDA compiler, and Humming finds none here ({error})"
+        block = artifact.expert_block(name)
+        own, found = (artifact.kernel_forms(block, target) for target in (None, here))
+        for gemm, form in own.items():
+            if (flags := form.flags) != found[gemm].flags:
+                differing = ", ".join(flag for flag in flags if flags[flag] != found[gemm].flags[flag])
+                return f"the artifact is for {kind.target}; CUDA {here.cuda_name} here has another layout ({differing})"
+    return ""

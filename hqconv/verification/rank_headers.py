@@ -1,0 +1,172 @@
+"""The `files` check's headers: rank files and packed experts have what the manifest's facts imply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from hqconv.artifact.manifest_digest import DIGEST
+from hqconv.artifact.reader import Artifact, Header
+from hqconv.errors import VerificationError
+from hqconv.humming_layout.gemm_forms import KernelForm
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.tensors import TensorSpec
+from hqconv.verification.input_scales import is_static
+from hqconv.verification.result import CheckResult, compare_names, compare_words
+
+SUFFIX = ".safetensors"
+T = TypeVar("T")
+Stored = tuple[str, tuple[int, ...]]  # dtype, shape
+
+
+def _forms(of_block: Callable[[ExpertBlock], T], block: ExpertBlock, result: CheckResult) -> T | None:
+    """Humming's layout of a block; None where Humming is not here (noted) or has none (a finding)."""
+    try:
+        return of_block(block)
+    except ModuleNotFoundError:
+        note = "rank files were compared with each other only: Humming cannot be imported"
+        if note not in result.notes:
+            result.notes.append(note)
+    except VerificationError as error:
+        result.add(error.where, error.what, error.expected, error.found)
+    return None
+
+
+def check_ranks(
+    artifact: Artifact, blocks: Mapping[str, ExpertBlock], headers: Mapping[str, Header], result: CheckResult
+) -> None:
+    """Every rank has one file of every block, with the tensors and LayerConfigs that the facts imply."""
+    expected_paths: set[str] = set()
+    for block in blocks.values():
+        grid, form = artifact.grid, _forms(artifact.kernel_forms, block, result)
+        if form is not None:
+            _check_gemm_words(artifact, block, form, result)
+        for tp_rank, ep_rank in grid.ranks:
+            path = names.rank_file(block.name, tp_rank, ep_rank)
+            num_local = len(grid.local_experts(block.num_experts, ep_rank))
+            expected_paths.add(path)
+            if path not in artifact.manifest["files"]:
+                result.add(path, "A rank has no file of a block.", "listed in the manifest", "not listed")
+            elif path in headers:
+                form = form if form is not None else _form_of_file(block.name, headers[path])
+                scales = names.GEMMS if is_static(artifact, block.name) else ()
+                extra = {names.input_scale(block.name, gemm): ("F32", (1,)) for gemm in scales}
+                _compare_with_form(path, headers[path], block.name, form, num_local, extra, result)
+                _check_rank(path, headers[path][1], DIGEST in artifact.manifest, result)
+    for path in artifact.manifest["files"]:
+        if blocks and "/" in path and path.endswith(SUFFIX) and path not in expected_paths:
+            what = "A weight file belongs to no rank and block of the manifest."
+            result.add(path, what, "not listed", "listed")
+
+
+def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
+    """Without Humming: the first rank's file, as what the others must look like."""
+    forms = {}
+    for gemm in names.GEMMS:
+        prefix = f"{block}.{gemm}_"
+        tensors = {
+            name.removeprefix(prefix): TensorSpec(name, ref.dtype, ref.shape[1:])
+            for name, ref in header[0].items()
+            if name.startswith(prefix) and not names.is_input_scale(name)
+        }
+        words: Any = None
+        with suppress(KeyError, ValueError, RecursionError):  # reported where the file is compared
+            words = json.loads(header[1][gemm])
+        forms[gemm] = KernelForm(tensors, words if isinstance(words, dict) else {}, {})
+    return forms
+
+
+def _check_gemm_words(
+    artifact: Artifact, block: ExpertBlock, form: Mapping[str, KernelForm], result: CheckResult
+) -> None:
+    sizes = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
+    for gemm, one in form.items():
+        expected = {**{key: one.config[key] for key in sizes}, **one.flags}
+        found = artifact.blocks[block.name].get(gemm)
+        if isinstance(found, dict) and is_static(artifact, block.name):  # its scale is looked at by itself
+            found = {key: value for key, value in found.items() if key != names.INPUT_SCALE}
+        if isinstance(found, dict) and isinstance(found.get("flags"), dict):
+            found = {**found, **found["flags"]}
+            del found["flags"]
+        where = f"{names.MANIFEST}: {block.name}: {gemm}"
+        compare_words(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
+
+
+def _compare_with_form(
+    path: str,
+    header: Header,
+    block: str,
+    form: Mapping[str, KernelForm],
+    num_local: int,
+    extra: Mapping[str, Stored],
+    result: CheckResult,
+) -> None:
+    """`extra`: dtype and shape of tensors that the form does not know."""
+    expected: dict[str, Stored] = {
+        f"{block}.{gemm}_{name}": (tensor.dtype, (num_local, *tensor.shape))
+        for gemm, one in form.items()
+        for name, tensor in one.tensors.items()
+    }
+    _compare_tensors(path, header, {**expected, **extra}, result)
+    if header[1].get("format") != "pt":
+        result.add(path, "The file's metadata does not name its format.", "pt", header[1].get("format"))
+    for gemm, one in form.items():
+        where = f"{path}, metadata {gemm}"
+        try:
+            words = json.loads(header[1][gemm])
+        except (KeyError, ValueError, RecursionError) as error:
+            result.add(where, "The file holds no LayerConfig.", "a JSON object", repr(error))
+            continue
+        what = "A LayerConfig is not the one of the manifest's facts."
+        compare_words(where, what, {**one.config, "num_experts": num_local}, words, result)
+
+
+def _check_rank(path: str, metadata: Mapping[str, str], says: bool, result: CheckResult) -> None:
+    """A file says whose it is. `says`: whether the manifest is of a version whose files do."""
+    where, own = f"{path}, metadata rank", path.split("/")[-2]
+    if (other := names.other_rank(path, metadata)) is not None:
+        result.add(where, "This is the file of another rank.", own, other)
+    elif says and "rank" not in metadata:
+        result.add(where, "The file does not say which rank's it is.", own, "nothing")
+
+
+def _compare_tensors(path: str, header: Header, expected: Mapping[str, Stored], result: CheckResult) -> None:
+    entries = header[0]
+    compare_names(path, "tensor", entries, expected, result)
+    for name, (dtype, shape) in expected.items():
+        if name in entries and (entries[name].dtype, entries[name].shape) != (dtype, shape):
+            found = f"{entries[name].dtype} {list(entries[name].shape)}"
+            where = f"{path}, tensor {name}"
+            result.add(where, "A tensor has another dtype or shape.", f"{dtype} {list(shape)}", found)
+
+
+def check_packed(
+    artifact: Artifact,
+    blocks: Mapping[str, ExpertBlock],
+    inside: Mapping[str, tuple[str, Any]],
+    result: CheckResult,
+) -> set[str]:
+    """The experts' packed tensors of the checkpoint layout; returns their names (none in the kernel layout)."""
+    found: set[str] = set()
+    if artifact.manifest["layout"] != names.CHECKPOINT:
+        return found
+    for block in blocks.values():
+        prefix, form = f"{block.name}.", _forms(artifact.packed_forms, block, result)
+        of_block = {name for name in inside if name.startswith(prefix) and name[len(prefix) :][:1].isdigit()}
+        found |= of_block
+        if form is None:
+            continue
+        expected = {
+            f"{block.module(expert, role)}.{name}": (tensor.dtype, tensor.shape)
+            for expert in range(block.num_experts)
+            for role in block.roles
+            for name, tensor in form[role].items()
+        }
+        compare_names(f"block {block.name}", "tensor", of_block, expected, result)
+        for name in sorted(of_block & expected.keys()):
+            path, entry = inside[name]
+            _compare_tensors(path, ({name: entry}, {}), {name: expected[name]}, result)
+    return found

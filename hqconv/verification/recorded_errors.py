@@ -1,0 +1,116 @@
+"""The error figures that the manifest records, with those that are measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from hqconv import __version__
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.quant_error import requantized_counts, scale_changes
+from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.planning.encoding import RTN, SEARCH_VERSION
+from hqconv.quantization.quantize import Cost
+from hqconv.schemas import artifact_names as names
+from hqconv.verification.figures import Figures, summarize
+from hqconv.verification.result import CheckResult, compare_words
+
+_DECODED = 2.0**-20  # of a weight: what float32 products may add to its scale's change
+_RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
+
+
+def check_recorded(
+    block: ExpertBlock,
+    recorded: Mapping[str, Any],
+    figures: Mapping[str, Sequence[Figures]],
+    is_coded: bool,
+    result: CheckResult,
+) -> None:
+    """The manifest's error figures with those measured, where every expert was."""
+    for role in sorted(recorded.keys() | figures.keys()):
+        where = f"{names.MANIFEST}: {block.name}: quantization_error: {role}"
+        of_role, words = figures.get(role, []), recorded.get(role)
+        if role not in figures or not isinstance(words, dict):
+            result.add(
+                where, "The recorded errors are not those of the block's projections.", list(figures), words
+            )
+        elif len(of_role) == block.num_experts:
+            each = [one.recorded_error() for one in of_role]
+            # Experts that were kept as they are have no error; the total is of the others.
+            changed = [one for one in of_role if one.quantizer is None or not one.quantizer.is_exact]
+            total = summarize(changed, as_recorded=True)["relative_error"] if changed else 0.0
+            worst = words.get("worst_expert")
+            at_worst = each[worst] if type(worst) is int and 0 <= worst < len(each) else None
+            expected = {"relative_error": total, "worst_relative_error": max(each)}
+            for key, value in expected.items():
+                _check_figure(f"{where}: {key}", value, words.get(key), result)
+            _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
+            if type(worst) is int and at_worst is not None:
+                _check_first(f"{where}: worst_expert", worst, of_role, result)
+            _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
+
+
+def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: CheckResult) -> None:
+    """Of experts with the same sums, as the conversion measures them, the first is the worst."""
+    costs = [one.quantizer and (one.quantizer.error, one.quantizer.power) for one in of_role]
+    if costs[worst] is not None and (first := costs.index(costs[worst])) != worst:
+        result.add(where, "Of experts with the same error the first is the worst.", first, worst)
+
+
+def check_search(artifact: Artifact, result: CheckResult) -> None:
+    """Whether the search that chose the scales is this hqconv's, and so can be repeated."""
+    if artifact.request.quantizer == RTN or artifact.search_version == SEARCH_VERSION:
+        return
+    result.add(
+        f"{names.MANIFEST}: quantizer_version",
+        "The scales were searched for by another version of the search, which cannot be repeated here: "
+        "verify against the source with the hqconv that made the artifact, or convert again.",
+        f"{SEARCH_VERSION} (hqconv {__version__})",
+        f"{artifact.search_version or 'none'} (hqconv {artifact.manifest['hqconv_version']})",
+    )
+
+
+def check_changes(block: str, words: Mapping[str, Any], param_dtype: str, result: CheckResult) -> None:
+    """How far a block's scales moved: said where they were rounded and nowhere else, and no more than rounding does."""
+    is_rounded = words["conversion"] == DIRECT_ROUNDED
+    limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # of no other dtype is an artifact
+    for role, error in words["quantization_error"].items():
+        change = error.get("largest_scale_change") if isinstance(error, dict) else None
+        where = f"{names.MANIFEST}: {block}: quantization_error: {role}: largest_scale_change"
+        if not is_rounded or not isinstance(change, float | int) or isinstance(change, bool):
+            if is_rounded or change is not None:
+                what = "A change of scales is recorded where none is rounded, or none where they are."
+                result.add(where, what, "a number" if is_rounded else "none", change)
+            continue
+        if not 0 <= change <= limit:
+            what = "Scales moved further than rounding moves them."
+            result.add(where, what, f"at most {limit} for {param_dtype}", change)
+        worst = error.get("worst_relative_error")
+        if not isinstance(worst, float | int) or not worst <= change + _DECODED:
+            what = "The recorded error is larger than the change of scales explains."
+            result.add(where, what, f"at most {change}", worst)
+
+
+def _check_counts(
+    where: str, words: Mapping[str, Any], costs: Sequence[Cost], is_coded: bool, result: CheckResult
+) -> None:
+    """The manifest's counts of what was quantized anew, of what came out without an error, and how far scales moved."""
+    expected = (requantized_counts(costs) if is_coded else {}) | scale_changes(costs)
+    known = {"relative_error", "worst_expert", "worst_relative_error"}
+    compare_words(
+        where, "The recorded count is not the counted one.", expected, _without(words, known), result
+    )
+
+
+def _without(words: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in words.items() if key not in keys}
+
+
+def _check_figure(where: str, expected: float | None, found: Any, result: CheckResult) -> None:
+    is_number = isinstance(found, float | int) and not isinstance(found, bool) and expected is not None
+    if not is_number or not math.isclose(expected or 0.0, found, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
+        # Later digits depend on the order of summing.
+        shown = [f"{value:.12g}" if isinstance(value, float) else value for value in (expected, found)]
+        result.add(where, "The recorded error is not the measured one.", *shown)

@@ -1,0 +1,109 @@
+"""The experts of the `weights` check dealt to threads, one by one or in batches on a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.progress import Meter, metered
+from hqconv.verification.check_batch import BatchedJob, Shared, Staging
+from hqconv.verification.check_expert import Job, Outcome
+from hqconv.verification.result import CheckResult
+
+Done = TypeVar("Done")
+Judged = tuple[Job, list[Outcome]]
+
+
+def worker_pool(num_workers: int) -> ThreadPoolExecutor:
+    """Threads with one processor each."""
+    return ThreadPoolExecutor(num_workers, "hqconv-verify", initializer=partial(torch.set_num_threads, 1))
+
+
+def block_bytes(artifact: Artifact, block: str) -> int:
+    """Bytes of a block's codes, more or less: all of its weights times the schema's bits."""
+    words = artifact.blocks[block]
+    weights = words["num_experts"] * words["hidden_size"] * words["intermediate_size"] * (2 + words["gated"])
+    return int(weights) * artifact.schema_of(block).num_bits // 8
+
+
+def _told(
+    done: Iterable[Done], meter: Meter | None, count: Callable[[Done], tuple[Job, int]]
+) -> Iterator[Done]:
+    """What is done, counted as so many experts of a job."""
+
+    def words(one: Done) -> tuple[str, int]:
+        job, num_experts = count(one)
+        return job.block.name, block_bytes(
+            job.artifact, job.block.name
+        ) * num_experts // job.block.num_experts
+
+    return metered(done, meter, words)
+
+
+def each_expert(
+    jobs: Iterable[Job], pool: ThreadPoolExecutor, num_workers: int, meter: Meter | None
+) -> Iterator[Judged]:
+    """Every expert by itself: each job with the outcomes of its experts."""
+    tasks = ((job, expert) for job in jobs for expert in range(job.block.num_experts))
+    done = _told(
+        ahead(pool, lambda task: task[0].run(task[1]), tasks, 2 * num_workers),
+        meter,
+        lambda one: (one[0][0], 1),
+    )
+    for job, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
+        yield job, [outcome for _, outcome in of_block]
+
+
+def in_batches(
+    jobs: Iterable[Job],
+    staging: Staging,
+    pool: ThreadPoolExecutor,
+    result: CheckResult,
+    meter: Meter | None,
+) -> Iterator[Judged]:
+    """Batches on a device, and by itself, on the CPU, each expert that must be looked at again."""
+    shared, num_again, num_all = Shared(), 0, 0
+    batched = (BatchedJob(job, staging, shared) for job in jobs)
+    tasks = ((one, experts) for one in batched for experts in one.batches())
+    with worker_pool(staging.num_readers) as readers:
+        found_ahead = ahead(readers, lambda task: task[0].run(task[1]), tasks, 2 * staging.num_readers)
+        done = _told(found_ahead, meter, lambda one: (one[0][0].job, len(one[0][1])))
+        for one, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
+            first = [outcome for _, outcomes in of_block for outcome in outcomes]
+            again = pool.map(one.job.run, [expert for expert, found in enumerate(first) if found is None])
+            outcomes = [found if found is not None else next(again) for found in first]
+            num_again, num_all = num_again + first.count(None), num_all + len(first)
+            yield one.job, outcomes
+    again_words = f"; {num_again} of {num_all} experts again on the CPU" if num_again else ""
+    again_words += f", some after {shared.errors[0]}" if shared.errors else ""
+    result.notes.append(f"on {staging.device}{again_words}")
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def ahead(
+    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item], num_ahead: int
+) -> Iterator[tuple[Item, Result]]:
+    """Each item with what `work` makes of it; at most `num_ahead` more are begun or wait. Raises what `work` raises."""
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(work, item)))
+            if len(waiting) > num_ahead:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()

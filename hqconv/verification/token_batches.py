@@ -1,0 +1,95 @@
+"""Tokens for the kernel check, and which expert of which rank each of them goes to.
+
+Legend: T tokens, k choices per token, E experts, H hidden size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hqconv.artifact.reader import Artifact
+from hqconv.models.families import text_config
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.untrusted_files import read_json
+from hqconv.verification.reference import Routing, cover_all_experts, route
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of the parameter dtype and their routes, on the device."""
+
+    x: torch.Tensor
+    routing: Routing
+    routed_by: str
+
+
+def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.device) -> Batch:
+    """Seeded tokens, routed by the block's own router where the artifact holds it, and every expert hit."""
+    words = artifact.blocks[block]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{block}/{num_tokens}".encode()))
+    x = torch.randn(num_tokens, words["hidden_size"], generator=generator)
+    x = x.to(torch_dtype_of(artifact.param_dtype))
+    config = _config(artifact)
+    router, bias = _router(artifact, block)
+    if router is None or router.shape != (words["num_experts"], words["hidden_size"]):
+        logits = torch.randn(num_tokens, words["num_experts"], generator=generator)
+        routing, routed_by = route(logits, words["top_k"], {"norm_topk_prob": True}), "seeded scores"
+    else:
+        logits = x.float() @ router.float().t()
+        routing = route(logits, words["top_k"], config, None if bias is None else bias.float())
+        routed_by = "the checkpoint's router"
+    routing = cover_all_experts(routing, words["num_experts"])
+    moved = Routing(routing.ids.to(device), routing.weights.float().to(device))
+    return Batch(x.to(device), moved, routed_by)
+
+
+def _config(artifact: Artifact) -> dict[str, Any]:
+    words = read_json(artifact.root / names.CONFIG)
+    return dict(text_config(words))
+
+
+def _router(artifact: Artifact, block: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The router's weight [E, H] and its correction bias [E], where they lie under their usual names."""
+    parent = block.rpartition(".")[0]
+    found = [_copied(artifact, f"{parent}.{name}") for name in ("gate.weight", "router.weight")]
+    biases = [_copied(artifact, f"{parent}.{name}") for name in ("gate.e_score_correction_bias",)]
+    return next((t for t in found if t is not None), None), next((t for t in biases if t is not None), None)
+
+
+def _copied(artifact: Artifact, name: str) -> torch.Tensor | None:
+    for path in artifact.manifest["files"]:
+        if artifact.is_shard(path) and name in artifact.header(path)[0]:
+            with safe_open(artifact.fetched(path), framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+    return None
+
+
+def together(batches: list[Batch]) -> Batch:
+    """All batches as one, so that the reference decodes every expert once."""
+    ids = torch.cat([b.routing.ids for b in batches])
+    weights = torch.cat([b.routing.weights for b in batches])
+    return Batch(torch.cat([b.x for b in batches]), Routing(ids, weights), batches[0].routed_by)
+
+
+def local_ids(artifact: Artifact, ids: torch.Tensor, num_experts: int, ep_rank: int) -> torch.Tensor:
+    """Source expert ids to this rank's local indices, -1 elsewhere.
+
+    A redundant expert's routes are dealt over its copies in turn, so that every copy is run.
+    """
+    homes = artifact.grid.homes(num_experts)
+    table = torch.full((num_experts, max(len(h) for h in homes)), -1, dtype=torch.long)
+    count = torch.tensor([len(h) for h in homes])
+    for expert, places in enumerate(homes):
+        for copy, (rank, index) in enumerate(places):
+            if rank == ep_rank:
+                table[expert, copy] = index
+    flat = ids.reshape(-1).cpu()
+    turn = torch.arange(flat.numel()) % count[flat]
+    return table[flat, turn].view_as(ids.cpu()).to(ids.device)

@@ -1,0 +1,286 @@
+"""Activations with numbers, from config.json to an artifact: the manifest, `inspect`, all checks of `verify`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hqconv
+from hqconv.api import describe_plan
+from hqconv.artifact.reader import Artifact
+from hqconv.cli import phrases
+from hqconv.errors import RequestError, VerificationError
+from hqconv.humming_layout.fused_moe import Gemm, layer_config
+from hqconv.schemas.activation import Activation
+from hqconv.serving.artifact_location import Place
+from hqconv.serving.artifact_view import open_served
+from hqconv.verification import kernel as module
+from hqconv.verification.result import CheckResult
+from hqconv.verification.run import _kernel_device, _sample
+from tests.make import small, standin
+from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
+
+Words = dict[str, Any]
+KIMI = {"model_type": "kimi_linear", "hidden_act": "situ"}
+
+
+def one_layer(**words: Any) -> Any:
+    return small.with_activation(words)
+
+
+def two_layers(**words: Any) -> Any:
+    """The same experts in both layers."""
+    tensors, config = small.with_activation(words)
+    again = {name.replace("layers.0", "layers.1"): tensor.clone() for name, tensor in tensors.items()}
+    return tensors | again, {**config, "num_hidden_layers": 2}
+
+
+# A source, and what the manifest says of the activation of each block.
+CASES: dict[str, tuple[Callable[[], Any], list[Words]]] = {
+    "bailing": (
+        lambda: two_layers(model_type="bailing_moe_v3", expert_swiglu_limit_list=[0.0, 7.0]),
+        [{"activation": "silu"}, {"activation": "silu_clamp7", "activation_parameters": {"limit": 7.0}}],
+    ),
+    "exaone": (
+        lambda: two_layers(model_type="exaone_moe", swiglu_limits=[2.5, None]),
+        [{"activation": "silu_clamp2.5", "activation_parameters": {"limit": 2.5}}, {"activation": "silu"}],
+    ),
+    "gpt_oss": (
+        lambda: one_layer(model_type="gpt_oss", swiglu_limit=2.0),
+        [
+            {
+                "activation": "swigluoai",
+                "activation_parameters": {"limit": 2.0, "alpha": 1.702, "beta": 1.0},
+            }
+        ],
+    ),
+    "minimax_m3": (
+        lambda: two_layers(
+            model_type="minimax_m3_vl_text", swiglu_alpha=1.0, swiglu_limit=20.0, swiglu_beta=0.0
+        ),
+        [{"activation": "swigluoai", "activation_parameters": {"limit": 20.0, "alpha": 1.0, "beta": 0.0}}]
+        * 2,
+    ),
+    "kimi": (
+        lambda: two_layers(**KIMI, activation_situ_beta=4.0, activation_situ_linear_beta=25.0),
+        [{"activation": "situ", "activation_parameters": {"beta": 4.0, "linear_beta": 25.0}}] * 2,
+    ),
+    "kimi, one beta": (
+        lambda: two_layers(**KIMI, activation_situ_beta=4.0),
+        [{"activation": "situ", "activation_parameters": {"beta": 4.0}}] * 2,
+    ),
+    "kimi, no beta": (lambda: two_layers(**KIMI), [{"activation": "situ", "activation_is_known": False}] * 2),
+    "not understood": (
+        lambda: two_layers(model_type="qwen3_moe", swiglu_limits=[0, 7.0]),
+        [{"activation": "silu"}, {"activation": "silu+swiglu_limits", "activation_is_known": False}],
+    ),
+}
+
+
+def _numbers(words: Words) -> list[float]:
+    return list(words.get("activation_parameters", {}).values())
+
+
+_KEYS = ("activation", "activation_parameters", "activation_is_known")
+
+
+def activations(words: Words) -> list[Words]:
+    blocks = words["blocks"]
+    of_each = blocks.values() if isinstance(blocks, dict) else blocks
+    return [{key: block[key] for key in _KEYS if key in block} for block in of_each]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    done: dict[str, tuple[Path, Path]] = {}
+
+    def make(case: str) -> tuple[Path, Path]:
+        if case not in done:
+            root = tmp_path_factory.mktemp("activations")
+            source, out = small.save(root / "src", CASES[case][0]()), root / "out"
+            run(source, out, "mxfp4")
+            done[case] = source, out
+        return done[case]
+
+    return make
+
+
+def edit(out: Path, change: Callable[[Words], object]) -> None:
+    words = manifest(out)
+    for block in words["blocks"].values():
+        change(block)
+    write_manifest(out, words)
+
+
+def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = "") -> CheckResult:
+    """The kernel check with the real loop, expressions and judge, and with plain weights in kernels that stand in.
+
+    activation: what the kernel is given by mistake.
+    """
+    standin.use(monkeypatch)
+    weights = {
+        "w13": torch.randn(small.E, 2 * small.INNER, small.HIDDEN) / 6,
+        "w2": torch.randn(small.E, small.HIDDEN, small.INNER) / 16,
+    }
+    experts = [
+        {"w1": w13[: small.INNER], "w3": w13[small.INNER :], "w2": w2}
+        for w13, w2 in zip(weights["w13"], weights["w2"], strict=True)
+    ]
+
+    def load(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, _: object) -> dict[str, Gemm]:
+        return {
+            gemm: Gemm(layer_config(artifact.layer_config(block, gemm, tp_rank, ep_rank)), {"weight": stored})
+            for gemm, stored in weights.items()
+        }
+
+    monkeypatch.setattr(module, "_load_rank", load)
+    monkeypatch.setattr(module, "decoded_experts", lambda *_: lambda expert: experts[expert])
+    monkeypatch.setattr(module, "compile_kernels", lambda *_: None)
+    if activation:
+        real, other = module.fused_moe, Activation.of_label(activation)
+        monkeypatch.setattr(
+            module,
+            "fused_moe",
+            lambda gemms, x, ids, weights, _, *rest: real(gemms, x, ids, weights, other, *rest),
+        )
+    with Artifact(out) as artifact:
+        return module.check_kernel(artifact, None, list(artifact.blocks), [24], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_in_the_manifest_and_in_all_descriptions(
+    case: str, made: Callable[[str], tuple[Path, Path]]
+) -> None:
+    (source, out), expected = made(case), CASES[case][1]
+    assert_verified(out, source)
+    assert activations(manifest(out)) == expected
+    each = [words for i, words in enumerate(expected) if i == 0 or words != expected[i - 1]]
+    for place in (source, out):
+        assert activations(hqconv.inspect(place)) == each
+    plan = describe_plan(hqconv.plan(source, schema="mxfp4", target="sm90", device="cpu"), device="cpu")
+    assert activations(plan) == each
+    for run_words, stated in zip(plan["blocks"], each, strict=True):
+        assert ("known by name only" in phrases.activation(run_words)) == ("activation_is_known" in stated)
+        assert all(f"{number:g}" in phrases.activation(run_words) for number in _numbers(stated))
+    unknown = {words["activation"] for words in expected if "activation_is_known" in words}
+    warned = [warning for warning in plan["warnings"] if "known by name only" in warning]
+    assert [any(f"activation {name} is" in warning for warning in warned) for name in unknown] == [
+        True
+    ] * len(warned)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "no" not in case])
+def test_the_kernel_check_computes_with_them(
+    case: str, made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = kernel_on_cpu(made(case)[1], monkeypatch)
+    assert result.status == "pass", result.findings
+    assert len(result.measured) == len(CASES[case][1])
+    assert all(0 < measured["kernel"] < 0.006 for measured in result.measured.values())
+
+
+@pytest.mark.parametrize("case", ["bailing", "gpt_oss", "minimax_m3", "kimi"])
+def test_a_kernel_without_the_numbers_is_found(
+    case: str, made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would be if the name alone went to Humming."""
+    plain = {"gpt_oss": "swigluoai", "minimax_m3": "swigluoai", "bailing": "silu_clamp1"}.get(case, "silu")
+    assert kernel_on_cpu(made(case)[1], monkeypatch, plain).status == "fail"
+
+
+def test_blocks_that_are_known_by_name_only_are_passed_over(
+    made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = kernel_on_cpu(made("not understood")[1], monkeypatch)
+    assert (result.status, list(result.measured)) == ("pass", ["model.layers.0.mlp.experts"])
+    (note,) = [note for note in result.notes if note.startswith("skipped: ")]
+    assert "model.layers.1.mlp.experts: silu+swiglu_limits" in note
+    result = kernel_on_cpu(made("kimi, no beta")[1], monkeypatch)
+    assert (result.status, result.measured) == ("skipped", {})
+    assert "known by name only" in result.skipped
+
+
+def test_where_all_are_known_by_name_only_the_check_says_so_before_it_begins(
+    made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    device = torch.device("cuda", 0)
+    for case, found in (("kimi, no beta", None), ("not understood", device), ("kimi", device)):
+        with Artifact(made(case)[1]) as artifact:
+            usable, reason = _kernel_device(artifact, device)
+        assert usable == found
+        assert ("situ" in reason) == (found is None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("hqconv.verification.run._weights_device", lambda _: None)
+    with pytest.raises(RequestError, match=r"kernel check cannot run(.|\n)*known by name only: situ"):
+        check(made("kimi, no beta")[1], None, "kernel")
+
+
+def test_one_block_of_each_activation_is_looked_at(tmp_path: Path) -> None:
+
+    many, words = two_layers(model_type="exaone_moe", swiglu_limits=[0, 7.0, 0, 0, 0])
+    for layer in (2, 3, 4):
+        for name in [name for name in many if "layers.0" in name]:
+            many[name.replace("layers.0", f"layers.{layer}")] = many[name].clone()
+    source = small.save(tmp_path / "src", (many, words))
+    run(source, tmp_path / "out", "mxfp4")
+    with Artifact(tmp_path / "out") as artifact:
+        options: Any = type("Options", (), {"layers": None})
+        chosen = _sample(artifact, list(artifact.blocks), options)
+    assert chosen == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1, 2, 4)]
+
+
+# --- artifacts as they were, and damaged ones --------------------------------------------------------------
+
+
+def copied(made: Callable[[str], tuple[Path, Path]], case: str, tmp_path: Path) -> tuple[Path, Path]:
+    source, out = made(case)
+    return source, Path(shutil.copytree(out, tmp_path / "copy"))
+
+
+def test_older_manifests_say_the_name_only(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """Where that says all, they are as good as before; where config.json has other numbers, verify finds it."""
+    source, out = copied(made, "bailing", tmp_path)
+    edit(out, lambda block: block.pop("activation_parameters", None))
+    assert_verified(out, source)
+    with Artifact(out) as artifact:
+        found = [artifact.activation_of(block) for block in artifact.blocks]
+        assert found == [Activation("silu"), Activation("silu_clamp", 7.0)]
+    assert activations(hqconv.inspect(out)) == CASES["bailing"][1]
+    source, out = copied(made, "gpt_oss", tmp_path / "gpt_oss")
+    edit(out, lambda block: block.pop("activation_parameters"))
+    report = check(out, source, "files")
+    assert [finding.where.rpartition(": ")[2] for finding in report.results[0].findings] == [
+        "activation_parameters"
+    ]
+
+
+@pytest.mark.parametrize("parameters", [{"limit": "2"}, {"limit": True}, [2.0], 2.0], ids=str)
+def test_numbers_that_are_none_are_a_damaged_manifest(
+    parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    _, out = copied(made, "gpt_oss", tmp_path)
+    edit(out, lambda block: block.update(activation_parameters=parameters))
+    with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"):
+        hqconv.inspect(out)
+    with pytest.raises(VerificationError, match=r"describes what cannot be(.|\n)*activation_parameters"):
+        open_served(Place(str(out)))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"limit": 3.0, "alpha": 1.702, "beta": 1.0}, {"limit": "2"}, [2.0], {}], ids=str
+)
+def test_other_numbers_are_found(
+    parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    for against in (None, 0):
+        source, out = copied(made, "gpt_oss", tmp_path / str(against))
+        edit(out, lambda block: block.update(activation_parameters=parameters))
+        report = check(out, source if against == 0 else None, "files")
+        assert any("activation_parameters" in f.where + f.found for f in report.results[0].findings)

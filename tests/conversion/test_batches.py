@@ -1,0 +1,130 @@
+"""How a conversion is cut: every expert and every byte once, in parts of about the same size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hqconv.conversion.batches import Batch, Piece, Run, cut, shares
+from hqconv.errors import InputError
+from hqconv.models.expert_bytes import RawLayout
+from hqconv.planning.output_units import PlannedBlock
+from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.checkpoint import Checkpoint
+from tests.make import conversions
+from tests.make.conversions import open_plan
+from tests.make.qwen import write_qwen3_moe
+
+
+def test_batches_are_about_as_large_as_each_other(tmp_path: Path) -> None:
+    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=13), "mxfp4")
+    source.close()
+    block = plan.blocks[0]
+    for at_most, sizes in ((13, [13]), (12, [6, 7]), (5, [4, 4, 5]), (1, [1] * 13), (100, [13])):
+        batches = list(cut(block, at_most, 1 << 20))
+        assert [len(batch.experts) for batch in batches if isinstance(batch, Batch)] == sizes
+        assert [expert for batch in batches if isinstance(batch, Batch) for expert in batch.experts] == list(
+            range(13)
+        )
+
+
+def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
+    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=2), "mxfp4")
+    source.close()
+    copies = [group for group in plan.groups if not isinstance(group, PlannedBlock)]
+    assert copies
+    for group in copies:
+        for piece_bytes in (1000, 4096, 1 << 20):
+            pieces = [piece for piece in cut(group, 1, piece_bytes) if isinstance(piece, Piece)]
+            assert all(piece.num_bytes == piece_bytes for piece in pieces[:-1])
+            assert 0 < pieces[-1].num_bytes <= piece_bytes
+            ends: dict[str, int] = {}
+            for ref, start, size in (span for piece in pieces for span in piece.spans):
+                assert ends.setdefault(ref.name, 0) == start
+                ends[ref.name] = start + size
+            assert ends == {ref.name: ref.num_bytes for ref in group.refs if ref.num_bytes}
+
+
+def test_stretches_are_the_spans(tmp_path: Path) -> None:
+    """What adjoins in the source and in the output is read and written at once; every byte goes where its tensor is."""
+    model = write_qwen3_moe(tmp_path / "model", num_layers=2)
+    source, plan = open_plan(model, "mxfp4")
+    source.close()
+    for group in (group for group in plan.groups if not isinstance(group, PlannedBlock)):
+        for piece_bytes in (1000, 4096, 1 << 20):
+            for piece in (piece for piece in cut(group, 1, piece_bytes) if isinstance(piece, Piece)):
+                found = {}
+                for one in piece.stretches():
+                    run = one.run(torch.zeros(0))
+                    assert one.part.num_bytes == one.num_bytes
+                    for at in range(one.num_bytes):
+                        found[run.offset_bytes + at] = (one.ref.file, one.ref.offset_bytes + one.start + at)
+                places = group.files[0].tensors
+                assert found == {
+                    places[ref.name].offset_bytes + start + at: (ref.file, ref.offset_bytes + start + at)
+                    for ref, start, size in piece.spans
+                    for at in range(size)
+                }
+            pieces = [piece for piece in cut(group, 1, 1 << 30) if isinstance(piece, Piece)]
+            counts = [(len(list(piece.stretches())), len(piece.spans)) for piece in pieces]
+            assert all(stretches < spans for stretches, spans in counts)
+
+
+def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_qwen3_moe(tmp_path / "model", num_layers=2)
+    _, plan = open_plan(model, "mxfp4")
+    refs = [ref for group in plan.groups if not isinstance(group, PlannedBlock) for ref in group.refs]
+    victim, real = sorted(refs, key=lambda ref: ref.offset_bytes)[len(refs) // 2], Checkpoint.read_into
+
+    def read(self: Checkpoint, ref: TensorRef, buffer: memoryview, start: int = 0) -> None:
+        first = ref.offset_bytes + start
+        if first < victim.offset_bytes + victim.num_bytes and first + len(buffer) > victim.offset_bytes:
+            raise InputError("A tensor cannot be read.", where=f"tensor {ref.name}")
+        real(self, ref, buffer, start)
+
+    real_all = Checkpoint.read_all_into
+
+    def read_all(self: Checkpoint, pieces: Iterable[tuple[TensorRef, memoryview]]) -> None:
+        for ref, buffer in (given := list(pieces)):
+            read(self, ref, buffer)
+        real_all(self, given)
+
+    monkeypatch.setattr(Checkpoint, "read_into", read)
+    monkeypatch.setattr(Checkpoint, "read_all_into", read_all)
+    with pytest.raises(InputError) as caught:
+        conversions.run(model, tmp_path / "out", "mxfp4")
+    assert caught.value.where == f"tensor {victim.name}"
+
+
+@given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 40))
+def test_shares_are_the_runs(sizes: list[int], num_bytes: int) -> None:
+    files = [bytearray(size) for size in sizes]
+    runs = [
+        Run(number, 0, size, torch.arange(size, dtype=torch.uint8) + number)
+        for number, size in enumerate(sizes)
+    ]
+    dealt = shares(runs, num_bytes)
+    for run in (run for share in dealt for run in share):
+        files[run.file][run.offset_bytes : run.offset_bytes + run.num_bytes] = run.data.numpy().tobytes()
+    assert [bytes(file) for file in files] == [run.data.numpy().tobytes() for run in runs]
+    assert all(sum(run.num_bytes for run in share) < 2 * num_bytes for share in dealt)
+    assert all(sum(run.num_bytes for run in share) >= num_bytes for share in dealt[:-1])
+
+
+def test_ranges_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
+    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=6), "mxfp4")
+    source.close()
+    layout = RawLayout(plan.blocks[0].block, range(1, 5))
+    pieces = layout.pieces(1 << 16)
+    assert len(pieces) > 1
+    ranges = [one for piece in pieces for one in piece]
+    assert sorted(ranges, key=lambda one: one[1]) == sorted(layout.ranges, key=lambda one: one[1])
+    places = [(ref.file, ref.offset_bytes) for ref, _ in ranges]
+    assert places == sorted(places)

@@ -1,0 +1,222 @@
+"""A source that changes during a conversion, or cannot be read to its end: nothing is sealed, and the file is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hqconv.conversion import output_writer
+from hqconv.conversion import run as conversion
+from hqconv.conversion.progress import Progress
+from hqconv.errors import HqconvError, InputError, OutputError
+from hqconv.io import file_snapshot
+from hqconv.schemas.grid import Grid
+from tests.make import models
+from tests.make.conversions import run
+from tests.make.qwen import read_tree, write_qwen3_moe
+
+BLOCK = "model.layers.0.mlp.experts"
+JOURNAL = ".hqconv-progress.jsonl"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In several shards, with words of all kinds."""
+    src = models.save_model(tmp_path_factory.mktemp("models") / "src", "qwen3_moe", max_shard_size="300KB")
+    assert len(list(src.glob("model-*.safetensors"))) > 2
+    (src / "tokenizer.json").write_text("{}")
+    (src / "more").mkdir()
+    (src / "more/chat.jinja").write_text("{{ }}")
+    return src
+
+
+@pytest.fixture
+def src(model: Path, tmp_path: Path) -> Path:
+    shutil.copytree(model, tmp_path / "src")
+    return tmp_path / "src"
+
+
+def rewrite(path: Path) -> None:
+    """In place, bytes of the same number, as another process would that trains on."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        byte = file.read(1)
+        file.seek(size // 2)
+        file.write(byte)
+
+
+def replace(path: Path) -> None:
+    """By another file of the same size and time, as `rsync` and `cp -p` do."""
+    status, new = path.stat(), path.with_name("new")
+    new.write_bytes(path.read_bytes())
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+    new.replace(path)
+
+
+def touch(path: Path) -> None:
+    os.utime(path)
+
+
+def when(is_time: Callable[[Progress], bool], change: Callable[[], None]) -> Callable[[Progress], None]:
+    """Change something once."""
+    done: list[bool] = []
+
+    def call(progress: Progress) -> None:
+        if not done and is_time(progress):
+            done.append(True)
+            change()
+
+    return call
+
+
+def assert_noticed(caught: pytest.ExceptionInfo[InputError], path: Path, out: Path) -> None:
+    assert caught.value.exit_code == 3
+    assert str(path) in caught.value.where
+    assert not (out / "hqconv.json").exists()
+
+
+NAMES = ["config.json", "model.safetensors.index.json", "tokenizer.json", "more/chat.jinja", "first", "last"]
+
+
+def file_of(src: Path, name: str) -> Path:
+    shards = sorted(src.glob("model-*.safetensors"))
+    return {"first": shards[0], "last": shards[-1]}.get(name, src / name)
+
+
+@pytest.mark.parametrize("change", [rewrite, replace, touch, Path.unlink])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_is_looked_at_again_in_the_end(
+    src: Path, tmp_path: Path, name: str, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file_of(src, name)
+    out, real = tmp_path / "out", conversion.build_manifest
+
+    def build(*words: Any) -> Any:
+        change(path)
+        return real(*words)
+
+    monkeypatch.setattr(conversion, "build_manifest", build)
+    with pytest.raises(InputError, match="changed during the conversion") as caught:
+        run(src, out, "mxfp4")
+    assert_noticed(caught, path, out)
+
+
+@pytest.mark.parametrize("change", [rewrite, replace])
+def test_a_shard_that_changes_while_a_block_is_made_of_it(
+    src: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    index = json.loads((src / "model.safetensors.index.json").read_text())["weight_map"]
+    path, out = src / index[f"{BLOCK}.0.gate_proj.weight"], tmp_path / "out"
+    with pytest.raises(InputError, match="changed") as caught:
+        run(src, out, "mxfp4", progress=when(lambda at: at.group == BLOCK, lambda: change(path)))
+    assert_noticed(caught, path, out)
+    groups = [json.loads(line).get("group") for line in (out / JOURNAL).read_text().splitlines()]
+    assert BLOCK not in groups
+
+
+def test_an_artifact_that_would_be_replaced_stays(src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(src, out, "mxfp4")
+    before = read_tree(out)
+    change = when(lambda at: at.num_groups_done == 1, lambda: rewrite(src / "tokenizer.json"))
+    with pytest.raises(InputError, match="changed during"):
+        run(src, out, "int8", overwrite=True, progress=change)
+    assert read_tree(out) == before
+
+
+def test_a_tokenizer_that_changed_is_taken_as_it_is_by_the_next_run(src: Path, tmp_path: Path) -> None:
+    out, path = tmp_path / "out", src / "tokenizer.json"
+    change = when(lambda at: at.num_groups_done == 1, lambda: path.write_text('{"new": 1}'))
+    with pytest.raises(InputError, match=r"changed during(.|\n)*--resume"):
+        run(src, out, "mxfp4", progress=change)
+    summary = run(src, out, "mxfp4", resume=True)
+    assert summary.num_groups_resumed > 0
+    assert (out / "tokenizer.json").read_text() == '{"new": 1}'
+
+
+def test_files_that_nothing_is_made_of_may_change(src: Path, tmp_path: Path) -> None:
+    (src / "pytorch_model.bin").write_bytes(b"1")
+    change = when(lambda at: True, lambda: rewrite(src / "pytorch_model.bin"))
+    run(src, tmp_path / "out", "mxfp4", progress=change)
+
+
+def test_an_artifacts_rank_file(tmp_path: Path) -> None:
+    write_qwen3_moe(tmp_path / "model")
+    src, out = tmp_path / "src", tmp_path / "out"
+    run(tmp_path / "model", src, "fp8", Grid(tp=2))
+    path = src / f"experts/tp1-ep0/{BLOCK}.safetensors"
+    with pytest.raises(InputError, match="changed") as caught:
+        run(src, out, "source", progress=when(lambda at: at.group == BLOCK, lambda: rewrite(path)))
+    assert_noticed(caught, path, out)
+
+
+# --- which side failed
+
+
+def fail_reads(monkeypatch: pytest.MonkeyPatch, path: Path, *, short: bool) -> None:
+    """Reads of a file's tensors fail, or end early."""
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            if not short:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return 0
+        return real(descriptor, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_shard_that_cannot_be_read(
+    src: Path, tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = file_of(src, "last"), tmp_path / "out"
+    fail_reads(monkeypatch, path, short=short)
+    with pytest.raises(
+        InputError, match="shrank" if short else r"file of the source(.|\n)*Input/output"
+    ) as caught:
+        run(src, out, "mxfp4")
+    assert_noticed(caught, path, out)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_rank_file_that_cannot_be_read(
+    tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out = tmp_path / "src", tmp_path / "out"
+    run(write_qwen3_moe(tmp_path / "model"), src, "fp8", Grid(tp=2))
+    path = src / f"experts/tp1-ep0/{BLOCK}.safetensors"
+    fail_reads(monkeypatch, path, short=short)
+    with pytest.raises(InputError, match="ends too early" if short else "Input/output") as caught:
+        run(src, out, "source")
+    assert_noticed(caught, path, out)
+
+
+@pytest.mark.parametrize(("side", "kind"), [("source", InputError), ("output", OutputError)])
+def test_hashing_says_which_side_failed(
+    tmp_path: Path, side: str, kind: type[HqconvError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out = tmp_path / "src", tmp_path / "out"
+    run(write_qwen3_moe(tmp_path / "model"), src, "fp8", Grid(tp=2))
+
+    module, real = {"source": file_snapshot, "output": output_writer}[side], file_snapshot.sha256_of
+
+    def fail(path: Path, keep_on: object = None) -> str:
+        if "experts" not in path.parts:
+            return real(path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(module, "sha256_of", fail)
+    with pytest.raises(kind, match="source" if side == "source" else "Writing the output failed") as caught:
+        run(src, out, "source")
+    assert caught.value.where.startswith(str(src if side == "source" else out))
+    assert not (out / "hqconv.json").exists()

@@ -1,0 +1,665 @@
+"""Conversions of checkpoints that transformers wrote, against Humming's own code run on whole stacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hqconv.conversion.progress import Progress
+from hqconv.errors import InputError, OutputError, RequestError
+from hqconv.humming_layout import cpu_ops
+from hqconv.humming_layout.rank_slices import gemm_tensors
+from hqconv.humming_layout.runtime import humming, resident, target_facts
+from hqconv.humming_layout.transform import humming_schema
+from hqconv.quantization.quantize import quantize
+from hqconv.quantization.quantized import stack_tensors
+from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid, tp_slices
+from hqconv.schemas.weight_schema import TargetSchema
+from tests.make.conversions import manifest, run, schema_of
+from tests.make.matrices import SCHEMAS, hard_matrix
+from tests.make.models import MODELS, save_model
+from tests.make.tensors import assert_same, load_all, load_file, pick, raw, snapshot, words_of
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+ModelOf = Callable[..., Path]
+PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
+    """A model by family and options, written once per module."""
+
+    @functools.cache
+    def make(family: str, **options: Any) -> Path:
+        return save_model(tmp_path_factory.mktemp(family) / family, family, **options)
+
+    return make
+
+
+def family_of(src: Path) -> str:
+    return str(json.loads((src / "config.json").read_bytes())["model_type"])
+
+
+def expert_stacks(src: Path) -> dict[str, dict[str, list[torch.Tensor]]]:
+    """block → role → the experts' matrices, found by a pattern of our own."""
+    names = PROJECTIONS.get(family_of(src), GATE_UP_DOWN)
+    roles = dict(zip(names, ("w1", "w3", "w2"), strict=True))
+    found: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    for name, tensor in load_all(src).items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if match:
+            of_role = found.setdefault(match[1], {}).setdefault(roles[match[3]], {})
+            of_role[int(match[2])] = tensor
+    return {
+        block: {role: [stack[e] for e in range(len(stack))] for role, stack in parts.items()}
+        for block, parts in found.items()
+    }
+
+
+# --- the oracle: Humming's transform of whole stacks, cut by hand ------------------------------------------
+
+
+def unpack(words: torch.Tensor, bits: int) -> np.ndarray:
+    """Codes of the last dimension, from its little-endian bit string."""
+    rows = words.contiguous().numpy().view(np.uint8)
+    rows = np.unpackbits(rows, axis=-1, bitorder="little").reshape(*words.shape[:-1], -1, bits)
+    return np.asarray((rows << np.arange(bits)).sum(-1), np.int32)
+
+
+@dataclasses.dataclass
+class Loose:
+    """A stack of experts' matrices, unpacked: codes [E, N, K], scales and zero points with whole dimensions."""
+
+    codes: np.ndarray
+    scale: torch.Tensor
+    zero: np.ndarray | torch.Tensor | None
+    scale_2: torch.Tensor | None
+
+    def cut(self, dim: int, part: int, parts: int) -> Loose:
+        """The part-th of `parts` equal slices along N (1) or K (2), of everything that has that dimension."""
+
+        def one(x: Any) -> Any:
+            if x is None or x.ndim < 3 or x.shape[dim] == 1:
+                return x
+            assert x.shape[dim] % parts == 0
+            step = x.shape[dim] // parts
+            return x[(slice(None),) * dim + (slice(part * step, (part + 1) * step),)]
+
+        return Loose(one(self.codes), one(self.scale), one(self.zero), one(self.scale_2))
+
+
+def quantized_stack(
+    parts: dict[str, list[torch.Tensor]], schema: TargetSchema, dtype: str
+) -> dict[str, Loose]:
+    """Every expert quantized at full size: by Humming's `quant_tensor`, or the contract's recipe if coupled."""
+    target = humming_schema(schema)
+    packed: dict[str, list[Tensors]] = {role: [] for role in parts}
+    for expert in range(len(parts["w2"])):
+        for roles in (("w1", "w3"), ("w2",)):
+            matrices = [parts[role][expert] for role in roles]
+            if schema.is_coupled:  # tests/test_quantize.py checks these
+                results = [q.tensors for q in quantize(matrices, schema, dtype)]
+            else:
+                with resident(CPU):
+                    results = [target.quant_tensor(m, target, torch_dtype_of(dtype)) for m in matrices]
+            for role, tensors in zip(roles, results, strict=True):
+                packed[role].append(tensors)
+    return {role: _loosen(stack, schema) for role, stack in packed.items()}
+
+
+def _loosen(experts: list[Tensors], schema: TargetSchema) -> Loose:
+    def stack(name: str) -> torch.Tensor | None:
+        if name not in experts[0]:
+            return None
+        stacked = torch.stack([words_of(e[name]) for e in experts]).view(experts[0][name].dtype)
+        return stacked.reshape(-1) if experts[0][name].shape == (1,) else stacked
+
+    zero: Any = stack("zero_point")
+    if zero is not None and zero.dtype == torch.int32:
+        zero = unpack(zero.transpose(1, 2), schema.num_bits).swapaxes(1, 2)
+    weight, scale = stack("weight"), stack("weight_scale")
+    assert weight is not None
+    assert scale is not None
+    return Loose(unpack(weight, schema.num_bits), scale, zero, stack("weight_scale_2"))
+
+
+def _join(first: Any, second: Any) -> Any:
+    """gate above up."""
+    if first is None or first.ndim == 1:
+        return first
+    if isinstance(first, np.ndarray):
+        return np.concatenate([first, second], axis=1)
+    return torch.cat([words_of(first), words_of(second)], dim=1).view(first.dtype)
+
+
+def _tighten(loose: Loose, schema: TargetSchema) -> Tensors:
+    tensors = {
+        "weight": cpu_ops.pack_weight(torch.from_numpy(np.ascontiguousarray(loose.codes)), schema.num_bits),
+        "weight_scale": loose.scale.contiguous(),
+    }
+    if isinstance(loose.zero, np.ndarray):
+        codes = torch.from_numpy(np.ascontiguousarray(loose.zero.swapaxes(1, 2)))
+        tensors["zero_point"] = cpu_ops.pack_weight(codes, schema.num_bits).transpose(1, 2).contiguous()
+    elif loose.zero is not None:
+        tensors["zero_point"] = loose.zero.contiguous()
+    if loose.scale_2 is not None:
+        tensors["weight_scale_2"] = loose.scale_2
+    return tensors
+
+
+def humming_kernel(loose: Loose, schema: TargetSchema, dtype: str) -> tuple[str, Tensors]:
+    """(LayerConfig as JSON, kernel tensors) of a whole stack, by Humming's own functions, in vLLM's order."""
+    lib, tensors = humming(), _tighten(loose, schema)
+    num_experts, n, k = loose.codes.shape
+    words: dict[str, Any] = {
+        "shape_n": n,
+        "shape_k": k,
+        "weight_schema": humming_schema(schema),
+        "num_experts": num_experts,
+        "pad_n_to_multiple": 256,
+        "pad_k_to_multiple": 128,
+        "torch_dtype": torch_dtype_of(dtype),
+        "device": -1,
+    }
+    with resident(CPU), target_facts(Target(90)):
+        if not (schema.bs_dtype == "float8e8m0" and dtype == "float16"):
+            config, kernel = lib.transform.prepare_and_transform_humming_tensors(tensors, **words)
+            return config.to_str(), kernel
+        config = lib.transform.prepare_layer_config(**words)
+        config, tensors = lib.transform.prepare_fp16_e8m0_scale(config, tensors)
+        kernel = lib.transform.transform_humming_tensors(config, tensors)
+        # hqconv's one addition: the second scale is there even if no exponent needs it.
+        kernel.setdefault("weight_scale_2", torch.ones(num_experts))
+        config = dataclasses.replace(config, weight_scale_2_type=lib.config.WeightScale2Type.TENSOR)
+        return config.to_str(), kernel
+
+
+def expected_kernel(
+    src: Path, schema: TargetSchema, dtype: str, tp: int
+) -> dict[tuple[str, int, str], tuple[str, Tensors]]:
+    """(block, tp rank, gemm) → what Humming makes of all experts at once."""
+    expected = {}
+    for block, parts in expert_stacks(src).items():
+        loose = quantized_stack(parts, schema, dtype)
+        for rank in range(tp):
+            gate, up = (loose[role].cut(1, rank, tp) for role in ("w1", "w3"))
+            fields = ("codes", "scale", "zero", "scale_2")
+            both = Loose(*(_join(getattr(gate, f), getattr(up, f)) for f in fields))
+            expected[block, rank, "w13"] = humming_kernel(both, schema, dtype)
+            expected[block, rank, "w2"] = humming_kernel(loose["w2"].cut(2, rank, tp), schema, dtype)
+    return expected
+
+
+def check_against_humming(src: Path, out: Path, schema: TargetSchema, dtype: str, grid: Grid) -> None:
+    """Every byte and every LayerConfig of every rank file."""
+    for (block, tp_rank, gemm), (config, kernel) in expected_kernel(src, schema, dtype, grid.tp).items():
+        num_experts = kernel["weight"].size(0)
+        for ep_rank in range(grid.ep):
+            path = out / f"experts/tp{tp_rank}-ep{ep_rank}/{block}.safetensors"
+            local = list(grid.local_experts(num_experts, ep_rank))
+            prefix = f"{block}.{gemm}_"
+            ours = {k.removeprefix(prefix): v for k, v in load_file(path).items() if k.startswith(prefix)}
+            assert ours.keys() == kernel.keys(), path
+            for name, tensor in kernel.items():
+                assert_same(ours[name], pick(tensor, local), f"{path.parent.name} {prefix}{name}")
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+            assert set(metadata) == {"format", "rank", "w13", "w2"}
+            assert (metadata["format"], metadata["rank"]) == ("pt", path.parent.name)
+            assert json.loads(metadata[gemm]) == {**json.loads(config), "num_experts": len(local)}
+            check_layer_config(metadata[gemm])
+
+
+def check_layer_config(text: str) -> None:
+    """Humming takes the words back and, asked again, says the same."""
+    with target_facts(Target(90)):
+        config = humming().config.LayerConfig(**json.loads(text))
+        assert json.loads(config.to_str()) == json.loads(text)
+
+
+# --- kernel layout -----------------------------------------------------------------------------------------
+
+
+def tp_sizes(schema: TargetSchema, inner: int) -> list[int]:
+    period = max(32, schema.weight_scale_group_size, schema.weight_scale_group_size_n)
+    return [tp for tp in (1, 2, 3) if inner % (tp * period) == 0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_rank_files_are_hummings_transform_of_the_whole_stack(
+    name: str, dtype: str, model: ModelOf, tmp_path: Path
+) -> None:
+    src = model("mixtral", intermediate_size=384, num_hidden_layers=1, num_local_experts=3)
+    schema = schema_of(name)
+    for tp in tp_sizes(schema, 384):
+        grid = Grid(tp, 2)
+        out = tmp_path / f"tp{tp}"
+        try:
+            run(src, out, name, grid, dtype=dtype)
+        except RequestError as error:
+            assert "no kernel" in str(error)  # noqa: PT017
+            return
+        check_against_humming(src, out, schema, dtype, grid)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64", "int4-g32-zp", "fp8"])
+@pytest.mark.parametrize(
+    "grid", [Grid(), Grid(2, 1), Grid(1, 3), Grid(2, 3, ROUND_ROBIN, 4)], ids=lambda g: f"{g.tp}x{g.ep}"
+)
+def test_families_and_grids(family: str, name: str, grid: Grid, model: ModelOf, tmp_path: Path) -> None:
+    src, schema = model(family), schema_of(name)
+    inner = expert_stacks(src)[
+        f"model.layers.1.{'block_sparse_moe' if family == 'mixtral' else 'mlp'}.experts"
+    ]
+    if grid.tp not in tp_sizes(schema, inner["w1"][0].size(0)):
+        with pytest.raises(RequestError, match="TP sizes that work"):
+            run(src, tmp_path / "out", name, grid)
+        assert not (tmp_path / "out").exists()
+        return
+    run(src, tmp_path / "out", name, grid)
+    check_against_humming(src, tmp_path / "out", schema, "bfloat16", grid)
+
+
+@pytest.mark.parametrize("source", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "int4-g64-zp", "fp8-tensor"])
+def test_other_source_dtypes(name: str, source: torch.dtype, model: ModelOf, tmp_path: Path) -> None:
+    src = model("qwen3_moe", dtype=source)
+    run(src, tmp_path / "out", name, Grid(1, 2))
+    dtype = "float16" if source is torch.float16 else "bfloat16"
+    assert manifest(tmp_path / "out")["dtype"] == dtype
+    check_against_humming(src, tmp_path / "out", schema_of(name), dtype, Grid(1, 2))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_float16_with_exponents_that_need_a_second_scale(name: str, model: ModelOf, tmp_path: Path) -> None:
+    """Experts of very different sizes: some shift their exponents, some do not, and all are as Humming's."""
+    src = tmp_path / "src"
+    shutil.copytree(model("qwen3_moe", max_shard_size="1GB"), src)
+    tensors = load_all(src)
+    for expert, factor in enumerate((1, 2.0**-20, 2.0**30, 2.0**-40, 0)):
+        for projection in GATE_UP_DOWN:
+            tensors[f"model.layers.0.mlp.experts.{expert}.{projection}.weight"].mul_(factor)
+    tensors["model.layers.1.mlp.experts.0.gate_proj.weight"][3] *= 2.0**60  # both ends cannot fit
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    grid = Grid(2, 2)
+    run(src, tmp_path / "out", name, grid, dtype="float16")
+    check_against_humming(src, tmp_path / "out", schema_of(name), "float16", grid)
+    block = "model.layers.0.mlp.experts"
+    scales = load_file(tmp_path / f"out/experts/tp0-ep0/{block}.safetensors")[f"{block}.w13_weight_scale_2"]
+    assert scales.tolist()[0] == 1
+    assert scales.tolist()[1] < 1 < scales.tolist()[2]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g32-zp", "fp8-e5m2"])
+def test_hard_weights(name: str, model: ModelOf, tmp_path: Path) -> None:
+    """Zeros, subnormals, huge values and ties, all the way to the rank files."""
+    src = tmp_path / "src"
+    shutil.copytree(model("olmoe", max_shard_size="1GB"), src)
+    tensors = load_all(src)
+    for seed, (key, tensor) in enumerate(tensors.items()):
+        if ".experts." in key:
+            tensors[key] = hard_matrix(*tensor.shape, torch.bfloat16, seed).clamp(-1e30, 1e30)
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    run(src, tmp_path / "out", name, Grid(3, 2))
+    check_against_humming(src, tmp_path / "out", schema_of(name), "bfloat16", Grid(3, 2))
+
+
+@pytest.mark.parametrize("placement", [LINEAR, ROUND_ROBIN])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp"])
+def test_ep_ranks_are_pieces_of_the_single_rank(
+    name: str, placement: str, model: ModelOf, tmp_path: Path
+) -> None:
+    """No oracle but hqconv: dealing experts, copies included, moves bytes and changes none."""
+    src, grid = model("deepseek_v3"), Grid(1, 4, placement, 5)
+    run(src, tmp_path / "whole", name)
+    run(src, tmp_path / "dealt", name, grid)
+    for path in (tmp_path / "whole/experts/tp0-ep0").iterdir():
+        whole = load_file(path)
+        num_experts = next(iter(whole.values())).size(0)
+        seen = []
+        for rank in range(4):
+            local = grid.local_experts(num_experts, rank)
+            seen += local
+            part = load_file(tmp_path / f"dealt/experts/tp0-ep{rank}" / path.name)
+            assert part.keys() == whole.keys()
+            for key, tensor in whole.items():
+                assert_same(part[key], pick(tensor, local), (rank, key))
+        assert sorted(seen) == sorted([*range(num_experts), *(i % num_experts for i in range(5))])
+
+
+# --- checkpoint layout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_checkpoint_layout_is_the_quantizers_output(
+    name: str, dtype: str, model: ModelOf, tmp_path: Path
+) -> None:
+    src = model("mixtral", intermediate_size=384, num_hidden_layers=1, num_local_experts=3)
+    schema = schema_of(name)
+    try:
+        run(src, tmp_path / "out", name, layout="checkpoint", dtype=dtype)
+    except RequestError as error:
+        assert "no kernel" in str(error)  # noqa: PT017
+        return
+    check_checkpoint_layout(src, tmp_path / "out", schema, dtype)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp"])
+def test_checkpoint_layout_of_every_family(family: str, name: str, model: ModelOf, tmp_path: Path) -> None:
+    run(model(family), tmp_path / "out", name, layout="checkpoint")
+    check_checkpoint_layout(model(family), tmp_path / "out", schema_of(name), "bfloat16")
+    check_artifact(model(family), tmp_path / "out")
+
+
+def check_checkpoint_layout(src: Path, out: Path, schema: TargetSchema, dtype: str) -> None:
+    """Names, dtypes and shapes are `get_tensors_attrs`'s, and values the quantizer's; nothing besides."""
+    source, target = load_all(src), humming_schema(schema)
+    expected: Tensors = {}
+    roles = PROJECTIONS.get(family_of(src), GATE_UP_DOWN)
+    for block, parts in expert_stacks(src).items():
+        for e in range(len(parts["w2"])):
+            for group in (("w1", "w3"), ("w2",)):
+                results = quantize([parts[role][e] for role in group], schema, dtype)
+                for role, result in zip(group, results, strict=True):
+                    prefix = f"{block}.{e}.{roles[('w1', 'w3', 'w2').index(role)]}"
+                    n, k = parts[role][e].shape
+                    attrs = target.get_tensors_attrs(n, k, torch_dtype_of(dtype))
+                    assert attrs.keys() == result.tensors.keys()
+                    for key, attr in attrs.items():
+                        value = result.tensors[key]
+                        assert (value.dtype, tuple(value.shape)) == (attr["dtype"], tuple(attr["shape"]))
+                        expected[f"{prefix}.{key}"] = value
+                    source.pop(f"{prefix}.weight")
+    expected |= source  # the rest is copied
+    found = load_all(out)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_same(found[key], value, key)
+
+
+def test_e8m0_scales_are_stored_as_such(model: ModelOf, tmp_path: Path) -> None:
+    run(model("mixtral"), tmp_path / "out", "mxfp4", layout="checkpoint")
+    header: dict[str, Any] = {}
+    for path in (tmp_path / "out").glob("model-*.safetensors"):
+        data = path.read_bytes()
+        header |= json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    words = header["model.layers.0.block_sparse_moe.experts.0.w1.weight_scale"]
+    assert words["dtype"] == "F8_E8M0"
+    assert words["shape"] == [192, 4]
+    assert header["model.layers.0.block_sparse_moe.experts.0.w1.weight"]["dtype"] == "I32"
+
+
+# --- the artifact as a whole -------------------------------------------------------------------------------
+
+
+def check_artifact(src: Path, out: Path) -> None:
+    """Files, digests, accounting, config, index and copies; by json and hashlib alone."""
+    words = manifest(out)
+    on_disk = {
+        p.relative_to(out).as_posix(): (len(data := p.read_bytes()), hashlib.sha256(data).hexdigest())
+        for p in out.rglob("*")
+        if p.is_file() and p.name not in ("hqconv.json", "SHA256SUMS")
+    }
+    assert {p: (f["size_bytes"], f["sha256"]) for p, f in words["files"].items()} == on_disk
+    assert list(words["files"]) == sorted(words["files"])
+    source = load_all(src)
+    accounted = [*words["tensors"]["converted"], *words["tensors"]["copied"], *words["tensors"]["dropped"]]
+    assert sorted(accounted) == sorted(source)
+    assert {name for name in source if re.search(r"\.experts\.\d+\.", name)} == set(
+        words["tensors"]["converted"]
+    )
+    copied = load_all(out)
+    for name in words["tensors"]["copied"]:
+        assert (copied[name].dtype, copied[name].shape) == (source[name].dtype, source[name].shape)
+        assert raw(copied[name]) == raw(source[name]), name
+    check_index(out, copied)
+    check_loose_files(src, out)
+
+
+def check_index(out: Path, tensors: Tensors) -> None:
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    where = {name: shard for shard in shards for name in load_file(out / shard)}
+    index = out / "model.safetensors.index.json"
+    if shards == ["model.safetensors"] and not (out / "experts").exists():
+        assert not index.exists()
+        return
+    words = json.loads(index.read_bytes())
+    assert words["weight_map"] == where
+    assert words["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    if len(shards) > 1:
+        assert shards == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+
+
+def check_loose_files(src: Path, out: Path) -> None:
+    config = json.loads((out / "config.json").read_bytes())
+    method = config.pop("quantization_config")["quant_method"]
+    assert method == ("hqconv" if (out / "experts").exists() else "humming")
+    if method == "hqconv":
+        assert config.pop("transformers_weights") == "serve-with-vllm-and-hqconv.safetensors"
+    assert config == json.loads((src / "config.json").read_bytes())
+    for name in ("tokenizer.json", "generation_config.json", "extra/notes.bin.txt"):
+        assert (out / name).read_bytes() == (src / name).read_bytes()
+
+
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+@pytest.mark.parametrize("family", MODELS)
+def test_the_artifact_is_complete_and_says_what_it_is(
+    family: str, layout: str, model: ModelOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", 70_000)  # several shards
+    src, out = model(family), tmp_path / "out"
+    grid = Grid(2, 2) if layout == "kernel" else Grid()
+    summary = run(src, out, "mxfp4", grid, layout=layout)
+    check_artifact(src, out)
+    words = manifest(out)
+    assert (words["tp"], words["ep"], words["layout"]) == (grid.tp, grid.ep, layout)
+    assert (words["target"], words["input_schema"], words["schema_name"]) == ("sm90", "a16", "mxfp4")
+    assert {f["name"] for f in words["source"]["files"]} == {p.name for p in src.glob("*.safetensors")}
+    blocks = expert_stacks(src)
+    assert list(words["blocks"]) == list(blocks)
+    for name, parts in blocks.items():
+        block = words["blocks"][name]
+        assert block["num_experts"] == len(parts["w1"])
+        assert [block["intermediate_size"], block["hidden_size"]] == list(parts["w1"][0].shape)
+    assert summary.num_bytes_out == sum(p.stat().st_size for p in out.rglob("*.safetensors"))
+    assert summary.num_blocks == len(blocks)
+    assert not list(out.rglob(".*"))
+    assert not list(out.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g32-zp"])
+def test_the_errors_in_the_manifest_are_true(name: str, model: ModelOf, tmp_path: Path) -> None:
+    src = model("qwen3_moe")
+    run(src, tmp_path / "out", name, layout="checkpoint")
+    stored, target = load_all(tmp_path / "out"), humming_schema(schema_of(name))
+    for block, parts in expert_stacks(src).items():
+        for role, projection in zip(("w1", "w3", "w2"), GATE_UP_DOWN, strict=True):
+            sums = []
+            for expert, matrix in enumerate(parts[role]):
+                prefix = f"{block}.{expert}.{projection}."
+                tensors = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+                with resident(CPU):
+                    decoded = target.dequant_tensors(tensors).double()
+                sums.append(((matrix.double() - decoded).square().sum(), matrix.double().square().sum()))
+            each = [float((error / power).sqrt()) for error, power in sums]
+            total = float((sum(e for e, _ in sums) / sum(p for _, p in sums)).sqrt())
+            words = manifest(tmp_path / "out")["blocks"][block]["quantization_error"][role]
+            assert words["relative_error"] == pytest.approx(total, rel=1e-9)
+            assert words["worst_relative_error"] == pytest.approx(max(each), rel=1e-9)
+            assert words["worst_expert"] == int(np.argmax(each))
+
+
+# --- the same bytes, whatever the way ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp"])
+def test_threads_and_memory_change_no_byte(name: str, layout: str, model: ModelOf, tmp_path: Path) -> None:
+    src = model("deepseek_v3")
+    settings = [(1, 1 << 30), (2, 1 << 30), (4, 1 << 30), (4, 8 << 20), (4, 14 << 20)]
+    results, workers = [], []
+    for index, (threads, memory) in enumerate(settings):
+        out = tmp_path / str(index)
+        summary = run(src, out, name, layout=layout, threads=threads, max_memory=memory)
+        results.append(snapshot(out))
+        workers.append(summary.num_workers)
+    assert workers == [1, 2, 4, 1, 2]
+    assert all(result == results[0] for result in results[1:])
+    assert "hqconv.json" in results[0]
+
+
+def test_shards_and_order_of_the_source_change_no_expert(model: ModelOf, tmp_path: Path) -> None:
+    """One file, one file per tensor with gate and up apart, and the reverse order of names."""
+    whole = model("mixtral", max_shard_size="1GB")
+    spread = model("mixtral", max_shard_size="1KB")
+    index = json.loads((spread / "model.safetensors.index.json").read_bytes())["weight_map"]
+    prefix = "model.layers.0.block_sparse_moe.experts.0"
+    assert len({index[f"{prefix}.{p}.weight"] for p in ("w1", "w2", "w3")}) == 3
+    turned = tmp_path / "turned"
+    shutil.copytree(whole, turned, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_all(whole)
+    names = sorted(tensors, reverse=True)
+    for number, chosen in enumerate((names[::2], names[1::2]), start=1):
+        part = {name: tensors[name] for name in chosen}
+        save_file(part, turned / f"model-{number:05d}-of-00002.safetensors", {"format": "pt"})
+    weight_map = {name: f"model-{1 + i % 2:05d}-of-00002.safetensors" for i, name in enumerate(names)}
+    words = {"metadata": {}, "weight_map": weight_map}
+    (turned / "model.safetensors.index.json").write_text(json.dumps(words))
+    results = []
+    for number, src in enumerate((whole, spread, turned)):
+        out = tmp_path / str(number)
+        run(src, out, "nvfp4", Grid(2, 2))
+        check_artifact(src, out)
+        results.append({k: v for k, v in snapshot(out).items() if k.startswith("experts/")})
+    assert len(results[0]) == 8
+    assert results[0] == results[1] == results[2]
+
+
+def test_every_group_is_reported_and_every_byte_counted(model: ModelOf, tmp_path: Path) -> None:
+    src, told = model("olmoe"), list[Progress]()
+    run(src, tmp_path / "out", "mxfp4", threads=1, progress=told.append)
+    total = sum(t.nbytes for t in load_all(src).values())
+    assert {one.total_bytes for one in told} == {total}
+    assert {(one.num_groups, one.resumed_bytes) for one in told} == {(3, 0)}
+    assert [one.done_bytes for one in told] == sorted(one.done_bytes for one in told)
+    assert (told[-1].done_bytes, told[-1].num_groups_done) == (total, 3)
+    finished = [one.group for before, one in pairwise(told) if one.num_groups_done > before.num_groups_done]
+    assert sorted(finished) == [*(f"model.layers.{i}.mlp.experts" for i in range(2)), "model.safetensors"]
+
+
+# --- refusals while converting -----------------------------------------------------------------------------
+
+
+def spoil(src: Path, name: str, value: float) -> None:
+    """Overwrite one element of a tensor in its file."""
+    for path in src.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name].view(-1)[-1] = value
+            save_file(tensors, path, {"format": "pt"})
+            return
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8"])
+def test_a_bad_weight_names_its_tensor_and_leaves_no_artifact(
+    name: str, layout: str, value: float, model: ModelOf, tmp_path: Path
+) -> None:
+    src, out = tmp_path / "src", tmp_path / "out"
+    shutil.copytree(model("qwen3_moe"), src)
+    victim = "model.layers.1.mlp.experts.3.up_proj.weight"
+    spoil(src, victim, value)
+    with pytest.raises(InputError, match=re.escape(victim)) as caught:
+        run(src, out, name, layout=layout)
+    assert caught.value.exit_code == 3
+    assert not (out / "hqconv.json").exists()
+    assert not (out / "config.json").exists()
+    assert not list(out.rglob("*.partial"))
+    assert not list(out.rglob("*layers.1*"))
+
+
+def test_a_bad_weight_spares_the_old_artifact(model: ModelOf, tmp_path: Path) -> None:
+    good, bad, out = model("qwen3_moe"), tmp_path / "bad", tmp_path / "out"
+    shutil.copytree(good, bad)
+    spoil(bad, "model.layers.1.mlp.experts.3.up_proj.weight", float("nan"))
+    run(good, out, "mxfp4")
+    before = snapshot(out)
+    with pytest.raises(OutputError, match="a finished artifact"):
+        run(bad, out, "mxfp4")
+    assert snapshot(out) == before
+    with pytest.raises(InputError):
+        run(bad, out, "mxfp4", overwrite=True)
+    assert snapshot(out) == before  # a failed run does not take the old artifact away
+    run(good, out, "mxfp4", overwrite=True)
+    assert snapshot(out) == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_weight_too_large_for_the_schema_is_refused(model: ModelOf, tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    shutil.copytree(model("qwen3_moe"), src)
+    victim = "model.layers.0.mlp.experts.2.down_proj.weight"
+    spoil(src, victim, 3e38)
+    with pytest.raises(InputError, match="too large") as caught:
+        run(src, tmp_path / "out", "int4-c-zp", dtype="float16")
+    assert victim in str(caught.value)
+
+
+def test_a_source_that_changes_under_way_is_noticed(model: ModelOf, tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    shutil.copytree(model("qwen3_moe", max_shard_size="1GB"), src)
+    victim = "model.layers.0.mlp.experts.2.down_proj.weight"
+    with pytest.raises(InputError, match="changed since"):
+        run(src, tmp_path / "out", "mxfp4", on_plan=lambda plan, place: spoil(src, victim, 1.0))
+    assert not (tmp_path / "out" / "hqconv.json").exists()
+
+
+def test_memory_for_less_than_one_expert_is_refused_before_anything_is_made(
+    model: ModelOf, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match="at least"):
+        run(model("olmoe"), tmp_path / "out", "mxfp4", max_memory=1 << 20)
+    assert not (tmp_path / "out").exists()
+
+
+def test_biases_are_cut_with_their_rows_and_added_once() -> None:
+    """No family of this version has biases, so the assembly is asked directly."""
+    schema = schema_of("mxfp4")
+    matrices = {"w1": (192, 128), "w3": (192, 128), "w2": (128, 192)}
+    packed = {}
+    for seed, (role, shape) in enumerate(matrices.items()):
+        [result] = quantize([hard_matrix(*shape, torch.bfloat16, seed)], schema, "bfloat16")
+        packed[role] = {
+            **stack_tensors([result.tensors]),
+            "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None],
+        }
+    ranks = [gemm_tensors(packed, schema, part) for part in tp_slices(192, 2, schema)]
+    for rank, tensors in enumerate(ranks):
+        rows = [packed[role]["bias"][:, 96 * rank : 96 * (rank + 1)] for role in ("w1", "w3")]
+        assert torch.equal(tensors["w13"]["bias"], torch.cat(rows, dim=1))
+    assert torch.equal(ranks[0]["w2"]["bias"], packed["w2"]["bias"])
+    assert not ranks[1]["w2"]["bias"].any()

@@ -1,0 +1,205 @@
+"""A damaged artifact is no source: whatever byte of it changed, no new artifact comes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import hqconv
+from hqconv.conversion.progress import Progress
+from hqconv.errors import InputError
+from hqconv.io import file_snapshot
+from hqconv.schemas.grid import Grid
+from tests.make.conversions import run
+from tests.make.damage import Damaged
+from tests.make.qwen import read_tree, write_qwen3_moe
+
+LAYER_0, LAYER_1 = "model.layers.0.mlp.experts", "model.layers.1.mlp.experts"
+RANK_FILES = [f"experts/tp{rank}-ep0/{block}.safetensors" for block in (LAYER_0, LAYER_1) for rank in (0, 1)]
+JOURNAL = ".hqconv-progress.jsonl"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model, and what was made of it: by layout."""
+    folder = tmp_path_factory.mktemp("good")
+    src = write_qwen3_moe(folder / "src")
+    run(src, folder / "kernel", "fp8", Grid(tp=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", 300_000)
+        run(src, folder / "checkpoint", "mxfp4", layout="checkpoint")
+    return {"src": src, "kernel": folder / "kernel", "checkpoint": folder / "checkpoint"}
+
+
+@pytest.fixture
+def damaged(good: dict[str, Path], tmp_path: Path) -> Damaged:
+    shutil.copytree(good["kernel"], tmp_path / "damaged")
+    return Damaged(tmp_path / "damaged", good["src"], "fp8")
+
+
+def flip(path: Path, place: int) -> None:
+    """One bit, and the file's time is as before."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def data_of(path: Path) -> range:
+    """Where a file's tensors are."""
+    data = path.read_bytes()
+    return range(8 + int.from_bytes(data[:8], "little"), len(data))
+
+
+@pytest.fixture
+def slow_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All else is done before an artifact's large files are hashed."""
+    real = file_snapshot.sha256_of
+
+    def slow(path: Path, keep_on: Callable[[], object] | None = None) -> str:
+        if path.suffix == ".safetensors":
+            time.sleep(0.5)
+        return real(path, keep_on)
+
+    monkeypatch.setattr(file_snapshot, "sha256_of", slow)
+
+
+def assert_refused(
+    src: Path, out: Path, names: str | list[str], schema: str = "source", **more: object
+) -> None:
+    """Nothing that looks whole is left, and one of the files is named."""
+    with pytest.raises(InputError) as caught:
+        run(src, out, schema, **more)  # type: ignore[arg-type]
+    assert caught.value.exit_code == 3
+    assert caught.value.where in [str(src / name) for name in ([names] if isinstance(names, str) else names)]
+    assert not (out / "hqconv.json").exists()
+
+
+@pytest.mark.parametrize("schema", ["source", "mxfp8"])
+@pytest.mark.parametrize("name", [*RANK_FILES, "model.safetensors"])
+def test_a_flipped_bit(damaged: Damaged, tmp_path: Path, name: str, schema: str) -> None:
+    path, draw = damaged.root / name, random.Random(name)
+    whole, data = path.read_bytes(), data_of(path)
+    for number, place in enumerate((data[0], data[-1], draw.choice(data), draw.choice(data))):
+        flip(path, place)
+        assert_refused(damaged.root, tmp_path / f"out{number}", name, schema)
+        path.write_bytes(whole)
+    run(damaged.root, tmp_path / "out", schema)
+
+
+def test_a_flipped_bit_of_the_checkpoint_layout(good: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(good["checkpoint"], tmp_path / "damaged")
+    paths = sorted((tmp_path / "damaged").glob("model-*.safetensors"))
+    assert len(paths) > 1
+    for number, path in enumerate(paths):
+        place = random.Random(number).choice(data_of(path))
+        flip(path, place)
+        assert_refused(tmp_path / "damaged", tmp_path / f"out{number}", path.name)
+        flip(path, place)
+    run(tmp_path / "damaged", tmp_path / "out", "source")
+
+
+@pytest.mark.parametrize("as_their_own", [False, True])
+@pytest.mark.parametrize(("left", "right"), [(0, 1), (2, 3), (0, 2)])
+def test_exchanged_rank_files(
+    damaged: Damaged, tmp_path: Path, left: int, right: int, as_their_own: bool
+) -> None:
+    names = [RANK_FILES[left], RANK_FILES[right]]
+    if left % 2 == right % 2:  # of two blocks, with the names that belong there
+        for name, old, new in ((names[0], LAYER_0, LAYER_1), (names[1], LAYER_1, LAYER_0)):
+            path = damaged.root / name
+            path.write_bytes(path.read_bytes().replace(old.encode(), new.encode()))
+    damaged.swap_files(*names, as_their_own=as_their_own)
+    assert_refused(damaged.root, tmp_path / "out", names)
+
+
+@pytest.mark.parametrize("data", [b"[]", b'{"longer": 1}', b""])
+def test_a_changed_tokenizer(damaged: Damaged, tmp_path: Path, data: bytes) -> None:
+    (damaged.root / "tokenizer.json").write_bytes(data)
+    assert_refused(damaged.root, tmp_path / "out", "tokenizer.json")
+
+
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+def test_a_changed_config_or_index(good: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    src = tmp_path / "damaged"
+    shutil.copytree(good[layout], src)
+    for name in ("config.json", *(["model.safetensors.index.json"] if layout == "checkpoint" else [])):
+        whole = (src / name).read_bytes()
+        (src / name).write_bytes(whole.replace(b"\n", b" ", 1))  # the same words
+        assert_refused(src, tmp_path / "out", name)
+        with pytest.raises(InputError, match="not what its manifest lists"):
+            hqconv.plan(src, schema="source", target="sm90")
+        (src / name).write_bytes(whole)
+
+
+def test_files_that_the_manifest_does_not_list(damaged: Damaged, tmp_path: Path) -> None:
+    (damaged.root / "README.md").write_text("beside an artifact")
+    run(damaged.root, tmp_path / "with-readme", "source")
+    (damaged.root / "added_tokens.json").write_text("{}")
+    assert_refused(damaged.root, tmp_path / "out", "added_tokens.json")
+
+
+@pytest.mark.usefixtures("slow_digests")
+def test_what_is_wrong_with_the_file_comes_before_what_is_wrong_with_its_numbers(
+    damaged: Damaged, tmp_path: Path
+) -> None:
+    name = RANK_FILES[3]
+    damaged.expert_bytes(damaged.root / name, f"{LAYER_1}.w2_weight_scale", 1)[:] = 0xFF  # NaN
+    with pytest.raises(InputError, match="not what its manifest lists") as caught:
+        run(damaged.root, tmp_path / "out", "mxfp8")
+    assert caught.value.where == str(damaged.root / name)
+
+
+# --- resumed
+
+
+def stop_after(num_groups: int) -> Callable[[Progress], None]:
+    def stop(progress: Progress) -> None:
+        if progress.num_groups_done == num_groups:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def group_of(name: str) -> str:
+    """The group that is made of an artifact's file, by its name in the journal."""
+    return Path(name).name.removesuffix(".safetensors") if name.startswith("experts/") else name
+
+
+def groups_done(out: Path) -> list[str]:
+    return [json.loads(line).get("group") for line in (out / JOURNAL).read_text().splitlines()]
+
+
+def test_damaged_between_two_runs(damaged: Damaged, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(damaged.root, tmp_path / "begun", "source", progress=stop_after(1))
+    done = groups_done(tmp_path / "begun")
+    names = [*RANK_FILES, "model.safetensors", "tokenizer.json"]
+    victims = [name for name in names if group_of(name) not in done]
+    assert 0 < len(victims) < len(names)
+    for number, name in enumerate(victims):
+        out = tmp_path / f"out{number}"
+        shutil.copytree(tmp_path / "begun", out)
+        flip(damaged.root / name, -1)
+        assert_refused(damaged.root, out, name, resume=True)
+        flip(damaged.root / name, -1)
+
+
+@pytest.mark.usefixtures("slow_digests")
+@pytest.mark.parametrize("name", [*RANK_FILES, "model.safetensors", "tokenizer.json"])
+def test_nothing_made_of_damaged_bytes_is_kept(damaged: Damaged, tmp_path: Path, name: str) -> None:
+    out, path = tmp_path / "out", damaged.root / name
+    run(damaged.root, tmp_path / "expected", "source")
+    flip(path, path.stat().st_size // 2)
+    assert_refused(damaged.root, out, name)
+    assert group_of(name) not in groups_done(out)
+    flip(path, path.stat().st_size // 2)  # mended, with the time that it had
+    run(damaged.root, out, "source", resume=True)
+    assert read_tree(out) == read_tree(tmp_path / "expected")

@@ -1,0 +1,265 @@
+"""Several processes at one conversion: the same bytes as one, whoever is killed, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError, HashStore
+
+from hqconv.conversion.distributed import Share, Team
+from hqconv.conversion.journal import Journal, JournalEntry
+from hqconv.conversion.output_folder import OutputFolder
+from hqconv.conversion.torchrun import in_team, is_first, local_place
+from hqconv.errors import OutputError
+from hqconv.io.durable_files import FileRecord
+from hqconv.schemas.artifact_names import JOURNAL, member_journal
+from tests.make.conversions import run
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import snapshot
+
+NUM_LAYERS = 6
+# Rank 1 ends itself where it is told to; the others are as they are.
+SCRIPT = """
+import os, signal, sys, time
+import hqconv
+from hqconv.conversion.distributed import Share, Team
+
+src, out, schema, at, mode = sys.argv[1:]
+if os.environ["RANK"] == "1" and at == "recorded":
+    record = Share.record
+    def last(self, entry):
+        record(self, entry)
+        os.kill(os.getpid(), signal.SIGKILL)
+    Share.record = last
+elif os.environ["RANK"] == "1" and at == "begun":
+    Share.__init__ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+elif os.environ["RANK"] == "1" and at == "another":
+    schema = "int8-g64"
+elif os.environ["RANK"] == "0" and at == "recorded":  # rank 1 takes the first group
+    deal = Team.deal
+    def wait(self, items):
+        while self.count("dealt", 0) == 0:
+            time.sleep(0.01)
+        yield from deal(self, items)
+    Team.deal = wait
+modes = {mode: True} if mode else {}
+hqconv.convert(src, out, schema=schema, target="sm90", device="cpu", threads=1, tp=2, in_team=True, **modes)
+"""
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("team") / "model", num_layers=NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def alone(src: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What one process makes of it."""
+    from hqconv.schemas.grid import Grid
+
+    out = tmp_path_factory.mktemp("alone") / "out"
+    run(src, out, "int4-g64", Grid(2))
+    return snapshot(out)
+
+
+def torchrun(*command: str, num: int = 2) -> subprocess.CompletedProcess[str]:
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num),
+        *command,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        words, env=environment, capture_output=True, text=True, check=False, timeout=300, cwd=REPO
+    )
+
+
+def scripted(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return torchrun(str(script), *map(str, arguments))
+
+
+# --- whole conversions -------------------------------------------------------------------------------------
+
+
+def test_processes_together_make_the_same_bytes(src: Path, alone: dict[str, str], tmp_path: Path) -> None:
+    options = ["--schema", "int4-g64", "--target", "sm90", "--tp", "2", "--threads", "1", "--json"]
+    done = torchrun("-m", "hqconv", "convert", str(src), "-o", str(tmp_path / "out"), *options, num=3)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert snapshot(tmp_path / "out") == alone
+    words = json.loads(done.stdout)  # the first process speaks, and no other
+    assert (words["num_blocks"], words["num_ranks"]) == (NUM_LAYERS, 2)
+    assert os.listdir(tmp_path) == ["out"]  # noqa: PTH208
+
+
+@pytest.mark.parametrize("at", ["begun", "recorded"])
+def test_a_killed_process_is_survived(at: str, src: Path, alone: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert scripted(tmp_path, src, out, "int4-g64", at, "").returncode != 0
+    assert not (out / "hqconv.json").exists()
+    assert (out / JOURNAL).exists()
+    done = scripted(tmp_path, src, out, "int4-g64", "", "resume")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert snapshot(out) == alone
+
+
+def test_one_process_goes_on_where_several_were(src: Path, alone: dict[str, str], tmp_path: Path) -> None:
+    from hqconv.schemas.grid import Grid
+
+    out = tmp_path / "out"
+    assert scripted(tmp_path, src, out, "int4-g64", "recorded", "").returncode != 0
+    of_dead, of_first = ((out / name).read_text().count('"group"') for name in (member_journal(1), JOURNAL))
+    report = run(src, out, "int4-g64", Grid(2), resume=True)
+    assert report.num_groups_resumed == of_first + of_dead
+    assert of_dead == 1
+    assert snapshot(out) == alone
+
+
+def test_processes_that_see_different_things_are_refused(src: Path, tmp_path: Path) -> None:
+    done = scripted(tmp_path, src, tmp_path / "out", "int4-g64", "another", "")
+    assert done.returncode != 0
+    assert "do not see the same source, request and versions" in done.stderr
+    assert not (tmp_path / "out/hqconv.json").exists()
+
+
+# --- the team ----------------------------------------------------------------------------------------------
+
+
+def test_every_item_is_dealt_once() -> None:
+    store, taken = HashStore(), list[tuple[int, int]]()
+
+    def work(rank: int) -> None:
+        for item in Team(store, rank, 4).deal(range(100)):
+            taken.append((item, rank))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(item for item, _ in taken) == list(range(100))
+
+
+def test_who_waits_hears_that_another_failed() -> None:
+    store = HashStore()
+    first, second = (Team(store, rank, 2) for rank in range(2))
+    second.fail(ValueError("the disk is gone\nand more"))
+    first.fail(ValueError("because of that"))  # the first failure is the one that is told
+    for wait in (
+        lambda: first.hear("anything"),
+        lambda: list(first.deal([1])),
+        lambda: list(first.collect()),
+    ):
+        with pytest.raises(OutputError, match="Another process") as caught:
+            wait()
+        assert (caught.value.where, caught.value.found) == ("rank 1", "the disk is gone")
+        assert "--resume" in caught.value.remedy
+
+
+def test_a_store_that_is_gone_is_one_message_and_hides_no_other() -> None:
+    class Gone(HashStore):
+        def check(self, *_: object) -> bool:
+            raise DistNetworkError("Connection reset by peer\nlong story")
+
+        add = set = get = check  # type: ignore[assignment]
+
+    team = Team(Gone(), 1, 2)
+    for call in (lambda: team.hear("x"), lambda: next(team.deal([1])), lambda: team.say("x", 1)):
+        with pytest.raises(OutputError, match="lost each other") as caught:
+            call()
+        assert caught.value.found == "Connection reset by peer"
+    team.fail(ValueError("what really happened"))  # and is raised after this
+
+
+def test_only_torchrun_makes_a_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers leave a rank and a world size in shells, too: nobody may wait there for others."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert (in_team(), is_first(), local_place()) == (False, True, (0, 1))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (in_team(), is_first(), local_place()) == (True, False, (1, 4))
+
+
+def test_what_was_finished_arrives_whole() -> None:
+    store = HashStore()
+    entry = JournalEntry("block", [FileRecord("a", 3, "ab")], {"w1": {"relative_error": 0.1}})
+    Team(store, 1, 3).hand_in([entry])
+    Team(store, 2, 3).hand_in([])
+    assert list(Team(store, 0, 3).collect()) == [entry]
+
+
+# --- journals ----------------------------------------------------------------------------------------------
+
+
+IDENTITY: dict[str, Any] = {"hqconv version": "1"}
+
+
+def unfinished(root: Path) -> JournalEntry:
+    """A folder that rank 0 began, and in which rank 1 finished a group."""
+    with OutputFolder(root, IDENTITY, ["a.safetensors"]) as folder:
+        folder.start(100)
+        with Share(root, 1) as share:
+            (root / "a.safetensors").write_bytes(b"abc")
+            digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+            entry = JournalEntry("a", [FileRecord("a.safetensors", 3, digest)], {})
+            share.record(entry)
+    return entry
+
+
+def test_the_journals_of_the_others_are_taken_over_once(tmp_path: Path) -> None:
+    entry = unfinished(tmp_path)
+    for _ in range(2):
+        with OutputFolder(tmp_path, IDENTITY, ["a.safetensors"]) as folder:
+            folder.start(100, resume=True)
+            assert folder.done == {"a": entry}
+        assert not (tmp_path / member_journal(1)).exists()
+    journal = Journal(tmp_path)
+    journal.close()
+    assert journal.entries == [entry]
+
+
+def test_starting_anew_forgets_what_the_others_did(tmp_path: Path) -> None:
+    unfinished(tmp_path)
+    with OutputFolder(tmp_path, IDENTITY, ["a.safetensors"]) as folder:
+        folder.start(100, overwrite=True)
+        assert not folder.done
+    assert [path.name for path in tmp_path.iterdir()] == [JOURNAL]
+
+
+def test_a_process_that_is_still_at_work_keeps_the_folder(tmp_path: Path) -> None:
+    unfinished(tmp_path)
+    still = Journal(tmp_path, member_journal(1))
+    with (
+        pytest.raises(OutputError, match="Another process is at work"),
+        OutputFolder(tmp_path, IDENTITY, ["a.safetensors"]) as folder,
+    ):
+        folder.start(100, resume=True)
+    still.close()
+    with OutputFolder(tmp_path, IDENTITY, ["a.safetensors"]) as folder:
+        folder.start(100, resume=True)
+        assert folder.done
+
+
+def test_a_journal_of_another_conversion_is_not_taken_over(tmp_path: Path) -> None:
+    unfinished(tmp_path)
+    lines = (tmp_path / member_journal(1)).read_text().replace('"1"', '"2"', 1)
+    (tmp_path / member_journal(1)).write_text(lines)
+    with OutputFolder(tmp_path, IDENTITY, ["a.safetensors"]) as folder:
+        folder.start(100, resume=True)
+        assert not folder.done

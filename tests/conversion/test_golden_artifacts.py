@@ -1,0 +1,52 @@
+"""Whole artifacts are the same, byte for byte, as those on record: of every schema, format and grid.
+
+The record was made by the code before the rooms were built (commit 2fc4a68), and every later change of a byte
+has to say so in it (`scripts/record_artifacts.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.make.artifacts import SOURCES, Record, conversions_of, make_source, record
+from tests.make.places import GOLDEN
+
+RECORDED = json.loads((GOLDEN / "artifacts.json").read_text())
+
+
+def test_every_conversion_is_on_record() -> None:
+    assert list(RECORDED["cases"]) == [
+        f"{name}/{words}" for name in SOURCES for words, _ in conversions_of(name)
+    ]
+    refused = [case for case, digests in RECORDED["cases"].items() if digests[1].endswith("Error")]
+    assert len(refused) < 0.1 * len(RECORDED["cases"])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_artifacts_are_those_on_record(name: str, tmp_path: Path) -> None:
+    src = make_source(name, tmp_path / "source")
+    for conversion, options in conversions_of(name):
+        recorded = Record(*RECORDED["cases"][f"{name}/{conversion}"])
+        found = record(src, tmp_path / "out", options)
+        if found.source != recorded.source and torch.__version__ != RECORDED["torch"]:
+            pytest.skip(f"the source is made of other numbers than by torch {RECORDED['torch']}")
+        assert found == recorded, conversion
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "plain"])
+def test_checks_that_are_judged_together_change_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: experts are decoded without a look at their values, and again where one look found something."""
+    src = make_source(name, tmp_path / "source")
+    monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
+    for conversion, options in list(conversions_of(name))[:4]:
+        recorded = Record(*RECORDED["cases"][f"{name}/{conversion}"])
+        found = record(src, tmp_path / "out", options)
+        if found.source != recorded.source and torch.__version__ != RECORDED["torch"]:
+            pytest.skip(f"the source is made of other numbers than by torch {RECORDED['torch']}")
+        assert found == recorded, conversion

@@ -1,0 +1,321 @@
+"""Static activation scales: from a source that was calibrated into every rank's file, whatever the grid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.cli.app import app
+from hqconv.conversion.executor import Executor
+from hqconv.errors import HqconvError, InputError, OutputError, RequestError
+from hqconv.humming_layout.runtime import humming
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.input_schema import NAMED_INPUTS
+from hqconv.schemas.recipe import load_recipe
+from tests.make.conversions import assert_verified, manifest, run
+from tests.make.formats import write
+from tests.make.input_scales import STATIC, as_stored, expected, fp8, scale_names, scale_of
+from tests.make.small import BLOCK, GOOD, E, Source, save
+
+EXPERT_3 = f"{BLOCK}.3.up_proj.input_scale"
+
+
+def scales_in(out: Path) -> dict[str, dict[str, float]]:
+    """Rank → GEMM → the scale in its file."""
+    found = {}
+    for path in sorted((out / "experts").rglob("*.safetensors")):
+        tensors = load_file(path)
+        one = {gemm: tensors[f"{BLOCK}.{gemm}_input_scale"] for gemm in ("w13", "w2")}
+        assert all(tensor.dtype == torch.float32 and tensor.shape == (1,) for tensor in one.values())
+        found[path.parent.name] = {gemm: tensor.item() for gemm, tensor in one.items()}
+    return found
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()
+    }
+
+
+def refused(source: Source, folder: Path, schema: str = "fp8-tensor", **words: Any) -> HqconvError:
+    """The error of a conversion that wrote nothing."""
+    with pytest.raises(HqconvError) as error:
+        run(save(folder / "src", source), folder / "out", schema, **{"input_schema": "fp8-static", **words})
+    assert not (folder / "out").exists()
+    return error.value
+
+
+@pytest.mark.parametrize("kind", STATIC)
+@pytest.mark.parametrize("grid", [Grid(), Grid(2), Grid(1, 2), Grid(2, 2, "round_robin", 2)])
+def test_every_rank_has_the_largest_scale_of_all_experts(kind: str, grid: Grid, tmp_path: Path) -> None:
+    make, schema, inputs = STATIC[kind]
+    source = save(tmp_path / "src", make())
+    run(source, tmp_path / "out", schema, grid, input_schema=inputs)
+    assert scales_in(tmp_path / "out") == {f"tp{t}-ep{e}": expected() for t, e in grid.ranks}
+    words = manifest(tmp_path / "out")
+    assert words["input_schema"] == inputs
+    assert words["activation_schema"]["input_quant_mode"] == "static_tensor"
+    assert {gemm: words["blocks"][BLOCK][gemm]["input_scale"] for gemm in ("w13", "w2")} == expected()
+    of_scales = {name for name, _, _ in scale_names()}
+    assert {name: words["tensors"]["converted"].get(name) for name in of_scales} == dict.fromkeys(
+        of_scales, BLOCK
+    )
+    assert not words["tensors"]["dropped"]
+    assert_verified(tmp_path / "out", source)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "blocks", "int8"])
+def test_hummings_own_reduction_gives_the_same(kind: str) -> None:
+    """modelopt's class in Humming knows nvfp4 only."""
+    tensors, config = STATIC[kind][0]()
+    words = dict(config["quantization_config"])
+    words |= words.get("config_groups", {}).get("group_0", {}).get("input_activations", {})
+    schema = humming().schema.BaseInputSchema.from_config(words)
+    for gemm, roles in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
+        each = [[tensors[f"{BLOCK}.{e}.{role}.input_scale"].view(()) for role in roles] for e in range(E)]
+        stacked = torch.stack([torch.stack(of_expert) for of_expert in each])
+        found, made = schema._convert_humming({"input_scale": stacked}, [], [], torch.bfloat16, E)
+        ours = NAMED_INPUTS[STATIC[kind][2]].humming_fields()
+        assert (found.input_quant_mode, str(found.a_dtype)) == (ours["input_quant_mode"], ours["a_dtype"])
+        assert {name: one.tolist() for name, one in made.items()} == {"input_scale": [expected()[gemm]]}
+
+
+def test_the_codes_are_those_of_scales_found_while_serving(tmp_path: Path) -> None:
+    source = save(tmp_path / "src", fp8())
+    for name in ("fp8", "fp8-static"):
+        run(source, tmp_path / name, "fp8-tensor", input_schema=name)
+    path = f"experts/tp0-ep0/{BLOCK}.safetensors"
+    dynamic, static = (load_file(tmp_path / name / path) for name in ("fp8", "fp8-static"))
+    assert static.keys() - dynamic.keys() == {f"{BLOCK}.{gemm}_input_scale" for gemm in ("w13", "w2")}
+    assert all(
+        torch.equal(static[name].view(torch.uint8), one.view(torch.uint8)) for name, one in dynamic.items()
+    )
+    words = manifest(tmp_path / "fp8")
+    assert {name for name, _, _ in scale_names()} == set(words["tensors"]["dropped"])
+    assert "input_scale" not in words["blocks"][BLOCK]["w13"]
+
+
+def test_stacks_of_scales(tmp_path: Path) -> None:
+    source = write(tmp_path / "src", "fused-fp8-expert").folder
+    path = next(source.glob("*.safetensors"))
+    tensors = load_file(path)
+    modules = [name.removesuffix(".down_proj") for name in tensors if name.endswith("experts.down_proj")]
+    assert modules
+    for number, name in enumerate(modules):
+        for stack in ("gate_up_proj", "down_proj"):
+            scales = torch.rand(len(tensors[f"{name}.down_proj"])) + number + 1
+            tensors[f"{name}.{stack}_input_scale"] = scales
+    save_file(tensors, path, {"format": "pt"})
+    report = run(source, tmp_path / "out", "fp8-block", Grid(2), input_schema="fp8-static")
+    for block, words in manifest(report.out)["blocks"].items():
+        for gemm, stack in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+            stored = tensors[f"{block}.{stack}_input_scale"]
+            assert words[gemm]["input_scale"] == stored.max().item()
+    assert_verified(report.out, source)
+
+
+def test_small_floats_are_read_as_they_are(tmp_path: Path) -> None:
+    tensors, config = fp8()
+    for name, expert, role in scale_names():
+        tensors[name] = torch.tensor(scale_of(expert, role), dtype=torch.bfloat16)
+    run(save(tmp_path / "src", (tensors, config)), tmp_path / "out", "fp8-tensor", input_schema="fp8-static")
+    wanted = {
+        g: as_stored(scale_of(1, r), torch.bfloat16) for g, r in (("w13", "gate_proj"), ("w2", "down_proj"))
+    }
+    assert scales_in(tmp_path / "out") == {"tp0-ep0": wanted}
+
+
+def test_experts_that_calibration_missed_are_told_and_passed_over(tmp_path: Path) -> None:
+    tensors, config = fp8()
+    for role in ("gate_proj", "up_proj"):
+        del tensors[f"{BLOCK}.1.{role}.input_scale"]  # the largest of w13
+    source = save(tmp_path / "src", (tensors, config))
+    report = run(source, tmp_path / "out", "fp8-tensor", Grid(1, 2), input_schema="fp8-static")
+    warning = next(text for text in report.warnings if "calibration missed" in text)
+    assert "2 projections" in warning
+    assert f"{BLOCK}.1.gate_proj.input_scale" in warning
+    wanted = {**expected(), "w13": as_stored(scale_of(0, "gate_proj"))}
+    assert list(scales_in(tmp_path / "out").values()) == [wanted, wanted]
+    assert_verified(tmp_path / "out", source)
+    assert not any("calibration" in text for text in run(source, tmp_path / "a16", "fp8-tensor").warnings)
+
+
+@pytest.mark.parametrize("role", ["gate_up", "down"])
+def test_without_any_scale_of_a_gemm_nothing_is_begun(role: str, tmp_path: Path) -> None:
+    tensors, config = fp8()
+    for name, _, projection in scale_names():
+        if projection.removesuffix("_proj") in role:
+            del tensors[name]
+    error = refused((tensors, config), tmp_path)
+    assert isinstance(error, RequestError)
+    assert "no static activation scales" in error.what
+    assert ("w2" if role == "down" else "w13") in error.where
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_above_zero_is_named(value: float, tmp_path: Path) -> None:
+    tensors, config = fp8()
+    tensors[EXPERT_3] = torch.tensor(value)
+    error = refused((tensors, config), tmp_path)
+    assert isinstance(error, InputError)
+    assert error.where == f"tensor {EXPERT_3}"
+    assert "above zero" in error.expected
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.int32)])
+def test_a_tensor_that_is_no_scale_is_refused_from_its_header(wrong: torch.Tensor, tmp_path: Path) -> None:
+    tensors, config = fp8()
+    tensors[EXPERT_3] = wrong
+    source = save(tmp_path / "src", (tensors, config))
+    with pytest.raises(InputError) as error:
+        hqconv.plan(source, schema="fp8-tensor", target="sm90", input_schema="fp8-static")
+    assert error.value.where == f"tensor {EXPERT_3}"
+    hqconv.plan(source, schema="fp8-tensor", target="sm90")  # which drops it
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "other activations": ("fp8", {"input_schema": "int8-static", "schema": "int4"}, "not measured for these"),
+    "dynamic config": ("dynamic", {}, "not measured for these"),
+    "not calibrated": ("blocks", {"schema": "fp8-block"}, "no static activation scales"),
+    "checkpoint layout": ("fp8", {"layout": "checkpoint"}, "vLLM cannot load static activation scales"),
+    "two levels": (
+        "fp8",
+        {"input_schema": "two.toml", "target": "sm100", "schema": "nvfp4"},
+        "whole tensors",
+    ),
+    "rotated": ("fp8", {"schema": "turned.toml"}, "before activations are rotated"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_carried_is_refused(case: str, tmp_path: Path) -> None:
+    kind, words, what = REFUSED[case]
+    source = GOOD["fp8_blocks"][0]() if kind == "blocks" else fp8()
+    if kind == "dynamic":
+        source[1]["quantization_config"]["activation_scheme"] = "dynamic"
+    (tmp_path / "two.toml").write_text(
+        'a_dtype = "float4e2m1"\ninput_scale_group_size = 16\ninput_scale_dtype = "float8e4m3"\n'
+        'input_quant_mode = "static_tensor_dynamic_group"\n'
+    )
+    (tmp_path / "turned.toml").write_text(
+        'b_dtype = "float8e4m3"\nweight_scale_type = "channel"\nhadamard_block_size = 32\n'
+    )
+    words = {key: str(tmp_path / v) if str(v).endswith(".toml") else v for key, v in words.items()}
+    error = refused(source, tmp_path, **words)
+    assert what in error.what
+    assert isinstance(error, RequestError)
+
+
+def test_a_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, config = fp8()
+    source = save(tmp_path / "src", (tensors, config))
+    words: dict[str, Any] = {"input_schema": "fp8-static"}
+    run(source, tmp_path / "whole", "fp8-tensor", Grid(2), **words)
+    publish = Executor._publish
+
+    def stopping(self: Executor, job: Any) -> None:
+        publish(self, job)
+        if job.group.name == BLOCK:
+            raise OSError("pulled")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "_publish", stopping)
+        with pytest.raises(OSError, match="pulled"):
+            run(source, tmp_path / "out", "fp8-tensor", Grid(2), **words)
+    with pytest.raises(OutputError):  # another request
+        run(source, tmp_path / "out", "fp8-tensor", Grid(2), input_schema="fp8", resume=True)
+    report = run(source, tmp_path / "out", "fp8-tensor", Grid(2), resume=True, **words)
+    assert report.num_groups_resumed >= 1
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert run(source, tmp_path / "out", "fp8-tensor", Grid(2), resume=True, **words).was_finished
+
+
+def test_an_artifact_as_source_keeps_its_scales(tmp_path: Path) -> None:
+    source = save(tmp_path / "src", fp8())
+    run(source, tmp_path / "first", "fp8-tensor", Grid(2, 2), input_schema="fp8-static")
+    for number, grid in enumerate((Grid(), Grid(1, 4))):
+        out = tmp_path / f"again{number}"
+        run(tmp_path / "first", out, "source", grid, input_schema="fp8-static")
+        assert scales_in(out) == {f"tp{t}-ep{e}": expected() for t, e in grid.ranks}
+        assert_verified(out, tmp_path / "first")
+    run(tmp_path / "first", tmp_path / "plain", "source")
+    words = manifest(tmp_path / "plain")
+    assert len(words["tensors"]["dropped"]) == 2 * 4
+    assert_verified(tmp_path / "plain", tmp_path / "first")
+    with pytest.raises(RequestError, match="not measured for these"):
+        run(tmp_path / "first", tmp_path / "other", "int4", input_schema="int8-static")
+    with pytest.raises(RequestError, match="no static activation scales"):
+        run(tmp_path / "plain", tmp_path / "other", "source", input_schema="fp8-static")
+
+
+def test_ranks_of_a_source_that_differ_are_refused(tmp_path: Path) -> None:
+    run(save(tmp_path / "src", fp8()), tmp_path / "out", "fp8-tensor", Grid(2), input_schema="fp8-static")
+    path = tmp_path / f"out/experts/tp1-ep0/{BLOCK}.safetensors"
+    data = path.read_bytes()
+    stored = torch.tensor([expected()["w13"]]).numpy().tobytes()
+    assert data.count(stored) == 1
+    path.write_bytes(data.replace(stored, torch.tensor([2.0]).numpy().tobytes()))
+    with pytest.raises(InputError, match="different scales"):
+        run(tmp_path / "out", tmp_path / "again", "source", input_schema="fp8-static")
+
+
+def test_only_the_blocks_that_ask_for_them_have_scales(tmp_path: Path) -> None:
+    tensors, config = fp8()
+    second = {n.replace("layers.0", "layers.1"): t.clone() for n, t in tensors.items() if "layers.0" in n}
+    source = save(tmp_path / "src", (tensors | second, config | {"num_hidden_layers": 2}))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'schema = "fp8-tensor"\n[[override]]\nlayers = "1"\ninput_schema = "fp8-static"\n', encoding="utf-8"
+    )
+    words = ["convert", source, "-o", tmp_path / "out", "--config", recipe, "--target", "sm90"]
+    done = CliRunner().invoke(app, [str(word) for word in (*words, "--device", "cpu")])
+    assert done.exit_code == 0, done.output
+    blocks = manifest(tmp_path / "out")["blocks"]
+    assert "input_scale" not in blocks[BLOCK]["w13"]
+    assert blocks[BLOCK.replace(".0.", ".1.")]["w13"]["input_scale"] == expected()["w13"]
+    assert_verified(tmp_path / "out", source)
+
+
+def test_inspect_load_and_dequantize(tmp_path: Path) -> None:
+    source = save(tmp_path / "src", fp8())
+    run(source, tmp_path / "out", "fp8-tensor", Grid(2, 2), input_schema="fp8-static")
+    run(source, tmp_path / "plain", "fp8-tensor")
+    words = hqconv.inspect(tmp_path / "out")
+    assert words["input_scales"] == {gemm: {"min": one, "max": one} for gemm, one in expected().items()}
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
+    assert "static scales: w13 0.127, w2 0.0476" in shown
+    assert (
+        json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "plain"), "--json"]).output)[
+            "input_scales"
+        ]
+        == {}
+    )
+    gemms = hqconv.load(tmp_path / "out", block=BLOCK, tp_rank=1, ep_rank=1)
+    assert {gemm: one.tensors["input_scale"].tolist() for gemm, one in gemms.items()} == {
+        gemm: [scale] for gemm, scale in expected().items()
+    }
+    for name, decoded in hqconv.dequantize(tmp_path / "out", block=BLOCK).items():
+        assert len(decoded) == E
+        assert torch.equal(decoded, hqconv.dequantize(tmp_path / "plain", block=BLOCK)[name])
+
+
+def test_a_block_that_is_left_keeps_its_scales(tmp_path: Path) -> None:
+    """It is copied as it is: a server of the source's own method needs what a conversion does not."""
+    tensors, config = fp8()
+    tensors |= {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}
+    source = save(tmp_path / "src", (tensors, config | {"num_hidden_layers": 2}))
+    (tmp_path / "recipe.toml").write_text('[[override]]\nlayers = "1"\nschema = "none"\n')
+    overrides = load_recipe(tmp_path / "recipe.toml").overrides
+    run(source, tmp_path / "out", "int4", overrides=overrides)
+    kept = load_file(tmp_path / "out" / "model.safetensors")
+    left = {name for name in tensors if "layers.1" in name and "experts" in name}
+    assert {name for name in kept if "experts" in name} == left
+    assert any(name.endswith("input_scale") for name in left)
+    assert_verified(tmp_path / "out", source)

@@ -1,0 +1,514 @@
+"""The output folder's rules: one process at a time, only our own files are removed, old or new but never half."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hqconv.artifact import manifest as manifest_module
+from hqconv.conversion import journal as journal_module
+from hqconv.conversion.journal import JournalEntry
+from hqconv.conversion.output_folder import OutputFolder, parked_folder, place_of_work, side_folder
+from hqconv.conversion.output_writer import GroupWriter
+from hqconv.errors import OutputError
+from hqconv.io import exchange_folders as exchange_module
+from hqconv.planning.output_units import build_file
+from hqconv.schemas.artifact_names import COMPANIONS, FORMAT_VERSION
+from hqconv.schemas.tensors import TensorSpec
+from tests.make.conversions import finished as finished_files
+from tests.make.places import REPO
+
+JOURNAL = ".hqconv-progress.jsonl"
+IDENTITY = {"schema": "a", "grid": [1, 2], "source files": [{"name": "x", "size_bytes": 1}]}
+PATHS = ("a.safetensors", "b.safetensors", "c.safetensors", "experts/tp0-ep0/d.safetensors")
+
+
+def files_of(root: Path) -> list[str]:
+    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+
+
+@contextmanager
+def opened(root: Path, identity: dict[str, Any] = IDENTITY, **modes: bool) -> Iterator[OutputFolder]:
+    with OutputFolder(root, identity, PATHS) as folder:
+        folder.start(1000, **modes)
+        yield folder
+
+
+def record_group(folder: OutputFolder, path: str, content: bytes = b"") -> None:
+    file = build_file(path, [TensorSpec("t", "U8", (64,))], {})
+    writer = GroupWriter(folder.root, (file,))
+    writer.write_at(0, file.tensors["t"].offset_bytes, (content or path.encode()).ljust(64))
+    folder.record(JournalEntry(path, finished_files(writer, (file,)), {"w1": {"relative_error": 0.1}}))
+
+
+def unfinished(root: Path, *paths: str) -> Path:
+    with opened(root) as folder:
+        for path in paths:
+            record_group(folder, path)
+    return root
+
+
+def manifest_of(folder: OutputFolder) -> bytes:
+    """A manifest that says no more than which files are the artifact's."""
+    records = [record for entry in folder.done.values() for record in entry.files]
+    files = {r.path: {"size_bytes": r.size_bytes, "sha256": r.sha256} for r in records}
+    empty = {key: kind() for key, kind in manifest_module._MANIFEST_KEYS.items()}
+    return json.dumps({**empty, "format_version": FORMAT_VERSION, "files": files}).encode()
+
+
+def finished(root: Path, *paths: str, content: bytes = b"") -> Path:
+    with opened(root) as folder:
+        for path in paths:
+            record_group(folder, path, content)
+        folder.seal(manifest_of(folder))
+    return root
+
+
+# --- what was done -----------------------------------------------------------------------------------------
+
+
+def test_a_resumed_folder_knows_what_is_done(tmp_path: Path) -> None:
+    unfinished(tmp_path, *PATHS)
+    with opened(tmp_path, resume=True) as again:
+        assert list(again.done) == list(PATHS)
+        assert again.done["b.safetensors"].measured == {"w1": {"relative_error": 0.1}}
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "grow", "remove", "folder"])
+def test_a_damaged_file_is_not_done(tmp_path: Path, damage: str) -> None:
+    unfinished(tmp_path, *PATHS[:3])
+    path = tmp_path / "b.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[-1] ^= 1
+        path.write_bytes(data)
+    elif damage == "cut":
+        path.write_bytes(data[:-1])
+    elif damage == "grow":
+        path.write_bytes(data + b"x")
+    else:
+        path.unlink()
+        if damage == "folder":
+            path.mkdir()
+    with opened(tmp_path, resume=True) as again:
+        assert list(again.done) == ["a.safetensors", "c.safetensors"]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 100])
+def test_a_torn_last_line_is_forgotten_for_good(tmp_path: Path, cut: int) -> None:
+    """And what a resumed run records next does not get glued to it."""
+    unfinished(tmp_path, *PATHS[:2])
+    journal = tmp_path / JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-cut])
+    with opened(tmp_path, resume=True) as again:
+        assert list(again.done) == ["a.safetensors"]
+        record_group(again, "c.safetensors")
+    with opened(tmp_path, resume=True) as again:
+        assert list(again.done) == ["a.safetensors", "c.safetensors"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"schema": "a"}'])
+def test_a_run_killed_in_its_first_moment_is_begun_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / JOURNAL).write_bytes(content)
+    with opened(tmp_path, resume=True) as folder:
+        assert folder.done == {}
+    (tmp_path / "photo.jpg").write_bytes(b"x")
+    (tmp_path / JOURNAL).write_bytes(content)
+    with pytest.raises(OutputError, match="nothing to resume"), opened(tmp_path, resume=True):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"\xff\n", b"[1]\n", b"7\n", b"{\n"])
+def test_a_journal_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / JOURNAL).write_bytes(content)
+    with (
+        pytest.raises(OutputError, match="journal of an unfinished conversion cannot be read"),
+        opened(tmp_path, resume=True),
+    ):
+        pass
+    assert (tmp_path / JOURNAL).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"nonsense",
+        b"{}",
+        b"[]",
+        b'{"group": "x", "files": [{"path": 1}], "measured": {}}',
+        b'{"group": "x", "files": [{"path": 5, "size_bytes": 1, "sha256": ""}], "measured": {}}',
+        b'{"group": "x", "files": [], "measured": null}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_line_that_makes_no_sense_is_skipped(tmp_path: Path, line: bytes) -> None:
+    with opened(tmp_path) as folder:
+        record_group(folder, "a.safetensors")
+        with (tmp_path / JOURNAL).open("ab") as file:
+            file.write(line + b"\n")
+        record_group(folder, "b.safetensors")
+    with opened(tmp_path, resume=True) as again:
+        assert list(again.done) == ["a.safetensors", "b.safetensors"]
+
+
+@pytest.mark.parametrize("key", IDENTITY)
+def test_another_conversion_is_not_resumed(tmp_path: Path, key: str) -> None:
+    unfinished(tmp_path)
+    before = (tmp_path / JOURNAL).read_bytes()
+    with (
+        pytest.raises(OutputError, match=f"differs from this one in: {key}") as caught,
+        opened(tmp_path, {**IDENTITY, key: "changed"}, resume=True),
+    ):
+        pass
+    assert "changed" in str(caught.value)
+    assert (tmp_path / JOURNAL).read_bytes() == before
+
+
+def test_partial_files_are_cleared_on_resume_and_only_ours(tmp_path: Path) -> None:
+    unfinished(tmp_path, "a.safetensors")
+    (tmp_path / "b.safetensors.partial").write_bytes(b"half")
+    (tmp_path / "mine.partial").write_bytes(b"the user's")
+    with pytest.raises(OutputError, match=r"did not make") as caught, opened(tmp_path, resume=True):
+        pass
+    assert caught.value.found == "mine.partial"
+    assert files_of(tmp_path) == [JOURNAL, "a.safetensors", "b.safetensors.partial", "mine.partial"]
+    (tmp_path / "mine.partial").unlink()
+    with opened(tmp_path, resume=True):
+        assert files_of(tmp_path) == [JOURNAL, "a.safetensors"]
+
+
+# --- what may be started in --------------------------------------------------------------------------------
+
+
+def test_what_may_be_started_in(tmp_path: Path) -> None:
+    unfinished(tmp_path / "new" / "deep")
+    (tmp_path / "empty").mkdir()
+    unfinished(tmp_path / "empty", "a.safetensors")
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "photo.jpg").write_bytes(b"x")
+    finished(tmp_path / "done", "a.safetensors")
+    for name, found in (
+        ("file", "a file"),
+        ("foreign", "not empty"),
+        ("empty", "an unfinished conversion"),
+        ("done", "a finished artifact"),
+    ):
+        with pytest.raises(OutputError, match=found) as caught, opened(tmp_path / name):
+            pass
+        assert caught.value.exit_code == 4
+    with pytest.raises(OutputError, match="not empty"), opened(tmp_path / "foreign", resume=True):
+        pass
+    assert files_of(tmp_path / "foreign") == ["photo.jpg"]
+    with opened(tmp_path / "fresh", resume=True) as folder:  # nothing there yet: --resume simply starts
+        assert folder.done == {}
+
+
+def test_a_finished_artifact_is_not_begun_again(tmp_path: Path) -> None:
+    finished(tmp_path / "out", "a.safetensors")
+    before = files_of(tmp_path / "out")
+    with OutputFolder(tmp_path / "out", IDENTITY, PATHS) as folder:
+        assert folder.start(1000, resume=True) is False
+    assert files_of(tmp_path / "out") == before == ["a.safetensors", "hqconv.json"]
+
+
+def test_a_link_is_followed_not_replaced(tmp_path: Path) -> None:
+    """`latest -> 2026-11` is the user's: the folder it names changes, the link stays."""
+    finished(tmp_path / "real", "a.safetensors", content=b"old")
+    (tmp_path / "latest").symlink_to(tmp_path / "real")
+    with opened(tmp_path / "latest", overwrite=True) as folder:
+        record_group(folder, "a.safetensors", b"new")
+        folder.seal(manifest_of(folder))
+    assert (tmp_path / "latest").is_symlink()
+    assert b"new" in (tmp_path / "real" / "a.safetensors").read_bytes()
+
+
+# --- replacing ---------------------------------------------------------------------------------------------
+
+
+def replace(out: Path, *paths: str) -> None:
+    with opened(out, overwrite=True) as folder:
+        for path in paths:
+            record_group(folder, path, b"new")
+        folder.seal(manifest_of(folder))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_old_artifact_stays_until_the_new_one_is_complete(
+    tmp_path: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not at_once:
+        monkeypatch.setattr(exchange_module, "_exchange_at_once", lambda *_: False)
+    out = finished(tmp_path / "out", *PATHS, content=b"old")
+    before = {path: (out / path).read_bytes() for path in files_of(out)}
+    with opened(out, overwrite=True) as folder:
+        record_group(folder, "a.safetensors", b"new")
+        record_group(folder, PATHS[3], b"new")
+        assert {path: (out / path).read_bytes() for path in files_of(out)} == before
+        assert place_of_work(out) == side_folder(out)
+        folder.seal(manifest_of(folder))
+    assert files_of(out) == ["a.safetensors", PATHS[3], "hqconv.json"]
+    assert b"new" in (out / "a.safetensors").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "stray", ["notes.txt", "experts/tp0-ep0/mine.bin", "deep/er/photo.jpg", ".hidden", "link"]
+)
+def test_strays_are_refused_by_name_and_nothing_is_lost(tmp_path: Path, stray: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_bytes(b"x")
+    out = finished(tmp_path / "out", "a.safetensors", PATHS[3])
+    half = unfinished(tmp_path / "half", "a.safetensors", PATHS[3])
+    for root in (out, half):
+        (root / stray).parent.mkdir(parents=True, exist_ok=True)
+        if stray == "link":
+            (root / stray).symlink_to(outside)
+        else:
+            (root / stray).write_bytes(b"mine")
+        before = files_of(root)
+        with (
+            pytest.raises(OutputError, match="files that hqconv did not make") as caught,
+            opened(root, overwrite=True),
+        ):
+            pass
+        assert caught.value.found == stray
+        assert caught.value.exit_code == 4
+        assert files_of(root) == before
+    assert files_of(outside) == ["kept"]
+    assert not side_folder(out).exists()
+
+
+def test_many_strays_are_counted(tmp_path: Path) -> None:
+    out = finished(tmp_path / "out", "a.safetensors")
+    for i in range(40):
+        (out / f"x{i:02d}").write_bytes(b"")
+    with pytest.raises(OutputError) as caught, opened(out, overwrite=True):
+        pass
+    assert caught.value.found == "x00, x01, x02, x03, x04, … 40 in all"
+
+
+def test_a_stray_that_comes_meanwhile_keeps_the_old_artifact(tmp_path: Path) -> None:
+    out = finished(tmp_path / "out", "a.safetensors", content=b"old")
+    with opened(out, overwrite=True) as folder:
+        record_group(folder, "a.safetensors", b"new")
+        (out / "late.txt").write_bytes(b"mine")
+        with pytest.raises(OutputError, match="did not make"):
+            folder.seal(manifest_of(folder))
+    assert b"old" in (out / "a.safetensors").read_bytes()
+    (out / "late.txt").unlink()
+    with opened(out, resume=True) as folder:
+        assert list(folder.done) == ["a.safetensors"]
+        folder.seal(manifest_of(folder))
+    assert b"new" in (out / "a.safetensors").read_bytes()
+
+
+def test_files_that_the_hub_and_git_put_there_are_carried_over(tmp_path: Path) -> None:
+    out = finished(tmp_path / "out", "a.safetensors")
+    for name in COMPANIONS:
+        if name.startswith(".") and "." not in name[1:]:
+            (out / name / "sub").mkdir(parents=True)
+            (out / name / "sub" / "file").write_bytes(name.encode())
+        else:
+            (out / name).write_bytes(name.encode())
+    before = {path: (out / path).read_bytes() for path in files_of(out) if not path.endswith(".safetensors")}
+    replace(out, "b.safetensors")
+    after = {path: (out / path).read_bytes() for path in files_of(out) if not path.endswith(".safetensors")}
+    before.pop("hqconv.json")
+    after.pop("hqconv.json")
+    assert after == before
+    assert len(after) == len(COMPANIONS)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("path", ["../outside/kept", "/etc/hostname", "link/kept"])
+def test_a_manifest_that_lists_files_elsewhere_removes_none_of_them(tmp_path: Path, path: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_bytes(b"x")
+    out = finished(tmp_path / "out", "a.safetensors")
+    words = json.loads((out / "hqconv.json").read_bytes())
+    of_a = words["files"]["a.safetensors"]
+    words["files"] |= {path: of_a, "link": of_a}
+    (out / "hqconv.json").write_text(json.dumps(words))
+    (out / "link").symlink_to(outside)
+    replace(out, "b.safetensors")
+    assert files_of(outside) == ["kept"]
+    assert Path("/etc/hostname").exists()
+
+
+def test_a_folder_without_a_readable_manifest_is_not_replaced(tmp_path: Path) -> None:
+    for name, text in (("a", "{"), ("b", '{"files": {}}'), ("c", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "hqconv.json").write_text(text)
+        (tmp_path / name / "photo.jpg").write_bytes(b"x")
+        with pytest.raises(OutputError), opened(tmp_path / name, overwrite=True):
+            pass
+        assert files_of(tmp_path / name) == ["hqconv.json", "photo.jpg"]
+
+
+def test_an_unfinished_conversion_is_started_anew(tmp_path: Path) -> None:
+    unfinished(tmp_path / "out", "a.safetensors", PATHS[3])
+    (tmp_path / "out" / "b.safetensors.partial").write_bytes(b"half")
+    with opened(tmp_path / "out", {"schema": "other"}, overwrite=True) as folder:
+        assert folder.done == {}
+        assert files_of(tmp_path / "out") == [JOURNAL]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_three_renames_are_settled(tmp_path: Path, step: int) -> None:
+    """A file system that cannot exchange, and a kill after the first, the second or the third rename."""
+    out = finished(tmp_path / "out", "a.safetensors", content=b"old")
+    side, parked = side_folder(out), parked_folder(out)
+    with opened(out, overwrite=True) as folder:
+        record_group(folder, "a.safetensors", b"new")
+        (side / "hqconv.json").write_bytes(manifest_of(folder))
+        out.rename(parked)
+        if step > 1:
+            side.rename(out)
+        if step > 2:
+            parked.rename(side)
+    with OutputFolder(out, IDENTITY, PATHS) as folder:
+        assert folder.start(1000, resume=True) is False
+    assert b"new" in (out / "a.safetensors").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(out) == ["a.safetensors", "hqconv.json"]
+
+
+# --- one process at a time ---------------------------------------------------------------------------------
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tests.conversion.test_output_folder import opened
+with opened(Path(sys.argv[1]), overwrite=sys.argv[2] == "overwrite"):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_by_another_process(out: Path, mode: str = "") -> Iterator[int]:
+    command = [sys.executable, "-c", HOLDER, str(out), mode]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process.pid
+    finally:
+        process.stdin.close()
+        process.wait(60)
+
+
+@pytest.mark.parametrize("modes", [{}, {"resume": True}, {"overwrite": True}], ids=str)
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_second_process_is_told_who_is_at_work(
+    tmp_path: Path, modes: dict[str, bool], replaces: bool
+) -> None:
+    out = tmp_path / "out"
+    if replaces:
+        finished(out, "a.safetensors")
+    with held_by_another_process(out, "overwrite" if replaces else "") as pid:
+        place = side_folder(out) if replaces else out
+        before = (place / JOURNAL).read_bytes()
+        with pytest.raises(OutputError, match="Another process is at work") as caught, opened(out, **modes):
+            pass
+        assert caught.value.found == f"process {pid} on {socket.gethostname()}"
+        assert caught.value.exit_code == 4
+        assert (place / JOURNAL).read_bytes() == before
+    with opened(out, resume=True):  # the lock went with the process
+        pass
+
+
+def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
+    """Threads with descriptors of their own are to flock what processes are."""
+    out, outcomes, start = tmp_path / "out", [], threading.Barrier(8)
+
+    def begin() -> None:
+        start.wait()
+        try:
+            with opened(out):
+                outcomes.append("won")
+                time.sleep(0.2)
+        except OutputError as error:
+            outcomes.append(error.what)
+
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count("won") == 1
+    assert set(outcomes) <= {"won", "Another process is at work on this output."}
+
+
+def test_two_that_replace_one_artifact(tmp_path: Path) -> None:
+    """Again and again: each time somebody's artifact is there, whole, and nobody's remains lie beside it."""
+    out = finished(tmp_path / "out", *PATHS, content=b"old")
+    failures: list[str] = []
+
+    def again() -> None:
+        for _ in range(15):
+            try:
+                replace(out, *PATHS)
+            except OutputError as error:
+                failures.append(error.what)
+
+    threads = [threading.Thread(target=again) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(failures) <= {
+        "Another process is at work on this output.",
+        "The output folder cannot be used.",
+    }
+    assert files_of(out) == sorted([*PATHS, "hqconv.json"])
+    assert all(b"new" in (out / path).read_bytes() for path in PATHS)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(next(iter(journal_module._NO_LOCKS)), "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with opened(tmp_path / "out") as folder:
+        assert not folder.has_lock
+    monkeypatch.undo()
+    with opened(tmp_path / "out", resume=True) as folder:
+        assert folder.has_lock
+
+
+def test_a_journal_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / JOURNAL).symlink_to(tmp_path / "precious")
+    for modes in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(OutputError), opened(tmp_path / "out", **modes):
+            pass
+    assert (tmp_path / "precious").read_bytes() == b"mine"
+
+
+def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    out = finished(tmp_path / "out", "a.safetensors")
+    (out / "stray").write_bytes(b"")
+    for modes in ({}, {"overwrite": True}):
+        with pytest.raises(OutputError), opened(out, **modes):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

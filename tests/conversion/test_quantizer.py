@@ -1,0 +1,187 @@
+"""Conversions with `--quantizer mse`: what they say, their bytes, and the proof."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.api import open_source
+from hqconv.artifact.reader import Artifact
+from hqconv.cli.app import app
+from hqconv.errors import OutputError, RequestError, VerificationError
+from hqconv.planning.encoding import SEARCH_VERSION
+from hqconv.schemas.grid import Grid
+from hqconv.verification.result import CheckResult
+from tests.make.artifacts import digest_of, make_source
+from tests.make.conversions import assert_verified, check, manifest, run
+from tests.make.damage import BLOCK, Damaged, check_both_ways
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import assert_same
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("quantizer") / "src", intermediate_size=256)
+
+
+def both_ways(out: Path, source: Path) -> CheckResult:
+    with Artifact(out) as artifact, open_source(source) as opened:
+        return check_both_ways(artifact, opened)
+
+
+def errors_of(out: Path) -> dict[str, float]:
+    block = manifest(out)["blocks"][BLOCK]["quantization_error"]
+    return {role: words["relative_error"] for role, words in block.items()}
+
+
+def rank_bytes(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*.safetensors"))}
+
+
+@pytest.mark.parametrize(
+    ("schema", "dtype", "gain"),
+    [
+        ("mxfp4", "float16", 0.03),
+        ("int4-g64-zp", "bfloat16", 0.03),
+        ("nvfp4", "bfloat16", 0.08),
+        ("fp8-tensor", "bfloat16", 0.0),
+        ("fp8-block", "bfloat16", 0.0),
+    ],
+)
+def test_less_is_lost_and_the_artifact_is_proven(
+    schema: str, dtype: str, gain: float, src: Path, tmp_path: Path
+) -> None:
+    for quantizer in ("rtn", "mse"):
+        run(src, tmp_path / quantizer, schema, Grid(2, 2), dtype=dtype, quantizer=quantizer)
+    plain, best = errors_of(tmp_path / "rtn"), errors_of(tmp_path / "mse")
+    assert all(best[role] < (1 - gain) * plain[role] for role in plain)
+    assert not both_ways(tmp_path / "mse", src).findings
+    assert_verified(tmp_path / "mse", src)
+    words = manifest(tmp_path / "mse")
+    assert (words["quantizer"], words["quantizer_version"]) == ("mse", SEARCH_VERSION)
+    assert not {"quantizer", "quantizer_version"} & manifest(tmp_path / "rtn").keys()
+
+
+def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "one": {"threads": 1, "max_memory": 32 << 20},
+        "many": {"threads": 7},
+        "cut": {"grid": Grid(2, 4)},
+        "packed": {"layout": "checkpoint"},
+    }
+    for name, options in ways.items():
+        run(src, tmp_path / name, "int4-g32", quantizer="mse", **options)
+    assert rank_bytes(tmp_path / "one") == rank_bytes(tmp_path / "many")
+    whole, cut = (hqconv.dequantize(tmp_path / name, block=BLOCK) for name in ("one", "cut"))
+    for role, values in whole.items():
+        assert_same(cut[role], values, role)
+    assert_verified(tmp_path / "packed", src)
+
+
+def test_one_changed_byte_or_another_quantizer_is_found(src: Path, tmp_path: Path) -> None:
+    run(src, tmp_path / "out", "int4", Grid(2, 2), quantizer="mse")
+    shutil.copytree(tmp_path / "out", tmp_path / "flipped")
+    copy = Damaged(tmp_path / "flipped", src, "int4")
+    copy.flip(copy.path, f"{BLOCK}.w13_weight", mask=0x10)
+    copy.reseal()
+    assert both_ways(copy.root, src).findings
+    other = Damaged(tmp_path / "out", src, "int4")
+    other.edit_manifest(lambda words: [words.pop(key) for key in ("quantizer", "quantizer_version")])
+    assert both_ways(other.root, src).findings
+    other.edit_manifest(lambda words: words.update(quantizer="best"))
+    report = check(other.root, src, "files", "weights")
+    found = [finding for result in report.results for finding in result.findings]
+    assert any("quantizer" in finding.where and "best" in str(finding.found) for finding in found)
+
+
+@pytest.mark.parametrize("name", ["small/fp8_tensors", "small/gptq", "uneven/gpt_oss_floats"])
+def test_other_sources(name: str, tmp_path: Path) -> None:
+    """Requantized, with biases, with an uneven last rank."""
+    source = make_source(name, tmp_path)
+    for quantizer in ("rtn", "mse"):
+        run(source, tmp_path / quantizer, "int4-g32", quantizer=quantizer)
+    assert digest_of(tmp_path / "rtn") != digest_of(tmp_path / "mse")
+    assert_verified(tmp_path / "mse", source)
+
+
+def test_what_is_kept_is_kept(src: Path, tmp_path: Path) -> None:
+    """Direct blocks have nothing to search; and mxfp4 to nvfp4 is lossless as it is."""
+    run(src, tmp_path / "first", "mxfp4", quantizer="mse")
+    for schema in ("source", "nvfp4"):
+        for quantizer in ("rtn", "mse"):
+            run(tmp_path / "first", tmp_path / schema / quantizer, schema, quantizer=quantizer)
+        one, other = (rank_bytes(tmp_path / schema / quantizer) for quantizer in ("rtn", "mse"))
+        assert one == other
+
+
+@pytest.mark.parametrize("version", [None, SEARCH_VERSION + 1])
+def test_another_version_of_the_search_is_told_from_damage(
+    version: int | None, src: Path, tmp_path: Path
+) -> None:
+    """None is of before versions were recorded. Without the source nothing is searched again."""
+    run(src, tmp_path / "out", "int4-g32", quantizer="mse")
+    other = Damaged(tmp_path / "out", src, "int4-g32")
+
+    def edit(words: dict[str, Any]) -> None:
+        words.update(hqconv_version="0.0.9", quantizer_version=version)
+        if version is None:
+            del words["quantizer_version"]
+
+    other.edit_manifest(edit)
+    (finding,) = both_ways(other.root, src).findings
+    assert finding.where == "hqconv.json: quantizer_version"
+    assert (
+        "verify against the source with the hqconv that made the artifact, or convert again" in finding.what
+    )
+    assert finding.expected == f"{SEARCH_VERSION} (hqconv {hqconv.__version__})"
+    assert finding.found == f"{version or 'none'} (hqconv 0.0.9)"
+    assert check(other.root, None, "files", "weights").passed
+    other.edit_manifest(lambda words: words.update(hqconv_version=hqconv.__version__))
+    with pytest.raises(OutputError, match="differs from this request in: quantizer_version"):
+        run(src, other.root, "int4-g32", quantizer="mse", resume=True)
+
+
+@pytest.mark.parametrize("version", [True, 0, -1, 1.0, "1", [1], {}])
+def test_a_version_that_is_none_is_found(version: Any, src: Path, tmp_path: Path) -> None:
+    run(src, tmp_path / "out", "int4-g32", quantizer="mse")
+    other = Damaged(tmp_path / "out", src, "int4-g32")
+    other.edit_manifest(lambda words: words.update(quantizer_version=version))
+    with pytest.raises(VerificationError, match=r"quantizer_version\n"):
+        hqconv.dequantize(other.root, block=BLOCK)
+    assert not check(other.root, None, "weights").passed
+    other.edit_manifest(lambda words: (words.pop("quantizer"), words.update(quantizer_version=1)))
+    assert not check(other.root, None, "weights").passed
+
+
+def test_a_conversion_is_not_resumed_by_another_search(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rtn knows nothing of."""
+    found = {}
+    for version in (SEARCH_VERSION, SEARCH_VERSION + 1):
+        monkeypatch.setattr("hqconv.planning.encoding.SEARCH_VERSION", version)
+        for quantizer in ("rtn", "mse"):
+            plan = hqconv.plan(src, schema="int4-g32", target="sm90", quantizer=quantizer)
+            found[quantizer, version] = plan.fingerprint()["--quantizer"]
+    assert found["mse", SEARCH_VERSION] != found["mse", SEARCH_VERSION + 1]
+    assert found["rtn", SEARCH_VERSION] == found["rtn", SEARCH_VERSION + 1] != found["mse", SEARCH_VERSION]
+
+
+def test_it_is_said(src: Path, tmp_path: Path) -> None:
+    report = run(src, tmp_path / "out", "mxfp4", quantizer="mse")
+    assert report.words()["quantizer"] == "mse"
+    assert hqconv.inspect(tmp_path / "out")["quantizer"] == "mse"
+    for command in (
+        ["inspect", str(tmp_path / "out")],
+        ["convert", str(src), "--schema", "mxfp4", "--target", "sm90", "--quantizer", "mse", "--dry-run"],
+    ):
+        shown = CliRunner().invoke(app, command)
+        assert shown.exit_code == 0, shown.output
+        assert "least squared error" in shown.output
+    with pytest.raises(RequestError, match="does not know this value"):
+        run(src, tmp_path / "other", "mxfp4", quantizer="gptq")

@@ -1,0 +1,218 @@
+"""Recipes: what a file says of a conversion, and artifacts whose blocks differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import hqconv
+from hqconv.errors import HqconvError, RequestError
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.recipe import Choice, assign, load_recipe
+from hqconv.schemas.weight_schema import resolve_schema
+from tests.make.conversions import check, manifest, run, write_manifest
+from tests.make.qwen import write_qwen3_moe
+
+MIXED = """
+[[override]]
+layers = "0, -1"
+schema = "int8"
+
+[[override]]
+blocks = "model.layers.1.*"
+schema = "nvfp4"
+
+[[override]]
+layers = "2"
+schema = "none"
+"""
+BLOCK = "model.layers.{}.mlp.experts"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("recipes") / "model", num_layers=5)
+
+
+@pytest.fixture(scope="module", params=[Grid(), Grid(2, 2)], ids=str)
+def mixed(request: pytest.FixtureRequest, model: Path) -> tuple[Path, Grid]:
+    grid: Grid = request.param
+    out = model.parent / f"mixed-{grid.tp}"
+    recipe = load_recipe(write(model.parent, MIXED))
+    run(model, out, "mxfp4", grid, overrides=recipe.overrides)
+    return out, grid
+
+
+def test_every_block_has_the_bytes_of_its_schema(
+    model: Path, mixed: tuple[Path, Grid], tmp_path: Path
+) -> None:
+    out, grid = mixed
+    words = manifest(out)
+    assert (words["format_version"], words["left_blocks"]) == (2, [BLOCK.format(2)])
+    for layer, schema in {0: "int8", 1: "nvfp4", 3: "mxfp4", 4: "int8"}.items():
+        alone = tmp_path / schema
+        if not alone.exists():
+            run(model, alone, schema, grid)
+        assert manifest(alone)["format_version"] == 1
+        for path in sorted(alone.rglob(f"{BLOCK.format(layer)}.safetensors")):
+            assert (out / path.relative_to(alone)).read_bytes() == path.read_bytes()
+        found, expected = (hqconv.dequantize(folder, block=BLOCK.format(layer)) for folder in (out, alone))
+        assert all(torch.equal(found[role], expected[role]) for role in expected)
+    assert not list(out.rglob(f"{BLOCK.format(2)}.safetensors"))
+
+
+def test_what_is_left_is_copied(model: Path, mixed: tuple[Path, Grid]) -> None:
+    out, _ = mixed
+    source = {name: t for path in model.glob("*.safetensors") for name, t in load_file(path).items()}
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    left = {name for name in source if name.startswith(BLOCK.format(2))}
+    assert left
+    assert left == {name for name in index if ".experts." in name}
+    for name in left:
+        with safe_open(out / index[name], "pt") as file:
+            assert torch.equal(file.get_tensor(name), source[name])
+
+
+def test_it_verifies_and_faults_are_found(model: Path, mixed: tuple[Path, Grid]) -> None:
+    out, _ = mixed
+    report = check(out, model, "files", "weights")
+    assert report.passed, report.words()
+    assert check(out, None, "files", "weights").passed
+    path = out / "hqconv.json"
+    good = path.read_text()
+    words = json.loads(good)
+    try:
+        del words["blocks"][BLOCK.format(0)]["weight_schema"]
+        write_manifest(out, words)
+        assert not check(out, model, "weights").passed
+        words = json.loads(good)
+        words["left_blocks"] = []
+        write_manifest(out, words)
+        assert not check(out, model, "files").passed
+    finally:
+        path.write_text(good)
+
+
+def test_it_is_a_source(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
+    """Of another schema, and of its own, which is each block's own; what was left stays left."""
+    out, _ = mixed
+    run(out, tmp_path / "again", "mxfp8")
+    assert check(tmp_path / "again", out, "files", "weights").passed
+    assert BLOCK.format(2) not in manifest(tmp_path / "again")["blocks"]
+    run(out, tmp_path / "own", "source", Grid(2))
+    assert check(tmp_path / "own", out, "files", "weights").passed
+    words, own = manifest(out), manifest(tmp_path / "own")
+    assert manifest(tmp_path / "again")["left_blocks"] == own["left_blocks"] == [BLOCK.format(2)]
+    for name, block in words["blocks"].items():
+        found = own["blocks"][name].get("weight_schema", own["weight_schema"])
+        assert found == block.get("weight_schema", words["weight_schema"])
+
+
+def test_resuming_asks_for_the_same_recipe(model: Path, tmp_path: Path) -> None:
+    """And the same recipe gives the same bytes, whatever the order of its overrides."""
+    first = load_recipe(write(tmp_path, MIXED)).overrides
+    run(model, tmp_path / "out", "mxfp4", overrides=first)
+    run(model, tmp_path / "other", "mxfp4", overrides=(first[2], first[1], first[0]))
+    files = sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*"))
+    assert all((tmp_path / "out" / f).read_bytes() == (tmp_path / "other" / f).read_bytes() for f in files)
+    with pytest.raises(HqconvError):
+        run(model, tmp_path / "out", "mxfp4", overrides=first[:2], resume=True)
+
+
+def test_later_overrides_win() -> None:
+    int4, fp8 = resolve_schema("int4"), resolve_schema("fp8")
+    layers = {"a": 3, "b": 4, "c": 5}
+    text = '[[override]]\nlayers = "3-4"\nschema = "int4"\ninput_schema = "int8"\n'
+    text += '[[override]]\nblocks = "[bc]"\nschema = "fp8"\n[[override]]\nlayers = "-1"\nschema = "none"\n'
+    found = assign(load_recipe_text(text), layers)
+    assert [found[name].schema for name in "abc"] == [int4, fp8, fp8]
+    assert [found[name].is_left for name in "abc"] == [False, False, True]
+    assert found["b"].inputs is not None
+    assert found["b"].inputs.name == "int8"
+    back = load_recipe_text(text + '[[override]]\nblocks = "c"\nschema = "int4"\n')
+    assert assign(back, layers)["c"] == Choice(int4)
+
+
+def load_recipe_text(text: str) -> tuple[object, ...]:  # type: ignore[type-arg]
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return load_recipe(write(Path(folder), text)).overrides
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("schema = 4", "expected: str"),
+        ("tp = '2'", "expected: int"),
+        ("tp = true", "expected: int"),
+        ("max_memory = '1GiB'", "max_memory"),
+        ("override = 3", "[[override]]"),
+        ("[[override]]\nlayers = '0'", "schema or input_schema"),
+        ("[[override]]\nschema = 'int4'", "one of blocks and layers"),
+        ("[[override]]\nblocks = '*'\nlayers = '0'\nschema = 'int4'", "one of blocks and layers"),
+        ("[[override]]\nlayers = '0-'\nschema = 'int4'", "0, 3-5, -1"),
+        ("[[override]]\nlayers = '0'\nschema = 'source'", "by name"),
+        ("[[override]]\nlayers = '0'\nschema = 'int4'\ntp = '2'", "override 1: tp"),
+        ("[[override]]\nlayers = '0'\nschema = 'int9'", "int9"),
+        ("schema = ", "cannot be read"),
+    ],
+)
+def test_recipes_that_are_none(tmp_path: Path, text: str, needle: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        load_recipe(write(tmp_path, text))
+    assert needle in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "needle"),
+    [
+        ("[[override]]\nlayers = '9'\nschema = 'int4'", {}, "for no block"),
+        (
+            "[[override]]\nlayers = '0, 7-9'\nschema = 'int4'",
+            {},
+            "expected: layers of 0-4\n  found: layers 7-9",
+        ),
+        ("[[override]]\nlayers = '3-1, 0'\nschema = 'int4'", {}, "found: layers 3-1"),
+        ("[[override]]\nlayers = '-1, -6'\nschema = 'none'", {}, "found: layers -6"),
+        ("[[override]]\nblocks = '*'\nschema = 'none'", {}, "nothing to convert"),
+        ("[[override]]\nlayers = '0'\ninput_schema = 'mxfp4'", {}, "begin with sm100"),
+        ("[[override]]\nlayers = '0'\nschema = 'fp8-block'", {"grid": Grid(2)}, "TP sizes that work"),
+        ("[[override]]\nlayers = '0'\nschema = 'int4'", {"layout": "checkpoint"}, "--layout checkpoint"),
+    ],
+)
+def test_recipes_that_do_not_fit(
+    model: Path, tmp_path: Path, text: str, words: dict[str, object], needle: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        run(model, tmp_path / "out", "mxfp4", overrides=load_recipe(write(tmp_path, text)).overrides, **words)  # type: ignore[arg-type]
+    assert needle in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_of_an_artifact_cannot_be_left(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
+    overrides = load_recipe(write(tmp_path, "[[override]]\nlayers = '0'\nschema = 'none'")).overrides
+    with pytest.raises(RequestError, match="in a checkpoint only"):
+        run(mixed[0], tmp_path / "out", "mxfp4", overrides=overrides)
+
+
+def test_schemas_lie_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "w3.toml").write_text('b_dtype = "uint3"\nweight_scale_group_size = 64\n')
+    recipe = load_recipe(
+        write(tmp_path, 'schema = "w3.toml"\n[[override]]\nlayers = "0"\nschema = "w3.toml"\n')
+    )
+    assert recipe.options == {"schema": str(tmp_path / "w3.toml")}
+    schema = recipe.overrides[0].choice.schema
+    assert schema is not None
+    assert schema.b_dtype == "uint3"

@@ -1,0 +1,166 @@
+"""Memory limits: host and GPU, before the work and while it runs out. No GPU is needed to say so."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hqconv
+from hqconv.conversion.resources import (
+    Resources,
+    bounded_gpu,
+    gpu_staging_bytes,
+    gpu_working_bytes,
+    plan_staging,
+    working_bytes,
+)
+from hqconv.errors import InputError, RequestError
+from hqconv.io.durable_files import copy_whole
+from hqconv.models.expert_bytes import RawLayout
+from tests.make.conversions import open_plan, run
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import snapshot
+
+GIB = 1 << 30
+CUDA, CPU = "cuda:0", "cpu"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_qwen3_moe(tmp_path / "model", num_layers=1)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU of 80 GiB of which 10 are free; what is asked of it is noted."""
+    state: dict[str, Any] = {"fraction": 1.0, "set": [], "reserved": 0}
+
+    def set_fraction(fraction: float, _: object) -> None:
+        state["set"].append(fraction)
+        state["fraction"] = fraction
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state["reserved"])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: state["fraction"])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
+    return state
+
+
+def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> None:
+    source, plan = open_plan(model, "mxfp4")
+    source.close()
+    blocks, total = plan.blocks, plan.blocks[0].block.num_experts
+    host, device = working_bytes(blocks[0]), gpu_working_bytes(blocks[0])
+    pinned = gpu_staging_bytes(blocks[0])
+
+    def staged(*bounds: Any) -> tuple[int, int]:
+        staging = plan_staging(blocks, Resources(*bounds))
+        assert staging.slot_bytes == RawLayout(blocks[0].block, range(staging.num_experts)).num_bytes
+        return staging.num_lanes, staging.num_experts
+
+    assert staged(CPU, 3 * host, 4) == (3, 1)
+    assert staged(CPU, GIB, 8) == (4, total)  # each with a helper
+    assert staged(CPU, 2 * working_bytes(blocks[0], 2), 2) == (
+        2,
+        2,
+    )  # as many lanes as asked for, then experts
+    assert staged(CUDA, GIB, 8, 2 * device) == (2, 1)
+    assert staged(CUDA, pinned, 8, GIB) == (1, 1)
+    assert staged(CUDA, GIB, 8) == (3, total)  # of a GPU that is free enough
+    for resources, option in (
+        (Resources(CPU, host - 1, 8), "--max-memory"),
+        (Resources(CUDA, pinned - 1, 8), "--max-memory"),
+        (Resources(CUDA, GIB, 8, device - 1), "--max-gpu-memory"),
+    ):
+        with pytest.raises(RequestError, match="does not fit") as caught:
+            plan_staging(plan.blocks, resources)
+        assert caught.value.where == option
+        assert caught.value.exit_code == 2
+
+
+def test_torch_is_held_to_the_bound_and_given_back(gpu: dict[str, Any]) -> None:
+    with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB)):
+        assert gpu["fraction"] == 0.1
+    assert gpu["set"] == [0.1, 1.0]
+    gpu["set"].clear()
+    with bounded_gpu(Resources(CUDA, GIB, 1)):  # most of the 10 GiB that are free
+        assert gpu["fraction"] == pytest.approx(0.1)
+    gpu["reserved"] = 32 * GIB  # a caller's own model
+    with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB)):
+        assert gpu["fraction"] == 0.5
+    with bounded_gpu(Resources(CPU, GIB, 1)):
+        pass
+    assert len(gpu["set"]) == 4
+
+
+def test_running_out_of_gpu_memory_is_a_request_that_cannot_be_met(gpu: dict[str, Any]) -> None:
+    resources = Resources(CUDA, GIB, 1, 8 * GIB)
+    with pytest.raises(RequestError, match="GPU's memory is not enough") as caught, bounded_gpu(resources):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    assert (caught.value.expected, caught.value.found) == ("8192 MiB for the conversion", "10240 MiB free")
+    assert "--device cpu" in caught.value.remedy
+    assert "--resume" in caught.value.remedy
+    assert gpu["fraction"] == 1.0
+
+
+def test_running_out_in_a_worker_ends_the_conversion_so(
+    model: Path, tmp_path: Path, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the worker's thread to the caller, and the unfinished folder can be resumed on the CPU."""
+    real, calls = hqconv.conversion.encode_batch.encode_batch, []  # type: ignore[attr-defined]
+
+    def fail(*arguments: Any, **words: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*arguments, **words)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("hqconv.conversion.encode_batch.encode_batch", fail)
+        patch.setattr("hqconv.conversion.resources.Resources.is_cuda", True)
+        patch.setattr("hqconv.conversion.resources._CUDA_BATCH_BYTES", 1)  # one expert at a time
+        with pytest.raises(RequestError, match="GPU's memory is not enough"):
+            run(model, out, "mxfp4")
+    assert not (out / "hqconv.json").exists()
+    run(model, out, "mxfp4", resume=True)
+    run(model, tmp_path / "undisturbed", "mxfp4")
+    assert snapshot(out) == snapshot(tmp_path / "undisturbed")
+
+
+# --- loose files -------------------------------------------------------------------------------------------
+
+
+def test_loose_files_are_copied_a_piece_at_a_time(tmp_path: Path) -> None:
+    """However large: a tokenizer of 64 MiB takes no more memory than one of 8."""
+    source, out = tmp_path / "big.bin", tmp_path / "out"
+    with source.open("wb") as file:
+        file.write(b"head")
+        file.truncate(64 << 20)
+    tracemalloc.start()
+    record = copy_whole(source, out, "sub/big.bin")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 << 20
+    assert record.size_bytes == 64 << 20
+    assert (out / "sub/big.bin").read_bytes() == source.read_bytes()
+
+
+def test_a_loose_file_that_goes_away_is_the_sources_fault(model: Path, tmp_path: Path) -> None:
+    tokenizer = model / "tokenizer.json"
+    with pytest.raises(InputError, match="cannot be read") as caught:
+        run(model, tmp_path / "out", "int4", on_plan=lambda *_: tokenizer.rename(model / "moved.json"))
+    assert caught.value.where == str(tokenizer)
+    assert not (tmp_path / "out" / "hqconv.json").exists()
+
+
+def test_unfinished_downloads_beside_the_model_stay_where_they_are(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.model.partial").write_bytes(b"half")
+    report = run(model, tmp_path / "out", "int4")
+    assert report.warnings == ("tokenizer.model.partial is left out: an unfinished download or conversion.",)
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    assert hqconv.verify(tmp_path / "out", model, device="cpu").passed

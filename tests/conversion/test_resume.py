@@ -1,0 +1,332 @@
+"""Conversions killed, starved of disk and interrupted, then resumed: the artifact is the undisturbed one.
+
+`scripts/torture` kills at every call; here is what a resumed conversion does not make again.
+"""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hqconv.conversion import run as convert_module
+from hqconv.conversion.progress import Progress
+from hqconv.errors import OutputError
+from hqconv.schemas.grid import ROUND_ROBIN, Grid
+from tests.make.conversions import manifest, run
+from tests.make.killing import Driver, counts
+from tests.make.models import save_model
+from tests.make.tensors import snapshot
+
+JOURNAL = ".hqconv-progress.jsonl"
+GRID = Grid(2, 2)
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("resume") / "src", "deepseek_v3", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def driver(src: Path) -> Iterator[Driver]:
+    made = Driver(src)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def whole(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], int]:
+    """The undisturbed artifact's digests, and how many calls touched the output."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert driver.convert(out) == 0
+    return snapshot(out), counts(out)[0]
+
+
+def finished_groups(journal: Path) -> int:
+    lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
+    return sum(b'"group"' in line for line in lines)
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_a_killed_conversion_is_resumed_to_the_same_bytes(
+    share: float, when: str, driver: Driver, whole: tuple[dict[str, str], int], tmp_path: Path
+) -> None:
+    expected, num_calls = whole
+    out = tmp_path / "out"
+    assert driver.convert(out, 1 + int(share * num_calls), when) == -9
+    assert not (out / "hqconv.json").exists()
+    journal = out / JOURNAL
+    done = finished_groups(journal)
+    assert driver.convert(out, resume=True) == 0
+    assert snapshot(out) == expected
+    assert counts(out)[1] == done  # what the journal had was not made again
+
+
+# --- in this process ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", 70_000)
+
+
+class StopHereError(Exception):
+    """Ends a conversion as if its process had been killed between two groups."""
+
+
+def run_until(src: Path, out: Path, num_groups: int, schema: str = "mxfp4", **words: Any) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.num_groups_done == num_groups:
+            raise StopHereError
+
+    with pytest.raises(StopHereError):
+        run(src, out, schema, words.pop("grid", GRID), progress=stop, **words)
+
+
+@pytest.mark.usefixtures("several_shards")
+def test_finished_groups_are_reported_as_resumed(
+    src: Path, whole: tuple[dict[str, str], int], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_until(src, out, 2)
+    seen: list[Progress] = []
+    summary = run(src, out, "mxfp4", GRID, resume=True, progress=seen.append)
+    assert summary.num_groups_resumed == 2
+    assert [one.num_groups_done for one in seen[:2]] == [1, 2]
+    assert seen[1].resumed_bytes == seen[1].done_bytes == seen[-1].resumed_bytes > 0
+    assert seen[-1].done_bytes == seen[-1].total_bytes
+    assert snapshot(out) == whole[0]
+    assert summary.errors == {
+        name: block["quantization_error"] for name, block in manifest(out)["blocks"].items()
+    }
+
+
+@pytest.mark.usefixtures("several_shards")
+@pytest.mark.parametrize("damage", ["byte", "size", "gone"])
+def test_a_finished_file_damaged_in_between_is_made_again(
+    damage: str, src: Path, whole: tuple[dict[str, str], int], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_until(src, out, 2)
+    victim = sorted(out.rglob("*.safetensors"))[1]
+    data = bytearray(victim.read_bytes())
+    if damage == "byte":
+        data[len(data) // 2] ^= 4
+        victim.write_bytes(data)
+    elif damage == "size":
+        victim.write_bytes(data[:-1])
+    else:
+        victim.unlink()
+    assert run(src, out, "mxfp4", GRID, resume=True).num_groups_resumed == 1
+    assert snapshot(out) == whole[0]
+
+
+@pytest.mark.usefixtures("several_shards")
+def test_a_torn_journal_costs_one_group(src: Path, whole: tuple[dict[str, str], int], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_until(src, out, 3)
+    journal = out / JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-20])
+    run_until(src, out, 3, resume=True)  # two resumed, one made again and recorded behind the torn line
+    assert run(src, out, "mxfp4", GRID, resume=True).num_groups_resumed == 3
+    assert snapshot(out) == whole[0]
+
+
+def changed_source(src: Path, tmp_path: Path) -> Path:
+    other = tmp_path / "other"
+    shutil.copytree(src, other)
+    shard = sorted(other.glob("*.safetensors"))[0]
+    os.utime(shard, ns=(1, 1))
+    return other
+
+
+def changed_config(src: Path, tmp_path: Path) -> Path:
+    other = tmp_path / "other"
+    shutil.copytree(src, other)
+    config = json.loads((other / "config.json").read_bytes())
+    (other / "config.json").write_text(json.dumps({**config, "routed_scaling_factor": 9.0}))
+    return other
+
+
+@pytest.mark.parametrize(
+    ("words", "difference"),
+    [
+        ({"schema": "int4-g32"}, "--schema"),
+        ({"grid": Grid(1, 2)}, "--tp, --ep or the placement"),
+        ({"grid": Grid(2, 2, ROUND_ROBIN)}, "--tp, --ep or the placement"),
+        ({"grid": Grid(), "layout": "checkpoint"}, "--tp, --ep or the placement"),
+        ({"dtype": "float16"}, "--dtype"),
+        ({"quantizer": "mse"}, "--quantizer"),
+    ],
+    ids=str,
+)
+def test_another_request_is_not_resumed(
+    words: dict[str, Any], difference: str, src: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_until(src, out, 1)
+    before = snapshot(out)
+    request = {"schema": "mxfp4", "grid": GRID, **words}
+    with pytest.raises(OutputError, match=f"differs from this one in: {difference}") as caught:
+        run(src, out, request.pop("schema"), request.pop("grid"), resume=True, **request)
+    assert caught.value.exit_code == 4
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"), [(changed_source, "source files"), (changed_config, "source config")]
+)
+def test_another_source_is_not_resumed(change: Any, difference: str, src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_until(src, out, 1)
+    with pytest.raises(OutputError, match=f"differs from this one in: {difference}"):
+        run(change(src, tmp_path), out, "mxfp4", GRID, resume=True)
+
+
+def test_other_versions_do_not_resume(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    run_until(src, out, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, "__version__", "99.0")
+        with pytest.raises(OutputError, match="differs from this one in: hqconv version"):
+            run(src, out, "mxfp4", GRID, resume=True)
+    monkeypatch.setattr(convert_module, "version", lambda name: "0.0.1")
+    with pytest.raises(OutputError, match="differs from this one in: humming-kernels version"):
+        run(src, out, "mxfp4", GRID, resume=True)
+
+
+@pytest.mark.usefixtures("several_shards")
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    ("owner", "call", "at"),
+    [
+        (os, "posix_fallocate", 1),
+        (os, "posix_fallocate", 6),
+        (os, "pwrite", 50),
+        (os, "fsync", 4),
+        (os, "fsync", 12),
+        (Path, "replace", 2),
+        (Path, "replace", 8),
+    ],
+    ids=lambda x: x if isinstance(x, (str, int)) else x.__name__,
+)
+def test_a_disk_that_fails_ends_in_one_message_and_can_be_resumed(
+    owner: Any,
+    call: str,
+    at: int,
+    code: int,
+    src: Path,
+    whole: tuple[dict[str, str], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, real, calls = tmp_path / "out", getattr(owner, call), 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= at:  # a full disk stays full
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, fail)
+        with pytest.raises(OutputError) as caught:
+            run(src, out, "mxfp4", GRID)
+    assert calls >= at
+    assert caught.value.exit_code == 4
+    assert caught.value.what == (
+        "The disk is full." if code == errno.ENOSPC else "Writing the output failed."
+    )
+    assert not (out / "hqconv.json").exists()
+    assert not list(out.rglob("*.safetensors.partial"))
+    run(src, out, "mxfp4", GRID, resume=(out / JOURNAL).exists())
+    assert snapshot(out) == whole[0]
+
+
+@pytest.mark.usefixtures("several_shards")
+def test_an_interrupt_waits_for_the_workers_and_can_be_resumed(
+    src: Path, whole: tuple[dict[str, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while workers write: none of them may write after the files were closed and removed."""
+    from hqconv.conversion.output_writer import GroupWriter
+
+    out, late, abandoned = tmp_path / "out", [], []
+    real_write, real_abandon = GroupWriter.write_at, GroupWriter.abandon
+
+    def write(self: GroupWriter, file: int, offset_bytes: int, data: Any) -> None:
+        _thread.interrupt_main()
+        torch.empty(400_000).normal_()  # still at it when the main thread wakes
+        if self in abandoned:
+            late.append(offset_bytes)
+        real_write(self, file, offset_bytes, data)
+
+    def abandon(self: GroupWriter) -> None:
+        abandoned.append(self)
+        real_abandon(self)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(GroupWriter, "write_at", write)
+            patch.setattr(GroupWriter, "abandon", abandon)
+            with pytest.raises(KeyboardInterrupt):
+                run(src, out, "mxfp4", GRID)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert abandoned
+    assert not late
+    assert not list(out.rglob("*.partial"))
+    run(src, out, "mxfp4", GRID, resume=True)
+    assert snapshot(out) == whole[0]
+
+
+@pytest.mark.usefixtures("several_shards")
+def test_folders_that_are_taken(src: Path, whole: tuple[dict[str, str], int], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(src, out, "mxfp4", GRID)
+    with pytest.raises(OutputError, match="cannot be used") as caught:
+        run(src, out, "mxfp4", GRID)
+    assert caught.value.exit_code == 4
+    assert snapshot(out) == whole[0]
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "photo.jpg").write_bytes(b"x")
+    for words in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(OutputError):
+            run(src, foreign, "mxfp4", GRID, **words)
+        assert [p.name for p in foreign.iterdir()] == ["photo.jpg"]
+    with pytest.raises(OutputError):  # the source itself
+        run(src, src, "mxfp4", GRID, overwrite=True)
+    assert (src / "config.json").exists()
+    run_until(src, tmp_path / "half", 2, "int4-g32", grid=Grid(1, 3))
+    for place in (out, tmp_path / "half"):
+        run(src, place, "mxfp4", GRID, overwrite=True)
+        assert snapshot(place) == whole[0]  # and nothing of what was there before
+
+
+def test_a_disk_too_small_is_refused_before_anything_is_made(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    with pytest.raises(OutputError, match="cannot hold"):
+        run(src, tmp_path / "out", "mxfp4", GRID)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written(src: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(OutputError) as caught:
+        run(src, tmp_path / "file" / "out", "mxfp4", GRID)
+    assert caught.value.exit_code == 4

@@ -1,0 +1,301 @@
+"""Conversions whose weights are rotated: what they say, their bytes, the proof, and the way back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import hqconv
+from hqconv.api import open_source
+from hqconv.artifact.reader import Artifact
+from hqconv.errors import RequestError
+from hqconv.humming_layout import fused_moe
+from hqconv.layout_decoder.unrotate import unrotated
+from hqconv.quantization.hadamard import rotate
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.verification import decoded_experts, kernel
+from hqconv.verification.reference import Routing, moe_forward
+from hqconv.verification.result import CheckResult
+from tests.make import small
+from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
+from tests.make.damage import BLOCK, check_both_ways
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import assert_same, load_all
+
+ROTATED = {
+    "int4": {"b_dtype": "uint4", "weight_scale_group_size": 64, "hadamard_block_size": 128},
+    "nvfp4": {
+        "b_dtype": "float4e2m1",
+        "bs_dtype": "float8e4m3",
+        "weight_scale_group_size": 16,
+        "weight_scale_2_type": "tensor",
+        "hadamard_block_size": 32,
+    },
+    "int8": {"b_dtype": "uint8", "weight_scale_type": "channel", "hadamard_block_size": 128},
+    "fp8-block": {
+        "b_dtype": "float8e4m3",
+        "weight_scale_type": "block",
+        "weight_scale_group_size": 128,
+        "weight_scale_group_size_n": 128,
+        "hadamard_block_size": 256,
+    },
+}
+GRIDS = {"int4": Grid(2, 2), "nvfp4": Grid(4), "int8": Grid(2), "fp8-block": Grid()}
+
+
+def schema_of(name: str, **words: Any) -> TargetSchema:
+    return TargetSchema(f"{name}-rotated", **{**ROTATED[name], **words})
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rotation") / "src"
+    return write_qwen3_moe(folder, num_layers=1, hidden_size=256, intermediate_size=256)
+
+
+def both_ways(out: Path, source: Path) -> CheckResult:
+    with Artifact(out) as artifact, open_source(source) as opened:
+        return check_both_ways(artifact, opened)
+
+
+def weights_of(src: Path, expert: int) -> dict[str, torch.Tensor]:
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    tensors = load_all(src)
+    return {role: tensors[f"{BLOCK}.{expert}.{name}.weight"] for role, name in names.items()}
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_the_artifact_is_proven_and_gives_the_source_back(name: str, src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(src, out, schema_of(name), GRIDS[name])
+    assert_verified(out, src)
+    result = both_ways(out, src)
+    assert not result.findings
+    words = manifest(out)
+    assert words["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
+    assert words["blocks"][BLOCK]["conversion"] == "quantized"
+    back = hqconv.dequantize(out, block=BLOCK)
+    for expert in range(4):
+        for role, weight in weights_of(src, expert).items():
+            error = words["blocks"][BLOCK]["quantization_error"][role]["relative_error"]
+            found = relative(back[role][expert], weight)
+            assert 0.8 * error < found < 1.25 * error + 0.002  # and the rotated weights' own rounding
+            assert (
+                relative(rotate(back[role][expert], 32), weight) > 0.9
+            )  # what is not turned back is nothing alike
+
+
+def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "one": {"threads": 1, "max_memory": 48 << 20},
+        "many": {"threads": 7},
+        "cut": {"grid": Grid(2, 4)},
+    }
+    for name, options in ways.items():
+        run(src, tmp_path / name, schema_of("int4"), **options)
+    one, many = (
+        {
+            str(p.relative_to(tmp_path / name)): p.read_bytes()
+            for p in (tmp_path / name).rglob("*.safetensors")
+        }
+        for name in ("one", "many")
+    )
+    assert one == many
+    whole, cut = (hqconv.dequantize(tmp_path / name, block=BLOCK) for name in ("one", "cut"))
+    for role, values in whole.items():
+        assert_same(cut[role], values, role)
+
+
+def test_outliers_are_spread(tmp_path: Path) -> None:
+    """What rotation is for: a few large columns no longer decide about the scales of all."""
+    src = write_qwen3_moe(tmp_path / "src", num_layers=1, hidden_size=256, intermediate_size=256)
+    path = src / "model.safetensors"
+    tensors = load_all(src)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensor[:, ::37] *= 24
+    save_file(tensors, path, metadata={"format": "pt"})
+    errors = {}
+    for name, words in (("plain", {"hadamard_block_size": 0}), ("rotated", {})):
+        run(src, tmp_path / name, schema_of("int8", **words))
+        quantization = manifest(tmp_path / name)["blocks"][BLOCK]["quantization_error"]
+        errors[name] = quantization["w2"]["relative_error"]
+    assert errors["rotated"] < 0.6 * errors["plain"]
+
+
+def test_codes_of_a_source_are_not_kept(tmp_path: Path) -> None:
+    """mxfp4 to a rotated mxfp4: quantized anew, from what the source means."""
+    src = small.save(tmp_path / "src", small.gpt_oss_mxfp4(256))
+    words = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32}
+    for name, block in (("plain", 0), ("rotated", 64)):
+        run(src, tmp_path / name, TargetSchema(name, hadamard_block_size=block, **words))
+    assert_verified(tmp_path / "rotated", src)
+    block = next(iter(manifest(tmp_path / "plain")["blocks"]))
+    conversions = [manifest(tmp_path / n)["blocks"][block]["conversion"] for n in ("plain", "rotated")]
+    assert conversions == ["direct", "requantized"]
+    kept, found = (hqconv.dequantize(tmp_path / name, block=block) for name in ("plain", "rotated"))
+    assert 0.05 < relative(found["w2"], kept["w2"]) < 0.15
+    assert_same(found["b2"], kept["b2"], "biases are not rotated")
+
+
+def test_a_rotated_artifact_is_a_source_of_what_it_means(src: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    run(src, first, schema_of("int8"), Grid(2))
+    for name, schema in (("same", schema_of("int8")), ("other", "int4-g64")):
+        run(first, tmp_path / name, schema)
+        assert manifest(tmp_path / name)["blocks"][BLOCK]["conversion"] == "requantized"
+        assert_verified(tmp_path / name, first)
+    before = hqconv.dequantize(first, block=BLOCK)
+    assert relative(hqconv.dequantize(tmp_path / "same", block=BLOCK)["w3"], before["w3"]) < 0.01
+    assert 0.08 < relative(hqconv.dequantize(tmp_path / "other", block=BLOCK)["w3"], before["w3"]) < 0.15
+    with pytest.raises(RequestError, match="No schema of Humming keeps"):
+        run(first, tmp_path / "kept", "source")
+
+
+def test_blocks_are_not_cut(src: Path, tmp_path: Path) -> None:
+    wide = schema_of("int8", hadamard_block_size=256)
+    with pytest.raises(RequestError) as refused:
+        run(src, tmp_path / "out", wide, Grid(2))
+    assert "would cut a rotated block" in refused.value.what
+    assert refused.value.remedy == "TP sizes that work: 1."
+    with pytest.raises(RequestError, match="does not fit the hidden size") as refused:
+        run(src, tmp_path / "out", schema_of("int8", hadamard_block_size=512))
+    assert "a smaller hadamard_block_size" in refused.value.remedy
+
+
+def test_another_rotation_is_found(src: Path, tmp_path: Path) -> None:
+    """Codes rotated in blocks of 128 under a manifest that says 64."""
+    out = tmp_path / "out"
+    run(src, out, schema_of("int8"), Grid(2))
+    words = manifest(out)
+    words["weight_schema"]["hadamard_block_size"] = 64
+    write_manifest(out, words)
+    found = check(out, src, "weights").results[0].findings
+    assert found
+    assert (
+        "hqconv.json" in {finding.where for finding in check(out, src, "files").results[0].findings} or found
+    )
+
+
+def test_the_checkpoint_layout_is_rotated_too(src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(src, out, schema_of("int4"), layout="checkpoint")
+    assert_verified(out, src)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["hadamard_block_size"]) == ("humming", 128)
+    run(src, tmp_path / "plain", schema_of("int4", hadamard_block_size=0), layout="checkpoint")
+    name = f"{BLOCK}.0.up_proj.weight"
+    assert not torch.equal(load_all(out)[name], load_all(tmp_path / "plain")[name])
+
+
+def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) -> None:
+    """By stacks as one by one; and rotating twice is nothing."""
+    out = tmp_path / "out"
+    run(src, out, schema_of("int8"), Grid(2))
+    back = hqconv.dequantize(out, block=BLOCK)
+    with Artifact(out) as artifact, decoded_experts.ThreadPoolExecutor(1) as pool:
+        experts = decoded_experts.decoded_experts(
+            artifact, artifact.expert_block(BLOCK), torch.device("cpu"), pool
+        )
+        for expert in range(4):
+            for role, values in experts(expert).items():
+                np.testing.assert_allclose(values.numpy(), back[role][expert].numpy(), rtol=0, atol=1e-6)
+        gemms = kernel.load_rank(artifact, BLOCK, 1, 0, "cpu")
+    assert {gemm.hadamard_block_size for gemm in gemms.values()} == {128}
+
+
+@pytest.mark.parametrize("block", [128, 64, 0])
+def test_the_kernel_check_wants_rotated_intermediates(
+    block: int, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain block stands in for the kernel, with w2's inputs rotated in blocks of `block`: 128 is the schema's."""
+    run(src, tmp_path / "out", schema_of("int8"), Grid())
+    back = hqconv.dequantize(tmp_path / "out", block=BLOCK)
+
+    def stand_in(gemms: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any) -> Any:
+        assert {gemm.rotation for gemm in gemms.values()} == {128}
+        experts = [{role: values[e].double() for role, values in back.items()} for e in range(4)]
+        out, hidden = moe_forward(x.double(), Routing(ids, weights), experts.__getitem__, Activation("silu"))
+        return out.float(), unrotated(hidden, block)
+
+    monkeypatch.setattr(kernel, "fused_moe", stand_in)
+    monkeypatch.setattr(kernel, "compile_kernels", lambda *_: None)
+    monkeypatch.setattr(fused_moe, "layer_config", lambda words: words)
+    monkeypatch.setattr(kernel, "layer_config", lambda words: words)
+    with Artifact(tmp_path / "out") as artifact, open_source(src) as source:
+        result = kernel.check_kernel(artifact, source, [BLOCK], [32], torch.device("cpu"))
+    assert bool(result.findings) == (block != 128), result.findings
+    assert result.measured[BLOCK]["weights_against_source"]["w2"] < 0.02
+
+
+class PlainHumming:
+    """Humming's forward pass as it is written down, over weights that `gemms` has; notes who rotates."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.forward, self.weights, self.blocks = self, weights, []
+
+    def may_process_input(
+        self, config: Any, inputs: torch.Tensor, hadamard_block_size: int = 0, **words: Any
+    ) -> tuple[torch.Tensor, None, None]:
+        if words.get("activation_type", "none") != "none":
+            gate, up = inputs.chunk(2, -1)
+            inputs = torch.nn.functional.silu(gate) * up
+        self.blocks.append(hadamard_block_size)
+        return unrotated(inputs, hadamard_block_size), None, None
+
+    def humming_forward(
+        self, config: Any, inputs: torch.Tensor, hadamard_block_size: int = 0, **words: Any
+    ) -> torch.Tensor:
+        assert not hadamard_block_size  # its inputs are rotated already
+        routes = inputs.repeat_interleave(words["top_k"], 0)
+        return unrotated(routes, hadamard_block_size) @ self.weights[config.name].t()
+
+
+def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated weights and inputs give the product of those that are not."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "w13": torch.randn(512, 256, generator=generator),
+        "w2": torch.randn(256, 256, generator=generator),
+    }
+    x = torch.randn(6, 256, generator=generator)
+    outs = []
+    for block in (0, 64):
+        turned = {name: unrotated(weight, block) for name, weight in weights.items()}
+        lib = PlainHumming(turned)
+        monkeypatch.setattr(fused_moe, "humming_gpu", lambda lib=lib: lib)
+        monkeypatch.setattr(fused_moe, "_tuning_entry", lambda *_: {"block_shape": (64,)})
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: FakeConfig(multi_processor_count=1)
+        )
+        shape = {"shape_k": 256, "pad_shape_k": 0, "shape_n": 512, "pad_shape_n": 0, "num_experts": 1}
+        mode = FakeConfig(value="none", should_quantize=False, has_secondary_scale=False)
+        configs = {name: FakeConfig(name=name, input_quant_mode=mode, **shape) for name in weights}
+        gemms = {name: fused_moe.Gemm(config, {}, None, block) for name, config in configs.items()}
+        ids = torch.zeros(6, 1, dtype=torch.int64)
+        found = fused_moe.fused_moe(gemms, x, ids, torch.ones(6, 1), Activation("silu"), True, 6)
+        outs.append((found[0], unrotated(found[1], block)))
+        assert lib.blocks == [block, block]
+    for plain, rotated in zip(*outs, strict=True):
+        np.testing.assert_allclose(rotated.numpy(), plain.numpy(), rtol=1e-3, atol=2e-3)
+
+
+class FakeConfig:
+    """Attributes by name."""
+
+    def __init__(self, **words: Any) -> None:
+        self.__dict__ |= words

@@ -1,0 +1,152 @@
+"""The digests of the source's files in the manifest: of all that was read, however it went, and what the Hub says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.cli.app import app
+from hqconv.conversion.journal import Journal, JournalEntry
+from hqconv.conversion.progress import Progress
+from hqconv.errors import InputError
+from tests.make.conversions import check, manifest, run, write_manifest
+from tests.make.models import save_model
+from tests.make.tensors import snapshot
+
+JOURNAL = ".hqconv-progress.jsonl"
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("digests") / "src", "qwen3_moe", num_experts=3)
+
+
+def digests(out: Path) -> dict[str, str]:
+    files = manifest(out)["source"]["files"]
+    return {file["name"]: file["sha256"] for file in files if "sha256" in file}
+
+
+def expected(src: Path) -> dict[str, str]:
+    paths = sorted(src.glob("*.safetensors"))
+    assert len(paths) > 1
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def stop_after(num_groups: int) -> object:
+    def stop(progress: Progress) -> None:
+        if progress.num_groups_done == num_groups:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_every_file_has_its_digest(src: Path, tmp_path: Path) -> None:
+    report = run(src, tmp_path / "out", "mxfp4", source_digests=True)
+    assert digests(tmp_path / "out") == expected(src)
+    assert report.manifest_sha256 == hashlib.sha256((tmp_path / "out/hqconv.json").read_bytes()).hexdigest()
+    again = run(src, tmp_path / "out", "mxfp4", resume=True)
+    assert again.was_finished
+    assert again.manifest_sha256 == report.manifest_sha256
+
+
+def test_without_digests(src: Path, tmp_path: Path) -> None:
+    """No file is hashed, nothing else differs, and a finished artifact is that of the same request."""
+    run(src, tmp_path / "with", "mxfp4", source_digests=True)
+    run(src, tmp_path / "without", "mxfp4")
+    assert digests(tmp_path / "without") == {}
+    both = [snapshot(tmp_path / name) for name in ("with", "without")]
+    assert {path for path in both[0] if both[0][path] != both[1][path]} == {"hqconv.json", "SHA256SUMS"}
+    for name, wanted in (("with", False), ("without", True)):
+        assert run(src, tmp_path / name, "mxfp4", source_digests=wanted, resume=True).was_finished
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_resumed(
+    src: Path, tmp_path: Path, first: bool, num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first run's digests, or, where it had none, hashed in the end."""
+    monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", 70_000)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(src, out, "mxfp4", progress=stop_after(num_groups), source_digests=first)
+    lines = [json.loads(line) for line in (out / JOURNAL).read_text().splitlines()]
+    assert any(line.get("sources") for line in lines) == first
+    run(src, out, "mxfp4", resume=True, source_digests=True)
+    run(src, tmp_path / "whole", "mxfp4", source_digests=True)
+    assert snapshot(out) == snapshot(tmp_path / "whole")
+
+
+def test_two_groups_of_different_bytes(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes into a file and sets its time back is noticed by its digest."""
+    out, real = tmp_path / "out", Journal.record
+
+    def record(self: Journal, entry: JournalEntry) -> None:
+        other = dict.fromkeys(entry.sources, "0" * 64)
+        real(self, replace(entry, sources=other))
+
+    monkeypatch.setattr(Journal, "record", record)
+    with pytest.raises(KeyboardInterrupt):
+        run(src, out, "mxfp4", progress=stop_after(1), source_digests=True)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="changed during the conversion"):
+        run(src, out, "mxfp4", resume=True, source_digests=True)
+    assert not (out / "hqconv.json").exists()
+
+
+def test_verify_holds_the_source_to_them(src: Path, tmp_path: Path) -> None:
+    """Also in bytes that nothing is made of."""
+    other = save_model(tmp_path / "src", "qwen3_moe", num_experts=3)
+    run(other, tmp_path / "out", "mxfp4", source_digests=True)
+    assert check(tmp_path / "out", other, "files").passed
+    path = other / sorted(expected(other))[0]
+    path.write_bytes(path.read_bytes() + b"\0")
+    found = check(tmp_path / "out", src, "files")
+    assert found.passed
+    words = manifest(tmp_path / "out")
+    words["source"]["files"][0]["sha256"] = "0" * 64
+    (tmp_path / "out/hqconv.json").write_text(json.dumps(words))
+    found = check(tmp_path / "out", src, "files")
+    assert any(f.where == f"hqconv.json: source, file {path.name}" for r in found.results for f in r.findings)
+
+
+def test_what_the_hub_says(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of blobs in its cache: of LFS their SHA-256, of other files a digest of git."""
+    repo = tmp_path / "cache/models--org--name"
+    snapshot_of = repo / "snapshots" / ("0" * 40)
+    (repo / "blobs").mkdir(parents=True)
+    snapshot_of.mkdir(parents=True)
+    for path in sorted(path for path in src.iterdir() if path.is_file()):
+        blob = repo / "blobs" / expected(src).get(path.name, hashlib.sha1(path.read_bytes()).hexdigest())
+        shutil.copy(path, blob)
+        (snapshot_of / path.name).symlink_to(blob)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot_of))
+    hqconv.convert("org/name", tmp_path / "out", schema="mxfp4", target="sm90", device="cpu")
+    files = manifest(tmp_path / "out")["source"]["files"]
+    assert {file["name"]: file["hub_sha256"] for file in files} == expected(src)
+    assert digests(tmp_path / "out") == {}
+    assert check(tmp_path / "out", snapshot_of, "files").passed
+    words = manifest(tmp_path / "out")
+    words["source"]["files"][1]["hub_sha256"] = "0" * 64
+    write_manifest(tmp_path / "out", words)
+    finding, *_ = check(tmp_path / "out", snapshot_of, "files").results[0].findings
+    assert finding.where == f"hqconv.json: source, file {files[1]['name']}"
+    run(snapshot_of, tmp_path / "folder", "mxfp4")  # a folder of nobody knows which repo
+    assert not any("hub_sha256" in file for file in manifest(tmp_path / "folder")["source"]["files"])
+
+
+def test_the_option(src: Path, tmp_path: Path) -> None:
+    words = ["convert", str(src), "--schema", "int4-c", "--target", "sm90", "--device", "cpu", "--json", "-q"]
+    done = CliRunner().invoke(app, [*words, "-o", str(tmp_path / "out"), "--source-digests"])
+    assert done.exit_code == 0, done.output
+    assert digests(tmp_path / "out") == expected(src)
+    sha256 = hashlib.sha256((tmp_path / "out/hqconv.json").read_bytes()).hexdigest()
+    assert json.loads(done.stdout)["manifest_sha256"] == sha256
+    assert hqconv.inspect(tmp_path / "out")["manifest_sha256"] == sha256

@@ -1,0 +1,231 @@
+"""What others put into an output folder, and what a source brings that an artifact cannot hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv.api import describe_plan
+from hqconv.conversion.progress import Progress
+from hqconv.errors import HqconvError, InputError, OutputError, RequestError
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import snapshot
+
+OPTIONS: dict[str, Any] = {"schema": "int4", "target": "sm90", "device": "cpu", "threads": 1}
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("strays") / "model")
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    hqconv.convert(model, out, **OPTIONS)
+    return out
+
+
+def after_first_group(act: Callable[[], object]) -> Callable[[Progress], None]:
+    """A listener that acts once, when files are finished."""
+    calls: list[int] = []
+
+    def listen(progress: Progress) -> None:
+        if progress.num_groups_done and not calls:
+            calls.append(1)
+            act()
+
+    return listen
+
+
+def stop() -> None:
+    raise StoppedError
+
+
+def test_resume_refuses_files_of_others_by_name(model: Path, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(StoppedError):
+        hqconv.convert(model, out, **OPTIONS, progress=after_first_group(stop))
+    (out / "mine.txt").write_text("the user's")
+    before = snapshot(out)
+    with pytest.raises(OutputError, match="did not make") as caught:
+        hqconv.convert(model, out, **OPTIONS, resume=True)
+    assert caught.value.found == "mine.txt"
+    assert snapshot(out) == before
+    (out / "mine.txt").unlink()
+    hqconv.convert(model, out, **OPTIONS, resume=True)
+    assert snapshot(out) == snapshot(made)
+
+
+def test_what_comes_meanwhile_is_not_sealed_in(model: Path, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    put = after_first_group(lambda: (out / "experts/mine.safetensors").write_bytes(b"x"))
+    with pytest.raises(OutputError, match="did not make"):
+        hqconv.convert(model, out, **OPTIONS, progress=put)
+    assert not (out / "hqconv.json").exists()
+    (out / "experts/mine.safetensors").unlink()
+    hqconv.convert(model, out, **OPTIONS, resume=True)
+    assert snapshot(out) == snapshot(made)
+
+
+@pytest.mark.parametrize("action", ["removed", "cut"])
+def test_what_goes_meanwhile_is_noticed(action: str, model: Path, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def act() -> None:
+        path = next(out.rglob("*.safetensors"))  # of whichever group was the first
+        path.unlink() if action == "removed" else path.write_bytes(path.read_bytes()[:-1])
+
+    with pytest.raises(OutputError, match="removed or cut"):
+        hqconv.convert(model, out, **OPTIONS, progress=after_first_group(act))
+    hqconv.convert(model, out, **OPTIONS, resume=True)
+    assert snapshot(out) == snapshot(made)
+
+
+def test_the_side_folder_is_not_adopted(model: Path, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "out")
+    (tmp_path / ".out.hqconv").mkdir()
+    (tmp_path / ".out.hqconv/mine.txt").write_text("the user's")
+    with pytest.raises(OutputError, match="not empty"):
+        hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
+    assert snapshot(tmp_path / "out") == snapshot(made)
+    assert (tmp_path / ".out.hqconv/mine.txt").read_text() == "the user's"
+
+
+@pytest.mark.parametrize("path", ["../victim/x", "../victim/deep/x", "a\0b", "experts"])
+def test_a_manifest_that_lists_what_is_not_its_own(
+    path: str, model: Path, made: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made, out)
+    (tmp_path / "victim/deep").mkdir(parents=True)
+    words = json.loads((out / "hqconv.json").read_bytes())
+    words["files"][path] = {"size_bytes": 1, "sha256": "0" * 64}
+    (out / "hqconv.json").write_text(json.dumps(words))
+    hqconv.convert(model, out, **OPTIONS, overwrite=True)
+    assert (tmp_path / "victim/deep").is_dir()
+    assert snapshot(out) == snapshot(made)
+    assert not (tmp_path / ".out.hqconv").exists()
+
+
+def test_empty_folders_of_the_user_are_strays_too(model: Path, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "out")
+    (tmp_path / "out/experts/mine").mkdir()
+    with pytest.raises(OutputError, match="did not make") as caught:
+        hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
+    assert caught.value.found == "experts/mine"
+    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)[
+        "notes"
+    ]
+    assert any("experts/mine" in note for note in notes)
+
+
+def test_a_listed_link_is_removed_and_not_what_it_leads_to(model: Path, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made, out)
+    (out / "tokenizer.json").rename(tmp_path / "kept.json")
+    (out / "tokenizer.json").symlink_to(tmp_path / "kept.json")
+    hqconv.convert(model, out, **OPTIONS, overwrite=True)
+    assert (tmp_path / "kept.json").exists()
+    assert snapshot(out) == snapshot(made)
+    assert not (tmp_path / ".out.hqconv").exists()
+
+
+def test_an_old_artifact_that_cannot_be_removed_is_a_warning(
+    model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made, out)
+    real = Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if ".out.hqconv" in str(self) and not self.name.startswith(".") and self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        real(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    report = hqconv.convert(model, out, **OPTIONS, overwrite=True)
+    assert any("could not be removed" in warning for warning in report.warnings)
+    assert snapshot(out) == snapshot(made)
+    assert not list(out.glob(".hqconv*"))
+
+
+def test_a_mount_point_is_refused_before_the_work(
+    model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(made, tmp_path / "out")
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
+    with pytest.raises(OutputError, match="mount point"):
+        hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
+    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)[
+        "notes"
+    ]
+    assert any("mount point" in note for note in notes)
+    assert snapshot(tmp_path / "out") == snapshot(made)
+
+
+def _name(name: bytes) -> Callable[[Path], object]:
+    def put(folder: Path) -> None:
+        path = folder / name.decode(errors="surrogateescape")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+
+    return put
+
+
+def _surrogate(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text('{"x": "\\ud800", ' + text[1:])
+
+
+def _tensor_name(folder: Path) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    data = shard.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = next(name for name in header if "norm" in name)
+    header[name + "\ud800"] = header.pop(name)
+    words = json.dumps(header).encode()
+    shard.write_bytes(len(words).to_bytes(8, "little") + words + data[8 + size :])
+
+
+CANNOT_BE_HELD: dict[str, Callable[[Path], object]] = {
+    "no UTF-8": _name(b"a\xff.txt"),
+    "half a surrogate": _surrogate,
+    "a tensor's name": _tensor_name,
+    "a folder's name": _name(b"experts"),
+    "below a file": _name(b"experts/tp0-ep0/model.layers.0.mlp.experts.safetensors/x"),
+    "too long a name": _name(b"x" * 250),
+}
+
+
+@pytest.mark.parametrize("what", CANNOT_BE_HELD)
+def test_what_an_artifact_cannot_hold_is_refused_at_once(what: str, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "src")
+    CANNOT_BE_HELD[what](tmp_path / "src")
+    with pytest.raises(InputError):
+        hqconv.convert(tmp_path / "src", tmp_path / "out", **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_copies_are_bounded_as_in_a_manifest(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="out of range"):
+        hqconv.convert(model, tmp_path / "out", **OPTIONS, redundant_experts=1 << 17)
+
+
+def test_places_that_no_file_can_have(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (tmp_path / "loop", tmp_path / ("x" * 250), tmp_path / "a\0b"):
+        with pytest.raises(HqconvError) as caught:
+            hqconv.convert(model, out, **OPTIONS)
+        assert caught.value.exit_code == 4

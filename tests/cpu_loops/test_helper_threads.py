@@ -1,0 +1,88 @@
+"""Loops whose parts are run side by side: all of the range, the same bits, and errors that arrive."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from hqconv.cpu_loops import helper_threads
+from hqconv.cpu_loops.helper_threads import Helpers, in_parts
+from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.quantization.quantize import quantize_stacks
+from hqconv.schemas.weight_schema import resolve_schema
+from tests.make.conversions import kind_of
+from tests.make.matrices import SCHEMAS, hard_matrix
+from tests.make.tensors import assert_same, same_bits
+
+
+def with_helpers(task: object, count: int = 4) -> None:
+    """Run a task in a thread that has helpers."""
+    errors = []
+    pool = Helpers(count)
+
+    def work() -> None:
+        pool.use(count)
+        try:
+            task()  # type: ignore[operator]
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    pool.stop()
+    if errors:
+        raise errors[0]
+
+
+def test_without_helpers_there_is_one_part() -> None:
+    parts: list[slice] = []
+    in_parts(parts.append, 10)
+    assert parts == [slice(0, 10)]
+
+
+@pytest.mark.parametrize(("length", "least", "count"), [(100, 1, 8), (100, 30, 3), (5, 1, 5), (5, 6, 1)])
+def test_parts_cover_the_range(length: int, least: int, count: int) -> None:
+    parts: list[slice] = []
+    with_helpers(lambda: in_parts(parts.append, length, least))
+    assert len(parts) == count
+    assert sorted(i for part in parts for i in range(length)[part]) == list(range(length))
+
+
+def test_the_first_error_is_raised_when_all_are_done() -> None:
+    done = []
+
+    def task(part: slice) -> None:
+        if part.start == 0:
+            raise ValueError("of a part")
+        done.append(part)
+
+    with pytest.raises(ValueError, match="of a part"):
+        with_helpers(lambda: in_parts(task, 80))
+    assert len(done) == 7
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_helpers_change_no_bit(name: str) -> None:
+    schema = resolve_schema(name)
+    stacks = [
+        torch.stack([hard_matrix(256, 384, torch.bfloat16, 7 * i + e) for e in range(3)]) for i in range(2)
+    ]
+    form = kernel_form(256, 384, kind_of(schema, "bfloat16", 90))
+
+    def convert() -> list[object]:
+        made = quantize_stacks(stacks, schema, "bfloat16", count_exact=True)
+        return [(one, to_kernel(form, one.tensors)) for one in made]
+
+    alone, helped = convert(), []
+    with_helpers(lambda: helped.extend(convert()))
+    assert not hasattr(helper_threads._own, "helpers")  # of this thread
+    for (ours, kernel), (theirs, their_kernel) in zip(helped, alone, strict=True):  # type: ignore[misc]
+        for field in ("error", "power", "num_exact"):
+            assert same_bits(getattr(ours, field), getattr(theirs, field))
+        for key, tensor in theirs.tensors.items():
+            assert_same(ours.tensors[key], tensor, key)
+        for key, tensor in their_kernel.items():
+            assert_same(kernel[key], tensor, key)

@@ -1,0 +1,58 @@
+"""Checks that are judged together: put down where asked, and what is wrong is said in the same words afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hqconv.conversion import executor
+from hqconv.errors import InputError
+from hqconv.formats.deferred_checks import assuming_good, is_any
+from hqconv.sources.opening import open_source
+from tests.make.conversions import run
+from tests.make.formats import write
+
+
+def test_a_check_inside_finds_nothing_and_is_put_down() -> None:
+    bad, good = torch.tensor([False, True]), torch.tensor([False])
+    assert is_any(bad)
+    with assuming_good() as doubts:
+        assert doubts.all() is None
+        assert not is_any(good)
+        assert not is_any(bad)
+    assert is_any(bad)
+    found = doubts.all()
+    assert found is not None
+    assert found.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+def test_a_bad_scale_is_refused_in_the_same_words(
+    is_together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: decoded without a look, then again with one."""
+    src = write(tmp_path / "src", "fp8-block").folder
+    with open_source(str(src)) as checkpoint:
+        name = sorted(name for name in checkpoint.tensors if name.endswith("scale_inv"))[3]
+        ref = checkpoint.tensors[name]
+        path = src / checkpoint.files[ref.file].name
+    with path.open("r+b") as file:
+        file.seek(ref.offset_bytes)
+        file.write(np.float32(np.nan).tobytes() if ref.dtype == "F32" else b"\xff\x7f")
+    careful = []
+    real = executor.produce
+
+    def produce(*arguments: object, **words: object) -> object:
+        careful.append(words.get("is_careful", False))
+        return real(*arguments, **words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executor, "produce", produce)
+    if is_together:
+        monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
+    with pytest.raises(InputError, match="A scale is NaN or infinite") as caught:
+        run(src, tmp_path / "out", "int4")
+    assert name in caught.value.where
+    assert any(careful) == is_together

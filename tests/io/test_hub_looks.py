@@ -1,0 +1,284 @@
+"""A look at a repo on the Hub: range requests for headers, one commit from the first request on, every failure told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from huggingface_hub import constants, save_torch_state_dict
+from safetensors.torch import load_file
+
+import hqconv
+from hqconv.errors import HqconvError, InputError, NetworkError, RequestError
+from hqconv.io import hub, hub_snapshot
+from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
+from tests.make.qwen import write_qwen3_moe
+
+NAME = "org/name"
+PLAN: dict[str, Any] = {"schema": "mxfp4", "target": "sm90", "tp": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """25 MB in four shards."""
+    folder = write_qwen3_moe(
+        tmp_path_factory.mktemp("hub") / "model", num_experts=4, hidden_size=1024, intermediate_size=512
+    )
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_torch_state_dict(tensors, folder, max_shard_size="8MB")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Nobody sleeps; how long somebody would have."""
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    return slept
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    monkeypatch.chdir(tmp_path)
+    with serve(model) as one:
+        use(monkeypatch, one.url, tmp_path / "cache")
+        yield one
+
+
+def total_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def test_a_look_reads_less_than_a_hundredth(server: LocalHub, model: Path, tmp_path: Path) -> None:
+    for look in (lambda: hqconv.inspect(NAME), lambda: hqconv.plan(NAME, **PLAN)):
+        server.sent.clear()
+        server.requests.clear()
+        look()
+        assert 0 < server.num_bytes_of_weights < total_bytes(model) / 100
+        assert sum(server.sent.values()) < total_bytes(model) / 100
+        assert "tokenizer.json" not in server.fetched
+    assert not {name for name in cached(tmp_path / "cache") if name.endswith(".safetensors")}
+
+
+def test_a_refusal_reads_no_more(server: LocalHub, model: Path) -> None:
+    with pytest.raises(RequestError, match="TP"):
+        hqconv.plan(NAME, **{**PLAN, "tp": 7})
+    assert 0 < server.num_bytes_of_weights < total_bytes(model) / 100
+
+
+def test_all_requests_are_of_the_commit_that_came_first(server: LocalHub) -> None:
+    hqconv.plan(NAME, **PLAN, revision="main")
+    paths = [line.split()[1] for line in server.requests]
+    assert paths[0].startswith("/api/models/org/name/revision/main")
+    assert len(paths) > 5
+    for path in paths[1:]:
+        assert COMMIT in path, path
+
+
+def test_a_range_that_breaks_off_is_asked_for_again(server: LocalHub, model: Path) -> None:
+    name = sorted(path.name for path in model.glob("*.safetensors"))[0]
+    listing = hub.Listing.of(NAME, None)
+    assert listing.commit == COMMIT
+    assert listing.sizes[name] == (model / name).stat().st_size
+    assert listing.read(name, 5, 5) == b""
+    whole = (model / name).read_bytes()
+    assert listing.read(name, 100, 5000) == whole[100:5000]
+    server.fail(rf"/resolve/.*{name}", 503, times=2)
+    assert listing.read(name, 100, 5000) == whole[100:5000]
+
+
+def test_what_comes_too_short_is_an_error_in_the_end(
+    server: LocalHub, model: Path, monkeypatch: pytest.MonkeyPatch, quick: list[float]
+) -> None:
+    listing = hub.Listing.of(NAME, None)
+    name = next(name for name in listing.sizes if name.endswith(".safetensors"))
+    size = listing.sizes[name]
+    with pytest.raises(NetworkError, match="fewer bytes"):
+        listing.read(name, size - 10, size + 10)
+    assert len(quick) == 3
+
+
+# --- failures ----------------------------------------------------------------------------------------------
+
+API, FILE, SHARD = "/api/models", r"/resolve/.*/config.json", r"/resolve/.*\.safetensors$"
+GATED = {"X_Error_Code": "GatedRepo"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "headers", "kind", "what", "remedy"),
+    [
+        (API, 401, {}, RequestError, "accept the token, or wants one", "hf auth login"),
+        (API, 401, {"X_Error_Code": "RepoNotFound"}, RequestError, "or the repo is private", "hf auth login"),
+        (
+            *(API, 401, {"X_Error_Message": "Invalid credentials in Authorization header"}),
+            *(RequestError, "accept the token, or wants one", "hf auth login"),
+        ),
+        (API, 404, {"X_Error_Code": "RepoNotFound"}, RequestError, "no such repo on the Hub", "spelling"),
+        (API, 404, {"X_Error_Code": "RevisionNotFound"}, RequestError, "no such revision", "/tree/main"),
+        (API, 403, GATED, RequestError, "gated", "Accept its terms at http"),
+        (FILE, 403, GATED, RequestError, "gated", "Accept its terms at http"),
+        (SHARD, 403, GATED, RequestError, "gated", "Accept its terms at http"),
+        (API, 403, {}, RequestError, "denies access", "right to read"),
+        (FILE, 403, {}, RequestError, "denies access", "right to read"),
+        (
+            *(API, 403, {"X_Error_Message": "Access to this resource is disabled."}),
+            *(RequestError, "is disabled", "its owner"),
+        ),
+        (API, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
+        (SHARD, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
+        (
+            *(API, 429, {"RateLimit": '"api";r=0;t=55'}),
+            *(NetworkError, "asked too often", "Wait 55 seconds"),
+        ),
+        (API, 429, {}, NetworkError, "asked too often", "Wait a few minutes"),
+        (API, 500, {}, NetworkError, "out of order", "Try again later"),
+        (FILE, 503, {}, NetworkError, "out of order", "Try again later"),
+        (SHARD, 502, {}, NetworkError, "out of order", "Try again later"),
+        (SHARD, 404, {"X_Error_Code": "EntryNotFound"}, InputError, "lacks a file", "See its files"),
+    ],
+)
+def test_every_failure_has_its_message(
+    server: LocalHub,
+    path: str,
+    status: int,
+    headers: dict[str, str],
+    kind: type[HqconvError],
+    what: str,
+    remedy: str,
+) -> None:
+    server.fail(path, status, **headers)
+    with pytest.raises(HqconvError) as caught:
+        hqconv.plan(NAME, **PLAN)
+    error = caught.value
+    assert type(error) is kind, error
+    assert what in error.what
+    assert remedy in error.remedy
+    assert NAME in error.where
+    assert str(status) in error.found
+
+
+def test_a_short_failure_is_waited_out(server: LocalHub, quick: list[float]) -> None:
+    server.fail(SHARD, 429, times=2, Retry_After="3")
+    assert hqconv.plan(NAME, **PLAN).source.num_files == 4
+    assert quick == [4.0, 4.0]  # a second more, says the library
+
+
+def test_a_repo_with_another_name(server: LocalHub) -> None:
+    server.former_id = "org/former"
+    with pytest.raises(RequestError, match="another name now") as caught:
+        hqconv.plan("org/former", **PLAN)
+    assert (caught.value.where, caught.value.found) == ("org/former", NAME)
+    assert caught.value.remedy == f"Give {NAME}."
+    assert server.fetched == set()
+
+
+def test_a_repo_without_a_model(server: LocalHub, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "data.csv").write_text("1")
+    server.folder = tmp_path / "other"
+    with pytest.raises(InputError, match=r"has no config.json") as caught:
+        hqconv.plan(NAME, **PLAN)
+    assert caught.value.found == "data.csv"
+
+
+def test_a_file_that_the_index_names_and_the_repo_lacks(
+    server: LocalHub, model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in model.iterdir():
+        (copy / path.name).symlink_to(path)
+    shard = sorted(copy.glob("*.safetensors"))[1]
+    shard.unlink()
+    server.folder = copy
+    with pytest.raises(InputError, match=f"are missing: {shard.name}"):
+        hqconv.plan(NAME, **PLAN)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a//b", "a\\b"])
+def test_a_name_that_leads_elsewhere(server: LocalHub, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with pytest.raises(InputError, match="lead elsewhere"):
+        hub._check_name(NAME, name)
+    seen: list[str] = []
+    monkeypatch.setattr(hub, "_check_name", lambda _, name: seen.append(name))
+    hub.Listing.of(NAME, None)
+    assert "config.json" in seen
+
+
+# --- without the Hub ---------------------------------------------------------------------------------------
+
+
+def fill(server: LocalHub) -> None:
+    hub_snapshot.download(NAME, None)
+    server.sent.clear()
+
+
+def test_offline_a_cache_that_is_complete_does(
+    server: LocalHub, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    fill(server)
+    server.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    words = hqconv.inspect(NAME)
+    assert (words["num_files"], words["revision"]) == (4, COMMIT)
+    assert hqconv.plan(NAME, **PLAN).other_files == ("tokenizer.json",)
+    assert server.requests == []
+
+
+def test_offline_a_cache_with_words_alone_does_not(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hqconv.inspect(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as caught:
+        hqconv.inspect(NAME)
+    assert "hf download" in caught.value.remedy
+
+
+@pytest.mark.parametrize("status", [0, 429, 503])
+def test_where_the_hub_fails_a_complete_cache_does(
+    server: LocalHub, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    def cut() -> None:
+        if status:
+            server.fail("", status)
+        else:
+            use(monkeypatch, "http://127.0.0.1:9", Path(constants.HF_HUB_CACHE))  # where nobody listens
+
+    hqconv.inspect(NAME)
+    cut()
+    with pytest.raises(NetworkError) as caught:
+        hqconv.inspect(NAME)
+    assert caught.value.exit_code == 5
+    assert ("cannot be reached" in caught.value.what) == (status == 0)
+    server.mend()
+    use(monkeypatch, server.url, Path(constants.HF_HUB_CACHE))
+    fill(server)
+    cut()
+    assert json.dumps(hqconv.inspect(NAME)).count(COMMIT) > 0
+    assert server.num_bytes_of_weights == 0
+
+
+def test_a_cache_is_complete_with_all_weights(server: LocalHub, model: Path) -> None:
+    root = hub_snapshot.download(NAME, None)
+    assert hub_snapshot.is_complete(root)
+    next(root.glob("*.safetensors")).unlink()
+    assert not hub_snapshot.is_complete(root)
+
+
+def test_a_transfer_that_dies_is_the_networks(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an InputError: the file is good."""
+
+    def die(*_: object, **__: object) -> Iterator[bytes]:
+        raise httpx2.ReadError("reset by peer")
+        yield b""
+
+    listing = hub.Listing.of(NAME, None)
+    monkeypatch.setattr(httpx2.Response, "iter_bytes", die)
+    with pytest.raises(NetworkError, match="download from the Hub failed") as caught:
+        listing.read("config.json", 0, 4)
+    assert "reset by peer" in caught.value.found

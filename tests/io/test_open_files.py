@@ -1,0 +1,128 @@
+"""Open files: no more than the process may have, whatever the number of ranks and shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from hqconv.io.open_files import Descriptors
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import load_file
+
+FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+sys.argv = ["hqconv", *sys.argv[1:]]
+from hqconv.cli.app import main
+main()
+"""
+
+
+def limited(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in a process that may have 64 files open."""
+    command = [sys.executable, "-c", FEW_FILES, *map(str, arguments)]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+
+
+def a_shard_a_tensor(model: Path) -> Path:
+    """The same checkpoint, every tensor in a file of its own."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    weight_map = {name: f"model-{number}.safetensors" for number, name in enumerate(tensors)}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, model / weight_map[name], {"format": "pt"})
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return model
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def test_64_ranks_and_many_shards_with_64_open_files(tmp_path: Path) -> None:
+    """128 rank files, and gate, up and down of every expert in shards of their own."""
+    out = tmp_path / "out"
+    model = a_shard_a_tensor(write_qwen3_moe(tmp_path / "model", num_experts=16, intermediate_size=256))
+    assert len(list(model.glob("*.safetensors"))) > 64
+    words = ["--schema", "mxfp4", "--target", "sm90", "--tp", 8, "--ep", 8, "--threads", 4, "-q"]
+    done = limited("convert", model, "-o", out, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list((out / "experts").rglob("*.safetensors"))) == 128
+    for more in ([], ["--source", model]):
+        done = limited("verify", out, "--device", "cpu", "--threads", 4, *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = limited("convert", out, "-o", tmp_path / "again", "--schema", "source", "--target", "sm90", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_command_raises_the_soft_limit(tmp_path: Path) -> None:
+    code = (
+        "import resource, hqconv.io.open_files as d\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))\n"
+        "d.raise_limit()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 512:
+        pytest.skip("the hard limit here is lower than 512")
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "512"
+
+
+def test_the_least_recently_used_are_closed_first(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / name).write_text(name)
+    opened: list[str] = []
+
+    def opener(name: str) -> int:
+        opened.append(name)
+        return os.open(tmp_path / name, os.O_RDONLY)
+
+    before, files = num_open(), Descriptors(opener, limit=2)
+    for name in "abacbd":
+        with files.using(name) as descriptor:
+            assert os.pread(descriptor, 1, 0) == name.encode()
+            assert num_open() <= before + 2
+    assert opened == ["a", "b", "c", "b", "d"]
+    files.close()
+    assert num_open() == before
+
+
+def test_a_file_in_use_is_not_closed(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    files = Descriptors(lambda name: os.open(tmp_path / name, os.O_RDONLY), limit=1)
+    with files.using("a") as first, files.using("b") as second:
+        assert (os.pread(first, 1, 0), os.pread(second, 1, 0)) == (b"a", b"b")
+    files.close()
+
+
+def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
+    names = [f"{i}" for i in range(40)]
+    for name in names:
+        (tmp_path / name).write_text(name.ljust(8))
+    files = Descriptors(lambda name: os.open(tmp_path / name, os.O_RDONLY), limit=5)
+    wrong: list[str] = []
+
+    def read(seed: int) -> None:
+        for i in range(400):
+            name = names[(seed * 7 + i * 13) % 40]
+            with files.using(name) as descriptor:
+                if os.pread(descriptor, 8, 0).decode().strip() != name:
+                    wrong.append(name)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    files.close()
+    assert not wrong

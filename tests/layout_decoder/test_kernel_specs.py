@@ -1,0 +1,374 @@
+"""The inverse layout for every activation and GPU: each kind's own path, against Humming's transform on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from hqconv.errors import RequestError, VerificationError
+from hqconv.humming_layout import cpu_ops
+from hqconv.humming_layout.compatibility import why_not
+from hqconv.humming_layout.gemm_forms import planned_kernel_form
+from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.layout_decoder.layout_form import KernelTensors, read_config
+from hqconv.layout_decoder.numbers import FUSED_FP8, FUSED_INT8
+from hqconv.layout_decoder.read import Unpacked, unlayout
+from hqconv.schemas.gpu_target import TARGETS, Target
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
+from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, TargetSchema, resolve_schema
+from tests.make.conversions import kind_of
+from tests.make.kernel_tensors import (
+    assert_is_packed,
+    assert_is_twin,
+    field_codes,
+    flipped,
+    random_packed,
+    raw,
+    stack_of,
+    values_of,
+)
+
+NUM_EXPERTS = 2
+COMPILERS = ((12, 0), (13, 0), (13, 2))
+NAMES = (
+    *PRESETS,
+    "int4-c",
+    "int4-g64-zp",
+    "int4-g128-fpzp",
+    "int2-g64",
+    "int6",
+    "int8-g128",
+    "int8-g32-zp",
+    "int8-zp",
+)
+_E8M0_G32 = {"bs_dtype": "float8e8m0", "weight_scale_group_size": 32}
+_E4M3_G16 = {"bs_dtype": "float8e4m3", "weight_scale_group_size": 16}
+SCALES = (
+    *({"weight_scale_group_size": size} for size in (32, 64, 128)),
+    *({"weight_scale_type": "channel"}, {"weight_scale_type": "tensor"}),
+    *({"weight_scale_type": "channel", "bs_dtype": "float8e4m3"}, _E8M0_G32, _E4M3_G16),
+    *({**_E4M3_G16, "weight_scale_2_type": kind} for kind in ("tensor", "channel")),
+    {"bs_dtype": "float8e5m3", "weight_scale_group_size": 32},
+    {"weight_scale_type": "block", "weight_scale_group_size": 128, "weight_scale_group_size_n": 128},
+)
+CODES = (
+    *(f"uint{bits}" for bits in range(1, 9)),
+    *("float2e0m1", "float3e0m2", "float4e0m3", "float3e1m1", "float4e2m1", "float5e2m2", "float5e3m1"),
+    *("float6e3m2", "float6e2m3", "float7e3m3", "float8e4m3", "float8e5m2", "float8e3m4", "float4e3m0"),
+)
+
+
+def schemas() -> Iterator[TargetSchema]:
+    """The presets, every type of code with the usual scales, and every sort of scales, with and without zero points."""
+    yield from map(resolve_schema, NAMES)
+    zeros = ({}, {"has_zero_point": True}, {"has_zero_point": True, "is_fp_zero_point": True})
+    usual = ({"weight_scale_group_size": 128}, {"weight_scale_type": "channel"}, _E8M0_G32)
+    facts = (*itertools.product(CODES, usual), *itertools.product(("uint4", "float4e2m1"), SCALES))
+    for (code, scale), zero in itertools.product(facts, zeros):
+        try:
+            yield TargetSchema(f"{code} {scale} {zero}", code, **scale, **zero)
+        except RequestError:
+            continue
+
+
+def inputs() -> Iterator[InputSchema]:
+    """The presets, and the other activations of Humming's."""
+    yield from INPUT_PRESETS.values()
+    yield from (InputSchema(name, name) for name in ("float8e3m4", "float4e0m3", "float4e2m1"))
+    yield InputSchema("nvfp4 per tensor", "float4e2m1", 16, "float8e4m3", "static_tensor_dynamic_group")
+
+
+def size_of(schema: TargetSchema) -> tuple[int, int]:
+    """A small matrix that is padded along N, and along K where its groups allow it."""
+    group = schema.weight_scale_group_size
+    return (128 if schema.weight_scale_type == "block" else 192), {128: 256, 64: 192}.get(group, 160)
+
+
+def form_of(kind: KernelKind) -> KernelTensors:
+    form = planned_kernel_form(*size_of(kind.schema), kind, True)
+    return read_config(form.config, form.flags)
+
+
+@functools.cache
+def each_path(names_inputs: str) -> list[KernelKind]:
+    """One kind of every form that there is for an activation: another number format, order, or tile."""
+    found: dict[KernelTensors, KernelKind] = {}
+    of_name = [one for one in inputs() if one.name == names_inputs]
+    facts = itertools.product(schemas(), PARAM_DTYPES, TARGETS, COMPILERS, of_name)
+    for schema, param, sm_version, cuda, one in facts:
+        if cuda != (12, 0) and sm_version < 89:
+            continue
+        if one.a_dtype is None and sm_version not in (75, 90, 89, 100):
+            continue  # `tests.layout_decoder.test_layout_decoder` has these: only the order of a word can be another
+        kind = KernelKind(schema, param, Target(sm_version, cuda), one)
+        if why_not(kind) is None and schema.bs_dtype not in set(PARAM_DTYPES) - {param}:
+            found.setdefault(form_of(kind), kind)
+    return list(found.values())
+
+
+class Laid:
+    """Random packed tensors and their kernel form, as the transform makes it."""
+
+    def __init__(self, kind: KernelKind, seed: int = 0, **sizes: int) -> None:
+        n, k = size_of(kind.schema)
+        n, k = sizes.get("n", n), sizes.get("k", k)
+        self.kind, self.size = kind, (n, k)
+        self.packed = random_packed(n, k, kind.schema, kind.param_dtype, NUM_EXPERTS, seed)
+        form = kernel_form(n, k, kind, has_bias=True)
+        self.config, self.flags = json.loads(form.config_json(NUM_EXPERTS)), form.flags
+        self.kernel = {name: raw(one) for name, one in to_kernel(form, self.packed).items()}
+
+    def read(self, kernel: dict[str, np.ndarray] | None = None) -> Unpacked:
+        return unlayout(self.config, kernel or self.kernel, self.flags)
+
+
+def assert_inverts(laid: Laid) -> None:
+    unpacked = laid.read()
+    if unpacked.scale_dtype in (FUSED_FP8, FUSED_INT8):
+        assert_is_fused(laid, unpacked)
+    else:
+        assert_is_packed(unpacked, laid.packed, laid.kind.schema)
+    stack = stack_of(laid.config, laid.kernel, laid.flags)
+    assert not stack.wrong.any()
+    assert_is_twin(stack, unpacked)
+
+
+@pytest.mark.parametrize("names_inputs", [one.name for one in inputs()])
+def test_every_path_is_inverted(names_inputs: str) -> None:
+    """Codes, scales, zero points and biases come back bit for bit, from single experts and from stacks."""
+    kinds = each_path(names_inputs)
+    assert kinds
+    for kind in kinds:
+        try:
+            assert_inverts(Laid(kind))
+        except AssertionError as error:
+            raise AssertionError(f"{kind}: {kind.schema}") from error
+
+
+def test_every_order_of_codes_and_scales_is_among_them() -> None:
+    forms = [form_of(kind) for one in inputs() for kind in each_path(one.name)]
+    fragments = {(f.activation_bits, f.is_native, f.is_packed_k, f.is_split, f.is_transposed) for f in forms
+                 if f.order == "fragments"}  # fmt: skip
+    plain = (False, False, False, False)
+    assert fragments == {
+        *((bits, *plain) for bits in (16, 8, 4)),
+        (16, True, False, False, False),
+        (8, False, True, False, True),
+        (8, False, False, True, False),
+        (8, False, True, True, False),
+    }
+    whole = {(f.order, f.activation_bits, f.num_bits, f.is_signed) for f in forms if f.order != "fragments"}
+    assert whole == {
+        *(("rows", 8, bits, False) for bits in (4, 6, 8)),
+        *(("chunks", 8, 8, signed) for signed in (False, True)),
+        *(("rows", 8, 8, True), ("chunks", 8, 4, True), ("chunks", 4, 2, True), ("chunks", 4, 4, True)),
+        *(("rows", 4, 4, False), ("chunks", 4, 4, False)),
+    }
+    assert {f.scale_order for f in forms} == {
+        *("tensor", "block", "channel", "group"),
+        *("tensor memory", "one a word", "four a word"),
+    }
+    assert {(f.activation_bits, f.zero_kind) for f in forms if f.is_centred} == {
+        *itertools.product((16, 8, 4), ("none", "int")),
+    }
+
+
+# --- one flipped bit, one difference -----------------------------------------------------------------------
+
+FLIPPED = (
+    *(("mxfp4", "fp8", 100, None), ("mxfp4", "fp8", 120, None), ("nvfp4", "nvfp4", 100, None)),
+    *(("nvfp4", "nvfp4", 120, None), ("mxfp4", "mxfp4", 120, None), ("mxfp8", "mxfp8", 120, None)),
+    *(("int4", "fp8", 90, None), ("int4", "fp8", 89, None), ("int6", "fp8", 90, None)),
+    *(("int4-g64-zp", "fp8", 89, None), ("int4", "int8", 90, None), ("int8", "int8", 90, None)),
+    *(("int8", "int8", 100, None), ("fp8-block", "fp8-g128", 90, None), ("int4", "int4", 89, None)),
+    *(("int2-g64", "int4", 89, None), ("int3-g64", "int4", 89, None), ("mxfp4", "a16", 100, (13, 2))),
+    *(("fp6-e3m2", "a16", 120, (13, 2)), ("fp6-e2m3", "fp8", 100, None), ("mxfp4", "fp8", 90, None)),
+    *(("mxfp4", "int8", 80, None), ("mxfp4", "fp8-g128", 90, None)),
+)
+_ids = [f"{schema}-{inputs}-sm{sm}" for schema, inputs, sm, _ in FLIPPED]
+
+
+@pytest.mark.parametrize(("schema", "inputs", "sm_version", "cuda"), FLIPPED, ids=_ids)
+def test_a_flipped_bit_changes_one_value_or_is_reported(
+    schema: str, inputs: str, sm_version: int, cuda: tuple[int, int] | None
+) -> None:
+    """Each bit of weight, scale and bias belongs to one value, or to padding; the stacks see the same."""
+    laid = Laid(kind_of(schema, "bfloat16", sm_version, inputs, cuda))
+    clean = laid.read()
+    random = np.random.default_rng(len(schema))
+    for tensor, field in (("weight", "codes"), ("weight_scale", "weight_scale"), ("bias", "bias")):
+        found_any = False
+        for bit in random.integers(0, laid.kernel[tensor].nbytes * 8, 24):
+            kernel = flipped(laid.kernel, tensor, int(bit))
+            changed = laid.read(kernel)
+            differing = np.argwhere(getattr(changed, field) != getattr(clean, field))
+            bad = {int(line.split("expert ")[1].split(",")[0]) for line in changed.problems}
+            assert len(differing) == 1 or (len(differing) == 0 and len(bad) == 1), (tensor, bit)
+            found_any |= len(differing) == 1
+            others = {"codes", "weight_scale", "bias"} - {field}
+            assert all(np.array_equal(getattr(changed, o), getattr(clean, o)) for o in others)
+            stack = stack_of(laid.config, kernel, laid.flags)
+            assert set(np.flatnonzero(stack.wrong.numpy())) == bad
+            assert_is_twin(stack, changed)
+        assert found_any
+
+
+# --- exponents fused into codes ----------------------------------------------------------------------------
+
+
+def fused_reference(laid: Laid) -> tuple[np.ndarray, np.ndarray]:
+    """What Humming's own pre-pass leaves of the weights, and the source's weights: float64 [E, N, K].
+
+    The shifts are worked out here, of the padded matrix; the codes are shifted by the twin of Humming's op.
+    """
+    n, _ = laid.size
+    padded_n = n + -n % 256
+    is_fp8 = laid.kind.a_dtype == "float8e4m3"
+    bytes_ENG = raw(laid.packed["weight_scale"]).astype(np.int64)
+    padded = np.full((NUM_EXPERTS, padded_n, bytes_ENG.shape[2]), 127)
+    padded[:, :n] = bytes_ENG
+    largest = padded.max(axis=(1, 2), keepdims=True) if is_fp8 else bytes_ENG.max(axis=2, keepdims=True)
+    kept = np.maximum(bytes_ENG, largest - (11 if is_fp8 else 3))
+    shifts = torch.from_numpy((kept - bytes_ENG).astype(np.uint8))
+    shifted = cpu_ops.process_mxfp4_w4a8_weight(laid.packed["weight"].clone(), shifts)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    group = laid.kind.schema.weight_scale_group_size
+
+    def value(words: torch.Tensor, exponents: np.ndarray) -> np.ndarray:
+        codes = grid[field_codes(words.numpy(), 4)]
+        return codes * np.repeat(2.0 ** (exponents - 127.0), group, axis=2)
+
+    return value(shifted, kept), value(laid.packed["weight"], bytes_ENG)
+
+
+def assert_is_fused(laid: Laid, unpacked: Unpacked) -> None:
+    """The values are those of the shifted codes, and off the source's by at most half a step of e2m1's subnormals."""
+    assert unpacked.problems == ()
+    decoded = values_of(unpacked, laid.kind.schema, laid.kind.param_dtype).astype(np.float64)
+    expected, source = fused_reference(laid)
+    assert np.array_equal(decoded, expected)
+    largest = raw(laid.packed["weight_scale"]).astype(np.int64).max()
+    lost = 2.0 ** (max(largest, 127) - 127 - (11 if unpacked.scale_dtype == FUSED_FP8 else 3))
+    assert (
+        np.abs(expected - source).max() <= lost
+    )  # a step of e2m1 is at most 2, where its scale is the least
+    assert np.array_equal(unpacked.bias, raw(laid.packed["bias"]))
+
+
+FUSED = (
+    *(("fp8", sm, param) for sm in (89, 90) for param in PARAM_DTYPES),
+    *(("int8", sm, "bfloat16") for sm in (80, 90, 100, 121)),
+    *(("int8", 75, "float16"), ("fp8-g128", 90, "bfloat16"), ("fp8-g128", 90, "float16")),
+)
+
+
+@pytest.mark.parametrize(("inputs", "sm_version", "param"), FUSED)
+@pytest.mark.parametrize("size", [(512, 384), (320, 416), (64, 96)])
+def test_fused_weights_are_what_the_shift_leaves(
+    inputs: str, sm_version: int, param: str, size: tuple[int, int]
+) -> None:
+    laid = Laid(kind_of("mxfp4", param, sm_version, inputs), n=size[0], k=size[1])
+    unpacked = laid.read()
+    assert_is_fused(laid, unpacked)
+    stack = stack_of(laid.config, laid.kernel, laid.flags)
+    assert not stack.wrong.any()
+    assert_is_twin(stack, unpacked)
+    expected, source = fused_reference(laid)
+    assert not np.array_equal(expected, source)  # something was lost: exponents differ by more than the range
+
+
+@pytest.mark.parametrize("inputs", ["fp8", "int8"])
+def test_exponents_that_no_fused_kernel_can_add_are_reported(inputs: str) -> None:
+    laid = Laid(kind_of("mxfp4", "bfloat16", 90, inputs))
+    for value in (13, 255) if inputs == "fp8" else (4, 255):
+        scale = laid.kernel["weight_scale"].copy()
+        scale[1, 2, 8] = value  # stored row 8 is row 1
+        changed = laid.read({**laid.kernel, "weight_scale": scale})
+        assert any(line.startswith("weight_scale: not a fused exponent") for line in changed.problems)
+        assert any("expert 1, first at [1, 2]" in line for line in changed.problems)
+
+
+def test_rows_whose_second_scale_float16_cannot_hold_are_zero() -> None:
+    """Their exponents are not known any more; the kernel multiplies by 0."""
+    laid = Laid(kind_of("mxfp4", "float16", 80, "int8"))
+    small = laid.packed["weight_scale"].view(torch.uint8).clone()
+    small[0, 3] = 100  # 2 ** (100 - 128) is no float16
+    laid.packed["weight_scale"] = small.view(torch.float8_e8m0fnu)
+    form = kernel_form(*laid.size, laid.kind, has_bias=True)
+    laid.kernel = {name: raw(one) for name, one in to_kernel(form, laid.packed).items()}
+    values = values_of(laid.read(), laid.kind.schema, "float16")
+    assert not values[0, 3].any()
+    assert values[0, 2].any()
+    assert_is_twin(stack_of(laid.config, laid.kernel, laid.flags), laid.read())
+
+
+# --- contradictions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "inputs", "words", "flags", "message"),
+    [
+        ("int4", "fp8", {"use_packed_k_layout": False}, {}, "contradicts the manifest's flags"),
+        ("int4", "fp8", {}, {"use_native_dequant": True}, "native dequantization of floats for 16-bit"),
+        ("int4", "fp8", {"b_dtype": "int4"}, {}, "signed integers in whole words"),
+        ("int4", "fp8", {"b_dtype": "uint5"}, {}, "packed K of even bits"),
+        ("fp8", "fp8", {}, {"use_flat_weight": False}, "codes narrower than activations"),
+        ("mxfp4", "fp8", {"weight_scale_2_type": "none"}, {}, "a second scale where exponents are fused"),
+        ("mxfp4", "fp8", {"bs_dtype": "float8e4m3", "b_dtype": "uint4"}, {}, "fused into mxfp4"),
+        ("int4", "fp8", {}, {"use_block_scaled_mma": True}, "8-bit group scales"),
+    ],
+)
+def test_words_that_cannot_be_together_are_refused(
+    schema: str, inputs: str, words: dict[str, object], flags: dict[str, object], message: str
+) -> None:
+    laid = Laid(kind_of(schema, "bfloat16", 90, inputs))
+    with pytest.raises(VerificationError, match=message):
+        unlayout({**laid.config, **words}, laid.kernel, {**laid.flags, **flags})
+
+
+def test_padding_of_words_of_scales_is_checked() -> None:
+    """Tensor memory takes four groups at once: three are filled up with a one."""
+    laid = Laid(kind_of("mxfp4", "bfloat16", 100, "fp8"), n=256, k=128)
+    config = {**laid.config, "shape_k": 64, "pad_shape_k": 0}
+    kernel = {**laid.kernel, "weight": laid.kernel["weight"][:, :, :8].copy()}
+    unpacked = unlayout(config, kernel, laid.flags)
+    assert unpacked.weight_scale.shape == (NUM_EXPERTS, 256, 2)
+    assert [line.split(", first")[0] for line in unpacked.problems] == [
+        f"weight_scale: padding other than 0x7f: expert {e}" for e in range(NUM_EXPERTS)
+    ]
+    filled = laid.kernel["weight_scale"].copy()
+    filled.view(np.uint8).reshape(-1, 4)[:, 2:] = 127
+    assert unlayout(config, {**kernel, "weight_scale": filled}, laid.flags).problems == ()
+    assert not stack_of(config, {**kernel, "weight_scale": filled}, laid.flags).wrong.any()
+    assert stack_of(config, kernel, laid.flags).wrong.all()
+
+
+def test_padding_is_checked_in_every_order() -> None:
+    """A full matrix, read as if its last rows and columns were padding."""
+    for schema, inputs_name, sm_version in (
+        *(("int4", "fp8", 90), ("int4", "int8", 90), ("fp8", "fp8", 100), ("mxfp4", "fp8", 120)),
+        *(("nvfp4", "nvfp4", 100), ("int3-g64", "int4", 89), ("mxfp4", "fp8", 90), ("mxfp4", "int8", 90)),
+    ):
+        laid = Laid(kind_of(schema, "bfloat16", sm_version, inputs_name), n=512, k=512)
+        laid.config = {**laid.config, "pad_shape_n": 128, "pad_shape_k": 128}
+        unpacked = laid.read()
+        reported = {line.split(":")[0] for line in unpacked.problems}
+        assert {"weight", "bias"} <= reported, schema
+        assert "weight_scale" in reported, schema
+        assert stack_of(laid.config, laid.kernel, laid.flags).wrong.all()
+
+
+def test_a_kind_is_read_back_from_its_plan_alone() -> None:
+    """What `planned_kernel_form` says is enough, and so is any slice of experts."""
+    kind = kind_of("int4", "bfloat16", 90, "fp8")
+    laid = Laid(kind)
+    one = {name: array[1:] for name, array in laid.kernel.items()}
+    planned = planned_kernel_form(*laid.size, kind, True)
+    assert np.array_equal(unlayout(planned.config, one, planned.flags).codes, laid.read().codes[1:])

@@ -1,0 +1,415 @@
+"""The inverse layout against the forward path, Humming's own dequantization, and what a real GPU recorded."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hqconv.errors import RequestError, VerificationError
+from hqconv.humming_layout.runtime import humming, resident, target_facts
+from hqconv.humming_layout.transform import humming_schema, kernel_form, to_kernel
+from hqconv.layout_decoder import read as module
+from hqconv.layout_decoder.numbers import PADDED_E5M0, to_float32
+from hqconv.layout_decoder.read import e8m0_exponents, unlayout
+from hqconv.layout_decoder.stack_scales import unpack_fields
+from hqconv.quantization.quantize import quantize
+from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.weight_schema import PARAM_DTYPES, TargetSchema, resolve_schema
+from tests.make.conversions import kind_of
+from tests.make.kernel_tensors import (
+    assert_is_packed,
+    assert_is_twin,
+    field_codes,
+    flipped,
+    raw,
+    stack_of,
+    values_of,
+)
+from tests.make.matrices import SCHEMAS, hard_matrix
+from tests.make.places import GOLDEN
+
+NUM_EXPERTS = 3
+SIZES = ((320, 1184), (256, 416), (32, 96), (640, 1024))
+RARE = (
+    TargetSchema("e0m3", "float4e0m3", weight_scale_group_size=32),
+    TargetSchema("e0m7", "float8e0m7", weight_scale_type="channel"),
+    TargetSchema("e2m2", "float5e2m2", weight_scale_group_size=16),
+    TargetSchema("e3m3-e4m3", "float7e3m3", bs_dtype="float8e4m3", weight_scale_group_size=32),
+    TargetSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=16),
+    TargetSchema("uint8-e5m2-channel", "uint8", bs_dtype="float8e5m2", weight_scale_type="channel"),
+    TargetSchema(
+        "int8-fpzp", "uint8", weight_scale_group_size=32, has_zero_point=True, is_fp_zero_point=True
+    ),
+    TargetSchema("int8-c-zp", "uint8", weight_scale_type="channel", has_zero_point=True),
+    TargetSchema("int7-c-zp", "uint7", weight_scale_type="channel", has_zero_point=True),
+    TargetSchema("int3-zp", "uint3", weight_scale_group_size=32, has_zero_point=True),
+    TargetSchema("int6-zp", "uint6", weight_scale_group_size=32, has_zero_point=True),
+    TargetSchema(
+        "block-64x32",
+        "float8e5m2",
+        weight_scale_type="block",
+        weight_scale_group_size=32,
+        weight_scale_group_size_n=64,
+    ),
+    TargetSchema(
+        "e2m1-channel-2",
+        "float4e2m1",
+        bs_dtype="float8e4m3",
+        weight_scale_group_size=16,
+        weight_scale_2_type="channel",
+    ),
+)
+ALL = {**{name: resolve_schema(name) for name in SCHEMAS}, **{schema.name: schema for schema in RARE}}
+
+
+@dataclasses.dataclass
+class Case:
+    """One stack of experts: packed tensors, and their kernel form as raw bits with its LayerConfig words."""
+
+    schema: TargetSchema
+    packed: dict[str, torch.Tensor]
+    config: dict[str, Any]
+    kernel: dict[str, np.ndarray]
+
+    def reference(self) -> np.ndarray:
+        with resident(torch.device("cpu")), target_facts(Target(90)):
+            return humming_schema(self.schema).dequant_tensors(dict(self.packed)).numpy()
+
+
+@functools.cache
+def forward(
+    name: str, param_dtype: str, size: tuple[int, int] = SIZES[0], sm_version: int = 90, tame: bool = False
+) -> Case:
+    schema = ALL[name]
+    group, group_n = schema.weight_scale_group_size or 32, schema.weight_scale_group_size_n or 32
+    n, k = max(size[0] // group_n, 1) * group_n, max(size[1] // group, 1) * group
+    experts = []
+    for seed in range(NUM_EXPERTS):
+        matrix = hard_matrix(n, k, torch.bfloat16, seed)
+        if tame:
+            matrix = (
+                torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+                .mul(2.0 ** (-6 * seed))
+                .bfloat16()
+            )
+        experts.append(quantize([matrix], schema, param_dtype)[0].tensors)
+    packed = {}
+    for key, first in experts[0].items():
+        stack = torch.stack([expert[key] for expert in experts])
+        is_scalar = first.shape == (1,) and key.startswith("weight_scale") and k > group
+        packed[key] = stack.reshape(NUM_EXPERTS) if is_scalar else stack
+    packed["bias"] = torch.randn(NUM_EXPERTS, n, generator=torch.Generator().manual_seed(9)).to(
+        getattr(torch, param_dtype)
+    )
+    form = kernel_form(n, k, kind_of(schema, param_dtype, sm_version), has_bias=True)
+    kernel = {key: raw(tensor) for key, tensor in to_kernel(form, packed).items()}
+    return Case(schema, packed, json.loads(form.config_json(NUM_EXPERTS)), kernel)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_inverts_the_forward_path(name: str, param_dtype: str, size: tuple[int, int]) -> None:
+    case = forward(name, param_dtype, size)
+    unpacked = unlayout(case.config, case.kernel)
+    assert_is_packed(unpacked, case.packed, case.schema)
+    stack = stack_of(case.config, case.kernel)
+    assert not stack.wrong.any()
+    assert_is_twin(stack, unpacked)
+    values, expected = values_of(unpacked, case.schema, param_dtype), case.reference()
+    if unpacked.scale_dtype == PADDED_E5M0:
+        is_flushed = np.repeat(e8m0_exponents(unpacked)[1], case.schema.weight_scale_group_size, axis=2)
+        assert not values[is_flushed].any()
+        values, expected = values[~is_flushed], expected[~is_flushed]
+    assert np.array_equal(values.view(np.uint32), expected.view(np.uint32))
+
+
+# --- the twin for stacks of experts
+
+
+@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_stacks_mark_the_expert_that_has_a_problem(name: str, param_dtype: str) -> None:
+    """Flipped bits: the same values, and the same experts wrong, as of single experts."""
+    case = forward(name, param_dtype, SIZES[1])
+    random = np.random.default_rng(len(name))
+    for tensor in case.kernel:
+        for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 6):
+            kernel = flipped(case.kernel, tensor, int(bit))
+            unpacked, stack = unlayout(case.config, kernel), stack_of(case.config, kernel)
+            bad = {int(line.split("expert ")[1].split(",")[0]) for line in unpacked.problems}
+            if unpacked.scale_dtype == PADDED_E5M0 and tensor == "weight_scale_2":
+                bad |= {int(bit) // 32}  # the second scale is no power of two any more, or another one
+            else:
+                assert_is_twin(stack, unpacked)
+            wrong = set(np.flatnonzero(stack.wrong.numpy()))
+            assert wrong == bad or (tensor == "weight_scale_2" and not wrong)
+
+
+@pytest.mark.parametrize("num_bits", range(1, 9))
+def test_fields_of_stacks_are_those_of_matrices(num_bits: int) -> None:
+    words = np.random.default_rng(num_bits).integers(0, 1 << 32, (3, 5, 2 * num_bits), np.uint32)
+    expected = field_codes(words, num_bits)
+    assert np.array_equal(unpack_fields(torch.from_numpy(words.view(np.int32)), num_bits).numpy(), expected)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_ordinary_e8m0_scales_lose_nothing_in_float16(name: str) -> None:
+    case = forward(name, "float16", tame=True)
+    unpacked = unlayout(case.config, case.kernel)
+    original, is_flushed = e8m0_exponents(unpacked)
+    assert not is_flushed.any()
+    assert np.array_equal(original, raw(case.packed["weight_scale"]))
+    assert np.array_equal(values_of(unpacked, case.schema, "float16"), case.reference())
+
+
+def test_the_second_scale_of_e8m0_is_a_power_of_two() -> None:
+    case = forward("mxfp4", "float16", tame=True)
+    scale = case.kernel["weight_scale_2"].view(np.float32) * np.float32([1.0, 1.0, 1.5])
+    kernel = {**case.kernel, "weight_scale_2": scale.view(np.uint32)}
+    with pytest.raises(VerificationError, match="weight_scale_2, expert 2"):
+        e8m0_exponents(unlayout(case.config, kernel))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.npz")))
+def test_recordings_of_a_real_gpu(name: str) -> None:
+    schema = resolve_schema(name)
+    form = kernel_form(128, 128, kind_of(schema, "bfloat16", 90))
+    with np.load(GOLDEN / f"{name}.npz") as arrays:
+        recorded = {key: arrays[key] for key in arrays.files}
+    with target_facts(Target(90)):
+        attrs = humming_schema(schema).get_tensors_attrs(128, 128, torch.bfloat16, num_experts=1)
+    packed = {
+        key: torch.from_numpy(recorded[f"packed.0.{key}"]).view(a["dtype"]).reshape(a["shape"])
+        for key, a in attrs.items()
+    }
+    kernel = {}
+    for key, tensor in form.tensors.items():
+        size = tensor.num_bytes // int(np.prod(tensor.shape, dtype=int))
+        kernel[key] = recorded[f"kernel.{key}"].view(f"u{size}").reshape(1, *tensor.shape)
+    unpacked = unlayout(form.config, kernel, form.flags)
+    assert_is_packed(unpacked, packed, schema)
+    assert_is_twin(stack_of(form.config, kernel, form.flags), unpacked)
+    with resident(torch.device("cpu")), target_facts(Target(90)):
+        expected = humming_schema(schema).dequant_tensors(packed).numpy()
+    values = values_of(unpacked, schema, "bfloat16")
+    assert np.array_equal(values.view(np.uint32), expected.view(np.uint32))
+
+
+# --- one flipped bit, one difference -----------------------------------------------------------------------
+
+
+def differing(left: module.Unpacked, right: module.Unpacked) -> dict[str, np.ndarray]:
+    names = ("codes", "weight_scale", "zero_point", "weight_scale_2", "bias")
+    pairs = {
+        name: (getattr(left, name), getattr(right, name)) for name in names if getattr(left, name) is not None
+    }
+    places = {name: np.argwhere(a != b) for name, (a, b) in pairs.items()}
+    return {name: where for name, where in places.items() if len(where)}
+
+
+@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtype: str) -> None:
+    case = forward(name, param_dtype, SIZES[1])
+    clean = unlayout(case.config, case.kernel)
+    random = np.random.default_rng(len(name))
+    is_centred = case.config["b_dtype"] in ("uint7", "uint8") and param_dtype == "bfloat16"
+    for tensor in case.kernel:
+        places = set()
+        for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 12):
+            changed = unlayout(case.config, flipped(case.kernel, tensor, int(bit)))
+            found = differing(clean, changed)
+            affected = {"weight": "codes"}.get(tensor, tensor)
+            if (
+                tensor == "zero_point"
+                and is_centred
+                and not case.schema.is_fp_zero_point
+                and "codes" in found
+            ):
+                group = case.schema.weight_scale_group_size or changed.codes.shape[2]
+                e, n, g = found["zero_point"][0]
+                codes = found.pop("codes")
+                assert {(e, n, g)} == {(a, b, c // group) for a, b, c in codes}
+            if affected in found:
+                assert list(found) == [affected]
+                assert len(found[affected]) == 1
+                places.add(tuple(found[affected][0]))
+            else:
+                assert not found
+                assert len(changed.problems) == 1 or (changed.problems and tensor == "zero_point")
+                assert all(p.startswith((tensor, "weight")) for p in changed.problems)
+        assert places or case.config["pad_shape_n"]
+
+
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "int3-g64", "int8", "int7-c", "int8-g128-zp", "fp6-e3m2", "int4-g128-fpzp"]
+)
+def test_no_two_bits_of_the_weight_make_the_same_change(name: str) -> None:
+    """With all weights zero but one bit, every bit gives another (row, column, value)."""
+    case = forward(name, "bfloat16", (256, 128))
+    words = case.kernel["weight"][:1]
+    zeroed = {key: array[:1] for key, array in case.kernel.items()}
+    num_bits = words.nbytes * 8
+    base = unlayout(case.config, zeroed | {"weight": np.zeros(words.shape, np.uint32)}).codes
+    seen = np.zeros((num_bits // 128, 3), np.int64)
+    for index, bit in enumerate(range(7, num_bits, 128)):
+        weight = np.zeros(words.shape, np.uint32)
+        weight.reshape(-1)[bit // 32] = 1 << (bit % 32)
+        codes = unlayout(case.config, zeroed | {"weight": weight}).codes
+        [(_, n, k)] = np.argwhere(codes != base)
+        seen[index] = n, k, int(codes[0, n, k]) ^ int(base[0, n, k])
+    assert len(np.unique(seen, axis=0)) == len(seen)
+
+
+# --- padding -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "nvfp4", "int8-g128-zp", "int5-c-fpzp", "fp8-block", "int3-g64", "int7-c"]
+)
+def test_values_in_the_padding_are_reported(name: str) -> None:
+    """A full matrix read under a configuration that calls its last rows and columns padding."""
+    case = forward(name, "bfloat16", (512, 1152))
+    full = unlayout(case.config, case.kernel)
+    cut = unlayout({**case.config, "pad_shape_n": 128, "pad_shape_k": 128}, case.kernel)
+    assert np.array_equal(cut.codes, full.codes[:, :384, :1024])
+    lines = [line for line in cut.problems if line.startswith("weight: padding other than 0x0: expert 2")]
+    assert len(lines) == 2
+    below = np.argwhere(full.codes[2, 384:])
+    beside = np.argwhere(full.codes[2, :384, 1024:])
+    assert f"first at [{below[0][0] + 384}, {below[0][1]}], {len(below)} in all" in lines[0]
+    assert f"first at [{beside[0][0]}, {beside[0][1] + 1024}], {len(beside)} in all" in lines[1]
+    reported = {line.split(":")[0] for line in cut.problems}
+    assert reported == set(case.kernel) - {"weight_scale_2"}
+
+
+def test_unused_bits_are_reported() -> None:
+    case = forward("int3-zp", "bfloat16")
+    zero = case.kernel["zero_point"].copy()
+    zero[1, 0, 0] |= 1 << 3
+    changed = unlayout(case.config, {**case.kernel, "zero_point": zero})
+    assert changed.problems == ("zero_point: bits set above 3: expert 1, first at [0, 0], 1 in all",)
+    assert not differing(unlayout(case.config, case.kernel), changed)
+    case = forward("mxfp4", "float16")
+    scale = case.kernel["weight_scale"].copy()
+    scale[2, 1, 1] ^= 4  # stored row 1 is row 8
+    changed = unlayout(case.config, {**case.kernel, "weight_scale": scale})
+    assert changed.problems[0].startswith(
+        "weight_scale: not a float16 exponent over three zero bits: expert 2, first at [8, 1]"
+    )
+
+
+# --- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "message"),
+    [
+        ({"a_dtype": "float32"}, {}, "activations in float32 cannot be read back"),
+        ({"a_dtype": "int8"}, {}, "sm90 for int8 is not known without its layout flags"),
+        ({"use_int_weight_scale": True}, {}, "use_int_weight_scale cannot be read back"),
+        ({}, {"use_int_weight_scale": True}, "use_int_weight_scale cannot be read back"),
+        ({"sm_version": 100}, {}, "sm100 for bfloat16 is not known without its layout flags"),
+        ({"sm_version": 100}, {"use_native_dequant": False}, "is not known without its layout flags"),
+    ],
+)
+def test_layouts_that_are_not_known_are_refused(
+    words: dict[str, Any], flags: dict[str, Any], message: str
+) -> None:
+    case = forward("mxfp4", "bfloat16")
+    with pytest.raises(RequestError, match=message):
+        unlayout({**case.config, **words}, case.kernel, flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"shape_k": 1152}, r"weight\n.*\[3, 72, 1024\]\n.*\[3, 80, 1024\]"),
+        ({"b_dtype": "uint8"}, r"weight\n.*\[3, 80, 2048\]"),
+        ({"weight_scale_group_size": 64}, r"weight_scale\n.*\[3, 20, 512\]\n.*\[3, 40, 512\]"),
+        ({"bs_dtype": "bfloat16"}, r"weight_scale\n.*uint16"),
+        ({"has_zero_point": True, "b_dtype": "uint4"}, r"zero_point\n.*present\n.*absent"),
+        ({"has_bias": False}, r"bias\n.*absent\n.*present"),
+        ({"b_dtype": "float4e2m2"}, "b_dtype float4e2m2"),
+        ({"weight_scale_type": "rows"}, "weight_scale_type group, channel"),
+        ({"pad_shape_n": 512}, "0 < shape"),
+        ({"weight_scale_group_size": 48}, "groups that divide K"),
+        ({"shape_n": None}, "LayerConfig"),
+    ],
+)
+def test_contradictions_are_named(words: dict[str, Any], message: str) -> None:
+    case = forward("mxfp4", "bfloat16", (320, 1184 + 96))
+    with pytest.raises(VerificationError, match=message):
+        unlayout({**case.config, **words}, case.kernel)
+
+
+def test_tensors_of_different_expert_counts_are_refused() -> None:
+    case = forward("int4", "bfloat16")
+    with pytest.raises(VerificationError, match=r"weight_scale\n.*\[3, "):
+        unlayout(case.config, {**case.kernel, "weight_scale": case.kernel["weight_scale"][:2]})
+    one = {name: tensor[1:2] for name, tensor in case.kernel.items()}
+    assert np.array_equal(unlayout(case.config, one).codes, unlayout(case.config, case.kernel).codes[1:2])
+    with pytest.raises(VerificationError, match="weight"):
+        unlayout(case.config, {name: tensor[0] for name, tensor in case.kernel.items()})
+
+
+# --- values, and where they come from ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+        (torch.float8_e8m0fnu, "F8_E8M0"),
+        (torch.bfloat16, "BF16"),
+        (torch.float16, "F16"),
+    ],
+)
+def test_scale_values_are_torchs(dtype: torch.dtype, name: str) -> None:
+    size = torch.empty(0, dtype=dtype).element_size()
+    patterns = np.arange(256**size, dtype=f"u{size}")
+    expected = (
+        torch.from_numpy(patterns.view(f"i{size}" if size > 1 else "u1").copy()).view(dtype).float().numpy()
+    )
+    assert np.array_equal(to_float32(patterns, name), expected, equal_nan=True)
+
+
+def test_e5m3_values_are_hummings() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    with resident(torch.device("cpu")):
+        expected = humming().weight.decode_e5m3_scale(codes).numpy()
+    assert np.array_equal(to_float32(codes.numpy(), "U8"), expected)
+
+
+def test_shares_nothing_with_the_forward_path() -> None:
+    for path in Path(module.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            )
+            assert not any("humming" in name or "backends" in name for name in names), path
+    script = (
+        "import sys, numpy as np; from hqconv.layout_decoder.read import unlayout\n"
+        "config = dict(sm_version=90, shape_n=64, shape_k=32, pad_shape_n=0, pad_shape_k=0, b_dtype='uint8',"
+        " a_dtype='bfloat16', c_dtype='bfloat16', bs_dtype=None, weight_scale_group_size=0,"
+        " weight_scale_group_size_n=0, weight_scale_type='channel', weight_scale_2_type='none',"
+        " has_zero_point=False, is_fp_zero_point=False, has_bias=False)\n"
+        "one = unlayout(config, dict(weight=np.zeros((1, 2, 256), np.uint32),"
+        " weight_scale=np.full((1, 1, 64), 0x3F80, np.uint16)))\n"
+        "assert (one.codes == 128).all()\n"
+        "assert not {'torch', 'humming'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

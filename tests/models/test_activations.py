@@ -1,0 +1,217 @@
+"""What configs say of every layer's activation: names, limits, alphas and betas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hqconv.errors import InputError, RequestError
+from hqconv.models.expert_map import map_experts
+from hqconv.models.families import BY_MODEL_TYPE, Config
+from hqconv.schemas.activation import SWIGLUOAI, Activation
+from hqconv.schemas.tensors import TensorRef
+
+E, H, INTER, NUM_LAYERS = 2, 32, 64, 3
+SILU = Activation("silu")
+NO_LIMIT = Activation("swigluoai", None, 1.702, 1.0)
+
+
+def clamp(limit: float) -> Activation:
+    return Activation("silu_clamp", limit)
+
+
+def bound(limit: float) -> Activation:
+    return Activation("silu_bound", limit)
+
+
+def oai(limit: float = 7.0, alpha: float = 1.702, beta: float = 1.0) -> Activation:
+    return Activation("swigluoai", limit, alpha, beta)
+
+
+def mapped(row: str, config: Config) -> list[Activation]:
+    """The activations of three layers with the names of a model type's family, per expert, and this config."""
+    family = BY_MODEL_TYPE[row]
+    shapes = {"w1": (INTER, H), "w3": (INTER, H), "w2": (H, INTER)}
+    names = [
+        (f"{family.blocks[0].format(layer=layer)}.{e}.{name}.weight", shapes[role])
+        for layer in range(NUM_LAYERS)
+        for e in range(E)
+        for role, name in family.projections.items()
+    ]
+    tensors = {
+        name: TensorRef(name, "BF16", shape, 0, 2 * H * INTER * i, 2 * H * INTER)
+        for i, (name, shape) in enumerate(names)
+    }
+    keys = (family.num_layers_keys, family.num_experts_keys, family.top_k_keys)
+    keys += (family.hidden_size_keys, family.intermediate_size_keys)
+    sizes = dict(zip((key[0] for key in keys), (NUM_LAYERS, E, 1, H, INTER), strict=True))
+    return [block.activation for block in map_experts(tensors, {**sizes, **config}).blocks]
+
+
+def three(activation: Activation) -> list[Activation]:
+    return [activation] * 3
+
+
+LIMITS: dict[Any, list[Activation]] = {
+    (7,): three(clamp(7.0)),
+    (1.5,): three(clamp(1.5)),
+    (0,): three(SILU),
+    (None,): three(SILU),
+    (): three(clamp(10.0)),  # the model's class says so
+    ((0, None, 2.5),): [SILU, SILU, clamp(2.5)],
+    ((4.0, 7),): [clamp(4.0), clamp(7.0), SILU],  # which vLLM takes so
+    ((),): three(SILU),
+}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "glm5_next", "hy_v4"])
+@pytest.mark.parametrize("given", LIMITS, ids=str)
+def test_a_limit_is_one_number_or_one_of_each_layer(model_type: str, given: tuple[Any, ...]) -> None:
+    values = [list(value) if isinstance(value, tuple) else value for value in given]
+    config = {"model_type": model_type, "hidden_act": "silu"} | dict(
+        zip(["swiglu_limit"], values, strict=False)
+    )
+    assert mapped(model_type, config) == LIMITS[given]
+
+
+BY_LAYER: dict[str, tuple[str, Any]] = {
+    "exaone_moe": ("swiglu_limits", clamp),
+    "bailing_hybrid": ("expert_swiglu_limit_list", clamp),
+    "bailing_moe_v3": ("expert_swiglu_limit_list", clamp),
+    "step3p5": ("swiglu_limits", bound),
+    "step3p7": ("swiglu_limits", bound),
+}
+
+
+@pytest.mark.parametrize("model_type", BY_LAYER)
+def test_lists_of_limits(model_type: str) -> None:
+    """The shared experts' own list says nothing of these."""
+    key, kind = BY_LAYER[model_type]
+    config = {"model_type": model_type, "hidden_act": "silu", key: [0.0, 7.0, 16.0]}
+    shared = {"swiglu_limits_shared": [1.0] * 3, "share_expert_swiglu_limit_list": [1.0] * 3}
+    assert mapped(model_type, config | shared) == [SILU, kind(7.0), kind(16.0)]
+    assert mapped(model_type, {**config, key: None}) == three(SILU)
+    assert mapped(model_type, {"model_type": model_type, "hidden_act": "silu"}) == three(SILU)
+
+
+def test_a_model_type_inside_has_its_own_keys() -> None:
+    text = {"model_type": "bailing_moe_v3", "hidden_act": "silu", "expert_swiglu_limit_list": [0, 7, 0]}
+    config = {"model_type": "unheard_of", "text_config": text}
+    assert mapped("bailing_moe_v3", config) == [SILU, clamp(7.0), SILU]
+
+
+OAI: dict[str, tuple[str, dict[str, Any], Activation]] = {
+    "gpt_oss": ("gpt_oss", {}, SWIGLUOAI),
+    "gpt_oss limit": ("gpt_oss", {"swiglu_limit": 20.0}, oai(20.0)),
+    "gpt_oss alpha": ("gpt_oss", {"swiglu_alpha": 1.5}, oai(alpha=1.5)),
+    "gpt_oss no limit": ("gpt_oss", {"swiglu_limit": 0}, NO_LIMIT),
+    "gpt_oss null": ("gpt_oss", {"swiglu_limit": None}, NO_LIMIT),
+    "gpt_oss with a beta": ("gpt_oss", {"swiglu_beta": 0.5}, Activation("swigluoai+swiglu_beta")),
+    "privacy filter": ("openai_privacy_filter", {"swiglu_limit": 5, "swiglu_alpha": 1}, oai(5.0, 1.0)),
+    "minimax_m3": ("minimax_m3_vl_text", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, SWIGLUOAI),
+    "minimax_m3 other": (
+        "minimax_m3_vl_text",
+        {"swiglu_alpha": 1.0, "swiglu_limit": 20.0, "swiglu_beta": 0.0},
+        oai(20.0, 1.0, 0.0),
+    ),
+    "minimax_m3 alpha 0": ("minimax_m3_vl_text", {"swiglu_alpha": 0}, oai(alpha=0.0)),
+}
+
+
+@pytest.mark.parametrize("case", OAI)
+def test_swigluoai_has_three_numbers(case: str) -> None:
+    model_type, words, expected = OAI[case]
+    found = mapped(model_type, {"model_type": model_type, "hidden_act": "silu", **words})
+    assert found == three(expected)
+    assert expected.is_known(gated=True) == ("no" not in case and "null" not in case and "with" not in case)
+
+
+SITU: dict[str, tuple[dict[str, Any], Activation]] = {
+    "both": (
+        {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
+        Activation("situ", beta=4.0, linear_beta=25.0),
+    ),
+    "one": ({"activation_situ_beta": 4}, Activation("situ", beta=4.0)),
+    "null": (
+        {"activation_situ_beta": 4.0, "activation_situ_linear_beta": None},
+        Activation("situ", beta=4.0),
+    ),
+    "none": ({}, Activation("situ")),
+}
+
+
+@pytest.mark.parametrize("case", SITU)
+def test_situ_has_two_betas(case: str) -> None:
+    words, expected = SITU[case]
+    config = {"model_type": "kimi_linear", "hidden_act": "situ", **words}
+    assert mapped("kimi_linear", config) == three(expected)
+    assert expected.is_known(gated=True) == (case != "none")
+    assert mapped("kimi_linear", {**config, "hidden_act": "silu"}) == three(SILU)  # as in vLLM's class
+
+
+UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a key that the code is not known to read": ("qwen3_moe", {"swiglu_limit": 7}, "silu+swiglu_limit"),
+    "another family's": ("deepseek_v4", {"swiglu_limit": 0, "swiglu_alpha": 2.0}, "silu+swiglu_alpha"),
+    "of another activation": (
+        "deepseek_v4",
+        {"swiglu_limit": 7, "hidden_act": "gelu"},
+        "gelu+swiglu_limit",
+    ),
+    "betas in another family": (
+        "qwen3_moe",
+        {"hidden_act": "situ", "activation_situ_beta": 4.0},
+        "situ",
+    ),
+    "a name": ("qwen3_moe", {"hidden_act": "mish"}, "mish"),
+    "two": ("olmoe", {"swiglu_limit": 7, "swiglu_alpha": 1}, "silu+swiglu_limit+swiglu_alpha"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_is_not_understood_has_a_name_and_nothing_else(case: str) -> None:
+    """Weights do not depend on it; a name that nobody knows is computed and served by nobody."""
+    model_type, words, name = UNKNOWN[case]
+    (found,) = set(mapped(model_type, {"model_type": model_type, "hidden_act": "silu", **words}))
+    assert found == Activation(name)
+    assert not found.is_known(gated=True)
+
+
+def test_only_layers_that_have_the_number_are_not_understood() -> None:
+    config = {"model_type": "qwen3_moe", "hidden_act": "silu", "swiglu_limits": [0.0, 7.0, None]}
+    assert mapped("qwen3_moe", config) == [SILU, Activation("silu+swiglu_limits"), SILU]
+
+
+def test_an_unknown_model_type_goes_by_no_other_familys_numbers() -> None:
+    """The closest row is deepseek_v4's, for its names."""
+    config = {"model_type": "brand_new", "hidden_act": "silu"}
+    assert mapped("deepseek_v4", config) == three(SILU)
+    assert mapped("deepseek_v4", config | {"swiglu_limit": 7}) == three(Activation("silu+swiglu_limit"))
+    del config["hidden_act"]
+    with pytest.raises(RequestError, match="activation is not known"):
+        mapped("deepseek_v4", config)
+
+
+@pytest.mark.parametrize(
+    "value", [-1, True, "7", [7, "x", 7], float("inf"), float("nan"), {"a": 1}, [[7]]], ids=str
+)
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [
+        ("deepseek_v4", "swiglu_limit"),
+        ("step3p7", "swiglu_limits"),
+        ("gpt_oss", "swiglu_limit"),
+        ("kimi_linear", "activation_situ_beta"),
+    ],
+)
+def test_a_number_that_is_none_is_refused(model_type: str, key: str, value: object) -> None:
+    act = "situ" if model_type == "kimi_linear" else "silu"
+    with pytest.raises(InputError, match=rf"not usable\.\n.*{key}(.|\n)*a positive number"):
+        mapped(model_type, {"model_type": model_type, "hidden_act": act, key: value})
+
+
+def test_an_alpha_may_be_any_number() -> None:
+    with pytest.raises(InputError, match=r"swiglu_alpha(.|\n)*a finite number"):
+        mapped("gpt_oss", {"model_type": "gpt_oss", "swiglu_alpha": float("nan")})
+    found = mapped("gpt_oss", {"model_type": "gpt_oss", "swiglu_alpha": -0.5})
+    assert found == three(oai(alpha=-0.5))

@@ -1,0 +1,642 @@
+"""Mapping names to experts: every row on synthetic checkpoints, every refusal, exact accounting."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.formats.source_format import PLAIN
+from hqconv.models.expert_map import ExpertMap, map_experts
+from hqconv.models.families import BY_MODEL_TYPE, FAMILIES, UNSUPPORTED, Family
+from hqconv.models.moe_layer import ExpertBlock, PartSource, View
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.tensors import TensorRef
+
+H, INTER, E, TOP_K, NUM_LAYERS = 64, 48, 3, 2, 12
+SINGLE, STACKED = "single", "stacked"  # experts with tensors of their own, or all in one
+FORMS = [(family, SINGLE) for family in FAMILIES]
+FORMS += [(family, STACKED) for family in FAMILIES if family.stacks]
+FORM_IDS = [f"{family.name}-{form}" for family, form in FORMS]
+MODEL_TYPES = [(t, family, form) for family, form in FORMS for t in family.model_types]
+
+
+Tensors = dict[str, TensorRef]
+
+
+def put(tensors: Tensors, name: str, *shape: int, dtype: str = "BF16") -> None:
+    """A tensor in small shards, which cut through experts; each at its own place of its file."""
+    num_bytes = math.prod(shape) * num_bits(dtype) // 8
+    last = next(reversed(tensors.values()), None)
+    place = last.offset_bytes + last.num_bytes if last else 0
+    tensors[name] = TensorRef(name, dtype, shape, len(tensors) // 7, place, num_bytes)
+
+
+def put_block(
+    tensors: Tensors, family: Family, block: str, num_experts: int = E, dtype: str = "BF16"
+) -> None:
+    for e in range(num_experts):
+        for role, name in family.projections.items():
+            shape = (H, INTER) if role == "w2" else (INTER, H)
+            put(tensors, f"{block}.{e}.{name}.weight", *shape, dtype=dtype)
+
+
+def put_stacks(
+    tensors: Tensors, family: Family, block: str, num_experts: int = E, dtype: str = "BF16"
+) -> None:
+    """The fused form; a stack that may lie either way is [E, out, in]."""
+    for stack in family.stacks:
+        rows, columns = (H, INTER) if "w2" in stack.roles else (len(stack.roles) * INTER, H)
+        shape = (columns, rows) if stack.transposed else (rows, columns)
+        dealt = (num_experts * shape[0], shape[1]) if stack.flat else (num_experts, *shape)
+        put(tensors, f"{block}.{stack.name}", *dealt, dtype=dtype)
+
+
+PUT = {SINGLE: put_block, STACKED: put_stacks}
+
+
+# Whose code has a limit where the config says none.
+CLAMPED = {"deepseek_v4": "silu_clamp10", "glm5_next": "silu_clamp10"}
+
+
+def config_of(family: Family, model_type: str) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        family.num_layers_keys[0]: NUM_LAYERS,
+        family.num_experts_keys[0]: E,
+        family.top_k_keys[0]: TOP_K,
+        family.hidden_size_keys[0]: H,
+        family.intermediate_size_keys[0]: INTER,
+        family.activation_keys[0]: family.activation,
+    }
+
+
+def neighbours(family: Family) -> str:
+    """The template of the module that the experts' own lies in; where they have none, of a dense layer's."""
+    before, experts, _ = family.blocks[0].rpartition(".experts")
+    return before if experts else family.blocks[0].rpartition(".")[0] + ".mlp"
+
+
+def checkpoint(
+    family: Family, model_type: str, form: str = SINGLE, layers: tuple[int, ...] = (2, 10)
+) -> tuple[Tensors, dict[str, Any]]:
+    """A dense first layer under the MoE module's own name, routers, shared experts, an MTP layer."""
+    tensors: Tensors = {}
+    put(tensors, "model.embed_tokens.weight", 100, H)
+    module = neighbours(family)
+    for name in ("gate_proj", "up_proj", "w1", "w3"):
+        put(tensors, f"{module.format(layer=0)}.{name}.weight", 4 * INTER, H)
+    put(tensors, f"{module.format(layer=0)}.down_proj.weight", H, 4 * INTER)
+    for layer in (*layers, NUM_LAYERS):
+        mlp = module.format(layer=layer)
+        put(tensors, f"{mlp}.gate.weight", E, H)
+        put(tensors, f"{mlp}.gate.e_score_correction_bias", E, dtype="F32")
+        put(tensors, f"{mlp}.expert_bias", E, dtype="F32")
+        PUT[form](tensors, family, family.blocks[0].format(layer=layer))
+        put(tensors, f"{mlp}.shared_experts.up_proj.weight", INTER, H)
+        put(tensors, f"{mlp}.shared_expert_gate.weight", 1, H)
+        put(tensors, f"model.layers.{layer}.linear_attn.conv1d.weight", H, 1, 4)
+    put(tensors, "lm_head.weight", 100, H)
+    return tensors, config_of(family, model_type)
+
+
+def assert_partition(found: ExpertMap, tensors: Tensors) -> None:
+    assert sorted([*found.converted, *found.copied, *found.dropped]) == sorted(tensors)
+    held = {
+        (ref.name, block.name)
+        for block in found.blocks
+        for roles in block.sources
+        for parts in roles.values()
+        for ref in parts.values()
+    }
+    assert held == set(found.converted.items())
+    for block in found.blocks:
+        assert len(block.sources) == block.num_experts
+        places = [ref for expert in range(block.num_experts) for ref in block.refs(expert)]
+        spans = {(ref.file, ref.name, ref.offset_bytes, ref.num_bytes) for ref in places}
+        whole = {(ref.file, ref.name) for ref in places}
+        assert len(spans) == len(places)  # no expert shares another one's bytes
+        assert sum(num_bytes for *_, num_bytes in spans) == sum(tensors[name].num_bytes for _, name in whole)
+
+
+QWEN = BY_MODEL_TYPE["qwen3_moe"]
+BLOCK = "model.layers.2.mlp.experts"
+
+
+def qwen() -> tuple[Tensors, dict[str, Any]]:
+    return checkpoint(QWEN, "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family", "form"), MODEL_TYPES, ids=[f"{t}-{f}" for t, _, f in MODEL_TYPES]
+)
+def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) -> None:
+    tensors, config = checkpoint(family, model_type, form)
+    found = map_experts(tensors, config)
+    assert_partition(found, tensors)
+    assert found.family == family.name
+    assert [block.layer for block in found.blocks] == [2, 10, NUM_LAYERS]
+    for block in found.blocks:
+        assert block.name == family.blocks[0].format(layer=block.layer)
+        assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
+        assert (block.top_k, block.dtype) == (TOP_K, "BF16")
+        assert block.activation.label == CLAMPED.get(family.name, family.activation)
+        assert (block.format, block.has_bias) == (PLAIN, False)
+        assert block.gated == family.gated == ("w1" in block.sources[0])
+        _check_sources(block, family, form)
+    assert len({ref.file for ref in tensors.values()}) > (3 if form == SINGLE else 1)
+    assert not found.dropped
+    assert not [
+        name
+        for name in found.copied
+        if ".experts." in name or (len(tensors[name].shape) == 3 and "moe" in name)
+    ]
+
+
+def _check_sources(block: ExpertBlock, family: Family, form: str) -> None:
+    """Every projection of every expert is found under its own name, or in its own stack, with its own shape."""
+    for e, roles in enumerate(block.sources):
+        assert set(roles) == set(family.projections) == set(block.roles)
+        for role, name in family.projections.items():
+            part = block.parts[role]["weight"]
+            assert part.logical_shape(E) == block.shape(role)
+            if form == SINGLE:
+                assert roles[role]["weight"].name == f"{block.name}.{e}.{name}.weight"
+                continue
+            (stack,) = (stack for stack in family.stacks if role in stack.roles)
+            assert roles[role]["weight"].name == part.template == f"{block.name}.{stack.name}"
+            assert part.view.index == stack.roles.index(role)
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS, ids=FORM_IDS)
+def test_every_template_is_mapped(family: Family, form: str) -> None:
+    for template in family.blocks:
+        tensors: Tensors = {}
+        PUT[form](tensors, family, template.format(layer=1))
+        found = map_experts(tensors, config_of(family, family.model_types[0]))
+        assert_partition(found, tensors)
+        assert found.blocks[0].name == template.format(layer=1)
+        assert found.blocks[0].layer == (1 + NUM_LAYERS if "mtp." in template else 1)
+
+
+def test_layers_are_in_number_order_and_mtp_last() -> None:
+    tensors: Tensors = {}
+    for block in ("mtp.layers.0.mlp", "model.layers.10.mlp", "model.layers.9.mlp"):
+        put_block(tensors, QWEN, f"{block}.experts")
+    found = map_experts(tensors, config_of(QWEN, "qwen3_next"))
+    assert [(b.layer, b.name.split(".mlp")[0]) for b in found.blocks] == [
+        (9, "model.layers.9"),
+        (10, "model.layers.10"),
+        (12, "mtp.layers.0"),
+    ]
+
+
+def test_text_config_is_used() -> None:
+    tensors: Tensors = {}
+    family = BY_MODEL_TYPE["deepseek_v3"]
+    put_block(tensors, family, "language_model.model.layers.1.mlp.experts")
+    put(tensors, "vision_tower.patch_embed.weight", 8, 3, 2, 2)
+    nested = {"model_type": "some_wrapper", "text_config": config_of(family, "deepseek_v3")}
+    found = map_experts(tensors, nested)
+    assert found.chosen_because.startswith("model_type deepseek_v3")
+    assert found.blocks[0].top_k == TOP_K
+    assert found.copied == ("vision_tower.patch_embed.weight",)
+
+
+@pytest.mark.parametrize("odd", [[], {}, 7, None])
+def test_architectures_that_are_no_names_are_passed_over(odd: object) -> None:
+    tensors, config = checkpoint(BY_MODEL_TYPE["longcat_flash"], "longcat_flash")
+    del config["model_type"]
+    found = map_experts(tensors, config | {"architectures": [odd, "LongcatFlashForCausalLM"]})
+    assert found.chosen_because.startswith("architecture LongcatFlashForCausalLM;")
+
+
+def test_lists_hold_one_value_per_layer() -> None:
+    family = BY_MODEL_TYPE["hunyuan_v1_moe"]
+    tensors, config = checkpoint(family, "hunyuan_v1_moe")
+    config |= {
+        "num_experts": [E] * NUM_LAYERS,
+        "moe_topk": [1, 1, 1] + [2] * 9,
+        "moe_intermediate_size": [INTER] * 12,
+    }
+    assert [block.top_k for block in map_experts(tensors, config).blocks] == [1, 2, 2]
+
+
+def test_nemotron_latent_size_is_what_the_experts_see() -> None:
+    tensors, config = checkpoint(BY_MODEL_TYPE["nemotron_h"], "nemotron_h")
+    assert map_experts(tensors, config | {"hidden_size": 4 * H}).blocks[0].hidden_size == H
+    config |= {"moe_latent_size": None, "hidden_size": H}
+    assert map_experts(tensors, config).blocks[0].hidden_size == H
+
+
+def test_zero_experts_are_dropped_with_a_reason() -> None:
+    tensors, config = checkpoint(BY_MODEL_TYPE["longcat_flash"], "longcat_flash")
+    config["zero_expert_num"] = 2
+    block = "model.layers.2.mlp.experts"
+    put(tensors, f"{block}.{E}.gate_proj.weight", INTER, H)
+    found = map_experts(tensors, config)
+    assert_partition(found, tensors)
+    assert "zero-expert" in found.dropped[f"{block}.{E}.gate_proj.weight"]
+    put(tensors, f"{block}.{E}.down_proj.weight", H, INTER)  # a whole expert is none of them
+    with pytest.raises(InputError, match="too many experts"):
+        map_experts(tensors, config)
+
+
+def test_activation_comes_from_the_config_or_the_familys_own_row() -> None:
+    tensors, config = qwen()
+    assert map_experts(tensors, config | {"hidden_act": "gelu"}).blocks[0].activation == Activation("gelu")
+    del config["hidden_act"]
+    assert "family's own" in map_experts(tensors, config).chosen_because
+    with pytest.raises(RequestError, match="activation is not known"):
+        map_experts(tensors, config | {"model_type": "new_moe"})
+
+
+# Not `block_sparse_moe.0.w1`: a name without experts in it is understood by its own model_type only.
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if ".experts" in f.blocks[0]], ids=lambda family: family.name
+)
+def test_unknown_model_type_gets_the_closest_row(family: Family) -> None:
+    tensors, config = checkpoint(family, "brand_new")
+    found = map_experts(tensors, config)
+    own = map_experts(tensors, config | {"model_type": family.model_types[0]})
+    assert_partition(found, tensors)
+    assert found.chosen_because.startswith(f"closest row {found.family} for unknown model_type brand_new")
+    for block, right in zip(found.blocks, own.blocks, strict=True):
+        assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
+        assert (block.top_k, block.gated, block.parts) == (TOP_K, family.gated, right.parts)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.stacks], ids=lambda family: family.name)
+def test_stacks_of_an_unknown_model_type_are_refused(family: Family) -> None:
+    """Their order and alternation is nowhere written."""
+    tensors, config = checkpoint(family, "brand_new", STACKED)
+    with pytest.raises(RequestError, match="gate and up cannot be told apart") as caught:
+        map_experts(tensors, config)
+    assert family.blocks[0].format(layer=2) in caught.value.where
+    assert "brand_new" in caught.value.found
+
+
+def test_unknown_names_are_listed() -> None:
+    tensors, config = qwen()
+    for e in range(8):
+        put(tensors, f"model.layers.3.ffn.experts.{e}.wide.weight", INTER, H)
+    with pytest.raises(
+        RequestError, match=r"(?s)ffn\.experts\.0\.wide.*8 in all.*unknown model_type new"
+    ) as caught:
+        map_experts(tensors, config | {"model_type": "new"})
+    assert "ffn.experts.5" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", UNSUPPORTED)
+def test_unsupported_models_are_refused_with_the_reason(model_type: str) -> None:
+    tensors, config = qwen()
+    for words in (config | {"model_type": model_type}, {"text_config": config | {"model_type": model_type}}):
+        with pytest.raises(RequestError, match="cannot be converted") as caught:
+            map_experts(tensors, words)
+        assert caught.value.found == f"{model_type}: {UNSUPPORTED[model_type]}"
+        with pytest.raises(RequestError, match="nothing to convert"):
+            map_experts({}, words)
+
+
+def test_a_fused_familys_per_expert_checkpoint_is_mapped() -> None:
+    for put_form in PUT.values():
+        tensors: Tensors = {}
+        put_form(tensors, QWEN, "model.language_model.layers.0.mlp.experts")
+        nested = {"model_type": "qwen3_5_moe", "text_config": config_of(QWEN, "qwen3_5_moe_text")}
+        found = map_experts(tensors, nested)
+        assert found.chosen_because.startswith("model_type qwen3_5_moe;")
+        assert_partition(found, tensors)
+
+
+def test_dense_model_is_refused() -> None:
+    tensors: Tensors = {}
+    put(tensors, "model.layers.0.mlp.up_proj.weight", INTER, H)
+    for model_type in ("llama", "qwen3_moe"):
+        with pytest.raises(RequestError, match="nothing to convert"):
+            map_experts(tensors, {"model_type": model_type})
+    with pytest.raises(RequestError, match="nothing to convert"):
+        map_experts({}, {})
+
+
+def _delete(name: str) -> Callable[[Tensors, dict[str, Any]], None]:
+    return lambda tensors, config: tensors.pop(name) and None
+
+
+def _put(name: str, *shape: int, dtype: str = "BF16") -> Callable[[Tensors, dict[str, Any]], None]:
+    return lambda tensors, config: put(tensors, name, *shape, dtype=dtype)
+
+
+def _delete_expert(e: int) -> Callable[[Tensors, dict[str, Any]], None]:
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{BLOCK}.{e}.")]:
+            del tensors[name]
+
+    return change
+
+
+def _config(**values: object) -> Callable[[Tensors, dict[str, Any]], None]:
+    return lambda tensors, config: config.update(values)
+
+
+def _all(part: str, *shape: int, dtype: str) -> Callable[[Tensors, dict[str, Any]], None]:
+    """The same part of every projection of every block; without a shape, that of the weight."""
+
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        for ref in [ref for name, ref in tensors.items() if ".experts." in name]:
+            put(tensors, ref.name.replace("weight", part), *(shape or ref.shape), dtype=dtype)
+
+    return change
+
+
+W = f"{BLOCK}.1.up_proj.weight"
+_NOT_DECLARED = r"declares no quantization.*\n.*"
+Change = Callable[[Tensors, dict[str, Any]], None]
+REFUSALS: dict[str, tuple[Change, type[HqconvError], str]] = {
+    "gap": (_delete_expert(1), InputError, r"experts\.1\n.*experts 0\.\.2.*\n.*first missing is 1"),
+    "tail missing": (_delete_expert(2), InputError, r"experts 0\.\.2 \(num_experts in config"),
+    "too many": (_config(num_experts=2), InputError, r"too many experts"),
+    "no projection": (_delete(W), InputError, r"lacks a projection\.\n.*experts\.1\.up_proj\.weight"),
+    "transposed": (
+        _put(W, H, INTER),
+        InputError,
+        r"unexpected shape\.\n.*1\.up_proj.*\n.*\[48, 64\].*\n.*\[64, 48\]",
+    ),
+    "one larger": (_put(W, INTER + 1, H), InputError, "unexpected shape"),
+    "3-D expert": (
+        _put(f"{BLOCK}.0.down_proj.weight", 1, H, INTER),
+        InputError,
+        r"wrong shape\.\n.*0\.down_proj.*\n.*\[64, 48\]\n.*\[1, 64, 48\]",
+    ),
+    "hidden size": (_config(hidden_size=65), InputError, r"0\.gate_proj(?s:.*)hidden_size 65"),
+    "intermediate size": (
+        _config(moe_intermediate_size=47),
+        InputError,
+        r"0\.gate_proj(?s:.*)moe_intermediate_size 47",
+    ),
+    "mixed dtypes": (_put(W, INTER, H, dtype="F16"), InputError, "mixes dtypes"),
+    "extra tensor": (
+        _put(f"{BLOCK}.1.foo.weight", INTER, H),
+        InputError,
+        r"not understood\.\n.*1\.foo\.weight",
+    ),
+    "unknown part": (_put(f"{W}_foo", 1), InputError, r"not understood\.\n.*1\.up_proj\.weight_foo"),
+    "bias": (_put(f"{BLOCK}.1.up_proj.bias", INTER), InputError, r"1\.up_proj\.bias"),
+    "padded index": (_put(f"{BLOCK}.01.up_proj.weight", INTER, H), InputError, r"experts\.01\.up_proj"),
+    "absurd index": (_put(f"{BLOCK}.{'9' * 5000}.up_proj.weight", INTER, H), InputError, "not understood"),
+    "large index": (_put(f"{BLOCK}.99999999.up_proj.weight", INTER, H), InputError, "too many experts"),
+    "other prefix": (_put(f"x.{W}", INTER, H), InputError, rf"x\.{BLOCK}"),
+    "half fused": (
+        _put("model.layers.4.mlp.experts.gate_up_proj", E, 2 * INTER, H),
+        InputError,
+        r"lacks a stack.*\n.*layers\.4\.mlp\.experts\.down_proj",
+    ),
+    "single and fused": (
+        _put(f"{BLOCK}.gate_up_proj", E, 2 * INTER, H),
+        InputError,
+        rf"twice\.\n.*{BLOCK}\.0\.gate_proj\.weight\n.*\n.*{BLOCK}\.gate_up_proj",
+    ),
+    "3-D moe": (
+        _put("model.layers.4.moe.up_proj.weight", E, INTER, H),
+        InputError,
+        r"not understood\.\n.*4\.moe\.up_proj\.weight",
+    ),
+    "one fp8": (
+        _put(W, INTER, H, dtype="F8_E4M3"),
+        InputError,
+        r"mixes dtypes\.\n.*1\.up_proj.*\n.*\n.*F8_E4M3",
+    ),
+    "one fp8 scale": (
+        _put(f"{W}_scale_inv", 1, 1, dtype="F32"),
+        InputError,
+        r"a tensor too many\.\n.*1\.up_proj\.weight_scale_inv",
+    ),
+    "one packed": (
+        _put(f"{W}_packed", INTER, 8, dtype="I32"),
+        InputError,
+        r"a tensor too many\.\n.*1\.up_proj\.weight_packed",
+    ),
+    "fp8": (
+        _all("weight", dtype="F8_E4M3"),
+        InputError,
+        _NOT_DECLARED + r"0\.gate_proj\.weight\n(?s:.*)F8_E4M3",
+    ),
+    "fp8 scale": (
+        _all("weight_scale_inv", 1, 1, dtype="F32"),
+        InputError,
+        _NOT_DECLARED + r"0\.gate_proj\.weight_scale_inv\n",
+    ),
+    "packed": (
+        _all("weight_packed", INTER, 8, dtype="I32"),
+        InputError,
+        _NOT_DECLARED + r"0\.gate_proj\.weight_packed",
+    ),
+    "gptq": (_all("qweight", 8, INTER, dtype="I32"), InputError, _NOT_DECLARED + r"0\.gate_proj\.qweight"),
+    "no top_k": (_config(num_experts_per_tok=None), InputError, "experts per token"),
+    "bad top_k": (_config(num_experts_per_tok="2"), InputError, r"not usable\.\n.*num_experts_per_tok"),
+    "bool size": (_config(hidden_size=True), InputError, r"not usable\.\n.*hidden_size"),
+}
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_refusals(change: Callable[..., None], kind: type[HqconvError], message: str) -> None:
+    tensors, config = qwen()
+    change(tensors, config)
+    with pytest.raises(kind, match=message) as caught:
+        map_experts(tensors, config)
+    error = caught.value
+    assert error.where
+    assert error.expected
+    assert error.found
+    assert error.remedy
+
+
+def test_without_config_values_the_shapes_decide() -> None:
+    tensors, _ = qwen()
+    found = map_experts(tensors, {"model_type": "qwen3_moe", "num_experts_per_tok": 1})
+    block = found.blocks[0]
+    assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
+    put(tensors, W, INTER, H + 1)
+    with pytest.raises(InputError, match=r"1\.up_proj(?s:.*)\[48, 65\]"):
+        map_experts(tensors, {"model_type": "qwen3_moe", "num_experts_per_tok": 1})
+    for e in range(E):  # the down projection tells the sizes
+        put(tensors, f"{BLOCK}.{e}.up_proj.weight", INTER, H + 1)
+    with pytest.raises(InputError, match=r"0\.up_proj(?s:.*)\[48, 65\]"):
+        map_experts(tensors, {"model_type": "qwen3_moe", "num_experts_per_tok": 1})
+
+
+NAMES = sorted(qwen()[0])
+SEGMENTS = [
+    "experts",
+    "shared_experts",
+    "0",
+    "1",
+    "2",
+    "7",
+    "w1",
+    "up_proj",
+    "mlp",
+    "weight",
+    "bias",
+    "model",
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    removed=st.sets(st.sampled_from(NAMES), max_size=3),
+    renamed=st.dictionaries(
+        st.sampled_from(NAMES), st.tuples(st.integers(0, 9), st.sampled_from(SEGMENTS)), max_size=3
+    ),
+    model_type=st.sampled_from(["qwen3_moe", "unknown", "jamba", "gpt_oss", None]),
+)
+def test_exactly_once_or_a_clean_error(
+    removed: set[str], renamed: dict[str, tuple[int, str]], model_type: str | None
+) -> None:
+    tensors, config = qwen()
+    for name in removed:
+        tensors.pop(name)
+    for name, (position, segment) in renamed.items():
+        if (ref := tensors.pop(name, None)) is not None:
+            parts = name.split(".")
+            parts[position % len(parts)] = segment
+            tensors[".".join(parts)] = ref._replace(name=".".join(parts))
+    try:
+        found = map_experts(tensors, config | {"model_type": model_type})
+    except HqconvError:
+        return
+    assert_partition(found, tensors)
+    # The router's correction lies inside `experts` in some families and is copied wherever it lies.
+    dense = [name for name in found.copied if not name.endswith(".e_score_correction_bias")]
+    assert not any(".experts." in name for name in dense)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "unknown"])
+def test_seventy_thousand_tensors_take_less_than_a_second(model_type: str) -> None:
+    family = BY_MODEL_TYPE["deepseek_v3"]
+    tensors: Tensors = {}
+    for layer in range(60):
+        put_block(tensors, family, f"model.layers.{layer}.mlp.experts", 384)
+    config = config_of(family, model_type) | {"n_routed_experts": 384}
+    gc.disable()  # as the command does
+    try:
+        start = time.process_time()
+        found = map_experts(tensors, config)
+        seconds = time.process_time() - start
+    finally:
+        gc.enable()
+    assert len(found.converted) == 69_120
+    assert seconds < 1.0
+
+
+# --- gate and up of one expert in one tensor ---------------------------------------------------------------
+
+
+def quarks_gpt_oss() -> tuple[Tensors, dict[str, Any]]:
+    """gpt_oss as Quark writes it: tensors per expert, gate and up in turns."""
+    tensors: Tensors = {}
+    for e in range(E):
+        put(tensors, f"{BLOCK}.{e}.gate_up_proj.weight", 2 * INTER, H)
+        put(tensors, f"{BLOCK}.{e}.gate_up_proj.bias", 2 * INTER)
+        put(tensors, f"{BLOCK}.{e}.gate_up_proj.input_scale", dtype="F32")
+        put(tensors, f"{BLOCK}.{e}.down_proj.weight", H, INTER)
+        put(tensors, f"{BLOCK}.{e}.down_proj.bias", H)
+    return tensors, config_of(BY_MODEL_TYPE["gpt_oss"], "gpt_oss")
+
+
+def test_gate_and_up_of_an_expert_in_one_tensor() -> None:
+    tensors, config = quarks_gpt_oss()
+    found = map_experts(tensors, config)
+    assert_partition(found, tensors)
+    (block,) = found.blocks
+    assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
+    assert sorted(found.dropped) == [f"{BLOCK}.{e}.gate_up_proj.input_scale" for e in range(E)]
+    for role, index in (("w1", 0), ("w3", 1)):
+        for part in ("weight", "bias"):
+            source = block.parts[role][part]
+            assert source.template == f"{BLOCK}.{{expert}}.gate_up_proj.{part}"
+            assert source.view == View(False, index, 2, interleaved=True)
+            assert block.sources[2][role][part] == tensors[f"{BLOCK}.2.gate_up_proj.{part}"]
+    assert block.parts["w2"]["weight"].view == View()
+
+
+def test_the_config_is_asked_for_the_module_that_holds_gate_and_up() -> None:
+    tensors, config = quarks_gpt_oss()
+    asked = {"gate_up_proj": "weight", "down_proj": "weight"}
+    layers = {f"*.experts.*.{word}": {"weight": None} for word in asked}
+    spec = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
+    quark = {"quant_method": "quark", "layer_quant_config": layers, "global_quant_config": {"weight": spec}}
+    assert map_experts(tensors, config, quark).blocks[0].format == PLAIN
+    del layers["*.experts.*.gate_up_proj"]
+    with pytest.raises(InputError, match="declares a quantized module") as caught:
+        map_experts(tensors, config, quark)
+    assert caught.value.where == f"{BLOCK}.0.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize("expert", [0, 1])
+def test_gate_twice_is_refused(expert: int) -> None:
+    tensors, config = quarks_gpt_oss()
+    put(tensors, f"{BLOCK}.{expert}.gate_proj.weight", INTER, H)
+    with pytest.raises(InputError, match="projection twice") as caught:
+        map_experts(tensors, config)
+    assert caught.value.where == f"{BLOCK}.{expert}.gate_proj.weight"
+
+
+def test_experts_that_hold_gate_and_up_otherwise_than_the_first_are_refused() -> None:
+    tensors, config = quarks_gpt_oss()
+    for part in ("weight", "bias"):
+        del tensors[f"{BLOCK}.1.gate_up_proj.{part}"]
+        for word in ("gate_proj", "up_proj"):
+            put(tensors, f"{BLOCK}.1.{word}.{part}", INTER, *([H] if part == "weight" else []))
+    with pytest.raises(InputError, match="unexpected shape"):
+        map_experts(tensors, config)
+
+
+def test_gate_and_up_in_one_tensor_are_refused_where_their_order_is_not_known() -> None:
+    tensors, config = quarks_gpt_oss()
+    with pytest.raises(RequestError, match="gate and up cannot be told apart"):
+        map_experts(tensors, {**config, "model_type": "unheard_of"})
+
+
+def test_a_run_of_an_experts_own_tensor_is_narrowed_to_its_bytes() -> None:
+    tensors, _ = quarks_gpt_oss()
+    ref = tensors[f"{BLOCK}.2.gate_up_proj.weight"]
+    source = PartSource("{expert}", ref.dtype, ref.shape, View(False, 1, 2))
+    half = ref.num_bytes // 2
+    expected = ref._replace(shape=(INTER, H), offset_bytes=ref.offset_bytes + half, num_bytes=half)
+    assert source.ref(ref, 2, E) == expected
+
+
+def awq_experts(*plain: str) -> Tensors:
+    tensors: Tensors = {}
+    for e in range(E):
+        for word, (n, k) in {"gate_proj": (INTER, H), "up_proj": (INTER, H), "down_proj": (H, INTER)}.items():
+            name = f"{BLOCK}.{e}.{word}"
+            if word in plain:
+                put(tensors, f"{name}.weight", n, k)
+                continue
+            put(tensors, f"{name}.qweight", k, n // 8, dtype="I32")
+            put(tensors, f"{name}.qzeros", k // 16, n // 8, dtype="I32")
+            put(tensors, f"{name}.scales", k // 16, n, dtype="F16")
+    return tensors
+
+
+def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> None:
+    words = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["gate"]}
+    config = config_of(QWEN, "qwen3_moe")
+    assert map_experts(awq_experts(), config, words).blocks[0].format.decoder == "awq"
+    with pytest.raises(RequestError, match="mixes formats"):  # AutoAWQ's reading: gate_proj is left as it was
+        map_experts(awq_experts("gate_proj"), config, words)
+    with pytest.raises(InputError, match="its weight is not quantized"):  # no entry speaks of it
+        map_experts(awq_experts("up_proj"), config, words)
+    words["modules_to_not_convert"] = ["gate", "up", "down"]
+    assert (
+        map_experts(awq_experts("gate_proj", "up_proj", "down_proj"), config, words).blocks[0].format == PLAIN
+    )

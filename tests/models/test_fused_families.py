@@ -1,0 +1,451 @@
+"""What is read out of every family's files against transformers' own experts: orientation, order, biases, activation.
+
+Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate size of an expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import hqconv.models.family_choice
+from hqconv.api import open_source
+from hqconv.errors import InputError
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.families import BY_MODEL_TYPE, UNSUPPORTED, Family, Stack
+from hqconv.models.families import FUSED as FUSED_STACKS
+from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.protocols import Source
+from hqconv.schemas.activation import Activation
+from hqconv.verification.reference import Routing, is_known, moe_forward
+from tests.make.families import FAMILIES, SIZES, experts_forward, moe_blocks, save_family
+from tests.make.tensors import load_all
+
+# I of H = 64: neither, I = H, 2I = H. In the last two a stack is square and its shape tells no orientation.
+INNER = (48, 64, 32)
+FUSED = (
+    "qwen3_vl_moe",
+    "llama4",
+    "gpt_oss",
+    "openai_privacy_filter",
+    "granitemoe",
+    "granitemoe_swa",
+    "gemma4",
+)
+FUSED += ("dbrx", "step3p7", "aria", "zaya", "mistral4", "hy_v4", "inkling_mm_model", "inkling2_text")
+CPU = torch.device("cpu")
+
+
+class Read(NamedTuple):
+    """A mapped checkpoint: its blocks and every expert's matrices in float64."""
+
+    found: ExpertMap
+    experts: dict[str, list[dict[str, torch.Tensor]]]
+
+    def only(self, layer: int) -> tuple[ExpertBlock, list[dict[str, torch.Tensor]]]:
+        (block,) = (block for block in self.found.blocks if block.layer == layer)
+        return block, self.experts[block.name]
+
+
+def read(folder: Path) -> Read:
+    with open_source(folder) as source:
+        found = source.map_experts()
+        experts = {}
+        for block in found.blocks:
+            experts[block.name] = [_expert(source, block, e) for e in range(block.num_experts)]
+    return Read(found, experts)
+
+
+def _expert(source: Source, block: ExpertBlock, expert: int) -> dict[str, torch.Tensor]:
+    matrices = {}
+    for role, stored in source.read_expert(block, expert, block.roles, CPU).items():
+        matrices[role] = stored.values().double()
+        assert matrices[role].shape == block.shape(role)
+        if stored.bias is not None:
+            matrices[f"b{role[1:]}"] = stored.bias.double()
+    return matrices
+
+
+def distance(module: nn.Module, experts: list[dict[str, torch.Tensor]], activation: Activation) -> float:
+    """How far our experts' outputs are from the module's, relatively, on tokens that reach every expert."""
+    generator = torch.Generator().manual_seed(5)
+    num_experts, hidden_size = len(experts), experts[0]["w3"].size(1)
+    x = torch.randn(24, hidden_size, generator=generator).double()
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(24)])
+    routing = Routing(ids, torch.rand(24, 2, generator=generator).double())
+    ours, _ = moe_forward(x, routing, lambda e: experts[e], activation)
+    theirs = experts_forward(module, x, routing.ids, routing.weights)
+    assert theirs.norm() > 1
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+# Some modules compute in float32 whatever they are given.
+ROUNDING = 1e-5
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_experts_are_those_of_the_model(model_type: str, inner: int, tmp_path: Path) -> None:
+    model, spec = save_family(tmp_path, model_type, inner=inner), FAMILIES[model_type]
+    done = read(tmp_path)
+    modules = moe_blocks(model)
+    assert done.found.chosen_because.startswith(f"model_type {model_type};")
+    assert done.found.family == BY_MODEL_TYPE[model_type].name
+    assert [block.layer for block in done.found.blocks] == [layer for layer, _, _ in modules]
+    assert len(modules) == spec.num_blocks
+    for layer, _, module in modules:
+        block, experts = done.only(layer)
+        sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
+        assert sizes == (SIZES["experts"], SIZES["hidden"], inner)
+        assert block.top_k == spec.words.get(spec.keys.top_k, SIZES["top_k"])
+        assert block.activation.label == spec.activation
+        _assert_same_parameters(module, experts)
+        if is_known(block.activation):
+            assert distance(module, experts, block.activation) < ROUNDING
+
+
+def _assert_same_parameters(module: nn.Module, experts: list[dict[str, torch.Tensor]]) -> None:
+    """Bit for bit, by what the module says of its own layout."""
+    if not hasattr(module, "is_transposed"):
+        return
+    for e, expert in enumerate(experts):
+        turned = {
+            name: parameter[e].t() if module.is_transposed and parameter.dim() == 3 else parameter[e]
+            for name, parameter in module.named_parameters()
+        }
+        if module.has_gate:
+            gate_up = ("gate_up_proj", "gate_up_proj_bias") if module.has_bias else ("gate_up_proj",)
+            for name, (gate, up) in zip(gate_up, (("w1", "w3"), ("b1", "b3")), strict=False):
+                rows = turned[name]
+                halves = rows.chunk(2) if module.is_concatenated else (rows[::2], rows[1::2])
+                assert torch.equal(expert[gate], halves[0].double())
+                assert torch.equal(expert[up], halves[1].double())
+        else:
+            assert torch.equal(expert["w3"], turned["up_proj"].double())
+        assert torch.equal(expert["w2"], turned["down_proj"].double())
+        assert set(expert) == {r for r in ("w1", "w3", "w2", "b1", "b3", "b2") if r in _roles(module)}
+
+
+def _roles(module: nn.Module) -> set[str]:
+    numbers = "132" if module.has_gate else "32"
+    return {f"w{n}" for n in numbers} | ({f"b{n}" for n in numbers} if module.has_bias else set())
+
+
+@pytest.mark.parametrize(
+    ("limits", "names"), [([0, 7.0], "silu_bound7"), ([16, None], "silu"), (None, "silu")]
+)
+def test_step3_bounds_its_activation_layer_by_layer(
+    limits: list[float] | None, names: str, tmp_path: Path
+) -> None:
+    model = save_family(tmp_path, "step3p7", swiglu_limits=limits)
+    ((layer, _, module),) = moe_blocks(model)
+    block, experts = read(tmp_path).only(layer)
+    assert block.activation.label == names
+    assert distance(module, experts, block.activation) < ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "dbrx", "qwen3_vl_moe", "step3p7"])
+def test_other_dtypes(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = save_family(tmp_path, model_type, dtype, inner=32)
+    done = read(tmp_path)
+    for layer, _, module in moe_blocks(model):
+        block, experts = done.only(layer)
+        assert block.dtype == {torch.float16: "F16", torch.float32: "F32"}[dtype]
+        assert distance(module, experts, block.activation) < ROUNDING
+
+
+# --- what the comparison sees ------------------------------------------------------------------------------
+
+Damage = Callable[[list[dict[str, torch.Tensor]]], None]
+
+
+def _each(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
+    def damage(experts: list[dict[str, torch.Tensor]]) -> None:
+        for expert in experts:
+            change(expert)
+
+    return damage
+
+
+def _swap(one: str, other: str) -> Damage:
+    def change(expert: dict[str, torch.Tensor]) -> None:
+        expert[one], expert[other] = expert[other], expert[one]
+
+    return _each(change)
+
+
+def _still_interleaved(expert: dict[str, torch.Tensor]) -> None:
+    rows = torch.stack([expert["w1"], expert["w3"]], 1).flatten(0, 1)
+    expert["w1"], expert["w3"] = rows.chunk(2)
+
+
+def _transpose(role: str) -> Damage:
+    def change(expert: dict[str, torch.Tensor]) -> None:
+        expert[role] = expert[role].t()
+
+    return _each(change)
+
+
+def _without_bias(expert: dict[str, torch.Tensor]) -> None:
+    del expert["b1"]
+
+
+DAMAGE: dict[str, Damage] = {
+    "gate and up": _swap("w1", "w3"),
+    "interleaved": _each(_still_interleaved),
+    "w1 transposed": _transpose("w1"),
+    "w2 transposed": _transpose("w2"),
+    "experts": lambda experts: experts.insert(0, experts.pop()),
+}
+BIASES = {"no bias": _each(_without_bias), "biases": _swap("b1", "b3")}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "damage"),
+    [(model_type, damage) for model_type in ("mixtral", *FUSED) for damage in DAMAGE]
+    + [("gpt_oss", damage) for damage in BIASES],
+)
+def test_a_wrong_reading_is_seen(model_type: str, damage: str, tmp_path: Path) -> None:
+    model = save_family(tmp_path, model_type, inner=SIZES["hidden"])
+    layer, _, module = moe_blocks(model)[0]
+    block, experts = read(tmp_path).only(layer)
+    if not is_known(block.activation):
+        pytest.skip(f"{block.activation.label} is not computed here")
+    assert distance(module, experts, block.activation) < ROUNDING
+    (DAMAGE | BIASES)[damage](experts)
+    assert distance(module, experts, block.activation) > 0.05
+
+
+CHANGES: dict[str, Callable[[Stack], Stack]] = {
+    "transposed": lambda stack: dataclasses.replace(stack, transposed=not stack.transposed),
+    "interleaved": lambda stack: dataclasses.replace(
+        stack, interleaved=len(stack.roles) > 1 and not stack.interleaved
+    ),
+    "order": lambda stack: dataclasses.replace(stack, roles=stack.roles[::-1]),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4", "granitemoe", "gemma4", "aria", "zaya"])
+def test_a_wrong_row_is_refused_or_seen(
+    model_type: str, change: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = BY_MODEL_TYPE[model_type]
+    wrong = dataclasses.replace(row, stacks=tuple(map(CHANGES[change], row.stacks)))
+    monkeypatch.setattr(hqconv.models.family_choice, "BY_MODEL_TYPE", {**BY_MODEL_TYPE, model_type: wrong})
+    model = save_family(tmp_path, model_type, inner=inner)
+    layer, _, module = moe_blocks(model)[0]
+    if change == "transposed":  # one of the two stacks is never square
+        with pytest.raises(InputError):
+            read(tmp_path)
+        return
+    block, experts = read(tmp_path).only(layer)
+    assert distance(module, experts, block.activation) > 0.05
+
+
+# --- every tensor once -------------------------------------------------------------------------------------
+
+DENSE = ("shared_expert", "share_expert", "shared_mlp", "router", "gate.weight", "e_score_correction_bias")
+DENSE += (
+    "expert_bias",
+    "visual",
+    "vision",
+    "per_expert_scale",
+    "shared_mlp",
+    "multi_modal_projector",
+    "embed",
+)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_tensor_is_counted_once(model_type: str, tmp_path: Path) -> None:
+    model = save_family(tmp_path, model_type)
+    found, tensors = read(tmp_path).found, load_all(tmp_path)
+    assert sorted([*found.converted, *found.copied, *found.dropped]) == sorted(tensors)
+    in_experts = sum(p.numel() for _, _, module in moe_blocks(model) for p in module.parameters())
+    not_copied = [*found.converted, *found.dropped]
+    assert sum(tensors[name].numel() for name in not_copied) == in_experts
+    assert not [name for name in not_copied if any(word in name for word in DENSE)]
+    # two zero-experts in two layers, each written with a gate and an up
+    assert len(found.dropped) == (8 if model_type == "longcat_flash" else 0)
+    assert {name for block in found.blocks for name in block.tensor_names()} == set(found.converted)
+
+
+DENSE_OF = {
+    "laguna": "mlp.experts.e_score_correction_bias",
+    "gemma4": "router.per_expert_scale",
+    "step3p7": "share_expert.gate_proj.weight",
+    "granitemoeshared": "shared_mlp.input_linear.weight",
+    "ernie4_5_moe": "moe_statics.e_score_correction_bias",
+    "aria": "mlp.shared_experts.gate_proj.weight",
+    "qwen3_5_moe": "mlp.shared_expert_gate.weight",
+    "deepseek_v4": "ffn.shared_experts.w1.weight",
+    "dbrx": "ffn.router.layer.weight",
+    "gpt_oss": "mlp.router.bias",
+    "hy_v3": "mlp.expert_bias",
+}
+
+
+@pytest.mark.parametrize("model_type", DENSE_OF)
+def test_dense_neighbours_are_copied(model_type: str, tmp_path: Path) -> None:
+    save_family(tmp_path, model_type)
+    assert [name for name in read(tmp_path).found.copied if name.endswith(DENSE_OF[model_type])]
+
+
+# --- the same experts under other names --------------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Replace a folder's tensors, in one file."""
+    tensors = change(load_all(folder))
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(
+        {k: v.contiguous().clone() for k, v in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+
+
+PER_EXPERT = [m for m in FUSED if BY_MODEL_TYPE[m].projections]
+
+
+@pytest.mark.parametrize("model_type", PER_EXPERT)
+def test_fused_families_may_come_per_expert(model_type: str, tmp_path: Path) -> None:
+    save_family(tmp_path, model_type)
+    fused = read(tmp_path)
+
+    def unfuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in fused.found.converted:
+            del tensors[name]
+        for block in fused.found.blocks:
+            for e, expert in enumerate(fused.experts[block.name]):
+                for key, matrix in expert.items():
+                    part = "weight" if key[0] == "w" else "bias"
+                    tensors[f"{block.module(e, f'w{key[1:]}')}.{part}"] = matrix.bfloat16()
+        return tensors
+
+    rewrite(tmp_path, unfuse)
+    _assert_equal(read(tmp_path), fused)
+
+
+# Those whose names in memory are under the row's blocks too.
+IN_MEMORY = [
+    model_type
+    for model_type in FAMILIES
+    if model_type not in FUSED
+    and BY_MODEL_TYPE[model_type].stacks == FUSED_STACKS
+    and BY_MODEL_TYPE[model_type].blocks[0].endswith((".mlp.experts", ".feed_forward.experts"))
+]
+
+
+@pytest.mark.parametrize("model_type", IN_MEMORY)
+def test_families_may_come_as_transformers_holds_them(model_type: str, tmp_path: Path) -> None:
+    model = save_family(tmp_path / "disk", model_type)
+    model.save_pretrained(tmp_path / "memory", save_original_format=False)
+    single, fused = read(tmp_path / "disk"), read(tmp_path / "memory")
+    stacks = [part for block in fused.found.blocks for part in block.parts["w2"].values()]
+    assert stacks
+    assert all(part.is_stacked for part in stacks)
+    for ours, theirs in zip(fused.found.blocks, single.found.blocks, strict=True):
+        for one, other in zip(fused.experts[ours.name], single.experts[theirs.name], strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def _assert_equal(one: Read, other: Read) -> None:
+    assert one.experts.keys() == other.experts.keys()
+    for name, experts in one.experts.items():
+        for mine, theirs in zip(experts, other.experts[name], strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def _transpose_stacks(tensors: dict[str, torch.Tensor], only: str = "experts.") -> dict[str, torch.Tensor]:
+    return {name: t.transpose(1, 2) if only in name and t.dim() == 3 else t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_qwen3_vl_moe_is_read_in_either_orientation(inner: int, tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3_vl_moe", inner=inner)
+    as_saved = read(tmp_path)
+    rewrite(tmp_path, _transpose_stacks)
+    assert load_all(tmp_path)[next(iter(as_saved.found.converted))].shape[1] in (inner, SIZES["hidden"])
+    _assert_equal(read(tmp_path), as_saved)
+
+
+@pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
+def test_stacks_of_two_orientations_are_refused(stack: str, tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3_vl_moe")
+    rewrite(tmp_path, functools.partial(_transpose_stacks, only=f"experts.{stack}"))
+    with pytest.raises(InputError):
+        read(tmp_path)
+
+
+# --- gpt_oss as it was released ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", [64, 32, 96])
+def test_gpt_oss_mxfp4_is_the_same_row(inner: int, tmp_path: Path) -> None:
+    """Blocks and scales [E, out, …] with alternating rows, judged by transformers' own unpacking."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = save_family(tmp_path, "gpt_oss", inner=inner)
+    generator = torch.Generator().manual_seed(3)
+    modules = {path: module for _, path, module in moe_blocks(model)}
+
+    def pack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for path, module in modules.items():
+            for name in ("gate_up_proj", "down_proj"):
+                num_experts, num_in, num_out = tensors.pop(f"{path}.{name}").shape
+                shape = (num_experts, num_out, num_in // 32)
+                blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+                scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+                tensors |= {f"{path}.{name}_blocks": blocks, f"{path}.{name}_scales": scales}
+                unpacked = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+                assert unpacked.shape == (num_experts, num_in, num_out)
+                setattr(module, name, nn.Parameter(unpacked))
+        return tensors
+
+    rewrite(tmp_path, pack)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = read(tmp_path)
+    for layer, _, module in moe_blocks(model):
+        block, experts = done.only(layer)
+        assert distance(module, experts, block.activation) < ROUNDING
+
+
+# --- rows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", UNSUPPORTED)
+def test_unsupported_models_have_no_row(model_type: str) -> None:
+    assert model_type not in BY_MODEL_TYPE
+    assert not UNSUPPORTED[model_type].endswith(".")
+
+
+@pytest.mark.parametrize(
+    "row", {row.name: row for row in BY_MODEL_TYPE.values()}.values(), ids=lambda row: row.name
+)
+def test_stacks_hold_each_projection_once(row: Family) -> None:
+    if not row.stacks:
+        return
+    roles = [role for stack in row.stacks for role in stack.roles]
+    assert sorted(roles) == sorted(row.projections)
+    assert len({stack.name for stack in row.stacks}) == len(row.stacks)
+    for stack in row.stacks:
+        assert not stack.interleaved or len(stack.roles) > 1
+        assert not stack.flat or len(stack.roles) == 1

@@ -1,0 +1,140 @@
+"""Rotated columns against the definition, and against Humming where it rotates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hqconv.humming_layout.runtime import humming
+from hqconv.humming_layout.transform import humming_schema
+from hqconv.layout_decoder.unrotate import unrotated
+from hqconv.quantization.hadamard import averaged, rotate
+from hqconv.quantization.quantize import quantize, quantize_stacks
+from hqconv.quantization.quantized import Quantizer
+from hqconv.schemas.weight_schema import ROTATIONS, TargetSchema, resolve_schema
+from tests.make.matrices import hard_matrix
+from tests.make.tensors import assert_same, raw
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def hadamard(block: int) -> np.ndarray:
+    """Sylvester's doubling."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(block)
+
+
+def one_by_one(row: np.ndarray, block: int) -> np.ndarray:
+    """Humming's kernel in scalars: `hadamard.cuh`, stage by stage, each step rounded to float32."""
+    row = row.astype(np.float32).copy()
+    for begin in range(0, len(row), block):
+        apart = 1
+        while apart < block:
+            for low in range(block):
+                if not low & apart:
+                    one, other = row[begin + low], row[begin + low + apart]
+                    row[begin + low], row[begin + low + apart] = one + other, one - other
+            apart *= 2
+    return row * np.float32(1 / np.sqrt(np.float64(block)))
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors whose bytes are not equal."""
+    assert one.keys() == other.keys()
+    return [name for name in one if raw(one[name].cpu()) != raw(other[name].cpu())]
+
+
+def rotated_schema(name: str, block: int) -> TargetSchema:
+    return replace(resolve_schema(name), name=f"{name}-rotated", hadamard_block_size=block)
+
+
+@pytest.mark.parametrize("block", ROTATIONS)
+def test_it_is_the_hadamard_matrix_and_its_own_inverse(block: int) -> None:
+    values = torch.randn(3, 5, 1024, generator=torch.Generator().manual_seed(block))
+    found = rotate(values, block)
+    expected = values.double().numpy().reshape(-1, block) @ hadamard(block)
+    np.testing.assert_allclose(found.numpy().reshape(-1, block), expected, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(unrotated(found, block).numpy(), values.numpy(), rtol=0, atol=3e-6)
+    np.testing.assert_allclose(unrotated(values, block).numpy().reshape(-1, block), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", [16, 128, 512])
+def test_every_step_is_the_kernels(block: int, dtype: torch.dtype) -> None:
+    matrix = hard_matrix(64, 1024, dtype, block)
+    matrix[torch.isinf(matrix)] = 3
+    found = rotate(matrix, block)
+    assert found.dtype == dtype
+    for row, values in zip(found[::7], matrix[::7], strict=True):
+        assert_same(row, torch.from_numpy(one_by_one(values.float().numpy(), block)).to(dtype), "a row")
+
+
+def test_bits_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on how much is rotated at once, what lies beside it, or how it lies; the source stays."""
+    matrix = torch.randn(40, 1024, generator=torch.Generator().manual_seed(1))
+    before, whole = matrix.clone(), rotate(matrix, 128)
+    monkeypatch.setattr("hqconv.quantization.hadamard._CPU_NUMBERS", 3 * 128)
+    assert_same(rotate(matrix, 128), whole, "a few at a time")
+    assert_same(rotate(matrix[7:8], 128), whole[7:8], "one row")
+    assert_same(rotate(matrix.t().contiguous().t(), 128), whole, "columns first")
+    assert_same(matrix, before, "the source")
+
+
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor", "fp8-block", "int8"])
+def test_quantizing_is_of_the_rotated_matrix(name: str, source: torch.dtype) -> None:
+    """As `quant_tensor`, which rotates in the matrix's dtype and then quantizes."""
+    pair = [hard_matrix(128, 384, source, seed).clamp(-1e4, 1e4) for seed in (1, 2)]
+    for quantizer in (Quantizer(), Quantizer("mse")):
+        found = quantize(pair, rotated_schema(name, 128), "bfloat16", quantizer=quantizer)
+        rotated = [rotate(one, 128) for one in pair]
+        expected = quantize(rotated, resolve_schema(name), "bfloat16", quantizer=quantizer)
+        plain = quantize(pair, resolve_schema(name), "bfloat16", quantizer=quantizer)
+        for one, other, unlike in zip(found, expected, plain, strict=True):
+            assert not differences(one.tensors, other.tensors)
+            assert one.cost == other.cost
+            assert differences(one.tensors, unlike.tensors)
+
+
+def test_importance_is_that_of_rotated_inputs() -> None:
+    """Of inputs whose columns vary independently, the mean square of each rotated column is its block's mean."""
+    importance = torch.rand(256, generator=torch.Generator().manual_seed(3))
+    squares = hadamard(64) ** 2 @ importance.double().numpy().reshape(4, 64, 1)
+    np.testing.assert_allclose(averaged(importance, 64).numpy(), squares.ravel(), rtol=1e-6)
+    matrix = torch.randn(1, 64, 256, generator=torch.Generator().manual_seed(4))
+    weighted, schema = Quantizer("mse", importance * torch.arange(256)), rotated_schema("int4-g64-zp", 128)
+    [found] = quantize_stacks([matrix], schema, "bfloat16", quantizer=weighted)
+    same = Quantizer("mse", averaged(importance * torch.arange(256), 128))
+    [expected] = quantize_stacks(
+        [rotate(matrix, 128)], resolve_schema("int4-g64-zp"), "bfloat16", quantizer=same
+    )
+    assert not differences(found.tensors, expected.tensors)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", ROTATIONS)
+def test_it_is_hummings_on_the_gpu(block: int, dtype: torch.dtype) -> None:
+    matrix = hard_matrix(256, 1024, dtype, block).clamp(-1e4, 1e4)
+    theirs = humming().ops.process_input(matrix.cuda(), hadamard_block_size=block)[0]
+    assert_same(rotate(matrix, block), theirs.cpu(), "the CPU's")
+    assert_same(rotate(matrix.cuda(), block).cpu(), theirs.cpu(), "the GPU's")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["mxfp4", "int4-g64-zp", "fp8", "int8"])
+def test_it_is_hummings_quant_tensor_on_the_gpu(name: str) -> None:
+    schema: Any = rotated_schema(name, 128)
+    target = humming_schema(schema)
+    for dtype in DTYPES:
+        matrix = hard_matrix(256, 1024, dtype, 5).clamp(-1e4, 1e4)
+        theirs = target.quant_tensor(matrix.cuda(), target, torch.bfloat16)
+        assert not differences(quantize([matrix], schema, "bfloat16")[0].tensors, theirs)

@@ -1,0 +1,375 @@
+"""The CPU quantizer against Humming's own schema code, and against brute force in numpy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hqconv.humming_layout.runtime import humming, resident
+from hqconv.humming_layout.transform import humming_schema
+from hqconv.quantization.quantize import Quantized, quantize
+from hqconv.quantization.quantized import fold_sum
+from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from tests.make.matrices import SCHEMAS, hard_matrix
+from tests.make.tensors import assert_same
+
+CPU = torch.device("cpu")
+PLAIN = [s for s in SCHEMAS if not resolve_schema(s).is_coupled]
+COUPLED = [s for s in SCHEMAS if resolve_schema(s).is_coupled]
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+NVFP4_PER_ROW = TargetSchema(
+    "nvfp4-channel",
+    "float4e2m1",
+    bs_dtype="float8e4m3",
+    weight_scale_group_size=16,
+    weight_scale_2_type="channel",
+)
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def matrices(draw: st.DrawFn, count: int = 1, shape: tuple[int, int] | None = None) -> list[torch.Tensor]:
+    """Matrices made of a few drawn numbers, dealt over rows of very different sizes, some of them all zero."""
+    rows, columns = shape or (draw(st.sampled_from([128, 256])), draw(st.sampled_from([128, 384])))
+    dtype = draw(st.sampled_from(SOURCES))
+    finite_bits = st.integers(-0x7BFF, 0x7BFF).map(lambda bits: abs(bits) | (0x8000 if bits < 0 else 0))
+    bits = draw(st.lists(finite_bits, min_size=1, max_size=24))
+    pool = np.array(bits, np.uint16).view(np.float16).astype(np.float32)
+    spread = draw(st.integers(0, 14))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    result = []
+    for _ in range(count):
+        values = generator.choice(pool, (rows, columns))
+        noisy = generator.random((rows, 1)) < 0.5
+        values = np.where(noisy, values * generator.standard_normal((rows, columns)), values)
+        values *= np.exp2(-generator.integers(0, spread + 1, (rows, 1))) / 8
+        values[generator.random(rows) < 0.05] = 0
+        result.append(torch.from_numpy(values.astype(np.float32)).clamp(-60000, 60000).to(dtype))
+    return result
+
+
+# --- an independent decoder --------------------------------------------------------------------------------
+
+
+def unpack(words: torch.Tensor, bits: int) -> np.ndarray:
+    """Codes [rows, columns] from little-endian bit strings of each row."""
+    rows = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
+    return (rows.reshape(rows.shape[0], -1, bits) << np.arange(bits)).sum(axis=2)
+
+
+@functools.cache
+def code_values(b_dtype: str) -> np.ndarray:
+    """What every code of a float type means, in float64: IEEE-like, without infinities."""
+    exponent_bits, mantissa_bits = int(b_dtype[-3]), int(b_dtype[-1])
+    codes = np.arange(2 ** (1 + exponent_bits + mantissa_bits))
+    mantissa = codes & (2**mantissa_bits - 1)
+    exponent = (codes >> mantissa_bits) & (2**exponent_bits - 1)
+    bias = 2 ** (exponent_bits - 1) - 1
+    fraction = np.where(exponent > 0, 1, 0) + mantissa / 2**mantissa_bits
+    sign = np.where(codes >> (exponent_bits + mantissa_bits), -1.0, 1.0)
+    return np.asarray(sign * fraction * 2.0 ** (np.maximum(exponent, 1) - bias))
+
+
+def spread_over(small: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Group, channel, block or tensor values repeated to the matrix's shape."""
+    small = small.reshape(1, 1) if small.ndim == 1 and small.size == 1 else small
+    small = small[:, None] if small.ndim == 1 else small
+    return small.repeat(shape[0] // small.shape[0], 0).repeat(shape[1] // small.shape[1], 1)
+
+
+def decode(tensors: dict[str, torch.Tensor], schema: TargetSchema) -> np.ndarray:
+    """float32 (code - zero) * scale * scale_2, computed without Humming and without hqconv."""
+    codes = unpack(tensors["weight"], schema.num_bits)
+    scale = tensors["weight_scale"].float().numpy()
+    scale_2 = tensors["weight_scale_2"].numpy() if "weight_scale_2" in tensors else np.ones(1, np.float32)
+    zero: Any = 0.0
+    if schema.is_integer:
+        values = codes.astype(np.float32)
+        zero = np.full((1, 1), 2.0 ** (schema.num_bits - 1), np.float32)
+        if schema.is_fp_zero_point:
+            zero = tensors["zero_point"].float().numpy()
+        elif schema.has_zero_point:
+            zero = unpack(tensors["zero_point"].t().contiguous(), schema.num_bits).T.astype(np.float32)
+        values = values - spread_over(zero, codes.shape)
+    else:
+        values = code_values(schema.b_dtype)[codes].astype(np.float32)
+    with np.errstate(all="ignore"):
+        return values * spread_over(scale, codes.shape) * spread_over(scale_2.astype(np.float32), codes.shape)
+
+
+def humming_quant_tensor(
+    matrix: torch.Tensor, schema: TargetSchema, param_dtype: str
+) -> dict[str, torch.Tensor]:
+    """Humming's own schema code, which runs over our CPU twins of its six ops."""
+    target = humming_schema(schema)
+    with resident(CPU):
+        return dict(target.quant_tensor(matrix, target, torch_dtype_of(param_dtype)))
+
+
+def check_sums(matrix: torch.Tensor, result: Quantized, schema: TargetSchema) -> None:
+    """The error against ours, in float64: exact sums, and once more in the GPU's own folding order."""
+    values, decoded = matrix.double().numpy(), decode(result.tensors, schema).astype(np.float64)
+    for found, terms in ((result.cost.error, values - decoded), (result.cost.power, values)):
+        squares = (terms * terms).ravel()
+        if np.isfinite(squares).all():
+            assert found == pytest.approx(math.fsum(squares), rel=1e-12)
+        folded = fold_sum(fold_sum(torch.from_numpy(terms * terms))).item()
+        assert found == folded or (math.isnan(found) and math.isnan(folded))
+
+
+# --- schemas that Humming decides --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@few
+@given(given_matrices=matrices(), param_dtype=st.sampled_from(["bfloat16", "float16"]))
+def test_quantize_is_hummings_quant_tensor(
+    name: str, given_matrices: list[torch.Tensor], param_dtype: str
+) -> None:
+    schema = resolve_schema(name)
+    [matrix] = given_matrices
+    [result] = quantize([matrix], schema, param_dtype)
+    theirs = humming_quant_tensor(matrix, schema, param_dtype)
+    assert result.cost.is_finite
+    assert result.tensors.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert_same(result.tensors[key], value, key)
+    check_sums(matrix, result, schema)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_hard_rows(name: str, source: torch.dtype) -> None:
+    schema = resolve_schema(name)
+    matrix = hard_matrix(128, 384, source, 3)
+    [result] = quantize([matrix], schema, "bfloat16")
+    theirs = humming_quant_tensor(matrix, schema, "bfloat16")
+    for key, value in theirs.items():
+        assert_same(result.tensors[key], value, key)
+    check_sums(matrix, result, schema)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_partner_changes_nothing_where_no_scale_is_shared(name: str) -> None:
+    schema = resolve_schema(name)
+    mine, other = hard_matrix(128, 256, torch.bfloat16, 1), hard_matrix(128, 256, torch.bfloat16, 2) * 50
+    [alone] = quantize([mine], schema, "bfloat16")
+    for pair, index in (([mine, other], 0), ([other, mine], 1)):
+        result = quantize(pair, schema, "bfloat16")[index]
+        assert (result.cost.error.hex(), result.cost.power.hex()) == (
+            alone.cost.error.hex(),
+            alone.cost.power.hex(),
+        )
+        for key, value in alone.tensors.items():
+            assert_same(result.tensors[key], value, key)
+
+
+# --- schemas with a shared scale: the contract's own recipe ------------------------------------------------
+
+
+def nearest(values: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """For each x the closest of `values`; of two equally close ones, that nearer to zero."""
+    values = np.unique(np.where(values == 0, 0.0, values))
+    values = values[np.argsort(np.abs(values), kind="stable")]  # argmin takes the first, so the smaller
+    return np.concatenate(
+        [values[np.abs(row[:, None] - values[None]).argmin(axis=1)][None] for row in x], axis=0
+    )
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """Round float32 to e4m3, half to even, by looking at all of its values."""
+    table = code_values("float8e4m3")[:127]  # 0x7f is NaN
+    distance = np.abs(x[..., None].astype(np.float64) - table)
+    best = distance.argmin(-1)
+    after = np.minimum(best + 1, 126)
+    tie = np.take_along_axis(distance, after[..., None], -1)[..., 0] == distance.min(-1)
+    return np.asarray(table[np.where(tie & (best % 2 == 1), after, best)], np.float32)
+
+
+def check_codes(matrix: torch.Tensor, codes: np.ndarray, b_dtype: str, effective: np.ndarray) -> None:
+    """Every code is the nearest to w / scale: exactly for the float32 quotient, closely for the real one.
+
+    Below the code type's smallest normal, Humming has the quotient as a float32 subnormal: 2**-23 of that
+    smallest normal is its resolution.
+    """
+    values = code_values(b_dtype)
+    smallest_normal = 2.0 ** (2 - 2 ** (int(b_dtype[-3]) - 1))
+    if b_dtype == "float8e4m3":
+        values = np.where(np.isin(np.arange(256), (127, 255)), 0.0, values)  # NaN
+    w = matrix.float().numpy()
+    limit = values.max()
+    with np.errstate(all="ignore"):
+        inverse = np.where(effective > 0, np.float32(1) / effective, np.float32(0)).astype(np.float32)
+        x = np.clip((w * inverse).astype(np.float64), -limit, limit)
+        real = np.clip(
+            w.astype(np.float64) * np.where(effective > 0, 1 / effective.astype(np.float64), 0), -limit, limit
+        )
+    unit = smallest_normal * 2.0**-23
+    x = np.where(np.abs(x) < smallest_normal, np.round(x / unit) * unit, x)
+    chosen = values[codes]
+    np.testing.assert_array_equal(np.where(chosen == 0, 0.0, chosen), nearest(values, x))
+    excess = np.abs(chosen - real) - np.abs(nearest(values, real) - real)
+    assert (excess <= np.abs(real) * 2.0**-20).all()
+
+
+def check_two_level(matrix: torch.Tensor, result: Quantized, amax: np.float32) -> np.float32:
+    """One nvfp4 matrix: scale_2, group scales, codes. Returns scale_2."""
+    w = matrix.float().numpy()
+    scale_2 = np.float32(np.float32(amax) / np.float32(6 * 448))
+    assert result.tensors["weight_scale_2"].dtype == torch.float32
+    assert result.tensors["weight_scale_2"].tolist() == [scale_2]
+    group_max = np.maximum(np.abs(w.reshape(len(w), -1, 16)).max(-1), np.float32(1e-30))
+    wanted = to_e4m3(np.minimum((group_max / np.float32(6)) / scale_2, np.float32(448)))
+    stored = result.tensors["weight_scale"]
+    assert stored.dtype == torch.float8_e4m3fn
+    np.testing.assert_array_equal(stored.float().numpy(), wanted)
+    effective = spread_over(wanted * scale_2, w.shape)
+    check_codes(matrix, unpack(result.tensors["weight"], 4), "float4e2m1", effective)
+    return scale_2
+
+
+def shared_maximum(pair: list[torch.Tensor]) -> np.float32:
+    return np.float32(max(1e-30, *(m.abs().max().item() for m in pair)))
+
+
+@few
+@given(pair=matrices(count=2, shape=(32, 128)), param_dtype=st.sampled_from(["bfloat16", "float16"]))
+def test_nvfp4_is_the_contracts_recipe(pair: list[torch.Tensor], param_dtype: str) -> None:
+    schema = resolve_schema("nvfp4")
+    results = quantize(pair, schema, param_dtype)
+    for matrix, result in zip(pair, results, strict=True):
+        check_two_level(matrix, result, shared_maximum(pair))
+        check_sums(matrix, result, schema)
+
+
+@few
+@given(pair=matrices(count=2, shape=(32, 128)))
+def test_fp8_tensor_is_the_contracts_recipe(pair: list[torch.Tensor]) -> None:
+    schema = resolve_schema("fp8-tensor")
+    scale = np.float32(shared_maximum(pair) / np.float32(448))
+    for matrix, result in zip(pair, quantize(pair, schema, "bfloat16"), strict=True):
+        assert result.tensors["weight_scale"].tolist() == [scale]
+        check_codes(
+            matrix,
+            unpack(result.tensors["weight"], 8),
+            "float8e4m3",
+            np.full(matrix.shape, scale, np.float32),
+        )
+        check_sums(matrix, result, schema)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_coupled_schemas_on_hard_rows(name: str, source: torch.dtype) -> None:
+    schema = resolve_schema(name)
+    pair = [hard_matrix(64, 128, source, i) for i in (1, 2)]
+    amax = shared_maximum(pair)
+    for matrix, result in zip(pair, quantize(pair, schema, "bfloat16"), strict=True):
+        if name == "nvfp4":
+            check_two_level(matrix, result, amax)
+        check_sums(matrix, result, schema)
+
+
+@few
+@given(given_matrices=matrices(shape=(32, 128)), param_dtype=st.sampled_from(["bfloat16", "float16"]))
+def test_a_second_scale_per_row(given_matrices: list[torch.Tensor], param_dtype: str) -> None:
+    [matrix] = given_matrices
+    [result] = quantize([matrix], NVFP4_PER_ROW, param_dtype)
+    scale, scale_2 = (result.tensors[x] for x in ("weight_scale", "weight_scale_2"))
+    assert (scale_2.dtype, tuple(scale_2.shape)) == (torch_dtype_of(param_dtype), (32,))
+    row_max = torch.maximum(matrix.float().abs().amax(1), torch.tensor(1e-30))
+    ideal = row_max.double() / (6 * 448)
+    rounding = 2.0**-8 if param_dtype == "bfloat16" else 2.0**-10
+    tiny = torch.finfo(scale_2.dtype).tiny
+    assert ((scale_2.double() - ideal.clamp_min(tiny)).abs() <= rounding * ideal.clamp_min(tiny)).all()
+    effective = (scale.float() * scale_2.float()[:, None]).numpy()
+    check_codes(matrix, unpack(result.tensors["weight"], 4), "float4e2m1", spread_over(effective, (32, 128)))
+    widened = Quantized({**result.tensors, "weight_scale_2": scale_2.float()}, result.cost)
+    check_sums(matrix, widened, NVFP4_PER_ROW)
+
+
+# --- every schema ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
+def test_names_dtypes_and_shapes_are_hummings(name: str, param_dtype: str) -> None:
+    schema = resolve_schema(name)
+    attrs = humming_schema(schema).get_tensors_attrs(128, 384, torch_dtype_of(param_dtype))
+    [result] = quantize([hard_matrix(128, 384, torch.bfloat16, 0)], schema, param_dtype)
+    found = {key: (value.dtype, tuple(value.shape)) for key, value in result.tensors.items()}
+    assert found == {key: (a["dtype"], tuple(a["shape"])) for key, a in attrs.items()}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_number_that_is_none_is_noticed(name: str, source: torch.dtype, value: float) -> None:
+    good, bad = (torch.full((128, 128), 0.5, dtype=source) for _ in range(2))
+    bad[127, 127] = value
+    results = quantize([good, bad], resolve_schema(name), "bfloat16")
+    assert [r.cost.is_finite for r in results] == [True, False]
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_zeros_stay_zeros(name: str, zero: float) -> None:
+    schema = resolve_schema(name)
+    for result in quantize([torch.full((128, 128), zero, dtype=torch.bfloat16)] * 2, schema, "bfloat16"):
+        assert result.cost.is_finite
+        assert result.cost.power == 0
+        assert np.abs(decode(result.tensors, schema)).max() <= 1e-30
+        assert result.cost.error <= 128 * 128 * 1e-60
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_source_type_that_holds_the_same_numbers_gives_the_same_bytes(name: str) -> None:
+    """bfloat16 has a loop of its own; float16 and float32 share one."""
+    schema = resolve_schema(name)
+    values = (torch.randint(-127, 128, (128, 256), generator=torch.Generator().manual_seed(1)) / 64).float()
+    # Humming's kernel fuses a product with a difference for float32 groups with an integer zero point only.
+    fuses = (
+        schema.has_zero_point and not schema.is_fp_zero_point and 0 < schema.weight_scale_group_size <= 128
+    )
+    dtypes = [torch.bfloat16, torch.float16] + ([] if fuses else [torch.float32])
+    reference, *others = (quantize([values.to(dtype)] * 2, schema, "bfloat16")[0] for dtype in dtypes)
+    for other in others:
+        assert (other.cost.error, other.cost.power) == (reference.cost.error, reference.cost.power)
+        for key, value in reference.tensors.items():
+            assert_same(other.tensors[key], value, key)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_decoder_of_this_file_is_hummings(name: str) -> None:
+    """Two decoders that were written apart: a mistake in the oracle would show here."""
+    schema = resolve_schema(name)
+    [result] = quantize([hard_matrix(128, 256, torch.bfloat16, 4)], schema, "bfloat16")
+    target = humming_schema(schema)
+    with resident(CPU):
+        theirs = target.dequant_tensors(dict(result.tensors))
+    np.testing.assert_array_equal(decode(result.tensors, schema), theirs.numpy())
+    assert humming().schema.HummingWeightSchema is type(target)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_gaussian_error_is_what_the_format_gives(name: str) -> None:
+    """The contract's figures for Gaussian weights; for the others a bound that a broken scale would break."""
+    known = {"mxfp4": 0.118, "int4": 0.106, "fp8": 0.027}
+    schema = resolve_schema(name)
+    matrix = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    [result] = quantize([matrix], schema, "bfloat16")
+    relative = math.sqrt(result.cost.error / result.cost.power)
+    if name in known:
+        assert relative == pytest.approx(known[name], rel=0.05)
+    elif schema.is_integer:
+        assert relative < 3 * 2.0 ** -(schema.num_bits - 1)
+    else:
+        assert relative < 2.0 ** -(int(schema.b_dtype[-1]) + 1)

@@ -1,0 +1,352 @@
+"""Target schemas: presets as the contract lists them, the shorthand's grammar, TOML files, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hqconv.errors import RequestError
+from hqconv.schemas.weight_schema import PRESETS, TargetSchema, load_schema, resolve_schema
+
+# b_dtype, bs_dtype, scale type, group size along K, along N, second scale: "Target schemas" of the contract.
+PRESET_TABLE = {
+    "mxfp4": ("float4e2m1", "float8e8m0", "group", 32, 0, "none"),
+    "nvfp4": ("float4e2m1", "float8e4m3", "group", 16, 0, "tensor"),
+    "mxfp8": ("float8e4m3", "float8e8m0", "group", 32, 0, "none"),
+    "fp8": ("float8e4m3", None, "channel", 0, 0, "none"),
+    "fp8-e5m2": ("float8e5m2", None, "channel", 0, 0, "none"),
+    "fp8-block": ("float8e4m3", "float32", "block", 128, 128, "none"),
+    "fp8-tensor": ("float8e4m3", "float32", "tensor", 0, 0, "none"),
+    "fp6-e3m2": ("float6e3m2", None, "group", 128, 0, "none"),
+    "fp6-e2m3": ("float6e2m3", None, "group", 128, 0, "none"),
+    "int8": ("uint8", None, "channel", 0, 0, "none"),
+    "int4": ("uint4", None, "group", 128, 0, "none"),
+}
+FIELDS = (
+    "b_dtype",
+    "bs_dtype",
+    "weight_scale_type",
+    "weight_scale_group_size",
+    "weight_scale_group_size_n",
+    "weight_scale_2_type",
+)
+
+
+def test_no_preset_is_missing_here() -> None:
+    assert PRESETS.keys() == PRESET_TABLE.keys()
+
+
+@pytest.mark.parametrize("name", PRESET_TABLE)
+def test_preset(name: str) -> None:
+    plain = {"has_zero_point": False, "is_fp_zero_point": False, "hadamard_block_size": 0}
+    assert resolve_schema(name).humming_fields() == dict(zip(FIELDS, PRESET_TABLE[name], strict=True)) | plain
+    assert resolve_schema(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "b_dtype", "group_size", "has_zero_point", "is_fp_zero_point"),
+    [
+        ("int4-g64-zp", "uint4", 64, True, False),
+        ("int3-g64", "uint3", 64, False, False),
+        ("int4-g128-fpzp", "uint4", 128, True, True),
+        ("int7-c", "uint7", 0, False, False),
+        ("int4-c", "uint4", 0, False, False),
+        ("int4-zp", "uint4", 128, True, False),
+        ("int8-zp", "uint8", 0, True, False),
+        ("int8-g32", "uint8", 32, False, False),
+        ("int5-c-fpzp", "uint5", 0, True, True),
+        ("int2", "uint2", 128, False, False),
+        ("int1-g16", "uint1", 16, False, False),
+    ],
+)
+def test_shorthand(
+    text: str, b_dtype: str, group_size: int, has_zero_point: bool, is_fp_zero_point: bool
+) -> None:
+    assert resolve_schema(text) == TargetSchema(
+        name=text,
+        b_dtype=b_dtype,
+        weight_scale_type="group" if group_size else "channel",
+        weight_scale_group_size=group_size,
+        has_zero_point=has_zero_point,
+        is_fp_zero_point=is_fp_zero_point,
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "int",
+            "int0",
+            "int9",
+            "int16",
+            "uint4",
+            "INT4",
+            "int4 ",
+            "int4-",
+            "int4-g",
+            "int4-gx",
+            "int4-g-64",
+            "int4-g0",
+            "int4-g064",
+        ),
+        *(
+            "int4-64",
+            "int4-c-g64",
+            "int4-zp-g64",
+            "int4-g64-zp-fpzp",
+            "int4-g64zp",
+            "int4-g64-zp2",
+            "int4-zp-zp",
+        ),
+        *("fp4", "mxfp", "fp8-g128", "mxfp4-zp", "nvfp4.tom", "fp8-Block", "float4e2m1"),
+    ],
+)
+def test_unknown_names_are_refused(text: str) -> None:
+    with pytest.raises(RequestError) as error:
+        resolve_schema(text)
+    message = str(error.value)
+    assert f"'{text}'" in message
+    for word in ("--schema", "mxfp4", "fp8-block", "intN[-gG|-c][-zp|-fpzp]", ".toml", "hqconv schemas"):
+        assert word in message
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["int4-g24", "int4-g8", "int4-g100-zp"])
+def test_group_sizes_humming_has_no_kernel_for_are_refused(text: str) -> None:
+    with pytest.raises(RequestError) as error:
+        resolve_schema(text)
+    assert error.value.where == "weight_scale_group_size"
+    assert error.value.expected.startswith("a power of two, at least 16: Humming's tiles do not nest")
+    assert error.value.found == text.split("-")[1][1:]
+    assert text in error.value.what
+
+
+# What is wrong with a schema that is otherwise fine: (fields, the field named, part of what is expected).
+IMPOSSIBLE = [
+    ({"b_dtype": "uint9"}, "b_dtype", "uintN (N = 1..8)"),
+    ({"b_dtype": "uint0"}, "b_dtype", "uintN (N = 1..8)"),
+    ({"b_dtype": "float16"}, "b_dtype", "floatXeYmZ"),
+    ({"b_dtype": "float9e5m3"}, "b_dtype", "at most 8 bits"),
+    ({"b_dtype": "float4e2m2"}, "b_dtype", "1 sign bit + exponent + mantissa bits"),
+    ({"b_dtype": "float4e3m0"}, "b_dtype", "1 sign bit + exponent + mantissa bits"),
+    ({"b_dtype": "float8e6m1"}, "b_dtype", "0 or 2 to 4 exponent bits"),
+    ({"b_dtype": "float7e5m1"}, "b_dtype", "or float8e5m2"),
+    ({"b_dtype": "float4e1m2"}, "b_dtype", "0 or 2 to 4 exponent bits"),
+    ({"bs_dtype": "float64"}, "bs_dtype", "one of bfloat16, float16, float32"),
+    ({"bs_dtype": "float32"}, "bs_dtype", "float32 is for block and tensor scales"),
+    ({"weight_scale_type": "row"}, "weight_scale_type", "group|channel|block|tensor"),
+    ({"weight_scale_group_size": 0}, "weight_scale_group_size", "a power of two, at least 16"),
+    ({"weight_scale_group_size": -64}, "weight_scale_group_size", "a power of two, at least 16"),
+    ({"weight_scale_group_size": 96}, "weight_scale_group_size", "a power of two, at least 16"),
+    ({"weight_scale_type": "channel"}, "weight_scale_group_size", "0 for channel scales"),
+    ({"weight_scale_type": "tensor"}, "weight_scale_group_size", "0 for tensor scales"),
+    ({"weight_scale_group_size_n": 64}, "weight_scale_group_size_n", "0 for group scales"),
+    ({"weight_scale_type": "block"}, "weight_scale_group_size_n", "a power of two, at least 64"),
+    (
+        {"weight_scale_type": "block", "weight_scale_group_size_n": 32},
+        "weight_scale_group_size_n",
+        "a power of two, at least 64",
+    ),
+    (
+        {"weight_scale_type": "block", "weight_scale_group_size_n": 64, "b_dtype": "uint4"},
+        "b_dtype",
+        "a float type",
+    ),
+    (
+        {"weight_scale_type": "block", "weight_scale_group_size_n": 64, "bs_dtype": "bfloat16"},
+        "bs_dtype",
+        "float32",
+    ),
+    ({"weight_scale_2_type": "block"}, "weight_scale_2_type", "none|tensor|channel"),
+    ({"weight_scale_2_type": "tensor"}, "bs_dtype", "float8e4m3 or float8e5m2"),
+    ({"weight_scale_2_type": "tensor", "bs_dtype": "float8e8m0"}, "bs_dtype", "float8e4m3 or float8e5m2"),
+    (
+        {"weight_scale_2_type": "tensor", "weight_scale_type": "channel", "weight_scale_group_size": 0},
+        "weight_scale_type",
+        "group, where there is a second scale",
+    ),
+    (
+        {"weight_scale_2_type": "tensor", "bs_dtype": "float8e4m3", "b_dtype": "uint4"},
+        "b_dtype",
+        "a float type",
+    ),
+    ({"has_zero_point": True}, "has_zero_point", "false for a float type"),
+    (
+        {"has_zero_point": True, "b_dtype": "uint4", "bs_dtype": "float8e8m0"},
+        "bs_dtype",
+        "the parameter dtype",
+    ),
+    (
+        {
+            "has_zero_point": True,
+            "b_dtype": "uint4",
+            "weight_scale_type": "tensor",
+            "weight_scale_group_size": 0,
+        },
+        "weight_scale_type",
+        "group or channel",
+    ),
+    ({"is_fp_zero_point": True, "b_dtype": "uint4"}, "is_fp_zero_point", "has_zero_point = true as well"),
+    *(
+        ({"hadamard_block_size": size}, "hadamard_block_size", "0, or one of 16, 32, 64, 128, 256, 512")
+        for size in (-1, 2, 8, 96, 1024)
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "field", "expected"), IMPOSSIBLE)
+def test_impossible_combinations_name_field_expected_and_found(
+    words: dict[str, object], field: str, expected: str
+) -> None:
+    base = {"name": "mine", "b_dtype": "float4e2m1", "weight_scale_group_size": 64}
+    with pytest.raises(RequestError) as error:
+        TargetSchema(**(base | words))  # type: ignore[arg-type]
+    found = (base | words).get(field, {f.name: f.default for f in dataclasses.fields(TargetSchema)}[field])
+    assert (error.value.where, error.value.found) == (field, repr(found))
+    assert expected in error.value.expected
+    for part in ("'mine'", f"where: {field}", f"found: {found!r}", expected):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("size", [0, 1, 16, 512])
+def test_weights_may_be_rotated(size: int) -> None:
+    schema = TargetSchema("mine", "uint4", weight_scale_group_size=64, hadamard_block_size=size)
+    assert schema.rotation == (size if size > 1 else 0)
+    words = schema.describe().partition(", columns rotated in blocks of ")
+    assert words[2] == (str(size) if size > 1 else "")
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_toml_with_every_field(tmp_path: Path) -> None:
+    words = """
+        b_dtype = "uint4"
+        bs_dtype = "bfloat16"
+        weight_scale_type = "group"
+        weight_scale_group_size = 128
+        weight_scale_group_size_n = 0
+        weight_scale_2_type = "none"
+        has_zero_point = true
+        is_fp_zero_point = true
+        hadamard_block_size = 0
+    """
+    expected = TargetSchema("recipe", "uint4", "bfloat16", "group", 128, 0, "none", True, True, 0)
+    assert resolve_schema(str(write(tmp_path, words))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "scale_type"),
+    [
+        ("", "channel"),
+        ("weight_scale_group_size = 32", "group"),
+        ("weight_scale_group_size = 32\nweight_scale_group_size_n = 64", "block"),
+    ],
+)
+def test_toml_scale_type_follows_the_sizes(tmp_path: Path, text: str, scale_type: str) -> None:
+    assert load_schema(write(tmp_path, f'b_dtype = "float8e4m3"\n{text}')).weight_scale_type == scale_type
+
+
+def test_toml_int_is_hummings_uint(tmp_path: Path) -> None:
+    assert load_schema(write(tmp_path, 'b_dtype = "int5"')).b_dtype == "uint5"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ("recipe.toml", "names no weight type", "b_dtype")),
+        ("b_dtype = uint4", ("recipe.toml", "cannot be read", "line 1")),
+        ('b_dtype = "uint4"\nb_dtype = "uint5"', ("recipe.toml", "cannot be read")),
+        (
+            'b_dtype = "uint4"\ngroup_size = 64',
+            ("recipe.toml", ": group_size", "found: 64", "weight_scale_group_size"),
+        ),
+        ('b_dtype = "uint4"\nname = "x"', ("recipe.toml", ": name", "found: 'x'")),
+        ("b_dtype = 4", ("recipe.toml", ": b_dtype", "found: 4", "str")),
+        (
+            'b_dtype = "uint4"\nweight_scale_group_size = "64"',
+            (": weight_scale_group_size", "found: '64'", "int"),
+        ),
+        (
+            'b_dtype = "uint4"\nweight_scale_group_size = 64.0',
+            (": weight_scale_group_size", "found: 64.0", "int"),
+        ),
+        (
+            'b_dtype = "uint4"\nweight_scale_group_size = true',
+            (": weight_scale_group_size", "found: True", "int"),
+        ),
+        ('b_dtype = "uint4"\nhas_zero_point = 1', (": has_zero_point", "found: 1", "bool")),
+        ('b_dtype = "uint4"\n[more]\nx = 1', ("recipe.toml", ": more", "found: {'x': 1}")),
+        (
+            'b_dtype = "uint4"\nweight_scale_group_size = 24',
+            ("recipe", "weight_scale_group_size", "24", "power of two"),
+        ),
+    ],
+)
+def test_toml_mistakes_say_where(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(RequestError) as error:
+        load_schema(write(tmp_path, text))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_unreadable_toml_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"missing\.toml"):
+        resolve_schema(str(tmp_path / "missing.toml"))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(RequestError, match=r"bytes\.toml"):
+        resolve_schema(str(tmp_path / "bytes.toml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bits", "is_integer", "is_coupled", "bits_per_weight"),
+    [
+        ("mxfp4", 4, False, False, 4.25),
+        ("nvfp4", 4, False, True, 4.5),
+        ("fp8", 8, False, False, 8.0),
+        ("fp8-block", 8, False, False, 8 + 32 / 128**2),
+        ("fp8-tensor", 8, False, True, 8.0),
+        ("fp6-e3m2", 6, False, False, 6.125),
+        ("int4", 4, True, False, 4.125),
+        ("int4-g64-zp", 4, True, False, 4.3125),
+        ("int4-g128-fpzp", 4, True, False, 4.25),
+    ],
+)
+def test_properties(
+    name: str, num_bits: int, is_integer: bool, is_coupled: bool, bits_per_weight: float
+) -> None:
+    schema = resolve_schema(name)
+    assert (schema.num_bits, schema.is_integer, schema.is_coupled) == (num_bits, is_integer, is_coupled)
+    assert schema.bits_per_weight() == bits_per_weight
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("mxfp4", "float4e2m1, float8e8m0 scale per group 32"),
+        ("nvfp4", "float4e2m1, float8e4m3 scale per group 16, second scale per tensor"),
+        ("fp8-block", "float8e4m3, float32 scale per block 128x128"),
+        ("int4-c-zp", "uint4, parameter-dtype scale per channel, integer zero point"),
+        ("int4-fpzp", "uint4, parameter-dtype scale per group 128, float zero point"),
+    ],
+)
+def test_description(name: str, line: str) -> None:
+    assert resolve_schema(name).describe() == line
+
+
+def test_fields_are_hummings() -> None:
+    from hqconv.humming_layout.transform import humming_schema
+
+    for name in PRESETS:
+        theirs = humming_schema(PRESETS[name])
+        for field, value in PRESETS[name].humming_fields().items():
+            assert hasattr(theirs, field), field
+            if field == "b_dtype":
+                assert str(theirs.b_dtype) == value

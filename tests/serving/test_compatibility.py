@@ -1,0 +1,352 @@
+"""Refusals say what was expected and what was found, and their commands make an artifact that is not refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hqconv.cli.app import app
+from hqconv.errors import HqconvError, RequestError
+from hqconv.schemas.gpu_target import TARGETS, Target
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
+from hqconv.schemas.weight_schema import resolve_schema
+from hqconv.serving import compatibility
+from hqconv.serving.artifact_location import Place
+from hqconv.serving.artifact_view import Served, ServedBlock, open_served
+from hqconv.serving.compatibility import (
+    Asked,
+    check_block,
+    check_dtype,
+    check_flags,
+    check_inputs,
+    check_machine,
+    check_ranks,
+    recut,
+)
+from tests.make.conversions import run
+from tests.make.qwen import write_qwen3_moe
+
+BLOCK = "model.layers.0.mlp.experts"
+ASKED = Asked(
+    num_experts=4,
+    hidden_size=128,
+    has_bias=False,
+    gated=True,
+    dtype="bfloat16",
+    tp=1,
+    ep=1,
+    placement="linear",
+    redundant=0,
+    router_weight_on_input=False,
+)
+GRIDS = {
+    "tp1": Grid(),
+    "ep2": Grid(ep=2),
+    "dealt": Grid(ep=2, placement="round_robin"),
+    "copies": Grid(tp=2, ep=2, placement="round_robin", redundant=2),
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An original and artifacts of it, one to a grid."""
+    folder = tmp_path_factory.mktemp("refusals")
+    source = write_qwen3_moe(folder / "original", num_layers=1, intermediate_size=256)
+    for name, grid in GRIDS.items():
+        run(source, folder / name, "mxfp4", grid)
+    return folder
+
+
+def opened(out: Path | str) -> Served:
+    return open_served(Place(str(out)))
+
+
+@pytest.fixture
+def served(work: Path) -> Served:
+    return opened(work / "tp1")
+
+
+def refused(check: Any, *words: Any) -> RequestError:
+    """The refusal, which is whole."""
+    with pytest.raises(RequestError) as caught:
+        check(*words)
+    error = caught.value
+    assert error.where
+    assert error.expected
+    assert error.found
+    assert error.expected != error.found
+    assert error.remedy
+    return error
+
+
+def command_in(error: HqconvError) -> list[str]:
+    (command,) = re.findall("`(.*)`", error.remedy)
+    return shlex.split(command)
+
+
+def follow(command: list[str]) -> Served:
+    """Do what a remedy says, and open what comes of it."""
+    assert command[:2] == ["hqconv", "convert"]
+    more = ["--device", "cpu", "--threads", "1", "-q"]
+    done = CliRunner().invoke(app, [*command[1:], *more])
+    assert done.exit_code == 0, done.output
+    return opened(command[command.index("-o") + 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected", "found"),
+    [
+        ("tp1", {"tp": 2}, "tp 1, ep 1", "tp 2, ep 1"),
+        ("tp1", {"ep": 2}, "tp 1, ep 1", "tp 1, ep 2"),
+        ("tp1", {"ep": 2, "placement": "round_robin"}, "tp 1, ep 1", "tp 1, ep 2"),
+        ("ep2", {"tp": 2, "ep": 2, "placement": "round_robin"}, "tp 1, ep 2", "tp 2, ep 2"),
+        ("ep2", {"ep": 2, "placement": "round_robin"}, "linear", "round_robin"),
+        ("dealt", {"ep": 2}, "round_robin", "linear"),
+        ("dealt", {}, "tp 1, ep 2", "tp 1, ep 1"),
+        ("copies", {"tp": 2, "ep": 2, "placement": "round_robin"}, "0", "2 in the artifact, 0 asked for"),
+        ("copies", {"tp": 4}, "tp 2, ep 2", "tp 4, ep 1"),
+    ],
+)
+def test_another_cut_is_one_command_away(
+    work: Path, tmp_path: Path, name: str, words: dict[str, Any], expected: str, found: str
+) -> None:
+    """One, whatever else would have been refused next; it changes nothing but what it must."""
+    out, asked = shutil.copytree(work / name, tmp_path / name), replace(ASKED, **words)
+    error = refused(check_ranks, opened(out), asked)
+    assert (error.where, error.expected) == (str(out), expected)
+    assert error.found.startswith(found)
+    new = follow(command_in(error))
+    check_ranks(new, asked)
+    check_machine(new, 90)
+    check_dtype(new, "bfloat16")
+    check_block(new, new.blocks[BLOCK], asked)
+    assert new.kind.schema == opened(out).kind.schema
+    assert new.place.name == f"{out}-sm90-tp{asked.tp}-ep{asked.ep}"
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_what_it_was_cut_for_is_served(work: Path, name: str) -> None:
+    served = opened(work / name)
+    grid = GRIDS[name]
+    asked = replace(ASKED, tp=grid.tp, ep=grid.ep, placement=grid.placement)
+    if not grid.redundant:
+        check_ranks(served, asked)
+    check_machine(served, 90)
+    check_dtype(served, "bfloat16")
+    check_block(served, served.blocks[BLOCK], asked)
+
+
+def test_one_ep_rank_has_no_placement(work: Path, served: Served) -> None:
+    """vLLM has a word for it all the same."""
+    check_ranks(served, replace(ASKED, placement="round_robin"))
+
+
+def test_copies_that_only_the_server_wants_need_no_new_artifact(work: Path) -> None:
+    error = refused(check_ranks, opened(work / "ep2"), replace(ASKED, ep=2, redundant=2))
+    assert error.remedy == "Serve without --enable-eplb."
+
+
+@pytest.mark.parametrize(
+    ("grid", "options"),
+    [
+        (Grid(tp=4), "--tensor-parallel-size 4,"),
+        (Grid(ep=4), "--tensor-parallel-size 4 --enable-expert-parallel,"),
+        (Grid(tp=2, ep=2), "no start of vLLM"),
+    ],
+)
+def test_the_other_way_is_to_serve_it_as_it_was_cut(served: Served, grid: Grid, options: str) -> None:
+    assert options in refused(check_ranks, replace(served, grid=grid), ASKED).remedy
+
+
+@pytest.mark.parametrize("name", ["a model", "it's", "$(echo)", "a;b", "-", "ä"])
+def test_the_command_can_be_pasted_whatever_the_folder_is_called(
+    work: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = shutil.copytree(work / "tp1", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    command = command_in(refused(check_ranks, opened(f"{out}/"), replace(ASKED, tp=2)))
+    assert command[2:5] == [str(out), "-o", f"{out}-sm90-tp2-ep1"]
+    check_ranks(follow(command), replace(ASKED, tp=2))
+
+
+@pytest.mark.parametrize("name", [".", "./", "..", "../tp1/."])
+def test_the_command_names_the_folder_one_stands_in(
+    work: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm serve .`: what is written lies beside the artifact, not in it."""
+    out = shutil.copytree(work / "tp1", tmp_path / "tp1")
+    (out / "inner").mkdir()
+    monkeypatch.chdir(out / "inner" if name == ".." else out)
+    command = command_in(refused(check_ranks, opened(name), replace(ASKED, tp=2)))
+    assert Path(os.path.abspath(command[4])) == tmp_path / "tp1-sm90-tp2-ep1"  # noqa: PTH100
+
+
+def test_a_repo_is_downloaded_first(served: Served) -> None:
+    there = replace(served, place=Place("org/name", "a branch"))
+    assert recut(there, tp=2) == (
+        "`hf download org/name --revision 'a branch' --local-dir name && "
+        "hqconv convert name -o name-sm90-tp2-ep1 --schema source --target sm90 --tp 2`"
+    )
+    assert "--revision" not in recut(replace(served, place=Place("org/name")))
+
+
+def test_rotated_weights_are_cut_again_from_the_original(served: Served) -> None:
+    """No `--schema source` keeps their codes."""
+    rotated = made(served, schema=replace(served.kind.schema, name="mine", hadamard_block_size=64))
+    command = recut(replace(rotated, place=Place("org/name"), source_name="org/model"), tp=2)
+    assert command == (
+        "`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 "
+        f"--dtype {served.dtype}`"
+    )
+
+
+def test_another_dtype_is_one_command_away_from_the_original(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all options of this artifact; run where the original is."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(work / "original", "original")
+    served = opened(work / "dealt")
+    error = refused(check_dtype, served, "float16")
+    assert (error.expected, error.found) == ("bfloat16", "float16")
+    assert error.remedy.startswith("Serve with --dtype bfloat16, ")
+    new = follow(command_in(error))
+    check_dtype(new, "float16")
+    assert (new.grid, new.kind.schema, new.kind.target) == (
+        served.grid,
+        served.kind.schema,
+        served.kind.target,
+    )
+
+
+def made(served: Served, **words: Any) -> Served:
+    """The same artifact of another kind, in all blocks."""
+    kind = replace(served.kind, **words)
+    return replace(served, kind=kind, blocks={n: replace(b, kind=kind) for n, b in served.blocks.items()})
+
+
+def of_inputs(block: ServedBlock, inputs: InputSchema) -> ServedBlock:
+    return replace(block, kind=replace(block.kind, inputs=inputs))
+
+
+def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(
+    served: Served,
+) -> None:
+    """It cannot be cut for them; nor can one whose exponents are in its codes. Blocks that are left stay so."""
+    assert recut(replace(served, left=("mtp.0.experts",))) == recut(served)
+    plain = made(served, schema=resolve_schema("int8"))
+    assert " --schema source " in recut(plain)
+    name, block = next(iter(plain.blocks.items()))
+    other = replace(plain, blocks={**plain.blocks, name: of_inputs(block, INPUT_PRESETS["int8"])})
+    assert recut(other).startswith("`hqconv convert original -o ")
+    assert " --config RECIPE " in recut(other)
+    folded = recut(made(served, inputs=INPUT_PRESETS["fp8"]))
+    assert folded.startswith("`hqconv convert original -o ")
+    assert " --schema mxfp4 --input-schema fp8 " in folded
+
+
+def test_a_schema_of_a_file_is_named_by_its_file(served: Served) -> None:
+    own = made(served, schema=replace(resolve_schema("mxfp4"), name="mine"))
+    command = command_in(refused(check_dtype, own, "float16"))
+    assert command[command.index("--schema") + 1] == "mine.toml"
+    renamed = made(served, schema=replace(resolve_schema("int4"), name="mxfp4"))
+    command = command_in(refused(check_dtype, renamed, "float16"))
+    assert command[command.index("--schema") + 1] == "mxfp4.toml"
+
+
+def test_activations_are_in_the_commands(served: Served) -> None:
+    assert "--input-schema" not in recut(served)
+    for inputs, word in (
+        (INPUT_PRESETS["fp8-g128"], "fp8-g128"),
+        (InputSchema("mine", "int8"), "mine.toml"),
+        (InputSchema("fp8", "int8"), "fp8.toml"),
+    ):
+        own = made(served, inputs=inputs)
+        for command in (recut(own), refused(check_dtype, own, "float16").remedy):
+            assert f"--input-schema {word} " in command
+
+
+def test_groups_that_vllm_quantizes_itself_must_be_its_own(served: Served) -> None:
+    """It does so for 128 columns, in e4m3 alone, and leaves no columns over."""
+    block = served.blocks[BLOCK]
+    wide, odd = replace(block, hidden_size=384), replace(block, hidden_size=192)
+    for inputs in ("fp8-g128", "fp8", "fp8-e5m2", "mxfp8"):
+        check_inputs(served, of_inputs(wide, INPUT_PRESETS[inputs]))
+    for inputs in ("a16", "fp8", "int8"):
+        check_inputs(served, of_inputs(odd, INPUT_PRESETS[inputs]))
+    error = refused(check_inputs, served, of_inputs(odd, INPUT_PRESETS["fp8-g128"]))
+    assert error.found == "192"
+    error = refused(check_inputs, served, of_inputs(wide, InputSchema("x", "float8e5m2", 128)))
+    assert error.found == "float8e5m2"
+
+
+def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(served: Served) -> None:
+    error = refused(check_machine, served, 110)
+    assert (error.expected, error.found) == ("sm90", "sm110")
+    known = ", ".join(f"sm{sm}" for sm in TARGETS)
+    assert error.remedy == f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
+    error = refused(check_machine, made(served, target=Target(100)), 90)
+    command = command_in(error)
+    assert command[command.index("--target") + 1] == "sm90"
+    assert "-sm90-" in command[4]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ({"num_experts": 8}, "experts"),
+        ({"hidden_size": 256}, "hidden size"),
+        ({"gated": False}, "gated"),
+    ],
+)
+def test_another_layer_is_refused(served: Served, words: dict[str, Any], what: str) -> None:
+    error = refused(check_block, served, served.blocks[BLOCK], replace(ASKED, **words))
+    assert error.where == f"{served.place.name}: {BLOCK}: {what}"
+    ((name, value),) = words.items()
+    assert error.expected == str(getattr(served.blocks[BLOCK], name))
+    assert error.found == f"{value} in vLLM's model"
+
+
+def test_weighed_inputs_are_refused(served: Served) -> None:
+    with pytest.raises(RequestError, match=f"weigh the experts' inputs(.|\n)*{BLOCK}(.|\n)*original"):
+        check_block(served, served.blocks[BLOCK], replace(ASKED, router_weight_on_input=True))
+
+
+@pytest.mark.parametrize(
+    "here", [{"a": True, "b": True}, {"a": False, "b": False}, {"TypeError: x": True}, {}]
+)
+def test_another_layout_of_humming_names_the_version_that_fits(here: dict[str, bool]) -> None:
+    error = refused(check_flags, "out: w13", "0.1.19", "0.2.0", {"a": True, "b": False}, here)
+    assert error.expected == "a (humming-kernels 0.1.19)"
+    assert error.found.endswith("(humming-kernels 0.2.0)")
+    assert "humming-kernels==0.1.19" in error.remedy
+    check_flags("out: w13", "0.1.19", "0.2.0", here, dict(here))
+
+
+def test_a_layer_without_experts_lists_the_blocks(served: Served) -> None:
+    error = refused_as(compatibility.no_block(served, "model.layers.7.mlp.experts"))
+    assert (error.expected, error.found) == (BLOCK, "model.layers.7.mlp.experts")
+    many = replace(served, blocks={f"b{i}": served.blocks[BLOCK] for i in range(9)})
+    assert compatibility.no_block(many, "x").expected == "b0, b1, b2 …"
+
+
+def test_a_model_without_layers_and_a_deployment_without_kernels(served: Served) -> None:
+    assert "--moe-backend" in refused_as(compatibility.no_layers(served)).remedy
+    error = refused_as(compatibility.no_deployment(served, served.blocks[BLOCK], "ep 2 with deepep"))
+    assert error.found == "ep 2 with deepep"
+    assert "VLLM_HUMMING_MOE_GEMM_TYPE" in error.remedy
+
+
+def refused_as(error: HqconvError) -> HqconvError:
+    assert isinstance(error, RequestError)
+    assert error.where.startswith("/")
+    return error

@@ -1,0 +1,212 @@
+"""Which block a layer of vLLM's is, for every family: names as vLLM 0.33 gives them, no vLLM."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hqconv.models.families import FAMILIES
+from hqconv.serving.vllm.layer_names import find_block
+
+DRAFT = 2  # the number of the first draft of the models below, where vLLM counts on after the last layer
+
+# model type, block (`7` is the layer), what vLLM's mappers make of it, prefix of vLLM's layer
+MAIN = [
+    ("qwen3_moe", "model.layers.7.mlp.experts", "", ""),
+    (
+        "qwen3_5_moe",
+        "model.language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
+    ("qwen3_omni_moe", "thinker.model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    ("deepseek_v3", "model.layers.7.mlp.experts", "", ""),
+    ("deepseek_ocr2", "model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    ("kimi_k25", "language_model.model.layers.7.mlp.experts", "", ""),
+    (
+        "glm4v_moe",
+        "model.language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
+    (
+        "glm5_next",
+        "model.language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
+    ("hy_v4", "model.layers.7.mlp.experts", "", ""),
+    ("deepseek_v4", "layers.7.ffn.experts", "model.layers.7.ffn.experts", ""),
+    ("ernie4_5_moe", "model.layers.7.mlp.experts", "", ""),
+    ("hunyuan_v1_moe", "model.layers.7.mlp.experts", "", ""),
+    ("longcat_flash", "model.layers.7.mlp.experts", "", ""),
+    ("olmoe", "model.layers.7.mlp.experts", "", ""),
+    ("mixtral", "model.layers.7.block_sparse_moe.experts", "", ""),
+    ("minimax_m2", "model.layers.7.block_sparse_moe.experts", "", "model.layers.7.mlp.experts"),
+    (
+        "phimoe",
+        "model.layers.7.block_sparse_moe.experts",
+        "model.layers.7.mlp.experts",
+        "",
+    ),  # transformers' backend
+    ("minimax_m3_vl", "language_model.model.layers.7.block_sparse_moe.experts", "", ""),
+    ("kimi_linear", "model.layers.7.block_sparse_moe.experts", "", ""),
+    ("lfm2_moe", "model.layers.7.feed_forward.experts", "", ""),
+    ("jamba", "model.layers.7.feed_forward.experts", "", ""),
+    ("nemotron_h", "backbone.layers.7.mixer.experts", "model.layers.7.mixer.experts", ""),
+    (
+        "nemotron_h_omni",
+        "language_model.backbone.layers.7.mixer.experts",
+        "language_model.model.layers.7.mixer.experts",
+        "",
+    ),
+    (
+        "qwen3_vl_moe",
+        "model.language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
+    ("llama4", "language_model.model.layers.7.feed_forward.experts", "", ""),
+    ("gpt_oss", "model.layers.7.mlp.experts", "", ""),
+    ("openai_privacy_filter", "model.layers.7.mlp.experts", "", ""),
+    ("granitemoe", "model.layers.7.block_sparse_moe", "", "model.layers.7.block_sparse_moe.experts"),
+    ("granitemoe_swa", "model.layers.7.block_sparse_moe.experts", "", ""),
+    ("gemma4", "model.language_model.layers.7.experts", "language_model.model.layers.7.experts", ""),
+    ("diffusion_gemma", "model.decoder.layers.7.experts", "model.layers.7.experts", ""),
+    ("dbrx", "transformer.blocks.7.ffn.experts.mlp", "", "transformer.blocks.7.ffn"),
+    ("step3_text", "model.layers.7.moe", "", "model.layers.7.moe.experts"),
+    (
+        "step3p7",
+        "model.layers.7.moe",
+        "language_model.model.layers.7.moe",
+        "language_model.model.layers.7.moe.experts",
+    ),
+    (
+        "aria",
+        "language_model.model.layers.7.mlp.experts",
+        "language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+    ),
+    ("inkling_mm_model", "model.llm.layers.7.mlp.experts", "model.layers.7.mlp.experts", ""),
+]
+# model type, blocks of the main model, the draft's, what is made of it, the draft layer's prefix
+DRAFTS = [
+    ("deepseek_v3", "model.layers.1.mlp.experts", "model.layers.2.mlp.experts", "", ""),
+    ("qwen3_next", "model.layers.0.mlp.experts", "mtp.layers.0.mlp.experts", "", ""),
+    ("qwen3_5_moe", "language_model.model.layers.0.mlp.experts", "mtp.layers.0.mlp.experts", "", ""),
+    ("qwen4_exp", "model.layers.0.mlp.experts", "mtp.layers.0.mlp.experts", "", "mtp.layers.2.mlp.experts"),
+    (
+        "deepseek_v4",
+        "model.layers.0.ffn.experts",
+        "mtp.0.ffn.experts",
+        "model.mtp.0.ffn.experts",
+        "model.layers.2.ffn.experts",
+    ),
+    ("deepseek_v4", "layers.0.ffn.experts", "mtp.0.ffn.experts", "", "model.layers.2.ffn.experts"),
+    ("nemotron_h", "backbone.layers.1.mixer.experts", "mtp.layers.1.mixer.experts", "", ""),
+    (
+        "nemotron_h_omni",
+        "language_model.model.layers.1.mixer.experts",
+        "language_model.mtp.layers.1.mixer.experts",
+        "",
+        "mtp.layers.1.mixer.experts",
+    ),
+]
+# Families without a class in vLLM 0.33, or whose class has no MoE layer of vLLM's.
+NO_VLLM = {"mistral_large4", "inkling2", "grok", "minicpm", "nomic_bert"}
+
+
+def test_every_family_is_in_the_table() -> None:
+    types = {row[0] for row in MAIN}
+    assert not {f.name for f in FAMILIES if f.blocks and not types.intersection(f.model_types)} - NO_VLLM
+
+
+@pytest.mark.parametrize(("model_type", "block", "mapped", "prefix"), MAIN)
+def test_a_layer_of_the_model(model_type: str, block: str, mapped: str, prefix: str) -> None:
+    mapped = mapped or block
+    prefix = prefix or mapped
+    (family,) = (family for family in FAMILIES if model_type in family.model_types)
+    assert block.replace(".7.", ".{layer}.") in family.blocks  # the name is one that an artifact can have
+    numbered = {
+        mapped.replace(".7.", f".{layer}."): block.replace(".7.", f".{layer}.") for layer in range(12)
+    }
+    kept = {**{name: name for name in numbered.values()}, **numbered}  # with the names before the mappers
+    for renamed in (numbered, kept):
+        for layer in range(12):
+            wanted = block.replace(".7.", f".{layer}.")
+            assert find_block(prefix.replace(".7.", f".{layer}."), renamed) == wanted
+        assert find_block(prefix.replace(".7.", ".12."), renamed, dict.fromkeys(renamed.values(), 12)) is None
+        del renamed[mapped]
+        if mapped != block:
+            renamed.pop(block, None)
+        assert find_block(prefix, renamed) is None  # its neighbours are there, and are not it
+
+
+@pytest.mark.parametrize(("model_type", "main", "block", "mapped", "prefix"), DRAFTS)
+def test_a_draft_layer(model_type: str, main: str, block: str, mapped: str, prefix: str) -> None:
+    mapped = mapped or block
+    prefix = prefix or mapped
+    (family,) = (family for family in FAMILIES if model_type in family.model_types)
+    assert re.sub(r"\.\d+\.", ".{layer}.", block) in family.blocks
+    renamed, layers = {main: main, mapped: block}, {main: 0, block: DRAFT}
+    assert find_block(prefix, renamed, layers) == block
+    assert find_block(main, renamed, layers) == main
+    assert find_block(prefix, {main: main}, {main: DRAFT}) is None  # not the model's layer instead
+    assert find_block(main, {mapped: block}, {block: DRAFT}) is None
+
+
+DSV4 = {"model.layers.0.ffn.experts": "layers.0.ffn.experts", "model.mtp.0.ffn.experts": "mtp.0.ffn.experts"}
+DSV4_LAYERS = {"layers.0.ffn.experts": 0, "mtp.0.ffn.experts": 2}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "renamed", "layers"),
+    [
+        ("model.layers.2.ffn.experts", DSV4, {}),  # nobody said which number mtp.0 has
+        ("model.layers.3.ffn.experts", DSV4, DSV4_LAYERS),  # mtp.1
+        ("model.layers.1.ffn.experts", DSV4, DSV4_LAYERS),  # a layer of the model that is not there
+        ("model.layers.2.mlp.experts", DSV4, DSV4_LAYERS),  # another module
+        ("mtp.layers.0.mlp.experts", {"model.layers.0.mlp.experts": "a"}, {"a": 0}),
+        ("mtp.layers.0.mlp.experts", {"language_model.model.layers.0.mlp.experts": "a"}, {"a": 0}),
+        ("mtp.layers.3.mlp.experts", {"mtp.layers.0.mlp.experts": "a"}, {"a": 2}),
+        ("model.layers.0.mlp.experts", {"mtp.layers.0.mlp.experts": "a"}, {"a": 0}),
+        ("model.layers.2.mlp.experts", {"mtp.layers.0.mlp.experts": "a"}, {"a": 2}),
+        ("model.layers.0.mlp.experts", {"language_model.mtp.layers.0.mlp.experts": "a"}, {"a": 0}),
+        # MiniMax-M3's drafts count from 0 (vllm/models/minimax_m3/nvidia/mtp.py), and are not the first layers.
+        (
+            "model.layers.0.block_sparse_moe.experts",
+            {"language_model.model.layers.0.block_sparse_moe.experts": "a"},
+            {"a": 0},
+        ),
+        # step3p5_mtp.py: a draft with experts would not be loaded without their tensors.
+        ("model.layers.45.mtp_block.moe.experts", {"model.layers.45.moe": "a"}, {"a": 45}),
+        ("model.layers.1.mlp.experts", {"model.layers.11.mlp.experts": "a"}, {"a": 1}),
+        ("model.layers.1.mlp.experts", {"model.layers.1.mlp.shared_experts": "a"}, {"a": 1}),
+        ("visual.blocks.1.mlp.experts", {"model.layers.1.mlp.experts": "a"}, {"a": 1}),
+        ("model.layers.1.mlp.text_experts", {"model.layers.1.mlp.experts": "a"}, {"a": 1}),
+        ("", {"model.layers.1.mlp.experts": "a"}, {"a": 1}),
+    ],
+)
+def test_what_no_rule_knows_is_nobodys(prefix: str, renamed: dict[str, str], layers: dict[str, int]) -> None:
+    assert find_block(prefix, renamed, layers) is None
+    assert find_block(prefix, {}, layers) is None
+
+
+def test_two_drafts_that_could_be_meant_are_none() -> None:
+    renamed = {"mtp.0.ffn.experts": "a", "model.mtp.0.ffn.experts": "b"}
+    assert find_block("model.layers.2.ffn.experts", renamed, {"a": 2, "b": 2}) is None
+    assert find_block("model.layers.2.ffn.experts", renamed, {"a": 2, "b": 3}) == "a"
+    assert find_block("model.layers.2.ffn.experts", dict.fromkeys(renamed, "a"), {"a": 2}) == "a"
+
+
+def test_two_blocks_that_could_be_meant_are_none() -> None:
+    both = {"model.layers.0.mlp": "a", "model.layers.0.block_sparse_moe.experts": "b"}
+    assert find_block("model.layers.0.mlp.experts", both) is None
+    assert find_block("model.layers.0.mlp.experts", dict.fromkeys(both, "a")) == "a"  # two names of one block
+    assert find_block("model.layers.0.mlp.experts", {**both, "model.layers.0.mlp.experts": "c"}) == "c"
+
+
+def test_a_name_that_two_blocks_have_is_nobodys() -> None:
+    assert find_block("model.layers.0.experts", {"model.layers.0.experts": ""}) is None
+    assert find_block("model.layers.0.moe.experts", {"model.layers.0.moe": ""}) is None

@@ -1,0 +1,41 @@
+"""How a server is started, and for which ranks there is no start."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from hqconv.schemas.grid import Grid
+from hqconv.serving.vllm.limits import serve_command, serving_obstacles
+
+COMMANDS = {
+    Grid(): "vllm serve out",
+    Grid(tp=4): "vllm serve out --tensor-parallel-size 4",
+    Grid(ep=2): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel",
+    Grid(ep=2, placement="round_robin"): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel "
+    "--expert-placement-strategy round_robin",
+}
+
+
+@pytest.mark.parametrize("grid", COMMANDS)
+def test_the_command(grid: Grid) -> None:
+    assert serve_command("out", "kernel", grid) == COMMANDS[grid]
+    assert serve_command("out", "checkpoint", grid) == "vllm serve out"
+    assert serving_obstacles("qwen_moe", grid) == []
+
+
+@pytest.mark.parametrize("grid", [Grid(tp=2, ep=2), Grid(ep=2, redundant=2)])
+def test_ranks_without_a_start(grid: Grid) -> None:
+    assert serve_command("out", "kernel", grid) is None
+    assert len(serving_obstacles("qwen_moe", grid)) == 1
+
+
+def test_llama_4_is_not_served() -> None:
+    assert "weighs" in serving_obstacles("llama4", Grid())[0]
+
+
+def test_a_folder_with_a_space_is_one_word() -> None:
+    command = serve_command("my model", "kernel", Grid())
+    assert command is not None
+    assert shlex.split(command) == ["vllm", "serve", "my model"]

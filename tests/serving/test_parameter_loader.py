@@ -1,0 +1,168 @@
+"""A process's layers are filled from their files in the background, in the order in which they were made."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hqconv.errors import VerificationError
+from hqconv.schemas.grid import Grid
+from hqconv.serving import parameter_loader as loading
+from hqconv.serving.artifact_location import Place
+from hqconv.serving.artifact_view import Served, open_served
+from hqconv.serving.parameter_loader import VERIFY, Loader, Target
+from hqconv.serving.rank_file import RankFile, open_rank_file
+from hqconv.serving.warm.kernel_store import VARIABLE
+from tests.make.conversions import run
+from tests.make.qwen import write_qwen3_moe
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Served:
+    source = write_qwen3_moe(tmp_path / "original", num_layers=3, intermediate_size=256)
+    run(source, tmp_path / "out", "mxfp4", Grid())
+    return open_served(Place(str(tmp_path / "out")))
+
+
+class Layer:
+    """As a layer of vLLM's."""
+
+    def __init__(self, loader: Loader, served: Served, number: int, device: str = "cpu") -> None:
+        block = f"model.layers.{number}.mlp.experts"
+        name = f"experts/tp0-ep0/{block}.safetensors"
+        path = loader.path(served, name, alone=False, cache_dir=None)
+        self.file: RankFile = open_rank_file(served, path, block, name)
+        self.is_filled = False
+        self.tensors = {
+            key: torch.zeros(ref.num_bytes, dtype=torch.uint8, device=device)
+            for key, ref in self.file.tensors.items()
+        }
+        loader.add(self)
+
+    def targets(self) -> list[Target]:
+        return [Target(ref, self.tensors[key]) for key, ref in self.file.tensors.items()]
+
+    @property
+    def is_right(self) -> bool:
+        data = self.file.path.read_bytes()
+        return all(
+            bytes(t.tensor.numpy()) == data[t.ref.offset_bytes : t.ref.offset_bytes + t.ref.num_bytes]
+            for t in self.targets()
+        )
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_layers_are_full_when_asked_for_and_said_to_be(
+    served: Served, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading.logger, "propagate", True)
+    loader = Loader()
+    layers = [Layer(loader, served, number) for number in range(3)]
+    with caplog.at_level(logging.INFO, loading.logger.name):
+        for number in order:
+            loader.fill(layers[number])
+            assert layers[number].is_filled
+            assert layers[number].is_right
+    (record,) = caplog.records  # once for all
+    total = sum(ref.num_bytes for layer in layers for ref in layer.file.tensors.values())
+    assert record.getMessage().startswith(f"Experts: {total / 1e9:.3f} GB in ")
+
+
+def test_layers_that_are_made_or_asked_for_later_are_filled_too(served: Served) -> None:
+    """vLLM may load a draft after the model, and a model again in place."""
+    loader = Loader()
+    first = Layer(loader, served, 0)
+    loader.fill(first)
+    later = [Layer(loader, served, number) for number in (1, 2)]
+    loader.fill(later[0])
+    for tensor in first.tensors.values():
+        tensor.zero_()
+    assert not first.is_right
+    loader.fill(first)
+    loader.fill(later[1])
+    assert all(layer.is_right for layer in (first, *later))
+
+
+def test_layers_elsewhere_are_left_alone(served: Served) -> None:
+    """Of a model that is being put back, some have no memory yet."""
+    loader = Loader()
+    there, nowhere = Layer(loader, served, 0), Layer(loader, served, 1, "meta")
+    loader.fill(there)
+    assert there.is_right
+    assert not nowhere.is_filled
+    nowhere.tensors = {key: torch.zeros(t.shape, dtype=torch.uint8) for key, t in nowhere.tensors.items()}
+    loader.fill(nowhere)
+    assert nowhere.is_right
+
+
+@pytest.mark.parametrize(("value", "is_checked"), [(None, False), ("0", False), ("1", True)])
+def test_all_files_are_hashed_first_where_the_environment_asks(
+    served: Served, monkeypatch: pytest.MonkeyPatch, value: str | None, is_checked: bool
+) -> None:
+    loader = Loader()
+    layers = [Layer(loader, served, number) for number in range(2)]
+    data = bytearray(layers[1].file.path.read_bytes())
+    data[-1] ^= 1
+    layers[1].file.path.write_bytes(data)
+    monkeypatch.delenv(VERIFY, raising=False)
+    if value is not None:
+        monkeypatch.setenv(VERIFY, value)
+    if is_checked:
+        with pytest.raises(VerificationError, match=layers[1].file.name):
+            loader.fill(layers[0])
+        assert not any(tensor.any() for tensor in layers[0].tensors.values())
+    else:
+        loader.fill(layers[0])
+        assert layers[0].is_right
+    assert layers[0].is_filled != is_checked
+
+
+def test_a_file_that_was_cut_off_since_fails_its_own_layer(served: Served) -> None:
+    loader = Loader()
+    layers = [Layer(loader, served, number) for number in range(2)]
+    path = layers[1].file.path
+    path.write_bytes(path.read_bytes()[:-1])
+    loader.fill(layers[0])
+    with pytest.raises(VerificationError, match=f"cut off(.|\n)*{layers[1].file.name}"):
+        loader.fill(layers[1])
+    assert (layers[0].is_right, layers[1].is_filled) == (True, False)
+
+
+def test_kernels_are_taken_once_and_only_if_asked_for(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading.logger, "propagate", True)
+    asked: list[tuple[Path, int]] = []
+
+    def use(folder: Path, sm: int) -> str | None:
+        asked.append((folder, sm))
+        return None if len(asked) == 1 else "There are none."
+
+    monkeypatch.setattr(loading, "use_warm_kernels", use)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    loader = Loader()
+    with caplog.at_level(logging.INFO, loading.logger.name):
+        loader.take_kernels(served)
+        assert asked == []
+        monkeypatch.setenv(VARIABLE, "1")
+        for one in (loader, loader, Loader()):
+            one.take_kernels(served)
+    assert asked == [(Path(f"{served.place.name}-kernels"), 90)] * 2
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert caplog.records[1].getMessage().endswith("There are none.")
+
+
+def test_beside_a_model_on_the_hub_there_are_no_kernels(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder of that name below the server's own would be somebody else's."""
+    monkeypatch.setattr(loading.logger, "propagate", True)
+    monkeypatch.setattr(loading, "use_warm_kernels", lambda *_: pytest.fail("looked for"))
+    monkeypatch.setenv(VARIABLE, "1")
+    with caplog.at_level(logging.INFO, loading.logger.name):
+        Loader().take_kernels(replace(served, place=Place("org/model")))
+    assert "must name a folder" in caplog.records[0].getMessage()

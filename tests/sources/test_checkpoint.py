@@ -1,0 +1,1007 @@
+"""Headers, index, folder, Hub cache and reads, against the safetensors library and literal bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.errors
+import numpy as np
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as torch_save_file
+
+from hqconv.errors import HqconvError, InputError, NetworkError, RequestError
+from hqconv.io import hub
+from hqconv.io import safetensors_header as checked
+from hqconv.io.safetensors_header import read_header
+from hqconv.schemas.dtypes import DTYPES, num_bits
+from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.checkpoint import Checkpoint
+from tests.make.places import REPO
+
+ONE = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
+
+
+def pack(header: object, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def tensor(dtype: str, shape: list[Any], begin: Any, end: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def write_folder(root: Path, shards: dict[str, dict[str, np.ndarray]], config: str = "{}") -> Path:
+    """A checkpoint folder by the safetensors library, with an index unless there is one plain file."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "config.json").write_text(config)
+    for name, tensors in shards.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, root / name, metadata={"format": "pt", "shard": name})
+    if list(shards) != ["model.safetensors"]:
+        write_index(root, {name: file for file, tensors in shards.items() for name in tensors})
+    return root
+
+
+def write_index(root: Path, weight_map: object) -> None:
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def two_shards() -> dict[str, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    first = {"a": rng.integers(0, 256, (3, 5), np.uint8), "b": rng.standard_normal((4, 4)).astype(np.float32)}
+    second = {"c": rng.integers(-9, 9, (2, 2, 2), np.int64), "empty": np.zeros((0, 7), np.float16)}
+    return {"model-1-of-2.safetensors": first, "model-2-of-2.safetensors": second}
+
+
+def read_all(checkpoint: Checkpoint, name: str) -> bytes:
+    buffer = bytearray(checkpoint.tensors[name].num_bytes)
+    checkpoint.read_into(checkpoint.tensors[name], buffer)
+    return bytes(buffer)
+
+
+# --- dtypes ---
+
+
+def test_dtypes_are_those_of_the_library() -> None:
+    with pytest.raises(safetensors.SafetensorError) as caught:
+        safetensors.deserialize(pack({"a": tensor("NOPE", [1], 0, 1)}, b"x"))
+    codes = re.findall(r"`(\w+)`", str(caught.value).split("expected one of")[1])
+    assert sorted(codes) == sorted(DTYPES)
+    for code in codes:
+        num_bytes = num_bits(code)  # of 8 elements
+        safetensors.deserialize(pack({"a": tensor(code, [8], 0, num_bytes)}, bytes(num_bytes)))
+
+
+def test_dtype_num_bits_refuses_unknown() -> None:
+    with pytest.raises(KeyError):
+        num_bits("F12")
+
+
+# --- headers ---
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bool, torch.int32],
+)
+def test_header_of_a_torch_file(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"x": torch.arange(6).reshape(2, 3).to(dtype), "scalar": torch.ones((), dtype=dtype)}
+    torch_save_file(tensors, tmp_path / "t.safetensors", metadata={"format": "pt", "ключ": "значение"})
+    entries, metadata, sha256 = read_header(tmp_path / "t.safetensors")
+    raw = (tmp_path / "t.safetensors").read_bytes()
+    assert metadata == {"format": "pt", "ключ": "значение"}
+    assert sha256 == hashlib.sha256(raw[: 8 + int.from_bytes(raw[:8], "little")]).hexdigest()
+    for name, value in tensors.items():
+        entry = entries[name]
+        assert entry.shape == tuple(value.shape)
+        want = bytes(value.reshape(-1).view(torch.uint8).tolist())
+        assert raw[entry.offset_bytes : entry.offset_bytes + entry.num_bytes] == want
+    assert {entry.dtype for entry in entries.values()} == {
+        item[1]["dtype"] for item in safetensors.deserialize(raw)
+    }
+
+
+BROKEN: list[tuple[str, bytes, str | None, str]] = [
+    # id, bytes, tensor that must be named, text that must be said
+    ("empty", b"", None, "truncated"),
+    ("seven", b"\x02\0\0\0\0\0\0", None, "truncated"),
+    ("length 0", struct.pack("<Q", 0), None, "header length"),
+    ("length over cap", struct.pack("<Q", 100_000_001) + b"{}", None, "header length"),
+    ("length past file", struct.pack("<Q", 3) + b"{}", None, "truncated"),
+    ("length huge", b"\xff" * 8 + b"{}", None, "header length"),
+    ("not utf-8", pack(b'{"\xff":1}'), None, "not valid JSON"),
+    ("not json", pack(b"{"), None, "not valid JSON"),
+    ("trailing zeros", pack(b"{}\0"), None, "not valid JSON"),
+    ("byte order mark", pack(b"\xef\xbb\xbf{}"), None, "not valid JSON"),
+    ("half a surrogate pair", pack({"\ud800": ONE}, b"xx"), None, "not valid JSON"),
+    ("number too long", pack(b'{"a":' + b"9" * 5000 + b"}"), None, "not valid JSON"),
+    ("nested too deep", pack(b"[" * 200_000), None, "not valid JSON"),
+    ("array", pack([]), None, "not a JSON object"),
+    ("metadata array", pack({"__metadata__": []}), None, "__metadata__"),
+    ("metadata number", pack({"__metadata__": {"x": 1}}), None, "__metadata__"),
+    ("metadata twice", pack(b'{"__metadata__":{},"__metadata__":{}}'), None, "twice"),
+    ("metadata key twice", pack(b'{"__metadata__":{"x":"1","x":"1"}}'), None, "twice"),
+    ("name twice", pack(b'{"a":%s,"b":1,"a":%s}' % ((json.dumps(ONE).encode(),) * 2), b"xx"), "a", "twice"),
+    (
+        "field twice",
+        pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'),
+        "a",
+        "'dtype' twice",
+    ),
+    ("entry is a list", pack({"a": ["U8", [2], [0, 2]]}, b"xx"), "a", "malformed"),
+    ("no dtype", pack({"a": {"shape": [2], "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
+    ("no shape", pack({"a": {"dtype": "U8", "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
+    ("no offsets", pack({"a": {"dtype": "U8", "shape": [2]}}, b"xx"), "a", "malformed"),
+    ("extra field", pack({"a": {**ONE, "x": 1}}, b"xx"), "a", "malformed"),
+    ("unknown dtype", pack({"a": tensor("F12", [2], 0, 3)}, b"xxx"), "a", "dtype is unknown"),
+    ("dtype list", pack({"a": {**ONE, "dtype": ["U8"]}}, b"xx"), "a", "dtype is unknown"),
+    ("shape number", pack({"a": {**ONE, "shape": 2}}, b"xx"), "a", "shape is malformed"),
+    ("negative dims", pack({"a": tensor("U8", [-1, -2], 0, 2)}, b"xx"), "a", "shape is malformed"),
+    (
+        "minus zero",
+        pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
+        "a",
+        "shape is malformed",
+    ),
+    ("bool dim", pack({"a": tensor("U8", [True, 2], 0, 2)}, b"xx"), "a", "shape is malformed"),
+    ("float dim", pack({"a": tensor("U8", [2.0], 0, 2)}, b"xx"), "a", "shape is malformed"),
+    ("text dim", pack({"a": tensor("U8", ["2"], 0, 2)}, b"xx"), "a", "shape is malformed"),
+    ("overflow", pack({"a": tensor("U8", [2**32, 2**32], 0, 0)}), "a", "overflows"),
+    ("overflow, then zero", pack({"a": tensor("U8", [2**32, 2**32, 0], 0, 0)}), "a", "overflows"),
+    ("dim over 64 bits", pack({"a": tensor("U8", [0, 2**64], 0, 0)}), "a", "overflows"),
+    ("bits overflow", pack({"a": tensor("U8", [2**62], 0, 0)}), "a", "overflows"),
+    ("half a byte", pack({"a": tensor("F4", [3], 0, 2)}, b"xx"), "a", "whole bytes"),
+    ("six bits", pack({"a": tensor("F6_E2M3", [2], 0, 2)}, b"xx"), "a", "whole bytes"),
+    ("one offset", pack({"a": {**ONE, "data_offsets": [2]}}, b"xx"), "a", "data_offsets are malformed"),
+    (
+        "three offsets",
+        pack({"a": {**ONE, "data_offsets": [0, 2, 2]}}, b"xx"),
+        "a",
+        "data_offsets are malformed",
+    ),
+    ("float offset", pack({"a": tensor("U8", [2], 0, 2.0)}, b"xx"), "a", "data_offsets are malformed"),
+    ("bool offset", pack({"a": tensor("U8", [1], False, True)}, b"x"), "a", "data_offsets are malformed"),
+    (
+        "minus zero offset",
+        pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'),
+        "a",
+        "are malformed",
+    ),
+    ("negative offset", pack({"a": tensor("U8", [2], -2, 0)}, b"xx"), "a", "out of order"),
+    ("begin after end", pack({"a": tensor("U8", [0], 2, 0)}, b"xx"), "a", "out of order"),
+    ("too many bytes", pack({"a": tensor("U8", [1], 0, 2)}, b"xx"), "a", "disagree"),
+    ("too few bytes", pack({"a": tensor("F32", [1], 0, 2)}, b"xx"), "a", "disagree"),
+    (
+        "truncated",
+        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"),
+        "a",
+        "truncated",
+    ),
+    (
+        "overlap",
+        pack({"b": tensor("U8", [2], 0, 2), "a": tensor("U8", [2], 1, 3)}, b"xxx"),
+        "a",
+        "overlaps tensor 'b'",
+    ),
+    ("same bytes", pack({"b": ONE, "a": ONE}, b"xx"), "a", "overlaps tensor 'b'"),
+    ("empty inside", pack({"b": ONE, "a": tensor("U8", [0], 1, 1)}, b"xx"), "a", "overlaps tensor 'b'"),
+    ("hole first", pack({"a": tensor("U8", [1], 1, 2)}, b"xx"), "a", "hole after the header"),
+    (
+        "hole",
+        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [1], 2, 3)}, b"xxx"),
+        "a",
+        "hole after tensor 'b'",
+    ),
+    ("trailing", pack({"b": ONE}, b"xxx"), None, "after tensor 'b' belong to no tensor"),
+    ("trailing, no tensors", pack({}, b"x"), None, "after the header belong to no tensor"),
+]
+# What the library reads and we do not: a guess at the meaning would be needed.
+STRICTER = {"metadata key twice", "entry is a list", "extra field"}
+
+
+@pytest.mark.parametrize(("label", "raw", "name", "text"), BROKEN, ids=[row[0] for row in BROKEN])
+def test_broken_header(tmp_path: Path, label: str, raw: bytes, name: str | None, text: str) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(raw)
+    with pytest.raises(InputError) as caught:
+        read_header(path)
+    message = str(caught.value)
+    assert text in message
+    assert str(path) in caught.value.where
+    assert ("tensor 'a'" in caught.value.where) == (name == "a")
+    assert "what to do" in message
+    assert len(message) < 1500
+    if label not in STRICTER:
+        with pytest.raises((safetensors.SafetensorError, ValueError)):
+            safetensors.deserialize(raw)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("fifo", "absent", "."):
+        with pytest.raises(InputError, match=re.escape(str(tmp_path))):
+            read_header(tmp_path / name)
+
+
+def test_order_is_that_of_the_bytes(tmp_path: Path) -> None:
+    header = {"z": tensor("U8", [1], 3, 4), "e": tensor("U8", [0], 3, 3), "a": tensor("U8", [3], 0, 3)}
+    (tmp_path / "f").write_bytes(pack(header, b"abcd"))
+    assert list(read_header(tmp_path / "f")[0]) == ["a", "e", "z"]
+
+
+def test_a_huge_but_empty_tensor_is_fine(tmp_path: Path) -> None:
+    raw = pack({"a": tensor("BF16", [2**62, 0], 0, 0), "b": tensor("U8", [0, 2**63, 2**63], 0, 0)})
+    assert ours(raw, tmp_path / "f") == theirs(raw)
+
+
+def test_a_null_metadata_and_surrogate_pairs_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(pack({"__metadata__": None, "\U0001f600": ONE}, b"xx"))
+    entries, metadata, _ = read_header(tmp_path / "f")
+    assert (list(entries), metadata) == (["\U0001f600"], {})
+
+
+TWICE = [
+    # what lies around a key that is there twice: text with colons, escapes, words and signs that are no values
+    b'{"a:b:c":%(one)s,"__metadata__":{"x:y":"1:2","x:y":"1:2"}}',
+    b'{"a:b":1,"a:b":%(one)s}',
+    b'{"a:b":{},"a:b":%(one)s}',
+    b'{"a\\u003ab":1,"a:b":%(one)s}',
+    b'{"a\\u003a\\u003a":%(one)s,"b":%(none)s,"b":%(none)s}',
+    b'{"true":%(one)s,"true":%(one)s}',
+    b'{"-0":%(one)s,"-0":%(one)s}',
+    b'{"a":{"dtype":"U8","shape":[2],"shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[]}}',
+    b'{"a":%(one)s,"__metadata__":null,"__metadata__":{"x":"y"}}',
+]
+
+
+@pytest.mark.parametrize("raw", TWICE)
+def test_no_key_is_lost_unseen(tmp_path: Path, raw: bytes) -> None:
+    words = {b"one": json.dumps(ONE).encode(), b"none": json.dumps(tensor("U8", [0], 2, 2)).encode()}
+    (tmp_path / "f").write_bytes(pack(raw % words, b"xx"))
+    with pytest.raises(InputError, match="twice"):
+        read_header(tmp_path / "f")
+
+
+def test_odd_text_is_fine(tmp_path: Path) -> None:
+    names = ["a:b", "true", "-0", 'x"y', "\\", "\n", "é:", "1.5", "{}"]
+    header: dict[str, Any] = {name: tensor("U8", [1], i, i + 1) for i, name in enumerate(names)}
+    header["__metadata__"] = {":": "::", "null": "false"}
+    for odd in ([], *([name] for name in names)):  # with each of them left out, and with all
+        kept = {name: header[name] for name in names if name not in odd}
+        for i, entry in enumerate(kept.values()):
+            entry["data_offsets"] = [i, i + 1]
+        raw = pack({**kept, "__metadata__": header["__metadata__"]}, bytes(len(kept)))
+        assert list(ours(raw, tmp_path / "f")) == list(kept)
+        assert read_header(tmp_path / "f")[1] == header["__metadata__"]
+
+
+def test_each_shape_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a header with its tensors in order, as writers leave it; in another each tensor is."""
+    header = {f"t{i}": tensor("U8", [i % 3], i // 3 * 3 + i % 3 * (i % 3 - 1) // 2, 0) for i in range(300)}
+    for entry in header.values():
+        entry["data_offsets"][1] = entry["data_offsets"][0] + entry["shape"][0]
+    calls: list[str] = []
+    check = checked.num_bits
+    monkeypatch.setattr(checked, "num_bits", lambda code: calls.append(code) or check(code))
+    in_order = ours(pack(header, bytes(300)), tmp_path / "f")
+    assert len(calls) == 3
+    backwards = ours(pack(dict(reversed(header.items())), bytes(300)), tmp_path / "f")
+    assert len(calls) == 3 + 300
+    assert in_order == backwards
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (b'"dtype":"U8","shape":[true],"data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":[1.0],"data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":[1e0],"data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":{},"data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":"","data_offsets":[2,3]', "shape is malformed"),
+        (b'"dtype":"U8","shape":[1],"data_offsets":[true,3]', "data_offsets are malformed"),
+        (b'"dtype":"U8","shape":[1],"data_offsets":[2.0,3]', "data_offsets are malformed"),
+        (b'"dtype":"U8","shape":[1],"data_offsets":[2,3],"x":3', "malformed"),
+        (b'"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[2,3]', "twice"),
+        (b'"dtype":"U16","shape":[1],"data_offsets":[2,3]', "disagree"),
+    ],
+)
+def test_what_equals_a_shape_that_was_seen_is_looked_at(tmp_path: Path, second: bytes, text: str) -> None:
+    """To Python true and 1.0 are 1, and nothing, made a tuple, is the shape of a scalar."""
+    first = json.dumps({"one": tensor("U8", [1], 0, 1), "none": tensor("U8", [], 1, 2)}).encode()
+    raw = first[:-1] + b',"a":{%s}}' % second
+    (tmp_path / "f").write_bytes(pack(raw, b"xyz"))
+    with pytest.raises(InputError, match=text) as caught:
+        read_header(tmp_path / "f")
+    assert "tensor 'a'" in caught.value.where
+
+
+def test_shards_share_no_state(tmp_path: Path) -> None:
+    """A shape that is right in one file says nothing of another's bytes."""
+    (tmp_path / "f").write_bytes(pack({"a": ONE, "b": tensor("U8", [2], 2, 4)}, b"xxxx"))
+    assert len(read_header(tmp_path / "f")[0]) == 2
+    (tmp_path / "g").write_bytes(pack({"a": ONE, "b": tensor("U8", [2], 2, 5)}, b"xxxxx"))
+    with pytest.raises(InputError, match="disagree"):
+        read_header(tmp_path / "g")
+
+
+# --- headers against the library, on random files; on mutants: scripts/torture/headers.py ---
+
+
+@st.composite
+def valid_files(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
+    header: dict[str, Any] = {}
+    end = 0
+    for name in draw(st.lists(st.text(max_size=4), max_size=5, unique=True)):
+        if name == "__metadata__":
+            continue
+        code = draw(st.sampled_from(sorted(DTYPES)))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        if int(np.prod(shape)) * num_bits(code) % 8:
+            shape = [*shape, 4]
+        begin, end = end, end + int(np.prod(shape)) * num_bits(code) // 8
+        header[name] = tensor(code, shape, begin, end)
+    names = draw(st.permutations(list(header)))
+    header = {name: header[name] for name in names}
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
+    return header, draw(st.binary(min_size=end, max_size=end))
+
+
+def ours(raw: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    path.write_bytes(raw)
+    return {
+        name: (ref.dtype, ref.shape, raw[ref.offset_bytes :][: ref.num_bytes])
+        for name, ref in read_header(path)[0].items()
+    }
+
+
+def theirs(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {
+        name: (t["dtype"], tuple(t["shape"]), bytes(t["data"])) for name, t in safetensors.deserialize(raw)
+    }
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch") / "f.safetensors"
+
+
+@settings(max_examples=300, deadline=None)
+@given(file=valid_files())
+def test_valid_files_read_as_the_library_reads_them(
+    scratch: Path, file: tuple[dict[str, Any], bytes]
+) -> None:
+    raw = pack(*file)
+    assert ours(raw, scratch) == theirs(raw)
+    assert read_header(scratch)[1] == file[0].get("__metadata__", {})
+
+
+# --- folders ---
+
+
+def test_opens_a_sharded_folder(tmp_path: Path) -> None:
+    shards = two_shards()
+    root = write_folder(tmp_path / "my-model", shards, '{"model_type": "x", "limit": Infinity}')
+    with Checkpoint.open(str(root)) as checkpoint:
+        assert (checkpoint.root, checkpoint.name) == (root, "my-model")
+        assert (checkpoint.revision, checkpoint.repo_id) == (None, None)
+        assert checkpoint.config == {"model_type": "x", "limit": float("inf")}
+        assert [file.name for file in checkpoint.files] == sorted(shards)
+        assert checkpoint.metadata == tuple({"format": "pt", "shard": name} for name in sorted(shards))
+        index = (root / "model.safetensors.index.json").read_bytes()
+        assert checkpoint.index_sha256 == hashlib.sha256(index).hexdigest()
+        assert checkpoint.total_bytes == sum(x.nbytes for shard in shards.values() for x in shard.values())
+        order = [(ref.file, ref.offset_bytes) for ref in checkpoint.tensors.values()]
+        assert order == sorted(order)
+        for number, name in enumerate(sorted(shards)):
+            stat = (root / name).stat()
+            file = checkpoint.files[number]
+            assert (file.size_bytes, file.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+            assert file.header_sha256 == read_header(root / name)[2]
+            with safetensors.safe_open(root / name, "np") as oracle:
+                for key in oracle.keys():  # noqa: SIM118
+                    value = oracle.get_tensor(key)
+                    ref = checkpoint.tensors[key]
+                    assert (ref.name, ref.file, ref.shape) == (key, number, value.shape)
+                    assert ref.dtype == oracle.get_slice(key).get_dtype()
+                    assert ref.num_bytes == value.nbytes
+                    assert read_all(checkpoint, key) == value.tobytes()
+        assert len(checkpoint.tensors) == 4
+
+
+def test_name_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_folder(tmp_path / "here", {"model.safetensors": {"a": np.ones(1)}}))
+    checkpoint = Checkpoint.open(".")
+    assert checkpoint.name == "here"
+    assert checkpoint.index_sha256 is None
+
+
+def test_single_file_wins_over_the_index_as_in_transformers(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, two_shards())
+    save_file({"only": np.ones(2)}, root / "model.safetensors")
+    checkpoint = Checkpoint.open(str(root))
+    assert list(checkpoint.tensors) == ["only"]
+    assert checkpoint.index_sha256 is None
+
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    args: dict[str, Any] = {"variant": None, "gguf_file": None, "use_safetensors": None, "user_agent": None}
+    files, _ = _get_resolved_checkpoint_files(str(root), is_remote_code=False, **args)
+    assert files is not None
+    assert [Path(file).name for file in files] == [file.name for file in checkpoint.files]
+
+
+def test_shards_in_a_subfolder(tmp_path: Path) -> None:
+    root = write_folder(
+        tmp_path, {"sub/m.safetensors": {"a": np.arange(3)}, "n.safetensors": {"b": np.ones(1)}}
+    )
+    checkpoint = Checkpoint.open(str(root))
+    assert [file.name for file in checkpoint.files] == ["n.safetensors", "sub/m.safetensors"]
+    assert read_all(checkpoint, "a") == np.arange(3).tobytes()
+
+
+def test_other_files(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, two_shards())
+    copied = [
+        "generation_config.json",
+        "merges.txt",
+        "modeling_x.py",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer.model",
+        "additional_chat_templates/rag.jinja",
+        "sub/config.json",
+        "sub/original/x.json",
+    ]
+    skipped = [
+        "README.md",
+        "SHA256SUMS",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "a.pt",
+        "b.pth",
+        "c.gguf",
+        "d.h5",
+        "e.msgpack",
+        "f.onnx",
+        "consolidated.safetensors",
+        "original/params.json",
+        "original/consolidated.00.pth",
+        ".gitattributes",
+        ".cache/huggingface/x.json",
+        ".git/HEAD",
+        "sub/.hidden/x.txt",
+        "sub/w.bin",
+    ]
+    for name in copied + skipped:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    assert Checkpoint.open(str(root)).other_files == tuple(sorted(copied))
+
+
+def test_a_dangling_link_is_not_passed_over(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, two_shards())
+    (root / "tokenizer.json").symlink_to("../blobs/absent")
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        Checkpoint.open(str(root))
+
+
+def test_an_unreadable_subfolder_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_folder(tmp_path, two_shards())
+    (root / "sub").mkdir()
+    real = os.scandir
+
+    def scandir(path: str) -> Any:  # the tests may run as root, for whom no folder is unreadable
+        if Path(path).name == "sub":
+            raise PermissionError(13, os.strerror(13), path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(InputError, match="Permission denied") as caught:
+        Checkpoint.open(str(root))
+    assert caught.value.where == str(root / "sub")
+
+
+def refuse(root: Path, *texts: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Checkpoint.open(str(root))
+    for text in texts:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("config", ["", "[]", "{", "null", '{"a": "\xff"}', "[" * 100_000])
+def test_broken_config(tmp_path: Path, config: str) -> None:
+    root = write_folder(tmp_path, two_shards())
+    (root / "config.json").write_text(config, encoding="latin-1")
+    refuse(root, str(root / "config.json"), "JSON")
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, two_shards())
+    (root / "config.json").unlink()
+    refuse(root, "has no config.json", "model-1-of-2.safetensors")
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_text("x")
+    refuse(tmp_path, "no safetensors checkpoint", "pytorch_model.bin", "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    ("index", "texts"),
+    [
+        ("{", ["not valid JSON"]),
+        ("[]", ["not a JSON object"]),
+        ("{}", ["weight_map", "NoneType"]),
+        ('{"weight_map": []}', ["weight_map", "list"]),
+        ('{"weight_map": {}}', ["weight_map"]),
+        ('{"weight_map": 1, "weight_map": {}}', ["'weight_map' twice"]),
+        ('{"weight_map": {"a": "x", "a": "y"}}', ["'a' twice"]),
+        *(
+            (json.dumps({"weight_map": {"a": name}}), ["tensor 'a'", "cannot be a shard", repr(name)[1:-1]])
+            for name in [
+                "../x.safetensors", "/etc/x.safetensors", "s/../../x.safetensors", "./x.safetensors",
+                "s//x.safetensors",
+                "", "x.bin", "s\\x.safetensors", "x\0.safetensors", "\ud800.safetensors",
+            ]
+        ),
+        ('{"weight_map": {"a": 1}}', ["tensor 'a'", "cannot be a shard"]),
+        ('{"weight_map": {"a": ["x.safetensors"]}}', ["tensor 'a'", "cannot be a shard"]),
+    ],
+)  # fmt: skip
+def test_broken_index(tmp_path: Path, index: str, texts: list[str]) -> None:
+    root = write_folder(tmp_path / "m", two_shards())
+    save_file({"a": np.ones(1)}, tmp_path / "x.safetensors")  # an escape would find this one
+    save_file({"a": np.ones(1)}, root / "x.safetensors")
+    (root / "model.safetensors.index.json").write_text(index)
+    refuse(root, "model.safetensors.index.json", *texts)
+
+
+def test_missing_shards(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, two_shards())
+    (root / "model-2-of-2.safetensors").unlink()
+    refuse(root, "1 of the 2 shards", "model-2-of-2.safetensors", "tensor 'c'", "download")
+
+
+def test_tensor_in_no_file_or_another(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, two_shards())
+    first, second = two_shards()
+    good = {"a": first, "b": first, "c": second, "empty": second}
+    write_index(root, {**good, "ghost": first})
+    refuse(root, "tensor 'ghost'", "in no file", first)
+    write_index(root, {**good, "b": second})
+    refuse(root, "tensor 'b'", f"expected: {second}", f"found: {first}")
+
+
+def test_tensor_outside_the_index(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, two_shards())
+    first, second = two_shards()
+    write_index(root, {"a": first, "c": second, "empty": second})
+    refuse(root, "1 tensors are in the files but not in the index", f"b ({first})")
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"x.safetensors": {"a": np.ones(1)}, "y.safetensors": {"b": np.ones(1)}})
+    save_file({"a": np.ones(1), "b": np.ones(1)}, root / "y.safetensors")
+    refuse(root, "tensor 'a'", "x.safetensors and y.safetensors")
+
+
+def test_a_broken_shard_is_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, two_shards())
+    path = root / "model-2-of-2.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    refuse(root, str(path), "truncated")
+
+
+def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "m", two_shards())
+    file = root / "model-1-of-2.safetensors"
+    for src in (
+        str(tmp_path / "absent"),
+        str(file),
+        "absent",
+        "./org/name",
+        "../org/name",
+        "a/b/c",
+        "/absent",
+        "",
+    ):
+        with pytest.raises(RequestError):
+            Checkpoint.open(src)
+    with pytest.raises(RequestError, match="revision"):
+        Checkpoint.open(str(root), "main")
+    with pytest.raises(InputError, match="x" * 90 + ".*…"):
+        Checkpoint.open("x" * 300)
+
+
+# --- reads ---
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(1)
+    shards = {
+        f"model-{s}.safetensors": {f"t{s}.{i}": rng.integers(0, 256, 40_000 + i, np.uint8) for i in range(8)}
+        for s in range(4)
+    }
+    return write_folder(tmp_path / "big", shards)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"),
+    [(0, 0), (0, 1), (1, 7), (39_999, 40_000), (40_000, 40_000), (123, 30_000), (0, 40_000)],
+)
+def test_partial_reads(big: Path, start: int, stop: int) -> None:
+    with Checkpoint.open(str(big)) as checkpoint:
+        ref = checkpoint.tensors["t2.0"]
+        want = safetensors.safe_open(big / "model-2.safetensors", "np").get_tensor("t2.0")
+        out = np.full(stop - start + 2, 7, np.uint8)
+        checkpoint.read_into(ref, out[1:-1], start)
+        assert (out[1:-1] == want[start:stop]).all()
+        assert (out[0], out[-1]) == (7, 7)
+
+
+def test_reads_into_typed_buffers(tmp_path: Path) -> None:
+    value = np.arange(12, dtype=np.float32).reshape(3, 4)
+    checkpoint = Checkpoint.open(str(write_folder(tmp_path, {"model.safetensors": {"a": value}})))
+    out = np.zeros((2, 4), np.float32)
+    checkpoint.read_into(checkpoint.tensors["a"], out, 16)
+    assert (out == value[1:]).all()
+    checkpoint.read_into(checkpoint.tensors["a"], np.zeros((0, 4), np.float32), 48)
+    with pytest.raises((TypeError, BufferError)):
+        checkpoint.read_into(checkpoint.tensors["a"], np.zeros((4, 4), np.float32)[:, :2])
+    with pytest.raises((TypeError, BufferError)):
+        checkpoint.read_into(checkpoint.tensors["a"], b"read-only")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("start", "num_bytes"), [(-1, 1), (0, 40_001), (40_000, 1), (39_999, 2), (50_000, 0)]
+)
+def test_reads_outside_the_tensor(big: Path, start: int, num_bytes: int) -> None:
+    with Checkpoint.open(str(big)) as checkpoint, pytest.raises(ValueError, match=r"t1\.0"):
+        checkpoint.read_into(checkpoint.tensors["t1.0"], bytearray(num_bytes), start)
+
+
+def test_short_reads_are_continued(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.preadv, []
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return real(fd, [buffers[0][:999]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    with Checkpoint.open(str(big)) as checkpoint:
+        want = safetensors.safe_open(big / "model-3.safetensors", "np").get_tensor("t3.5")
+        assert read_all(checkpoint, "t3.5") == want.tobytes()
+    assert len(calls) == 41
+
+
+def test_threads_read_the_right_bytes_through_one_descriptor_a_file(
+    big: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, real = [], os.open
+
+    def slow_open(path: Path, flags: int) -> int:
+        time.sleep(0.01)  # widens the window in which a second thread could open it too
+        opened.append((Path(path).name, flags))
+        return real(path, flags)
+
+    want = {}
+    for path in sorted(big.glob("*.safetensors")):
+        with safetensors.safe_open(path, "np") as file:
+            want.update({name: file.get_tensor(name).tobytes() for name in file.keys()})  # noqa: SIM118
+    barrier = threading.Barrier(8)
+    monkeypatch.setattr(os, "open", slow_open)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        barrier.wait()
+        for _ in range(200):
+            ref = refs[rng.integers(len(refs))]
+            start = int(rng.integers(ref.num_bytes))
+            buffer = bytearray(int(rng.integers(ref.num_bytes - start)) + 1)
+            checkpoint.read_into(ref, buffer, start)
+            assert buffer == want[ref.name][start : start + len(buffer)]
+
+    with Checkpoint.open(str(big)) as checkpoint:
+        refs = list(checkpoint.tensors.values())
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    opened = [(name, flags) for name, flags in opened if name.endswith(".safetensors")]
+    assert sorted(opened) == [(f"model-{s}.safetensors", flags) for s in range(4)]
+
+
+def test_descriptors_are_lazy_and_closed(big: Path) -> None:
+    def num_open() -> int:
+        return sum(
+            "model-" in str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()
+        )
+
+    before = num_open()
+    with Checkpoint.open(str(big)) as checkpoint:
+        assert num_open() == before
+        read_all(checkpoint, "t0.0")
+        read_all(checkpoint, "t0.1")
+        assert num_open() == before + 1
+    assert num_open() == before
+    checkpoint.close()
+    with pytest.raises(ValueError, match="closed"):
+        read_all(checkpoint, "t0.0")
+
+
+def test_a_shard_that_shrinks(big: Path) -> None:
+    path = big / "model-1.safetensors"
+    with Checkpoint.open(str(big)) as checkpoint:
+        *_, ref = (ref for ref in checkpoint.tensors.values() if ref.file == 1)
+        read_all(checkpoint, ref.name)
+        os.truncate(path, ref.offset_bytes + 100)
+        head = bytearray(100)
+        checkpoint.read_into(ref, head)
+        with pytest.raises(InputError, match="shrank") as caught:
+            read_all(checkpoint, ref.name)
+        assert ref.name in str(caught.value)
+        assert str(path) in str(caught.value)
+        assert str(ref.offset_bytes + 100) in caught.value.found
+
+
+@pytest.mark.parametrize("change", ["shrink", "replace", "remove"])
+def test_a_shard_that_changes_before_its_first_read(big: Path, change: str) -> None:
+    path = big / "model-1.safetensors"
+    with Checkpoint.open(str(big)) as checkpoint:
+        if change == "shrink":
+            os.truncate(path, 1000)
+        elif change == "replace":
+            shutil.copyfile(big / "model-2.safetensors", path)
+        else:
+            path.unlink()
+        with pytest.raises(InputError) as caught:
+            read_all(checkpoint, "t1.3")
+        assert ("No such file" if change == "remove" else "changed since") in str(caught.value)
+        assert str(path) in caught.value.where
+
+
+def test_a_read_error_says_why(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, os.strerror(5))
+
+    with Checkpoint.open(str(big)) as checkpoint:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(InputError, match="Input/output error") as caught:
+            read_all(checkpoint, "t1.3")
+        assert "'t1.3'" in caught.value.where
+
+
+# --- the Hub ---
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An offline Hub cache that holds org/name: the snapshot, of links to blobs as in a real one."""
+    repo = tmp_path / "cache" / "models--org--name"
+    snapshot = repo / "snapshots" / SHA
+    write_folder(snapshot, two_shards())
+    (snapshot / "tokenizer.json").write_text("{}")
+    (repo / "blobs").mkdir()
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(repo / "blobs" / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(SHA)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(repo.parent))
+    monkeypatch.chdir(tmp_path)
+    return snapshot
+
+
+@pytest.mark.parametrize("revision", [None, "main", SHA])
+def test_opens_a_cached_repo(hub_cache: Path, revision: str | None) -> None:
+    with Checkpoint.open("org/name", revision) as checkpoint:
+        assert checkpoint.root == hub_cache
+        assert (checkpoint.name, checkpoint.repo_id, checkpoint.revision) == ("name", "org/name", SHA)
+        assert checkpoint.other_files == ("tokenizer.json",)
+        for shard in two_shards().values():
+            for name, value in shard.items():
+                assert read_all(checkpoint, name) == value.tobytes()
+
+
+def test_opens_a_cached_repo_by_environment(hub_cache: Path) -> None:
+    code = "from hqconv.sources.checkpoint import Checkpoint; print(Checkpoint.open('org/name').revision)"
+    env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache.parents[2]), "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, env=env, cwd=hub_cache.parent, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == SHA
+
+
+def test_a_folder_wins_over_a_repo_of_the_same_name(hub_cache: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path / "org" / "name", {"model.safetensors": {"local": np.ones(1)}})
+    assert list(Checkpoint.open("org/name").tensors) == ["local"]
+
+
+@pytest.mark.parametrize("name", ["model-2-of-2.safetensors", "config.json", "model.safetensors.index.json"])
+def test_an_incomplete_cached_repo(hub_cache: Path, name: str) -> None:
+    (hub_cache / name).unlink()
+    with pytest.raises(InputError) as caught:
+        Checkpoint.open("org/name")
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("src", "revision"), [("org/other", None), ("org/name", "v2"), ("org/name", "f" * 40)]
+)
+def test_offline_and_not_cached(hub_cache: Path, src: str, revision: str | None) -> None:
+    with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as caught:
+        Checkpoint.open(src, revision)
+    assert src in caught.value.where
+    assert (revision or "main") in caught.value.where
+
+
+def test_an_invalid_repo_id(hub_cache: Path) -> None:
+    with pytest.raises(RequestError, match="valid Hub repo id"):
+        Checkpoint.open("org/name--x")
+
+
+class FakeHub:
+    """Stands for `snapshot_download`: the library's own pattern filter on a folder, and a log."""
+
+    def __init__(self, repo: Path, cache: Path) -> None:
+        self.repo, self.snapshot = repo, cache / SHA
+        self.revisions: list[str | None] = []
+        self.fetched: list[list[str]] = []
+
+    def __call__(self, repo_id: str, *, revision: str | None, cache_dir: str | None, **patterns: Any) -> str:
+        from huggingface_hub.utils import filter_repo_objects
+
+        assert cache_dir is None, "the library's own"
+        names = [path.relative_to(self.repo).as_posix() for path in self.repo.rglob("*") if path.is_file()]
+        chosen = sorted(filter_repo_objects(names, **patterns))
+        self.revisions.append(revision)
+        self.fetched.append(chosen)
+        for name in chosen:
+            (self.snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.repo / name, self.snapshot / name)
+        return str(self.snapshot)
+
+
+def test_downloads_what_is_needed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = write_folder(tmp_path / "repo", two_shards())
+    write_folder(repo, {"[odd].safetensors": {"o": np.ones(1)}})
+    first, second = two_shards()
+    write_index(repo, {"a": first, "b": first, "c": second, "empty": second, "o": "[odd].safetensors"})
+    small = ["generation_config.json", "tokenizer/x.txt", "code.py"]
+    unwanted = [
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "original/params.json",
+        "original/w.safetensors",
+    ]
+    unwanted += [
+        "consolidated.safetensors",
+        "o.safetensors",
+        "w.gguf",
+        ".gitattributes",
+        "sub/.x/y",
+        "onnx/m.onnx",
+    ]
+    for name in small + unwanted:
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_text("x")
+    fake = FakeHub(repo, tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    checkpoint = Checkpoint.open("org/name", "main")
+    assert fake.revisions == ["main", SHA]
+    assert fake.fetched[0] == sorted([*small, "config.json", "model.safetensors.index.json"])
+    assert fake.fetched[1] == sorted([first, second, "[odd].safetensors"])
+    assert checkpoint.other_files == tuple(sorted(small))
+    assert checkpoint.other_files == Checkpoint.open(str(repo)).other_files
+
+
+def test_downloads_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = write_folder(tmp_path / "repo", {"model.safetensors": {"a": np.ones(1)}})
+    fake = FakeHub(repo, tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    assert list(Checkpoint.open("org/name").tensors) == ["a"]
+    assert fake.fetched == [["config.json"], ["model.safetensors"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "text"),
+    [
+        ("GatedRepoError", RequestError, "Accept its terms at"),
+        ("RepositoryNotFoundError", RequestError, "no such repo"),
+        ("RevisionNotFoundError", RequestError, "no such revision"),
+        ("EntryNotFoundError", InputError, "lacks a file"),
+        ("LocalEntryNotFoundError", NetworkError, "cannot be reached"),
+        ("HfHubHTTPError", NetworkError, "download from the Hub failed"),
+        ("HTTPError", NetworkError, "download from the Hub failed"),
+        ("OSError", NetworkError, "download from the Hub failed"),
+        ("RuntimeError", NetworkError, "download from the Hub failed"),
+    ],
+)
+def test_what_the_hub_library_raises(
+    monkeypatch: pytest.MonkeyPatch, kind: str, ours: type[HqconvError], text: str
+) -> None:
+    cls = vars(huggingface_hub.errors).get(kind) or getattr(__builtins__, kind, None) or eval(kind)
+    error = cls.__new__(cls)  # the HTTP ones want a response
+    Exception.__init__(error, "first line\nsecond line")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    def fail(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(HqconvError, match=text) as caught:
+        hub.fetch("org/name", "v1")
+    assert type(caught.value) is ours
+    assert caught.value.where == "org/name, revision v1"
+    assert caught.value.remedy
+    assert kind in caught.value.found
+
+
+# --- speed and weight ---
+
+
+def test_seventy_thousand_tensors_open_quickly(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weight_map = {}
+    num_tensors, num_files, num_bytes = 70_000, 64, 2048 * 768 * 2
+    for file in range(num_files):
+        name, header = f"model-{file:05}.safetensors", {}
+        for number, tensor_id in enumerate(range(file, num_tensors, num_files)):
+            layer, rest = divmod(tensor_id, 1200)
+            key = f"model.layers.{layer}.mlp.experts.{rest // 3}.p{rest % 3}.weight"
+            header[key] = tensor("BF16", [2048, 768], number * num_bytes, (number + 1) * num_bytes)
+            weight_map[key] = name
+        raw = pack(header)
+        (tmp_path / name).write_bytes(raw)
+        os.truncate(tmp_path / name, len(raw) + len(header) * num_bytes)
+    write_index(tmp_path, weight_map)
+    start = time.perf_counter()
+    checkpoint = Checkpoint.open(str(tmp_path))
+    elapsed_s = time.perf_counter() - start
+    assert len(checkpoint.tensors) == num_tensors
+    assert checkpoint.total_bytes == num_tensors * num_bytes
+    assert elapsed_s < 5
+
+
+def test_opening_a_folder_loads_neither_torch_nor_the_hub_library(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "m", two_shards())
+    code = f"""import sys
+from hqconv.sources.checkpoint import Checkpoint
+Checkpoint.open({str(root)!r})
+print([name for name in ("torch", "numpy", "huggingface_hub") if name in sys.modules])"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_refs_are_frozen_values() -> None:
+    ref = TensorRef("a", "U8", (1,), 0, 8, 1)
+    with pytest.raises(AttributeError):
+        ref.file = 1  # type: ignore[misc]
+    assert ref == TensorRef("a", "U8", (1,), 0, 8, 1)
