@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from hqconv.conversion.progress import Progress
     from hqconv.conversion.run import ConversionReport
     from hqconv.errors import HqconvError
-    from hqconv.planning.plan import Plan
-    from hqconv.schemas.weight_schema import TargetSchema
+    from hqconv.planning.plan import ConversionPlan
+    from hqconv.planning.plan import ConversionPlan as Plan
+    from hqconv.schemas.weight_schema import WeightSchema
+    from hqconv.schemas.weight_schema import WeightSchema as TargetSchema
     from hqconv.verification.result import VerificationReport
 
 __all__ = [
+    "ConversionPlan",
     "ConversionReport",
     "HqconvError",
     "Plan",
@@ -29,6 +32,7 @@ __all__ = [
     "RankGemm",
     "TargetSchema",
     "VerificationReport",
+    "WeightSchema",
     "__version__",
     "convert",
     "dequantize",
@@ -37,18 +41,20 @@ __all__ = [
     "plan",
     "verify",
 ]
-_PLACES = {
-    "ConversionReport": "pipeline.run",
+_MODULES = {  # of names that are not functions of `api`
+    "ConversionPlan": "planning.plan",
+    "ConversionReport": "conversion.run",
     "HqconvError": "errors",
-    "Plan": "planning.plan",
-    "Progress": "pipeline.progress",
+    "Progress": "conversion.progress",
     "RankGemm": "artifact.load",
-    "TargetSchema": "schemas.target",
-    "VerificationReport": "verification.report",
-}  # where it is not the room `api`
+    "VerificationReport": "verification.result",
+    "WeightSchema": "schemas.weight_schema",
+}
+_OLD_NAMES = {"Plan": "ConversionPlan", "TargetSchema": "WeightSchema"}  # kept for programs that use them
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module(f"hqconv.{_PLACES.get(name, 'api')}"), name)
+        name = _OLD_NAMES.get(name, name)
+        return getattr(importlib.import_module(f"hqconv.{_MODULES.get(name, 'api')}"), name)
     raise AttributeError(f"module 'hqconv' has no attribute '{name}'")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.conversion.options import (
-    Wanted,
+    ConversionOptions,
     cache_use,
     check_modes,
     check_places,
@@ -26,7 +26,7 @@ from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.input_schema import InputSchema
 from hqconv.schemas.recipe import Override
-from hqconv.schemas.weight_schema import SOURCE, TargetSchema
+from hqconv.schemas.weight_schema import SOURCE, WeightSchema
 from hqconv.serving.warm.compile_kernels import warm as warm
 from hqconv.sources.opening import open_headers, open_source, own_target, without_gc
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport
     from hqconv.conversion.run import ConversionReport
-    from hqconv.models.protocols import Headers
-    from hqconv.planning.plan import Plan
+    from hqconv.models.protocols import SourceHeaders
+    from hqconv.planning.plan import ConversionPlan
     from hqconv.verification.result import VerificationReport
 
 
 def plan(
     src: str | Path,
     *,
-    schema: str | Path | TargetSchema,
+    schema: str | Path | WeightSchema,
     target: str | None = None,
     dtype: str | None = None,
     tp: int = 1,
@@ -62,7 +62,7 @@ def plan(
     allow_unserved: bool = False,
     revision: str | None = None,
     device: str = "auto",
-) -> Plan:
+) -> ConversionPlan:
     """Plans a conversion from headers and config alone: what every output file holds, and where.
 
     src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, cuda, overrides,
@@ -76,7 +76,7 @@ def plan(
         on = choose_target(target, cuda, layout, choose_device(device), own)
         grid = Grid(tp, ep, expert_placement, redundant_experts)
         options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
-        wanted = Wanted(*options, quantizer, importance, allow_unserved)
+        wanted = ConversionOptions(*options, quantizer, importance, allow_unserved)
         return wanted.plan(source)
 
 
@@ -84,7 +84,7 @@ def convert(
     src: str | Path,
     out: str | Path | None = None,
     *,
-    schema: str | Path | TargetSchema,
+    schema: str | Path | WeightSchema,
     target: str | None = None,
     dtype: str | None = None,
     tp: int = 1,
@@ -107,7 +107,7 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     source_digests: bool = False,
-    on_plan: Callable[[Plan, Path], None] | None = None,
+    on_plan: Callable[[ConversionPlan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
     cache_limit: str | int | None = None,
@@ -116,7 +116,7 @@ def convert(
     """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
     src: a model folder, a Hub repo id (at `revision`), GGUF files, an artifact. out: None: `./<model>-<schema>…`.
-    schema: a preset, a shorthand, a path ending in .toml, a `TargetSchema`, or "source". target: the serving GPU, sm75
+    schema: a preset, a shorthand, a path ending in .toml, a `WeightSchema`, or "source". target: the serving GPU, sm75
     …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
     tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
     input_schema: as schema. cuda: "13.0", where layouts depend on it. overrides: of blocks, from
@@ -137,14 +137,17 @@ def convert(
         own = own_target(source) if schema == SOURCE else None
         on = choose_target(target, cuda, layout, resources.device_name, own)
         options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
-        planned = Wanted(*options, quantizer, importance, allow_unserved).plan(source)
+        planned = ConversionOptions(*options, quantizer, importance, allow_unserved).plan(source)
         place = _announced(source, planned, out, on_plan)
         words = {**modes, "in_team": in_team, "digests": source_digests}
         return run(source, planned, place, resources, **words, progress=progress)
 
 
 def _announced(
-    source: Headers, planned: Plan, out: str | Path | None, on_plan: Callable[[Plan, Path], None] | None
+    source: SourceHeaders,
+    planned: ConversionPlan,
+    out: str | Path | None,
+    on_plan: Callable[[ConversionPlan, Path], None] | None,
 ) -> Path:
     """Where the artifact goes, once the caller knows."""
     place = check_places(source.root, place_of(planned, out))
@@ -155,7 +158,7 @@ def _announced(
 
 @without_gc()
 def describe_plan(
-    planned: Plan,
+    planned: ConversionPlan,
     out: str | Path | None = None,
     *,
     device: str = "auto",
@@ -211,11 +214,11 @@ def verify(
     RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
     InputError or NetworkError.
     """
-    from hqconv.verification.run import Options
+    from hqconv.verification.run import VerifyOptions
     from hqconv.verification.run import verify as run
 
     resources = resources_of(device, max_memory, None, threads)
-    options = Options(
+    options = VerifyOptions(
         checks=None if checks is None else tuple(checks),
         layers=None if layers is None else frozenset(layers),
         tokens=tuple(tokens),
@@ -265,9 +268,9 @@ def push(
     or a file arrived otherwise, OutputError where the repo holds files of others, NetworkError.
     """
     from hqconv.conversion.push import push as run
-    from hqconv.io.hub_upload import Repo
+    from hqconv.io.hub_upload import HubBranch
 
-    return run(Path(out), Repo(repo, branch), private=private, announce=announce)
+    return run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
 
 
 def load(

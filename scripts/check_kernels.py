@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
 from hqconv.humming_layout.compatibility import why_not
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, resolve_inputs
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import resolve_schema
 from scripts.shared import SCHEMAS, make_source
 
@@ -49,7 +49,7 @@ HEAD = (
 )
 
 
-def check(source: Path, work: Path, kind: KernelKind) -> tuple[str, bool]:
+def check(source: Path, work: Path, kind: KernelSpec) -> tuple[str, bool]:
     """Convert and verify one pair over all grids; returns a table row and whether all passed."""
     started = time.monotonic()
     try:
@@ -64,7 +64,7 @@ def check(source: Path, work: Path, kind: KernelKind) -> tuple[str, bool]:
     return row, passed
 
 
-def measure(source: Path, out: Path, kind: KernelKind) -> tuple[dict[str, float], bool]:
+def measure(source: Path, out: Path, kind: KernelSpec) -> tuple[dict[str, float], bool]:
     """The worst of every figure over all grids, and whether all passed."""
     worst = dict.fromkeys(FIGURES, 0.0)
     passed = True
@@ -84,13 +84,13 @@ def measure(source: Path, out: Path, kind: KernelKind) -> tuple[dict[str, float]
     return worst, passed
 
 
-def pairs(inputs: str, schemas: str, dtypes: str) -> list[KernelKind]:
+def pairs(inputs: str, schemas: str, dtypes: str) -> list[KernelSpec]:
     """What is asked for and runs on this GPU's target."""
     major, minor = torch.cuda.get_device_capability()
-    target = Target(major * 10 + minor)
+    target = GpuTarget(major * 10 + minor)
     chosen = [name for name in INPUT_PRESETS if name != "a16"] if inputs == "quantized" else inputs.split(",")
     asked = itertools.product(dtypes.split(","), chosen, schemas.split(","))
-    kinds = [KernelKind(resolve_schema(s), d, target, resolve_inputs(i)) for d, i, s in asked]
+    kinds = [KernelSpec(resolve_schema(s), d, target, resolve_inputs(i)) for d, i, s in asked]
     return [kind for kind in kinds if why_not(kind) is None]
 
 

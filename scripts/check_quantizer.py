@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.quantization import cuda_search
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from scripts.shared import SCHEMAS
 from tests.make.matrices import RARE_SCHEMAS, any_schema, hard_matrix
 
@@ -53,7 +53,7 @@ def differences(ours: list[QuantizedStack], theirs: list[QuantizedStack]) -> lis
     return wrong
 
 
-def compare(schema: TargetSchema) -> list[str]:
+def compare(schema: WeightSchema) -> list[str]:
     """What differs between the devices."""
     wrong = []
     importance = (torch.arange(SHAPE[1]) % 7).float()
@@ -68,7 +68,7 @@ def compare(schema: TargetSchema) -> list[str]:
     return wrong
 
 
-def compare_without_kernels(schema: TargetSchema) -> list[str]:
+def compare_without_kernels(schema: WeightSchema) -> list[str]:
     """The same by torch's operations, as where there is no compiler."""
     had_failed = cuda_search.CANNOT_BUILD.is_set()
     cuda_search.CANNOT_BUILD.set()
@@ -94,7 +94,7 @@ def seconds(work: Callable[[], object]) -> float:
     return sorted(runs[1:])[2]
 
 
-def speed(schema: TargetSchema, num_experts: int) -> list[float]:
+def speed(schema: WeightSchema, num_experts: int) -> list[float]:
     """GB/s of the bfloat16 source, by rtn and by mse."""
     stacks = list(torch.randn(2, num_experts, 2048, 4096, device="cuda").bfloat16())
     num_bytes = sum(stack.numel() * 2 for stack in stacks)

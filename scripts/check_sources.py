@@ -92,7 +92,7 @@ def attempt(
         if result.name in passed and result.name == "kernel":
             passed[-1] += f" {max(measured['kernel'] for measured in result.measured.values()):.4f}"
     failed = differs or (findings or [""])[0]
-    return Outcome(summary.plan.request.schema.name, ", ".join(passed), f"{worst:.3f}", failed=failed)
+    return Outcome(summary.plan.spec.schema.name, ", ".join(passed), f"{worst:.3f}", failed=failed)
 
 
 def _differs_on_cpu(source: Path, out: Path, words: Mapping[str, Any]) -> str:

@@ -46,7 +46,9 @@ def check_facts() -> str | None:
     print(f"{here}\n  derived facts that differ (ours, the device's): {wrong or 'none'}", flush=True)
     known = next((name for name, gpu in KNOWN.items() if gpu.name == here.name), None)
     if known is not None:
-        differing = {k: (v, here.words()[k]) for k, v in KNOWN[known].words().items() if here.words()[k] != v}
+        differing = {
+            k: (v, here.to_dict()[k]) for k, v in KNOWN[known].to_dict().items() if here.to_dict()[k] != v
+        }
         print(f"  facts in the table for {known} that differ: {differing or 'none'}", flush=True)
     return known
 
@@ -121,11 +123,11 @@ class Served:
         from humming.forward import may_process_input
 
         from hqconv.schemas.activation import Activation
-        from hqconv.serving.warm.kernel_requests import activation_words
+        from hqconv.serving.warm.kernel_requests import humming_activation
 
         wide = self.gemm("w13", x, ids, TOP_K)
         buffer = wide.new_empty(wide.size(0), wide.size(1) // 2)
-        words: dict[str, Any] = activation_words(Activation("silu"), gated=True) or {}
+        words: dict[str, Any] = humming_activation(Activation("silu"), gated=True) or {}
         hidden, _, _ = may_process_input(self.configs["w2"], inputs=wide, outputs=buffer, **words)
         return self.gemm("w2", hidden, ids, 1)
 

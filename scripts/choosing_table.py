@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.humming_layout.compatibility import why_not
 from hqconv.humming_layout.gemm_forms import planned_kernel_form
 from hqconv.schemas.dtypes import num_bits
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS
-from hqconv.schemas.kernel_spec import KernelKind
-from hqconv.schemas.weight_schema import PRESETS, TargetSchema, resolve_schema
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 from hqconv.serving.vllm.limits import stock_vllm_obstacle
 from scripts.quantizer_gains import relative_error, weights
 
@@ -43,7 +43,7 @@ SHORTHANDS = (
     "int2-g32-zp",
 )
 SCHEMAS = (*PRESETS, *SHORTHANDS)
-_DTYPE, _TARGET = "bfloat16", Target(90)
+_DTYPE, _TARGET = "bfloat16", GpuTarget(90)
 
 
 class Model(NamedTuple):
@@ -67,9 +67,9 @@ MODELS = (
 )
 
 
-def stored_bytes(model: Model, schema: TargetSchema) -> int:
+def stored_bytes(model: Model, schema: WeightSchema) -> int:
     """What its experts take in the kernel layout on one rank, scales and padding included."""
-    kind = KernelKind(schema, _DTYPE, _TARGET, INPUT_PRESETS["a16"])
+    kind = KernelSpec(schema, _DTYPE, _TARGET, INPUT_PRESETS["a16"])
     shapes = (
         (2 * model.intermediate_size, model.hidden_size),
         (model.hidden_size, model.intermediate_size),
@@ -79,9 +79,9 @@ def stored_bytes(model: Model, schema: TargetSchema) -> int:
     return model.num_layers * model.num_experts * bits // 8
 
 
-def activations(schema: TargetSchema) -> str:
+def activations(schema: WeightSchema) -> str:
     """The quantized activations that it runs with on an H100 or H200."""
-    kinds = (KernelKind(schema, _DTYPE, _TARGET, inputs) for inputs in INPUT_PRESETS.values())
+    kinds = (KernelSpec(schema, _DTYPE, _TARGET, inputs) for inputs in INPUT_PRESETS.values())
     return ", ".join(
         kind.inputs.name for kind in kinds if why_not(kind) is None and kind.inputs.name != "a16"
     )

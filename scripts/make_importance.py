@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.sources.opening import open_headers
 
 # The last word of a weight's name, in transformers' models; biases have others.
@@ -59,7 +59,7 @@ def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     return found
 
 
-def matched(model: nn.Module, blocks: Iterable[ExpertBlock]) -> dict[str, tuple[ExpertBlock, nn.Module]]:
+def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[MoeLayer, nn.Module]]:
     """Each block of the checkpoint by name, with its module. Raises RequestError unless each has one, by layer."""
     modules, wanted = experts_modules(model), list(blocks)
     of_layer = defaultdict(list)
@@ -86,7 +86,7 @@ def matched(model: nn.Module, blocks: Iterable[ExpertBlock]) -> dict[str, tuple[
 class Collector(TorchFunctionMode):
     """While it is entered, sums x² of every product x · W of which W is, or is a part of, an expert's weight."""
 
-    def __init__(self, modules: Mapping[str, tuple[ExpertBlock, nn.Module]]) -> None:
+    def __init__(self, modules: Mapping[str, tuple[MoeLayer, nn.Module]]) -> None:
         """modules: of `matched`. Raises RequestError for weights whose names are not known, or that lie nowhere."""
         super().__init__()
         self._sizes: dict[str, int] = {}
@@ -155,7 +155,7 @@ class Collector(TorchFunctionMode):
 
 
 def collect(
-    model: nn.Module, batches: Iterable[torch.Tensor], blocks: Iterable[ExpertBlock]
+    model: nn.Module, batches: Iterable[torch.Tensor], blocks: Iterable[MoeLayer]
 ) -> dict[str, torch.Tensor]:
     """The means of x² of a model that reads `batches` of token ids [B, T], under the blocks' names.
 

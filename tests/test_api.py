@@ -15,7 +15,7 @@ from hqconv import api
 from hqconv.cli.options import OPTIONS
 from hqconv.conversion.progress import Progress
 from hqconv.errors import InputError, RequestError
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -104,7 +104,7 @@ def test_a_plan_is_what_is_converted(model: Path, made: Path) -> None:
 
 
 def test_a_schema_of_ones_own(model: Path, made: Path, tmp_path: Path) -> None:
-    schema: TargetSchema = resolve_schema("int4")
+    schema: WeightSchema = resolve_schema("int4")
     hqconv.convert(str(model), str(tmp_path / "out"), **{**OPTIONS_OF, "schema": schema})
     assert snapshot(tmp_path / "out") == snapshot(made)
 
@@ -117,7 +117,7 @@ def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> Non
     """They would be written into the manifest as they are."""
     words = {"name": "mine", "b_dtype": "uint4", "weight_scale_group_size": 128}
     with pytest.raises(RequestError) as caught:
-        TargetSchema(**{**words, field: value})
+        WeightSchema(**{**words, field: value})
     assert caught.value.where == field
 
 

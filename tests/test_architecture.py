@@ -81,7 +81,11 @@ LIGHT = (
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.compatibility"),
     *("hqconv.serving.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
     *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.limits"),
-    *("hqconv.serving.warm", "hqconv.conversion.options", "hqconv.conversion.progress"),
+    *(
+        f"hqconv.serving.warm.{name}"
+        for name in ("gpus", "kernel_store", "kernel_requests", "compile_kernels")
+    ),
+    *("hqconv.conversion.options", "hqconv.conversion.progress"),
     "hqconv.conversion.resources",
 )
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")
@@ -320,7 +324,7 @@ def test_imports_in_a_room_and_downwards_are_free() -> None:
         "hqconv.api": "",
         "hqconv.cli.app": "from hqconv import api",
         "hqconv.conversion.run": f"import {PLAN}, hqconv.errors\nfrom hqconv import __version__",
-        PLAN: "from hqconv.planning.output_units import Group\nfrom hqconv.schemas.weight_schema import T",
+        PLAN: "from hqconv.planning.output_units import OutputUnit\nfrom hqconv.schemas.weight_schema import T",
         "hqconv.planning.output_units": "from . import encoding",
         "hqconv.planning.encoding": "import json",
     }

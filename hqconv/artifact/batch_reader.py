@@ -1,6 +1,6 @@
 """Whole matrices of many experts at once, from the kernel layout or from packed tensors, on any device.
 
-What `ranks` and `matrix` do for one expert, by array operations. Nothing here says what is wrong: `Stack.wrong` marks
+What `expert_reader` does for one expert, by array operations. Nothing here says what is wrong: `MatrixStack.wrong` marks
 the experts for which those should be asked.
 
 Legend: E experts, N rows, K columns, G groups along K.
@@ -19,19 +19,19 @@ import torch
 from hqconv.artifact.expert_reader import Good, code_table
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import VerificationError
-from hqconv.layout_decoder.layout_form import KernelTensors, read_config
+from hqconv.layout_decoder.layout_form import LayoutForm, read_config
 from hqconv.layout_decoder.stack_scales import float_values, look_up, unpack_fields
-from hqconv.layout_decoder.stacks import Stack, bits_of, read_stack
+from hqconv.layout_decoder.stacks import MatrixStack, bits_of, read_stack
 from hqconv.layout_decoder.tensors import expected_tensors
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of, code_of_torch, num_bits
 from hqconv.schemas.tensors import TensorRef
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 _ALIGNMENT = 64
 _INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
-_VALUES = tuple(one.name for one in fields(Stack) if one.name not in ("scale_dtype", "wrong"))
+_VALUES = tuple(one.name for one in fields(MatrixStack) if one.name not in ("scale_dtype", "wrong"))
 
 
 # --- bytes -------------------------------------------------------------------------------------------------
@@ -74,13 +74,13 @@ class StoredExperts:
                 yield path, ref, region.start + i * size
 
 
-class StackReader:
+class BatchReader:
     """Reads some experts of one block out of an opened artifact's rank files. Any thread may."""
 
-    def __init__(self, artifact: Artifact, block: ExpertBlock, good: Good) -> None:
+    def __init__(self, artifact: Artifact, block: MoeLayer, good: Good) -> None:
         """`good`: of `check_rank_headers`. Raises VerificationError unless every rank's tensors are as they must be."""
         self.artifact, self.block = artifact, block
-        self._forms: dict[str, KernelTensors] = {}
+        self._forms: dict[str, LayoutForm] = {}
         for gemm in names.GEMMS:
             for tp_rank, ep_rank in artifact.grid.ranks:
                 if (gemm, tp_rank, ep_rank) not in good:
@@ -135,9 +135,9 @@ class StackReader:
         for path, ref, start in stored.places():
             self.artifact.read(path, buffer[start : start + ref.num_bytes], ref.offset_bytes)
 
-    def stacks(self, stored: StoredExperts, buffer: torch.Tensor) -> dict[str, Stack]:
+    def stacks(self, stored: StoredExperts, buffer: torch.Tensor) -> dict[str, MatrixStack]:
         """All projections of the experts, put together from their TP slices; `buffer` is uint8 on any device."""
-        found: dict[str, Stack] = {}
+        found: dict[str, MatrixStack] = {}
         for gemm in names.GEMMS:
             slices = [self._slice(stored, buffer, gemm, t) for t in range(self.artifact.grid.tp)]
             roles = [r for r in (("w1", "w3") if gemm == "w13" else ("w2",)) if r in self.block.roles]
@@ -148,7 +148,7 @@ class StackReader:
                 found[role] = _trim(whole, axis, self.block.intermediate_size)
         return found
 
-    def _slice(self, stored: StoredExperts, buffer: torch.Tensor, gemm: str, tp_rank: int) -> Stack:
+    def _slice(self, stored: StoredExperts, buffer: torch.Tensor, gemm: str, tp_rank: int) -> MatrixStack:
         """One TP rank's slices; a copy that differs is wrong."""
         expected = expected_tensors(self._forms[gemm])
         bits = {name: stored.firsts[gemm, tp_rank, name].view(buffer) for name in expected}
@@ -166,7 +166,7 @@ class StackReader:
 # --- slices ------------------------------------------------------------------------------------------------
 
 
-def _run_of_rows(stack: Stack, part: int, parts: int) -> Stack:
+def _run_of_rows(stack: MatrixStack, part: int, parts: int) -> MatrixStack:
     """One of `parts` equal runs of rows; what all rows share stays."""
 
     def cut(values: torch.Tensor | None) -> torch.Tensor | None:
@@ -179,7 +179,7 @@ def _run_of_rows(stack: Stack, part: int, parts: int) -> Stack:
     return replace(stack, **values)
 
 
-def _join(slices: Sequence[Stack], axis: int, schema: TargetSchema) -> Stack:
+def _join(slices: Sequence[MatrixStack], axis: int, schema: WeightSchema) -> MatrixStack:
     """TP slices side by side along rows (0) or columns (1); where what is not cut differs, the expert is wrong."""
     first = slices[0]
     if len(slices) == 1:
@@ -203,7 +203,7 @@ def _join(slices: Sequence[Stack], axis: int, schema: TargetSchema) -> Stack:
     return replace(first, wrong=wrong, **joined)
 
 
-def _trim(stack: Stack, axis: int, size: int) -> Stack:
+def _trim(stack: MatrixStack, axis: int, size: int) -> MatrixStack:
     """Take the last TP rank's padding off; an expert where it is not zero is wrong. e8m0 scales are the last again."""
     total = stack.codes.size(axis + 1)
     if total == size:
@@ -227,7 +227,7 @@ def _trim(stack: Stack, axis: int, size: int) -> Stack:
 # --- packed tensors, and values ----------------------------------------------------------------------------
 
 
-def unpack_stack(packed: Mapping[str, torch.Tensor], schema: TargetSchema) -> Stack:
+def unpack_stack(packed: Mapping[str, torch.Tensor], schema: WeightSchema) -> MatrixStack:
     """Matrices from Humming's packed tensors [E, …]; shares no code with the packer."""
     weight, scale, zero = packed["weight"], packed["weight_scale"], packed.get("zero_point")
     dtype = code_of_torch(scale.dtype)
@@ -237,7 +237,7 @@ def unpack_stack(packed: Mapping[str, torch.Tensor], schema: TargetSchema) -> St
     bits = bits_of(scale)
     bits = bits.view(-1, 1, 1) if bits.ndim == 1 else bits
     second, bias = packed.get("weight_scale_2"), packed.get("bias")
-    return Stack(
+    return MatrixStack(
         codes=unpack_fields(weight, schema.num_bits),
         scale=bits,
         scale_dtype=dtype,
@@ -249,7 +249,7 @@ def unpack_stack(packed: Mapping[str, torch.Tensor], schema: TargetSchema) -> St
     )
 
 
-def differs(found: Stack, expected: Stack) -> torch.Tensor:
+def differs(found: MatrixStack, expected: MatrixStack) -> torch.Tensor:
     """Experts whose values are not equal, bool [E]; a flushed scale may be anything up to the one that it shows."""
     wrong = found.wrong | expected.wrong
     if found.scale_dtype != expected.scale_dtype:
@@ -267,7 +267,7 @@ def differs(found: Stack, expected: Stack) -> torch.Tensor:
     return wrong
 
 
-def decode(stack: Stack, schema: TargetSchema, param_dtype: str) -> torch.Tensor:
+def decode(stack: MatrixStack, schema: WeightSchema, param_dtype: str) -> torch.Tensor:
     """The decoded weights ((value - zero) * scale) * scale_2, float32 [E, N, K]; every step is rounded."""
     num_experts, num_rows, num_columns = stack.codes.shape
     _, runs, groups = stack.scale_value.shape
@@ -288,5 +288,5 @@ def decode(stack: Stack, schema: TargetSchema, param_dtype: str) -> torch.Tensor
 
 
 @functools.lru_cache(maxsize=64)
-def _code_values(schema: TargetSchema, device: torch.device) -> torch.Tensor:
+def _code_values(schema: WeightSchema, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(code_table(schema)).to(device)

@@ -14,10 +14,10 @@ from hqconv.artifact.manifest import read_manifest
 from hqconv.io.digests import blob_sha256, sha256_of
 from hqconv.io.durable_files import FileRecord
 from hqconv.models.protocols import Source
-from hqconv.planning.encoding import quantizer_words
-from hqconv.planning.output_units import PlannedBlock
-from hqconv.planning.plan import Plan
-from hqconv.planning.spec import Request
+from hqconv.planning.encoding import quantizer_to_dict
+from hqconv.planning.output_units import MoeLayerPlan
+from hqconv.planning.plan import ConversionPlan
+from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.content_sums import SUMS
 
@@ -37,31 +37,31 @@ class Measured:
     sums: dict[str, Any]
 
 
-def is_mixed(plan: Plan) -> bool:
+def is_mixed(plan: ConversionPlan) -> bool:
     """Whether blocks differ from each other, which readers of format version 1 do not expect."""
-    return bool(plan.request.of_blocks or plan.experts.left)
+    return bool(plan.spec.of_blocks or plan.experts.left)
 
 
-def artifact_config(source: Source, plan: Plan) -> dict[str, Any]:
+def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     """The source's config.json plus the artifact's quantization_config; in the kernel layout not for transformers."""
-    request = plan.request
+    spec = plan.spec
     words = copy.deepcopy(source.config)
-    if request.layout == artifact_names.CHECKPOINT:
+    if spec.layout == artifact_names.CHECKPOINT:
         names = [block.name for block in plan.experts.blocks]
         words["quantization_config"] = artifact_names.humming_quantization_config(
-            request.schema, names, plan.experts.left
+            spec.schema, names, plan.experts.left
         )
     else:
         words = artifact_names.refuse_transformers(words)
         words["quantization_config"] = artifact_names.hqconv_quantization_config(
-            request.kind, source.quantization, is_mixed=is_mixed(plan)
+            spec.kind, source.quantization, is_mixed=is_mixed(plan)
         )
     return words
 
 
-def request_words(source: Source, plan: Plan) -> dict[str, Any]:
+def spec_to_dict(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     """What the manifest says before anything is converted: versions, source and request."""
-    request, importance = plan.request, plan.request.importance
+    spec, importance = plan.spec, plan.spec.importance
     return {
         "format_version": artifact_names.MIXED_VERSION if is_mixed(plan) else artifact_names.FORMAT_VERSION,
         "hqconv_version": __version__,
@@ -76,18 +76,20 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
                 for f in source.files
             ],
         },
-        "layout": request.layout,
-        "schema_name": request.schema.name,
-        **artifact_names.made_of_words(request.kind),
-        **({"round_scales": True} if request.round_scales else {}),
-        **quantizer_words(request.quantizer),
-        **({} if importance is None else {"importance": artifact_names.importance_words(importance.sha256)}),
-        "dtype": request.param_dtype,
-        **artifact_names.target_words(request.target),
-        "tp": request.grid.tp,
-        "ep": request.grid.ep,
-        "expert_placement": request.grid.placement,
-        "redundant_experts": request.grid.redundant,
+        "layout": spec.layout,
+        "schema_name": spec.schema.name,
+        **artifact_names.schemas_to_dict(spec.kind),
+        **({"round_scales": True} if spec.round_scales else {}),
+        **quantizer_to_dict(spec.quantizer),
+        **(
+            {} if importance is None else {"importance": artifact_names.importance_to_dict(importance.sha256)}
+        ),
+        "dtype": spec.param_dtype,
+        **artifact_names.target_to_dict(spec.target),
+        "tp": spec.grid.tp,
+        "ep": spec.grid.ep,
+        "expert_placement": spec.grid.placement,
+        "redundant_experts": spec.grid.redundant,
         **({"left_blocks": list(plan.experts.left)} if plan.experts.left else {}),
         "family": plan.experts.family,
         "family_chosen_because": plan.experts.chosen_because,
@@ -96,7 +98,7 @@ def request_words(source: Source, plan: Plan) -> dict[str, Any]:
 
 def build_manifest(
     source: Source,
-    plan: Plan,
+    plan: ConversionPlan,
     measured: Mapping[str, Measured],
     files: Iterable[FileRecord],
     scales: Mapping[str, Mapping[str, float]],
@@ -108,7 +110,7 @@ def build_manifest(
     static scale of its activations, of the blocks that have them. `digests`: name → SHA-256 of the source's files,
     those that were hashed.
     """
-    words = request_words(source, plan)
+    words = spec_to_dict(source, plan)
     words["source"]["files"] = [
         {**file, **_digests(source, file["name"], digests)} for file in words["source"]["files"]
     ]
@@ -117,11 +119,11 @@ def build_manifest(
         **({DERIVED: _lineage(source)} if source.guard.is_held else {}),
         **({"warnings": list(plan.warnings)} if plan.warnings else {}),
         "blocks": {
-            block.name: override_words(block.name, plan.request)
-            | _block_words(block, measured[block.name], scales.get(block.name, {}))
+            block.name: override_to_dict(block.name, plan.spec)
+            | _layer_to_dict(block, measured[block.name], scales.get(block.name, {}))
             for block in plan.blocks
         },
-        "files": dict(sorted(_file_words(record) for record in files)),
+        "files": dict(sorted(_file_to_dict(record) for record in files)),
         "tensors": {
             "converted": plan.experts.converted,
             "copied": list(plan.experts.copied),
@@ -145,28 +147,30 @@ def _lineage(source: Source) -> list[dict[str, Any]]:
 
 def with_file(words: Mapping[str, Any], record: FileRecord) -> dict[str, Any]:
     """The words of hqconv.json with one file more."""
-    return {**words, "files": dict(sorted([*words["files"].items(), _file_words(record)]))}
+    return {**words, "files": dict(sorted([*words["files"].items(), _file_to_dict(record)]))}
 
 
-def _file_words(record: FileRecord) -> tuple[str, dict[str, Any]]:
+def _file_to_dict(record: FileRecord) -> tuple[str, dict[str, Any]]:
     return record.path, {"size_bytes": record.size_bytes, "sha256": record.sha256}
 
 
-def override_words(block: str, request: Request) -> dict[str, Any]:
+def override_to_dict(block: str, spec: ConversionSpec) -> dict[str, Any]:
     """What a block has for itself."""
-    kind = request.of_blocks.get(block)
-    return {} if kind is None else {"schema_name": kind.schema.name, **artifact_names.kind_words(kind)}
+    kind = spec.of_blocks.get(block)
+    return (
+        {} if kind is None else {"schema_name": kind.schema.name, **artifact_names.kernel_spec_to_dict(kind)}
+    )
 
 
-def first_difference(source: Source, plan: Plan, manifest: Mapping[str, Any]) -> str | None:
+def first_difference(source: Source, plan: ConversionPlan, manifest: Mapping[str, Any]) -> str | None:
     """What a finished artifact's manifest says otherwise than one of this source and plan would."""
-    words = request_words(source, plan)
+    words = spec_to_dict(source, plan)
     found = {**manifest, "source": without_digests(manifest["source"])}
     for key in (*words, *_OPTIONAL):
         if found.get(key) != words.get(key):
             return key
     for block in plan.blocks:
-        own, found = override_words(block.name, plan.request), manifest["blocks"].get(block.name, {})
+        own, found = override_to_dict(block.name, plan.spec), manifest["blocks"].get(block.name, {})
         for key in _OF_BLOCK:
             if found.get(key) != own.get(key):
                 return f"{key} of {block.name}"
@@ -182,25 +186,25 @@ def without_digests(source: Mapping[str, Any]) -> dict[str, Any]:
     return {**source, "files": [{k: v for k, v in file.items() if k not in keys} for file in files]}
 
 
-def _block_words(group: PlannedBlock, measured: Measured, scales: Mapping[str, float]) -> dict[str, Any]:
-    block = group.block
+def _layer_to_dict(unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float]) -> dict[str, Any]:
+    block = unit.block
     words: dict[str, Any] = {
         "layer": block.layer,
         "num_experts": block.num_experts,
         "hidden_size": block.hidden_size,
         "intermediate_size": block.intermediate_size,
-        **block.activation.words(block.gated),
+        **block.activation.to_dict(block.gated),
         "gated": block.gated,
         "top_k": block.top_k,
         "w13_order": ["gate", "up"] if block.gated else ["up"],
         "source_dtype": block.dtype,
-        "source_format": block.format.words(),
-        "source_parts": block.parts_words(),
-        "conversion": group.encoding.conversion,
+        "source_format": block.format.to_dict(),
+        "source_parts": block.parts_to_dict(),
+        "conversion": unit.encoding.conversion,
         "quantization_error": measured.errors,
         SUMS: measured.sums,
     }
-    for gemm, form in group.forms.items():
+    for gemm, form in unit.forms.items():
         words[gemm] = {
             "shape_n": form.config["shape_n"],
             "shape_k": form.config["shape_k"],

@@ -16,24 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from hqconv.artifact.expert_reader import BlockReader, Matrix, code_table, decoded_rows
+from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader, code_table, decoded_rows
 from hqconv.artifact.load import refuse
 from hqconv.artifact.packed_reader import read_packed_expert
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 WEIGHTS_READ = 1 << 29  # unless a number of experts is asked for: some seconds of a processor
 
 
-MatrixReader = Callable[[int], Iterator[tuple[str, Matrix]]]  # expert → projections and matrices
-Counts = Callable[[int], dict[str, tuple["Used", float]]]  # expert → projection → counts, root mean square
+MatrixReader = Callable[[int], Iterator[tuple[str, ExpertMatrix]]]  # expert → projections and matrices
+Counts = Callable[
+    [int], dict[str, tuple["CodeCounts", float]]
+]  # expert → projection → counts, root mean square
 
 
 @dataclass
-class Used:
+class CodeCounts:
     """Counts of one projection under one schema. codes, zero_points int64 [256]; scales: power of two → how many.
 
     Scales are counted by their magnitude. num_zero, num_negative, num_odd: scales that are zero, below zero, and no
@@ -47,7 +49,7 @@ class Used:
     num_negative: int = 0
     num_odd: int = 0
 
-    def add(self, other: Used) -> None:
+    def add(self, other: CodeCounts) -> None:
         """Count what another one counted."""
         self.codes += other.codes
         self.zero_points += other.zero_points
@@ -56,7 +58,7 @@ class Used:
         self.num_negative += other.num_negative
         self.num_odd += other.num_odd
 
-    def words(self, schema: TargetSchema) -> dict[str, Any]:
+    def to_dict(self, schema: WeightSchema) -> dict[str, Any]:
         """As JSON words; `codes`: [number that a code stands for, how many], from the least to the largest number."""
         values = code_table(schema)[: 1 << schema.num_bits]
         order = np.lexsort((~np.signbit(values), values))  # minus zero before zero
@@ -77,7 +79,7 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
     num_experts: of each block, evenly spread; None: all, or so many that WEIGHTS_READ weights are read. num_threads:
     experts read at once; the words do not depend on it.
 
-    Returns `schemas` (schema → projection → `Used.words`), `rms` (block → projection → root mean square of each
+    Returns `schemas` (schema → projection → `CodeCounts.words`), `rms` (block → projection → root mean square of each
     expert's decoded weights, None of those that were not read), `experts_read` and `experts` in all. Raises
     RequestError where `root` is no artifact or the number is none, VerificationError where a file is damaged.
     """
@@ -87,9 +89,9 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
     with Artifact(root) as artifact:
         blocks = [artifact.expert_block(name) for name in artifact.blocks]
         counts = {block.name: _num_read(block, blocks, num_experts) for block in blocks}
-        used: dict[str, dict[str, Used]] = {}
+        used: dict[str, dict[str, CodeCounts]] = {}
         rms: dict[str, dict[str, list[float | None]]] = {}
-        schemas: dict[str, TargetSchema] = {}
+        schemas: dict[str, WeightSchema] = {}
         with ThreadPoolExecutor(num_threads, "hqconv-usage") as pool:
             for block in blocks:
                 schema = artifact.schema_of(block.name)
@@ -100,11 +102,11 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
                 rms[block.name] = {role: list(nothing) for role in block.roles}
                 for expert, of_expert in zip(chosen, pool.map(read, chosen), strict=True):
                     for role, (one, size) in of_expert.items():
-                        used.setdefault(schema.name, {}).setdefault(role, Used()).add(one)
+                        used.setdefault(schema.name, {}).setdefault(role, CodeCounts()).add(one)
                         rms[block.name][role][expert] = size
     return {
         "schemas": {
-            name: {role: of_role.words(schemas[name]) for role, of_role in sorted(roles.items())}
+            name: {role: of_role.to_dict(schemas[name]) for role, of_role in sorted(roles.items())}
             for name, roles in used.items()
         },
         "rms": rms,
@@ -113,7 +115,7 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
     }
 
 
-def _num_read(block: ExpertBlock, blocks: Sequence[ExpertBlock], asked: int | None) -> int:
+def _num_read(block: MoeLayer, blocks: Sequence[MoeLayer], asked: int | None) -> int:
     if asked is None:
         weights = sum(3 * b.num_experts * b.hidden_size * b.intermediate_size for b in blocks)
         asked = max(1, block.num_experts * WEIGHTS_READ // max(weights, WEIGHTS_READ))
@@ -125,32 +127,32 @@ def _spread(total: int, count: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
-def _reader(artifact: Artifact, block: ExpertBlock) -> Counts:
+def _reader(artifact: Artifact, block: MoeLayer) -> Counts:
     """What reads and counts one expert."""
     schema, param = artifact.schema_of(block.name), artifact.param_dtype
     matrices = _kernel_matrices if artifact.manifest["layout"] == names.KERNEL else _packed_matrices
     matrix_reader = matrices(artifact, block)
 
-    def read(expert: int) -> dict[str, tuple[Used, float]]:
+    def read(expert: int) -> dict[str, tuple[CodeCounts, float]]:
         return {role: _count(matrix, schema, param) for role, matrix in matrix_reader(expert)}
 
     return read
 
 
-def _kernel_matrices(artifact: Artifact, block: ExpertBlock) -> MatrixReader:
-    reader = BlockReader(artifact, block, refuse)
+def _kernel_matrices(artifact: Artifact, block: MoeLayer) -> MatrixReader:
+    reader = ExpertReader(artifact, block, refuse)
 
-    def matrices(expert: int) -> Iterator[tuple[str, Matrix]]:
+    def matrices(expert: int) -> Iterator[tuple[str, ExpertMatrix]]:
         for gemm in names.GEMMS:
             yield from reader.read(gemm, expert, refuse).items()
 
     return matrices
 
 
-def _packed_matrices(artifact: Artifact, block: ExpertBlock) -> MatrixReader:
+def _packed_matrices(artifact: Artifact, block: MoeLayer) -> MatrixReader:
     shards = artifact.shards()
 
-    def matrices(expert: int) -> Iterator[tuple[str, Matrix]]:
+    def matrices(expert: int) -> Iterator[tuple[str, ExpertMatrix]]:
         for role in block.roles:
             matrix = read_packed_expert(artifact, block, role, expert, shards, refuse)
             assert matrix is not None  # `refuse` has raised
@@ -159,9 +161,9 @@ def _packed_matrices(artifact: Artifact, block: ExpertBlock) -> MatrixReader:
     return matrices
 
 
-def _count(matrix: Matrix, schema: TargetSchema, param_dtype: str) -> tuple[Used, float]:
+def _count(matrix: ExpertMatrix, schema: WeightSchema, param_dtype: str) -> tuple[CodeCounts, float]:
     """The counts of one matrix, and the root mean square of its decoded weights."""
-    used = Used(codes=np.bincount(matrix.codes.reshape(-1), minlength=256))
+    used = CodeCounts(codes=np.bincount(matrix.codes.reshape(-1), minlength=256))
     if matrix.zero_point is not None and not schema.is_fp_zero_point:
         used.zero_points = np.bincount(matrix.zero_point.reshape(-1), minlength=256)
     scale = matrix.scale_value

@@ -16,15 +16,15 @@ from hqconv.artifact.reader import Artifact, Tensors
 from hqconv.errors import HqconvError
 from hqconv.humming_layout.layer_config import resolve
 from hqconv.layout_decoder import loops
-from hqconv.layout_decoder.layout_form import KernelTensors, read_config
+from hqconv.layout_decoder.layout_form import LayoutForm, read_config
 from hqconv.layout_decoder.numbers import code_values, to_float32
-from hqconv.layout_decoder.read import ADAPTED, Unpacked, e8m0_exponents, second_scale, unlayout
+from hqconv.layout_decoder.read import ADAPTED, DecodedStack, e8m0_exponents, second_scale, unlayout
 from hqconv.layout_decoder.tensors import expected_tensors
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 Array = NDArray[Any]
 Note = Callable[[str, str, object, object], None]  # where, what, expected, found
@@ -33,7 +33,7 @@ _CHUNK_NUMBERS = 1 << 18  # decoded at once: what a caller makes of them stays i
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix:
+class ExpertMatrix:
     """One projection of one expert, or a slice of it, in logical order; floats as unsigned bit patterns.
 
     codes uint8 [N, K]; scale [N, G], [N, 1] (channel), [N/bn, K/bk] (block) or [1, 1] (tensor), its dtype, and
@@ -57,7 +57,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Home:
+class GemmLocation:
     """One GEMM of one expert on one EP rank, for findings; `where` says it of a TP rank, and names a tensor."""
 
     block: str
@@ -78,7 +78,7 @@ class Home:
         return f"{self.path(tp_rank)}, tensor {tensor}, expert {self.expert} (local {self.local})"
 
 
-def run_of_rows(matrix: Matrix, part: int, parts: int) -> Matrix:
+def run_of_rows(matrix: ExpertMatrix, part: int, parts: int) -> ExpertMatrix:
     """One of `parts` equal runs of rows; what all rows share stays."""
 
     def cut(array: Any) -> Any:
@@ -91,12 +91,12 @@ def run_of_rows(matrix: Matrix, part: int, parts: int) -> Matrix:
     return replace(matrix, **{field: cut(getattr(matrix, field)) for field in fields})
 
 
-def join(slices: Sequence[Matrix], axis: int, schema: TargetSchema, home: Home) -> Matrix:
+def join(slices: Sequence[ExpertMatrix], axis: int, schema: WeightSchema, home: GemmLocation) -> ExpertMatrix:
     """Put TP slices together along rows (0) or columns (1); what is not cut must agree on all ranks."""
     is_shared = schema.weight_scale_type == "tensor" or (schema.weight_scale_type == "channel" and axis == 1)
     scale_axis = None if is_shared else axis
     second_axis = 0 if schema.weight_scale_2_type == "channel" and axis == 0 else None
-    return Matrix(
+    return ExpertMatrix(
         codes=_merge([one.codes for one in slices], axis, "weight", home),
         scale=_merge([one.scale for one in slices], scale_axis, "weight_scale", home),
         scale_dtype=slices[0].scale_dtype,
@@ -108,7 +108,7 @@ def join(slices: Sequence[Matrix], axis: int, schema: TargetSchema, home: Home) 
     )
 
 
-def trim(matrix: Matrix, axis: int, size: int, home: Home) -> Matrix:
+def trim(matrix: ExpertMatrix, axis: int, size: int, home: GemmLocation) -> ExpertMatrix:
     """Take the last TP rank's padding off along `axis`; it must be zero, and of e8m0 scales the last ones again."""
     total = matrix.codes.shape[axis]
     if total == size:
@@ -133,7 +133,7 @@ def trim(matrix: Matrix, axis: int, size: int, home: Home) -> Matrix:
     return replace(matrix, **{name: cut(name) for name in names_})
 
 
-def _check_padding(wrong: Array, field: str, home: Home, expected: str) -> None:
+def _check_padding(wrong: Array, field: str, home: GemmLocation, expected: str) -> None:
     if wrong.any():
         tensor = _TENSORS.get(field, field)
         what, found = (
@@ -143,7 +143,7 @@ def _check_padding(wrong: Array, field: str, home: Home, expected: str) -> None:
         home.note(home.where(home.num_tp - 1, tensor), what, expected, found)
 
 
-def _merge(parts: Sequence[Any], axis: int | None, tensor: str, home: Home | None) -> Any:
+def _merge(parts: Sequence[Any], axis: int | None, tensor: str, home: GemmLocation | None) -> Any:
     """The ranks' parts along `axis`, or the first one of what every rank must hold alike."""
     if parts[0] is None or len(parts) == 1:
         return parts[0]
@@ -159,7 +159,7 @@ def _merge(parts: Sequence[Any], axis: int | None, tensor: str, home: Home | Non
     return parts[0]
 
 
-def _merge_bias(parts: Sequence[Any], axis: int, home: Home) -> Any:
+def _merge_bias(parts: Sequence[Any], axis: int, home: GemmLocation) -> Any:
     """w13's bias is cut; w2's is on TP rank 0 and zero elsewhere, since ranks are summed."""
     if parts[0] is None or axis == 0:
         return _merge(parts, 0, "bias", home)
@@ -173,7 +173,7 @@ def _merge_bias(parts: Sequence[Any], axis: int, home: Home) -> Any:
 # --- values ------------------------------------------------------------------------------------------------
 
 
-def floats(matrix: Matrix, schema: TargetSchema, param_dtype: str) -> NDArray[np.float32]:
+def floats(matrix: ExpertMatrix, schema: WeightSchema, param_dtype: str) -> NDArray[np.float32]:
     """The decoded weights [N, K], float32."""
     out = np.empty(matrix.codes.shape, np.float32)
     for begin, decoded in decoded_rows(matrix, schema, param_dtype):
@@ -182,7 +182,7 @@ def floats(matrix: Matrix, schema: TargetSchema, param_dtype: str) -> NDArray[np
 
 
 def decoded_rows(
-    matrix: Matrix, schema: TargetSchema, param_dtype: str
+    matrix: ExpertMatrix, schema: WeightSchema, param_dtype: str
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """(first row, decoded float32 rows), a few at a time; the array is used again."""
     num_rows, num_columns = matrix.codes.shape
@@ -205,7 +205,7 @@ def decoded_rows(
         yield begin, part[0]
 
 
-def code_table(schema: TargetSchema) -> NDArray[np.float32]:
+def code_table(schema: WeightSchema) -> NDArray[np.float32]:
     """What each of 256 codes of the schema stands for."""
     return code_values(schema.b_dtype, has_zero_point=schema.has_zero_point)
 
@@ -214,7 +214,7 @@ Good = set[tuple[str, int, int]]  # GEMM, TP rank, EP rank
 
 
 def check_rank_headers(
-    artifact: Artifact, block: ExpertBlock, note: Note, ranks: Iterable[tuple[int, int]] | None = None
+    artifact: Artifact, block: MoeLayer, note: Note, ranks: Iterable[tuple[int, int]] | None = None
 ) -> Good:
     """The (GEMM, TP rank, EP rank) whose LayerConfig and dtypes are those of the manifest's schema; of all `ranks`."""
     good: Good = set()
@@ -250,9 +250,9 @@ def _forms(
     config: Mapping[str, Any],
     flags: Mapping[str, Any],
     shape: tuple[int, int],
-) -> tuple[KernelTensors, KernelTensors]:
+) -> tuple[LayoutForm, LayoutForm]:
     """What a LayerConfig says, and what it would say if it followed the manifest; padding is its own."""
-    kind = artifact.kind_of(block)
+    kind = artifact.kernel_spec_of(block)
     layer = asdict(resolve(kind))
     if (
         layer["bs_dtype"] == "float8e8m0"
@@ -302,23 +302,25 @@ def note_error(where: str, error: HqconvError | OSError, note: Note) -> None:
         note(where, "Weights cannot be read.", "", error.strerror)
 
 
-class BlockReader:
+class ExpertReader:
     """Reads one block's experts out of an opened artifact's rank files; `read` may be called from any thread."""
 
-    def __init__(self, artifact: Artifact, block: ExpertBlock, note: Note) -> None:
+    def __init__(self, artifact: Artifact, block: MoeLayer, note: Note) -> None:
         """Looks at the headers of all ranks first; what is wrong with them is noted, the others are `good`."""
         self._artifact, self._block = artifact, block
         self.schema = artifact.schema_of(block.name)
         self.good = check_rank_headers(artifact, block, note)
 
-    def read(self, gemm: str, expert: int, note: Note) -> dict[str, Matrix]:
+    def read(self, gemm: str, expert: int, note: Note) -> dict[str, ExpertMatrix]:
         """The whole projections of one GEMM of one expert; none of them if a rank's slice cannot be decoded.
 
         Copies of a redundant expert are compared bit for bit with the first, which is the one decoded.
         """
         artifact, block = self._artifact, self._block
         places = artifact.grid.homes(block.num_experts)[expert]
-        home, *copies = (Home(block.name, gemm, expert, *place, note, artifact.grid.tp) for place in places)
+        home, *copies = (
+            GemmLocation(block.name, gemm, expert, *place, note, artifact.grid.tp) for place in places
+        )
         slices = [
             matrix
             for tp_rank in range(artifact.grid.tp)
@@ -335,7 +337,7 @@ class BlockReader:
         joined = {role: join(part, 0, schema, home) for role, part in zip(roles, parts, strict=True)}
         return {role: trim(one, 0, size, home) for role, one in joined.items()}
 
-    def _slice(self, tp_rank: int, home: Home, copies: list[Home]) -> Matrix | None:
+    def _slice(self, tp_rank: int, home: GemmLocation, copies: list[GemmLocation]) -> ExpertMatrix | None:
         """One TP rank's slice; None, and a note, where it cannot be read or decoded."""
         artifact, block, gemm = self._artifact, home.block, home.gemm
         try:
@@ -351,7 +353,7 @@ class BlockReader:
             return None
 
 
-def _compare_copy(first: Tensors, other: Tensors, path: str, copy: Home, tp_rank: int) -> None:
+def _compare_copy(first: Tensors, other: Tensors, path: str, copy: GemmLocation, tp_rank: int) -> None:
     for name in sorted(first.keys() & other.keys()):
         if not np.array_equal(first[name], other[name]):
             what = "A redundant copy of an expert differs."
@@ -359,8 +361,8 @@ def _compare_copy(first: Tensors, other: Tensors, path: str, copy: Home, tp_rank
 
 
 def _decode_slice(
-    config: Mapping[str, Any], tensors: Tensors, flags: Mapping[str, Any], home: Home, tp_rank: int
-) -> Matrix:
+    config: Mapping[str, Any], tensors: Tensors, flags: Mapping[str, Any], home: GemmLocation, tp_rank: int
+) -> ExpertMatrix:
     unpacked = unlayout(config, tensors, flags)
     for problem in unpacked.problems:
         name, _, what = problem.partition(": ")
@@ -368,7 +370,7 @@ def _decode_slice(
     return to_matrix(unpacked)
 
 
-def to_matrix(unpacked: Unpacked) -> Matrix:
+def to_matrix(unpacked: DecodedStack) -> ExpertMatrix:
     """The first expert of a decoded stack as a matrix."""
     bits, dtype = unpacked.weight_scale, unpacked.scale_dtype
     value, scale_2, flushed = to_float32(bits, dtype), unpacked.weight_scale_2, None
@@ -378,7 +380,7 @@ def to_matrix(unpacked: Unpacked) -> Matrix:
                 value = value * second
         bits, flushed = e8m0_exponents(unpacked)
         dtype, scale_2 = "F8_E8M0", None
-    return Matrix(
+    return ExpertMatrix(
         codes=unpacked.codes[0],
         scale=np.atleast_2d(bits[0]),
         scale_dtype=dtype,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from hqconv.artifact.expert_reader import BlockReader, check_rank_headers, floats
+from hqconv.artifact.expert_reader import ExpertReader, check_rank_headers, floats
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError, VerificationError
 from hqconv.layout_decoder.numbers import to_float32
@@ -99,12 +99,12 @@ def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
         _check_kernel_layout(artifact)
         _check_block(artifact, block)
         described = artifact.expert_block(block)
-        reader = BlockReader(artifact, described, refuse)
+        reader = ExpertReader(artifact, described, refuse)
         experts = [expert_floats(artifact, reader, expert) for expert in range(described.num_experts)]
     return {name: torch.from_numpy(np.stack([e[name] for e in experts])) for name in experts[0]}
 
 
-def expert_floats(artifact: Artifact, reader: BlockReader, expert: int) -> dict[str, np.ndarray[Any, Any]]:
+def expert_floats(artifact: Artifact, reader: ExpertReader, expert: int) -> dict[str, np.ndarray[Any, Any]]:
     """One expert of an opened artifact as float32: its projections `w1` … and biases `b1` …, see `dequantize`."""
     found, param = {}, artifact.param_dtype
     for gemm in names.GEMMS:

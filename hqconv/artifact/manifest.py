@@ -13,8 +13,14 @@ from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE
-from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, MAX_WORDS_BYTES, found_at, parse_json, read_regular
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.untrusted_files import (
+    MAX_DOCUMENT_BYTES,
+    MAX_LIST_BYTES,
+    found_at,
+    parse_json,
+    read_regular,
+)
+from hqconv.schemas.weight_schema import WeightSchema
 
 _BYTES_PER_NAME = 16  # of quotes, spaces and the like around it
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
@@ -110,7 +116,7 @@ def read_manifest(root: Path, *, is_sealed: bool = False) -> dict[str, Any]:
 
 def _check_size(path: Path, num_bytes: int, words: Mapping[str, Any]) -> None:
     """Only the names of tensors may make a manifest large: there may be a million."""
-    if num_bytes <= MAX_WORDS_BYTES:
+    if num_bytes <= MAX_DOCUMENT_BYTES:
         return
     of_names = sum(
         _BYTES_PER_NAME + len(name) + len(str(names[name]) if isinstance(names, dict) else "")
@@ -119,18 +125,18 @@ def _check_size(path: Path, num_bytes: int, words: Mapping[str, Any]) -> None:
         for name in names
         if isinstance(name, str)
     )
-    if num_bytes - of_names > MAX_WORDS_BYTES:
-        expected = f"at most {MAX_WORDS_BYTES} bytes besides the names of tensors"
+    if num_bytes - of_names > MAX_DOCUMENT_BYTES:
+        expected = f"at most {MAX_DOCUMENT_BYTES} bytes besides the names of tensors"
         raise _damaged(path, expected, f"{num_bytes} bytes")
 
 
-def schema_of(root: Path, words: Mapping[str, Any], inside: str = "") -> TargetSchema:
+def schema_of(root: Path, words: Mapping[str, Any], inside: str = "") -> WeightSchema:
     """The weight schema that a manifest names, or a block of it. Raises VerificationError where it is none.
 
     inside: where in the manifest, such as `blocks: NAME: `.
     """
     try:
-        return TargetSchema(name=words["schema_name"], **words["weight_schema"])
+        return WeightSchema(name=words["schema_name"], **words["weight_schema"])
     except (HqconvError, TypeError) as error:
         field, found = getattr(error, "where", ""), getattr(error, "found", error)
         where = f"{root / artifact_names.MANIFEST}: {inside}weight_schema{f': {field}' if field else ''}"
@@ -160,7 +166,7 @@ def check_details(root: Path, words: Mapping[str, Any]) -> None:
             path, f"blocks: {name}: source_format: ", block["source_format"], {"name": str, "decoder": str}
         )
         try:
-            Activation.of_words(block)
+            Activation.from_dict(block)
         except ValueError as wrong:
             raise _damaged(f"{path}: blocks: {name}", "the activation's numbers", wrong) from wrong
         for role, error in block["quantization_error"].items():
@@ -187,7 +193,7 @@ def _check_kinds(root: Path, words: Mapping[str, Any]) -> None:
     own = {f"blocks: {n}: ": block for n, block in words["blocks"].items() if "weight_schema" in block}
     for inside, one in {"": words, **own}.items():
         try:
-            artifact_names.kind_of_words(one, schema_of(root, one, inside), words["dtype"])
+            artifact_names.kernel_spec_from_dict(one, schema_of(root, one, inside), words["dtype"])
         except (RequestError, KeyError, TypeError) as error:
             inside += getattr(error, "where", "activation_schema").removeprefix("--")
             expected, found = getattr(error, "expected", ""), getattr(error, "found", error)

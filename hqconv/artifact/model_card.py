@@ -33,7 +33,7 @@ def card_bytes(words: Mapping[str, Any], card: bytes | None, *, is_artifact: boo
     front = FrontMatter.of(card or b"")
     source = _of_source(card or b"", front, is_artifact=is_artifact)
     lines = "\n".join(_text(words)).encode(errors="backslashreplace")
-    return in_yaml(_front_words(words, front)) + b"\n" + lines + b"\n" + source
+    return in_yaml(_card_metadata(words, front)) + b"\n" + lines + b"\n" + source
 
 
 def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
@@ -50,7 +50,7 @@ def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
     return b"\n## The source's card\n\n" + _MARKER + b"\n" + listing + front.body
 
 
-def _front_words(words: Mapping[str, Any], front: FrontMatter) -> dict[str, Any]:
+def _card_metadata(words: Mapping[str, Any], front: FrontMatter) -> dict[str, Any]:
     """The source's license and the like, and what this artifact is of it."""
     found = {key: value for key in _KEPT if (value := front.texts(key)) is not None}
     first, tags = origin(words), front.texts("tags") or []

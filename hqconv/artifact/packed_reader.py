@@ -9,18 +9,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hqconv.artifact.expert_reader import Array, Matrix, Note, note_error
+from hqconv.artifact.expert_reader import Array, ExpertMatrix, Note, note_error
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
 from hqconv.layout_decoder.numbers import to_float32
 from hqconv.layout_decoder.packed import packed_shapes, unpack_codes
-from hqconv.models.moe_layer import ExpertBlock
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 def read_packed_expert(
-    artifact: Artifact, block: ExpertBlock, role: str, expert: int, shards: Mapping[str, str], note: Note
-) -> Matrix | None:
+    artifact: Artifact, block: MoeLayer, role: str, expert: int, shards: Mapping[str, str], note: Note
+) -> ExpertMatrix | None:
     """One projection from the checkpoint layout; `shards` is tensor name → file. None where it cannot be read."""
     base = block.module(expert, role) + "."
     shape, schema = (block.hidden_size, block.intermediate_size), artifact.schema_of(block.name)
@@ -38,12 +38,12 @@ def read_packed_expert(
     return unpack(bits, schema, dtypes["weight_scale"])
 
 
-def unpack(bits: Mapping[str, Array], schema: TargetSchema, scale_dtype: str) -> Matrix:
+def unpack(bits: Mapping[str, Array], schema: WeightSchema, scale_dtype: str) -> ExpertMatrix:
     """A matrix from Humming's packed tensors as raw bits; shares no code with the packer."""
     zero, scale = bits.get("zero_point"), np.atleast_2d(bits["weight_scale"])
     if zero is not None and not schema.is_fp_zero_point:
         zero = np.ascontiguousarray(unpack_codes(np.ascontiguousarray(zero.T), schema.num_bits).T)
-    return Matrix(
+    return ExpertMatrix(
         codes=unpack_codes(bits["weight"], schema.num_bits),
         scale=scale,
         scale_dtype=scale_dtype,

@@ -22,19 +22,19 @@ from hqconv.io.hub import Listing
 from hqconv.io.open_files import Descriptors
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.families import FAMILIES, Family
-from hqconv.models.moe_layer import ExpertBlock, PartSource
+from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.planning.encoding import MSE, QUANTIZERS, RTN
 from hqconv.planning.importance import Importance, read_importance
 from hqconv.planning.output_units import gemm_shapes
-from hqconv.planning.spec import Request
+from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE, Grid, check_grid
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef, TensorSpec
-from hqconv.schemas.weight_schema import PARAM_DTYPES, TargetSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hqconv.humming_layout.gemm_forms import KernelForm
 
 
-class Facts:
+class ManifestFacts:
     """The facts of one artifact, worked out from its manifest when they are asked for."""
 
     def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
@@ -55,7 +55,7 @@ class Facts:
         return self.root / path if self.listing is None else self.listing.fetched(self.root, path)
 
     @cached_property
-    def schema(self) -> TargetSchema:
+    def schema(self) -> WeightSchema:
         """The weight schema of the experts. Raises VerificationError where the manifest's is none."""
         return schema_of(self.root, self.manifest)
 
@@ -66,7 +66,7 @@ class Facts:
         return Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"])
 
     @cached_property
-    def request(self) -> Request:
+    def spec(self) -> ConversionSpec:
         """What was asked for, as the manifest says, without `importance`.
 
         Raises VerificationError where its words cannot be true.
@@ -85,8 +85,8 @@ class Facts:
                 raise _impossible(key, words.get(key))
         schema, quantizer = self.schema, self._quantizer
         try:
-            kind = names.kind_of_words(words, schema, words["dtype"])
-            request = Request(
+            kind = names.kernel_spec_from_dict(words, schema, words["dtype"])
+            spec = ConversionSpec(
                 schema,
                 words["dtype"],
                 kind.target,
@@ -101,12 +101,12 @@ class Facts:
             raise _impossible(error.where, error.found) from error
         except (KeyError, TypeError) as error:
             raise _impossible("input_schema, activation_schema", error) from error
-        reasons = (why_not(one) for one in request.kinds if request.layout == names.KERNEL)
+        reasons = (why_not(one) for one in spec.kinds if spec.layout == names.KERNEL)
         if (reason := next(filter(None, reasons), None)) is not None:
             raise _impossible("weight_schema, input_schema, target", reason)
-        if request.layout == names.CHECKPOINT and request.grid != Grid():
-            raise _impossible("tp, ep", f"{request.grid} in the checkpoint layout")
-        return request
+        if spec.layout == names.CHECKPOINT and spec.grid != Grid():
+            raise _impossible("tp, ep", f"{spec.grid} in the checkpoint layout")
+        return spec
 
     @property
     def _quantizer(self) -> str:
@@ -164,11 +164,11 @@ class Facts:
             )
         return known[self.manifest["family"]]
 
-    def _of_blocks(self) -> dict[str, KernelKind]:
+    def _of_blocks(self) -> dict[str, KernelSpec]:
         """What blocks are made of that differ from the others."""
         dtype = self.manifest["dtype"]
         return {
-            name: names.kind_of_words(block, schema_of(self.root, block, f"blocks: {name}: "), dtype)
+            name: names.kernel_spec_from_dict(block, schema_of(self.root, block, f"blocks: {name}: "), dtype)
             for name, block in self.blocks.items()
             if "weight_schema" in block
         }
@@ -183,18 +183,18 @@ class Facts:
         """Blocks whose experts were copied as they are."""
         return tuple(self.manifest.get("left_blocks", ()))
 
-    def kind_of(self, name: str) -> KernelKind:
+    def kernel_spec_of(self, name: str) -> KernelSpec:
         """What decides the layout of one block. Raises VerificationError as `request`."""
-        return self.request.kind_of(name)
+        return self.spec.kernel_spec_of(name)
 
-    def schema_of(self, name: str) -> TargetSchema:
-        """The weight schema of one block's experts; errors as `kind_of`."""
-        return self.kind_of(name).schema
+    def schema_of(self, name: str) -> WeightSchema:
+        """The weight schema of one block's experts; errors as `kernel_spec_of`."""
+        return self.kernel_spec_of(name).schema
 
     def activation_of(self, name: str) -> Activation:
         """What one block's experts do between their GEMMs. Raises VerificationError where its words cannot be true."""
         try:
-            return Activation.of_words(self.blocks[name])
+            return Activation.from_dict(self.blocks[name])
         except ValueError as error:
             raise _impossible(name, error) from error
 
@@ -202,7 +202,7 @@ class Facts:
         """Whether one block's activation is more than a name here. Raises VerificationError as `activation_of`."""
         return self.activation_of(name).is_known(self.blocks[name]["gated"])
 
-    def expert_block(self, name: str) -> ExpertBlock:
+    def expert_block(self, name: str) -> MoeLayer:
         """One block as the manifest's facts imply it, without `sources`.
 
         Raises VerificationError for facts that cannot be true.
@@ -211,20 +211,20 @@ class Facts:
         sizes = num_experts, hidden, inner = _sizes(name, words)
         try:
             pads = family.pads_last_rank
-            check_grid(name, *sizes, self.schema_of(name), self.request.grid, pads_last_rank=pads)
+            check_grid(name, *sizes, self.schema_of(name), self.spec.grid, pads_last_rank=pads)
         except RequestError as error:
             raise _impossible(error.where, f"{error.what} {error.found}") from error
         try:
-            source = SourceFormat.from_words(words["source_format"])
+            source = SourceFormat.from_dict(words["source_format"])
             parts = {
-                role: {part: PartSource.from_words(one) for part, one in of_role.items()}
+                role: {part: TensorSlice.from_dict(one) for part, one in of_role.items()}
                 for role, of_role in words["source_parts"].items()
             }
             if set(parts) != set(family.projections) or any("weight" not in p for p in parts.values()):
                 raise ValueError(f"projections {', '.join(parts)}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise _impossible(f"{name}: source_format, source_parts", error) from error
-        return ExpertBlock(
+        return MoeLayer(
             name=name,
             family=family.name,
             num_experts=num_experts,
@@ -240,7 +240,7 @@ class Facts:
             **{key: words[key] for key in ("layer", "gated", "top_k")},
         )
 
-    def kernel_forms(self, block: ExpertBlock, target: Target | None = None) -> dict[str, KernelForm]:
+    def kernel_forms(self, block: MoeLayer, target: GpuTarget | None = None) -> dict[str, KernelForm]:
         """Per GEMM, what Humming makes of the facts; target: instead of the artifact's own.
 
         Raises ModuleNotFoundError without Humming, else VerificationError.
@@ -250,20 +250,20 @@ class Facts:
             kernel_form,
         )
 
-        request = self.request
-        kind = request.kind_of(block.name)
+        spec = self.spec
+        kind = spec.kernel_spec_of(block.name)
         kind = kind if target is None else replace(kind, target=target)
         with _humming_errors(block.name):
             if not is_compatible(kind):
                 raise _impossible("weight_schema", f"no kernel for {kind}")
-            shapes = gemm_shapes(block, request.grid.tp, kind.schema)
+            shapes = gemm_shapes(block, spec.grid.tp, kind.schema)
             return {gemm: kernel_form(n, k, kind, block.has_bias) for gemm, (n, k) in shapes.items()}
 
-    def packed_forms(self, block: ExpertBlock) -> dict[str, dict[str, TensorSpec]]:
+    def packed_forms(self, block: MoeLayer) -> dict[str, dict[str, TensorSpec]]:
         """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""
         from hqconv.humming_layout.transform import packed_form
 
-        words = (self.request.schema, self.request.param_dtype)
+        words = (self.spec.schema, self.spec.param_dtype)
         with _humming_errors(block.name):
             tall = packed_form(block.intermediate_size, block.hidden_size, *words, block.has_bias)
             wide = packed_form(block.hidden_size, block.intermediate_size, *words, block.has_bias)
@@ -314,7 +314,7 @@ Header = tuple[dict[str, TensorRef], dict[str, str]]
 Tensors: TypeAlias = "dict[str, NDArray[Any]]"
 
 
-class Artifact(Facts):
+class Artifact(ManifestFacts):
     """An artifact in either layout; a context manager that closes the files it read.
 
     Of one on the Hub headers are read by range requests; a file whose tensors are read is downloaded first.
@@ -323,7 +323,7 @@ class Artifact(Facts):
     def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
         """Read the manifest as `read_manifest` does; listing: of a repo on the Hub, of which `root` has some files.
 
-        Raises as `Facts`.
+        Raises as `ManifestFacts`.
         """
         super().__init__(root, listing, is_sealed=is_sealed)
         self._headers: dict[str, Header] = {}

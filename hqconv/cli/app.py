@@ -19,7 +19,7 @@ from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
 from hqconv.cli.json_documents import print_json
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.text import lead_nowhere, say
-from hqconv.conversion.torchrun import is_first
+from hqconv.conversion.torchrun import is_rank_zero
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.serving.warm.kernel_store import folder_beside
 
@@ -68,22 +68,22 @@ def convert(
 ) -> None:
     """Convert the experts of SRC and write an artifact."""
     place = _place_to_push(push_to, private=private, branch=branch)
-    limit = conversion.Limit(max_error)
+    limit = conversion.MaxError(max_error)
     options |= recipe_options(config, context)
     if dry_run:
         planned = conversion.dry_run(options)
         _show(planned, json=json)
         _end(OutputError, is_wrong=bool(planned["notes"]))
         return
-    quiet = quiet or not is_first()  # of several processes the first speaks
-    json = json and is_first()
-    write_profile = profile_writer(profile if is_first() else None)
+    quiet = quiet or not is_rank_zero()  # of several processes the first speaks
+    json = json and is_rank_zero()
+    write_profile = profile_writer(profile if is_rank_zero() else None)
     pages = conversion.run(options, quiet=quiet)
     write_profile(pages.profile)
-    words = pages.words()
+    words = pages.to_dict()
     is_good = limit.judged(words)
     if place and is_good:
-        words["pushed"] = api.push(pages.out, **place, announce=None if quiet else say).words()
+        words["pushed"] = api.push(pages.out, **place, announce=None if quiet else say).to_dict()
     if json or not quiet:
         _report(words, json=json)
     _end(VerificationError, is_wrong=not is_good)
@@ -99,7 +99,7 @@ def _place_to_push(push_to: str | None, *, private: bool, branch: str | None) ->
     """Where an artifact is pushed to, by the first of several processes; nothing where it is not."""
     if push_to is None and (private or branch is not None):
         raise RequestError("--private and --branch are of a Hub repo.", remedy="Name it with --push-to.")
-    is_wanted = push_to is not None and is_first()
+    is_wanted = push_to is not None and is_rank_zero()
     return {"repo": push_to, "private": private, "branch": branch} if is_wanted else {}
 
 
@@ -150,7 +150,7 @@ def verify(
     with ShownProgress(quiet=quiet) as progress:
         verified = api.verify(**options, progress=progress.of_check)
     if json or not (quiet and verified.passed):
-        _report(verified.words(), json=json)
+        _report(verified.to_dict(), json=json)
     write_page(verified)
     _end(VerificationError, is_wrong=not verified.passed)
 
@@ -196,7 +196,7 @@ def push(*, json: bool, quiet: bool, **options: Any) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     pages = api.push(**options, announce=None if quiet else say)
     if json or not quiet:
-        _report(pages.words(), json=json)
+        _report(pages.to_dict(), json=json)
 
 
 @app.command(cls=GroupedCommand)

@@ -13,11 +13,11 @@ from hqconv import api
 from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.cli import interrupt, interrupt_messages
 from hqconv.cli.text import say
-from hqconv.conversion.torchrun import in_team
+from hqconv.conversion.torchrun import is_distributed
 
 if TYPE_CHECKING:
     from hqconv.conversion.run import ConversionReport
-    from hqconv.planning.plan import Plan
+    from hqconv.planning.plan import ConversionPlan
 
 
 import json
@@ -28,11 +28,11 @@ from hqconv.errors import OutputError, RequestError
 
 def dry_run(options: dict[str, Any]) -> dict[str, Any]:
     """The words of a plan, with what stands in its way."""
-    of_plan, of_words = (
+    of_plan, from_dict = (
         {name: options[name] for name in inspect.signature(function).parameters if name in options}
         for function in (api.plan, api.describe_plan)
     )
-    return api.describe_plan(api.plan(**of_plan), **of_words)
+    return api.describe_plan(api.plan(**of_plan), **from_dict)
 
 
 def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
@@ -52,19 +52,19 @@ def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
                 said.append(warning)
                 say(f"warning: {warning}")
 
-    def on_plan(planned: Plan, place: Path) -> None:
+    def on_plan(planned: ConversionPlan, place: Path) -> None:
         interrupt.expect(*interrupt_messages.of_output(place, nothing))
         warn(planned.warnings)
 
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with ShownProgress(quiet=quiet) as progress:
-        report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=in_team())
+        report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=is_distributed())
     warn(report.warnings)
     return report
 
 
-class Limit:
+class MaxError:
     """`--max-error`: what a conversion may lose. Raises RequestError where it is none."""
 
     def __init__(self, max_error: float | None) -> None:

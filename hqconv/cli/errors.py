@@ -16,7 +16,7 @@ from hqconv.cli import interrupt
 from hqconv.cli.json_documents import print_error
 from hqconv.cli.options import at_home
 from hqconv.cli.text import lead_nowhere, say
-from hqconv.conversion.torchrun import is_first
+from hqconv.conversion.torchrun import is_rank_zero
 from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError
 
 
@@ -68,7 +68,7 @@ def _fail(
     if os.environ.get("HQCONV_DEBUG") == "1":
         traceback.print_exc()
     say(f"error: {error.message()}" if text is None else text)
-    if json and is_first():  # of several processes the first speaks
+    if json and is_rank_zero():  # of several processes the first speaks
         print_error(error, exit_code)
     return typer.Exit(exit_code)
 

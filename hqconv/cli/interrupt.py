@@ -2,7 +2,7 @@
 
 A thread of its own waits for them, for Python would look only between two instructions of the main thread, and some
 libraries swallow an exception that is raised there. Nothing is unwound: what a kill leaves can be resumed. The process
-becomes `last_words`, so that no thread of it works on while the line is found, and the line stays true.
+becomes `interrupt_process`, so that no thread of it works on while the line is found, and the line stays true.
 
 Loaded before all libraries: it imports little.
 """
@@ -19,11 +19,13 @@ from types import FrameType
 from typing import NoReturn
 
 from hqconv.cli import interrupt_process
-from hqconv.conversion.torchrun import is_first
+from hqconv.conversion.torchrun import is_rank_zero
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTHING = "Interrupted. Nothing was written."
-Case = tuple[str, ...]  # a text, and the conditions under which it is true, as `last_words.choose` has them
+Case = tuple[
+    str, ...
+]  # a text, and the conditions under which it is true, as `interrupt_process.choose` has them
 
 _taken: list[signal.Signals] = []
 _once = threading.Lock()
@@ -97,7 +99,7 @@ def _stop(number: int) -> None:
     if not _once.acquire(blocking=False):
         return
     _hold()  # also in what follows: it needs no more of them
-    said = _flat() if is_first() else []  # of several processes the first speaks
+    said = _flat() if is_rank_zero() else []  # of several processes the first speaks
     try:
         program = [sys.executable, "-I", "-S", interrupt_process.__file__]
         os.execv(sys.executable, [*program, str(int(number)), *_before, *said])

@@ -90,10 +90,10 @@ def write_report(
 ) -> Words:
     """Write the page at `place`, of `page_place`, and return its words; errors as `report`."""
     from hqconv.reports.page import page as page_of
-    from hqconv.reports.page_document import report_words
+    from hqconv.reports.page_document import page_document
     from hqconv.reports.page_file import write_page
 
-    found = None if verification is None else verification.words()
+    found = None if verification is None else verification.to_dict()
     of_experts = {
         block: roles
         for result in ([] if verification is None else verification.results)
@@ -101,7 +101,7 @@ def write_report(
         if roles
     }
     num_threads = threads or len(os.sched_getaffinity(0))
-    words = report_words(root, found, of_experts, sample=sample, num_threads=num_threads)
+    words = page_document(root, found, of_experts, sample=sample, num_threads=num_threads)
     write_page(place, page_of(words))
     if place.resolve().is_relative_to(root.resolve()):
         say(
@@ -128,14 +128,14 @@ def compare(
     Raises RequestError where one is no artifact or they are of different models, VerificationError where one is
     damaged or not what the source comes to, and what opening the source raises.
     """
-    from hqconv.reports.compare import compare as compare_words
+    from hqconv.reports.compare import compare as compare_dicts
 
     roots = [Path(first), Path(second)]
-    words = compare_words(roots)  # before the long work, and what it refuses
+    words = compare_dicts(roots)  # before the long work, and what it refuses
     if source is None and revision is None:
         return words
     at_work: Words = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
-    return compare_words(roots, [_measure(root, source, at_work) for root in roots])
+    return compare_dicts(roots, [_measure(root, source, at_work) for root in roots])
 
 
 def _measure(root: Path, source: str | None, at_work: Words) -> Any:

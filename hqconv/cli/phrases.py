@@ -29,7 +29,7 @@ def schema(words: Mapping[str, Any]) -> str:
 
 def activation(run: Mapping[str, Any]) -> str:
     """`silu (gated)`, `situ (beta 4, linear_beta 25, gated)`, or that no more than the name is known."""
-    found, gated = Activation.of_words(run), bool(run["gated"])
+    found, gated = Activation.from_dict(run), bool(run["gated"])
     notes = ("gated",) * gated + ("known by name only",) * (not found.is_known(gated))
     return found.describe(*notes)
 

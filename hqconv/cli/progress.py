@@ -26,9 +26,9 @@ _AROUND_BAR = _BAR_WIDTH + 7  # with ` 100% `
 
 def human_bytes(num_bytes: float) -> str:
     """Bytes in the decimal units that disks and shards are measured in."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for group, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
+            return f"{num_bytes / size:.2f} {group}"
     return f"{num_bytes:.0f} B"
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli import phrases
 from hqconv.cli.progress import human_bytes, human_seconds
-from hqconv.cli.text import printable_words
+from hqconv.cli.text import printable_document
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words
 
@@ -543,4 +543,4 @@ def show(words: Words) -> None:
     console = _Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDE
-    _SHOW[words["kind"]](console, printable_words(words))
+    _SHOW[words["kind"]](console, printable_document(words))

@@ -25,10 +25,10 @@ def lead_nowhere() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def printable_words(words: Any, key: str = "") -> Any:
+def printable_document(words: Any, key: str = "") -> Any:
     """`printable` of every text in JSON words, keys too; each on one line, but messages. `key`: of the words."""
     if isinstance(words, str):
         return printable(words) if key in _MANY_LINES else printable_line(words)
     if isinstance(words, Mapping):
-        return {printable_words(k): printable_words(value, k) for k, value in words.items()}
-    return [printable_words(value, key) for value in words] if isinstance(words, list | tuple) else words
+        return {printable_document(k): printable_document(value, k) for k, value in words.items()}
+    return [printable_document(value, key) for value in words] if isinstance(words, list | tuple) else words

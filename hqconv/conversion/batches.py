@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from hqconv.models.expert_bytes import RawLayout
-from hqconv.planning.output_units import Group, PlannedBlock, PlannedCopy
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -18,7 +18,7 @@ from hqconv.schemas.tensors import TensorRef
 class Batch:
     """Experts of one block that are read, encoded and written together."""
 
-    planned: PlannedBlock
+    planned: MoeLayerPlan
     experts: range
 
     @cached_property
@@ -54,7 +54,7 @@ class Stretch(NamedTuple):
 class Piece:
     """Bytes of tensors that are copied as they are: for each tensor where they start in it, and how many they are."""
 
-    planned: PlannedCopy
+    planned: CopiedShardPlan
     spans: tuple[tuple[TensorRef, int, int], ...]
 
     @property
@@ -104,16 +104,16 @@ def shares(runs: Iterable[Run], num_bytes: int) -> list[list[Run]]:
     return dealt
 
 
-def cut(group: Group, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
+def cut(unit: OutputUnit, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
     """A group in batches of at most `num_experts`, all about as large, or in pieces of at most `piece_bytes`."""
-    if isinstance(group, PlannedBlock):
-        total = group.block.num_experts
+    if isinstance(unit, MoeLayerPlan):
+        total = unit.block.num_experts
         count = -(-total // num_experts)
         for number in range(count):
-            yield Batch(group, range(number * total // count, (number + 1) * total // count))
+            yield Batch(unit, range(number * total // count, (number + 1) * total // count))
     else:
-        for spans in _spans(group.refs, piece_bytes):
-            yield Piece(group, spans)
+        for spans in _spans(unit.refs, piece_bytes):
+            yield Piece(unit, spans)
 
 
 def _spans(refs: Iterable[TensorRef], piece_bytes: int) -> Iterator[tuple[tuple[TensorRef, int, int], ...]]:

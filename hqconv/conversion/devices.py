@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from hqconv.conversion.profile import Profile
+from hqconv.conversion.profile import StageProfile
 from hqconv.conversion.resources import Staging
 from hqconv.conversion.stages import Stages
 from hqconv.cpu_loops.helper_threads import Helpers
@@ -127,7 +127,7 @@ STAGE = "slot"
 class Slots:
     """All slots of a conversion. `take` is for the thread that owns the stages, `give` for any."""
 
-    def __init__(self, staging: Staging, device: torch.device, stages: Stages, profile: Profile) -> None:
+    def __init__(self, staging: Staging, device: torch.device, stages: Stages, profile: StageProfile) -> None:
         self._staging, self._device, self._stages, self._profile = staging, device, stages, profile
         self._lock = threading.Lock()
         self._free: list[Slot] = []

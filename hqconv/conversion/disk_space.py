@@ -6,20 +6,22 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from hqconv.conversion.hub_prefetch import CacheUse, Needs
+from hqconv.conversion.hub_prefetch import CachePolicy, ShardUse
 from hqconv.errors import OutputError, RequestError
 from hqconv.io.durable_files import output_errors
 from hqconv.models.protocols import Source
-from hqconv.planning.output_units import Group
+from hqconv.planning.output_units import OutputUnit
 
 
-def check_room(source: Source, groups: Sequence[Group], use: CacheUse, out: Path, num_bytes_out: int) -> None:
+def check_room(
+    source: Source, units: Sequence[OutputUnit], use: CachePolicy, out: Path, num_bytes_out: int
+) -> None:
     """Refuse a limit or a disk that is too small for the groups' files; `num_bytes_out` will be written to `out`.
 
     Raises RequestError or OutputError.
     """
     assert source.listing is not None
-    needs = Needs.of(source, groups, keeps=use.keeps)
+    needs = ShardUse.of(source, units, keeps=use.keeps)
     limit = needs.default_limit() if use.limit_bytes is None else use.limit_bytes
     if limit < needs.least_bytes and not use.keeps:
         what = "The cache limit is too small for the files that one group of tensors is made of."

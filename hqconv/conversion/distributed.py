@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hqconv.conversion.journal import Journal, JournalEntry, identity_of
-from hqconv.conversion.torchrun import in_team
+from hqconv.conversion.torchrun import is_distributed
 from hqconv.errors import OutputError
 from hqconv.io.durable_files import FileRecord
 from hqconv.schemas.artifact_names import member_journal
@@ -39,7 +39,7 @@ def _reachable() -> Iterator[None]:
         ) from error
 
 
-class Share:
+class ProcessShare:
     """One process's share of a folder that the first process took: where it writes, and its own journal."""
 
     def __init__(self, root: Path, rank: int) -> None:
@@ -49,7 +49,7 @@ class Share:
         self._journal = Journal(root, member_journal(rank))
         self._journal.begin(identity_of(root))
 
-    def __enter__(self) -> Share:
+    def __enter__(self) -> ProcessShare:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +66,7 @@ class Share:
         return self._journal
 
 
-class Team:
+class ProcessGroup:
     """This process's place among those that share a conversion: `rank` of `size`; rank 0 begins and seals."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -74,9 +74,9 @@ class Team:
         self.rank, self.size, self._store = rank, size, store
 
     @classmethod
-    def of_environment(cls) -> Team | None:
+    def of_environment(cls) -> ProcessGroup | None:
         """The team that torchrun started, or None in a process that is alone."""
-        if not in_team():
+        if not is_distributed():
             return None
         from torch import distributed
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hqconv.conversion.passthrough import codes_of, keep, stack_kept
+from hqconv.conversion.passthrough import codes_of, pass_through, stack_kept
 from hqconv.errors import InputError
 from hqconv.formats.coded import Coded
 from hqconv.formats.decode_matrix import SourceMatrix
-from hqconv.formats.deferred_checks import assuming_good, is_any
+from hqconv.formats.deferred_checks import deferring_checks, is_any
 from hqconv.models.expert_bytes import RawExperts
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.planning.encoding import Encoding
-from hqconv.quantization.quantize import Cost, Quantized, QuantizedStack, quantize_stacks
+from hqconv.quantization.quantize import ErrorSums, Quantized, QuantizedStack, quantize_stacks
 from hqconv.quantization.quantized import Quantizer, stack_tensors
 from hqconv.schemas.dtypes import torch_dtype_of
 
@@ -37,20 +37,20 @@ class EncodedBatch:
 
     tensors: dict[str, dict[str, torch.Tensor]]
     measured: list[torch.Tensor]
-    _costs: Callable[[Sequence[torch.Tensor]], dict[str, list[Cost]]]
+    _costs: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
 
-    def costs(self, measured: Sequence[torch.Tensor]) -> dict[str, list[Cost]]:
+    def costs(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         """What each matrix lost, by role. Raises InputError where a weight is no number, Doubtful as `encode_batch`."""
         return self._costs(measured)
 
 
-class DoubtfulError(Exception):
+class DeferredCheckError(Exception):
     """A check that was put down would have found something: the batch is to be encoded with `is_careful`."""
 
 
 def encode_batch(
     source: Source,
-    block: ExpertBlock,
+    block: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
     encoding: Encoding,
@@ -74,14 +74,14 @@ def encode_batch(
             done |= dict(zip(roles, results, strict=True))
         return _judged_later(block, experts, done, encoding)
     if device.type in _ASYNCHRONOUS and not is_careful:
-        with assuming_good() as doubts:
+        with deferring_checks() as doubts:
             done = _encode_together(source, block, experts, raw, encoding, device)
         return _judged_later(block, experts, done, encoding, doubts.all())
     return _encode_each(source, block, experts, raw, encoding, device)
 
 
 def _judged_later(
-    block: ExpertBlock,
+    block: MoeLayer,
     experts: Sequence[int],
     done: Mapping[str, QuantizedStack],
     encoding: Encoding,
@@ -90,9 +90,9 @@ def _judged_later(
     """A batch whose numbers, and what was doubted of them, are looked at when its costs are asked for."""
     sums = [stack.sums() for stack in done.values()]
 
-    def costs(measured: Sequence[torch.Tensor]) -> dict[str, list[Cost]]:
+    def costs(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         if len(measured) > len(sums) and bool(measured[-1].any()):
-            raise DoubtfulError
+            raise DeferredCheckError
         found = {role: stack.costs(one) for (role, stack), one in zip(done.items(), measured, strict=False)}
         for index, expert in enumerate(experts):
             for roles in _coupled(block):
@@ -103,18 +103,18 @@ def _judged_later(
     return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, costs)
 
 
-def _name(block: ExpertBlock, expert: int, role: str) -> str:
+def _name(block: MoeLayer, expert: int, role: str) -> str:
     ref = block.sources[expert][role]["weight"]
     return f"{ref.name}, expert {expert}" if block.parts[role]["weight"].is_stacked else ref.name
 
 
-def _coupled(block: ExpertBlock) -> Iterator[list[str]]:
+def _coupled(block: MoeLayer) -> Iterator[list[str]]:
     """The block's roles, those together that share their tensor-level scale."""
     for coupled in COUPLED:
         yield [role for role in coupled if role in block.roles]
 
 
-def _float_stacks(block: ExpertBlock, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
+def _float_stacks(block: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
     """Every projection of all experts as [E, N, K], where they are plain numbers; None otherwise."""
     if raw is None or not block.format.is_float or block.has_bias:
         return None
@@ -124,17 +124,17 @@ def _float_stacks(block: ExpertBlock, raw: RawExperts | None) -> dict[str, torch
 
 def _encode_together(
     source: Source,
-    block: ExpertBlock,
+    block: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
     encoding: Encoding,
     device: torch.device,
 ) -> dict[str, QuantizedStack]:
-    """Decoded one by one, quantized as stacks: nothing waits for the device, inside `assuming_good`."""
+    """Decoded one by one, quantized as stacks: nothing waits for the device, inside `deferring_checks`."""
     done: dict[str, QuantizedStack] = {}
     for roles in _coupled(block):
         each = [source.read_expert(block, expert, roles, device, raw) for expert in experts]
-        kept = [keep(matrices, encoding) if encoding.is_direct else None for matrices in each]
+        kept = [pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
         direct = [one for one in kept if one is not None]
         if len(direct) == len(each):
             done |= {role: stack_kept([one[role] for one in direct]) for role in roles}
@@ -149,7 +149,7 @@ def _encode_together(
 
 def _encode_each(
     source: Source,
-    block: ExpertBlock,
+    block: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
     encoding: Encoding,
@@ -175,7 +175,7 @@ def encode(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str
     Each is taken alone and at full size. Raises InputError where a weight is no number, cannot be represented, or
     where gate and up of a source to be kept as it is have different tensor-level scales.
     """
-    kept = keep(matrices, encoding) if encoding.is_direct else None
+    kept = pass_through(matrices, encoding) if encoding.is_direct else None
     if kept is not None:
         results = {role: one.quantized() for role, one in kept.items()}
     else:
@@ -248,7 +248,7 @@ def _bias(matrix: SourceMatrix, encoding: Encoding) -> torch.Tensor | None:
     return kept.contiguous()
 
 
-def _check_numbers(costs: Mapping[str, Cost], encoding: Encoding) -> None:
+def _check_numbers(costs: Mapping[str, ErrorSums], encoding: Encoding) -> None:
     """Refuse what is no number, first of all: under a shared scale a NaN spoils its partner's codes too.
 
     `costs`: tensor name → cost, of matrices that share their scale.

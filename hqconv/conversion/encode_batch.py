@@ -15,11 +15,11 @@ from hqconv.humming_layout.transform import to_kernel
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.protocols import Source
 from hqconv.quantization.content_sums import expert_sums, sum_names
-from hqconv.quantization.quantize import Cost
+from hqconv.quantization.quantize import ErrorSums
 
 
 @dataclass(frozen=True, eq=False)
-class Produced:
+class EncodedRuns:
     """What a batch became. `runs` are to be written once `wait` has returned, where there is one."""
 
     runs: list[Run]
@@ -28,7 +28,7 @@ class Produced:
     _measured: list[torch.Tensor]
     _sums: torch.Tensor
 
-    def costs(self) -> dict[str, list[Cost]]:
+    def costs(self) -> dict[str, list[ErrorSums]]:
         """What each matrix lost by role, once `wait` has returned; see `EncodedBatch`."""
         if self.wait is not None:
             self.wait()
@@ -40,9 +40,9 @@ class Produced:
         return dict(zip(names, self._sums.tolist(), strict=True))
 
 
-def produce(
+def encode_to_runs(
     source: Source, batch: Batch, raw: RawExperts | None, lane: Lane, slot: Slot, *, is_careful: bool = False
-) -> Produced:
+) -> EncodedRuns:
     """Encode a batch and lay it out; on a GPU, have that done.
 
     The runs may be views of `slot`, which is free only when they are written.
@@ -57,7 +57,7 @@ def produce(
     sums_bits, measured, data = host[0], host[1 : len(done.measured) + 1], host[len(done.measured) + 1 :]
     for run, one in zip(runs, data, strict=True):
         assert one.numel() == run.num_bytes, (planned.name, run.file, run.offset_bytes, run.num_bytes)
-    return Produced(
+    return EncodedRuns(
         [replace(run, data=one) for run, one in zip(runs, data, strict=True)],
         lane.arrive(),
         done,

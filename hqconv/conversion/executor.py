@@ -15,24 +15,24 @@ from typing import Any
 from hqconv.conversion.batches import Batch, Piece, Run, cut, shares
 from hqconv.conversion.devices import STAGE as SLOTS
 from hqconv.conversion.devices import Lane, Slot, Slots, entered, make_lane
-from hqconv.conversion.encode import DoubtfulError
-from hqconv.conversion.encode_batch import Produced, produce
-from hqconv.conversion.hub_prefetch import Supply
+from hqconv.conversion.encode import DeferredCheckError
+from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs
+from hqconv.conversion.hub_prefetch import HubPrefetch
 from hqconv.conversion.input_scales import InputScales, create_files
 from hqconv.conversion.journal import Destination, JournalEntry
-from hqconv.conversion.output_writer import GroupWriter
-from hqconv.conversion.profile import Profile
+from hqconv.conversion.output_writer import UnitWriter
+from hqconv.conversion.profile import StageProfile
 from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import Measurements
 from hqconv.conversion.resources import Resources, Staging
-from hqconv.conversion.source_integrity import Proofs
+from hqconv.conversion.source_integrity import SourceIntegrity
 from hqconv.conversion.stages import Stages
 from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import InputError
 from hqconv.io.open_files import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.protocols import Source
-from hqconv.planning.output_units import Group, OutFile
+from hqconv.planning.output_units import OutFile, OutputUnit
 from hqconv.schemas.tensors import TensorRef
 
 # Groups whose files are open: one that is made ahead, one in work, the rest being finished. More than the first number
@@ -46,8 +46,8 @@ _SHARE_BYTES = 16 << 20  # of a batch that one thread reads or writes, while oth
 class _Job:
     """A group on its way. What several threads count (`num_left`, `files`, `measured`) is under the executor's lock."""
 
-    group: Group
-    writer: GroupWriter | None = None
+    unit: OutputUnit
+    writer: UnitWriter | None = None
     num_left: int = 0  # batches and pieces; one more until all are handed in
     files: dict[str, Any] = field(default_factory=dict)
     measured: Measurements = field(default_factory=Measurements)
@@ -78,9 +78,9 @@ class Executor:
         resources: Resources,
         staging: Staging,
         meter: Meter,
-        profile: Profile,
+        profile: StageProfile,
         scales: Mapping[str, InputScales],
-        supply: Supply,
+        supply: HubPrefetch,
     ) -> None:
         self._scales, self._supply = scales, supply
         self._source, self._folder, self._device = source, folder, resources.device
@@ -103,24 +103,24 @@ class Executor:
         self._share = 1 if resources.is_cuda else resources.threads_per_lane
         self._helpers = Helpers(resources.num_threads) if self._share > 1 else None
         self._slots = Slots(staging, self._device, self._stages, profile)
-        self._proofs = Proofs(source, self._stages, profile, "finish")
+        self._proofs = SourceIntegrity(source, self._stages, profile, "finish")
         self._lock = threading.Lock()
         self._lanes = threading.local()
         self._jobs: list[_Job] = []
 
-    def run(self, groups: Iterable[Group]) -> None:
+    def run(self, units: Iterable[OutputUnit]) -> None:
         """Fill and finish the groups. Raises the first error of any stage; nothing half done keeps its final name."""
         try:
             self._supply.start(self._stages)
-            jobs = (_Job(group) for group in groups)
+            jobs = (_Job(unit) for unit in units)
             job = next(jobs, None)
             while job is not None:
-                self._supply.bring(job.group)
+                self._supply.bring(job.unit)
                 if job not in self._jobs:
                     self._stages.wait(self._may_open)
                     self._open(job)
                 ahead = next(jobs, None) if self._may_open() else None
-                if ahead is not None and self._supply.has(ahead.group):
+                if ahead is not None and self._supply.has(ahead.unit):
                     self._open(ahead)
                 self._feed(job)
                 job = ahead or next(jobs, None)
@@ -137,7 +137,7 @@ class Executor:
     # --- the thread that owns the stages
 
     def _may_open(self) -> bool:
-        counts = [len(job.group.files) for job in self._jobs if not job.is_done]
+        counts = [len(job.unit.files) for job in self._jobs if not job.is_done]
         are_few = sum(counts) < (_OPEN_GROUPS - 1) * open_limit()
         return len(counts) < (_MAX_OPEN_GROUPS if are_few else _OPEN_GROUPS)
 
@@ -149,7 +149,7 @@ class Executor:
     def _feed(self, job: _Job) -> None:
         job.num_left = 1
         piece_bytes = min(self._staging.slot_bytes, _SHARE_BYTES)
-        for item in cut(job.group, self._staging.num_experts, piece_bytes):
+        for item in cut(job.unit, self._staging.num_experts, piece_bytes):
             flight = _Flight(job, item, self._slots.take(), self._proofs.begin(item))
             job.sources |= flight.sources
             with self._lock:
@@ -175,7 +175,7 @@ class Executor:
     # --- stages
 
     def _create(self, job: _Job) -> None:
-        job.writer = create_files(self._folder.root, job.group, self._scales)
+        job.writer = create_files(self._folder.root, job.unit, self._scales)
         self._stages.tell()
 
     def _read_piece(self, flight: _Flight, piece: Piece) -> None:
@@ -205,7 +205,7 @@ class Executor:
     def _encode(self, flight: _Flight, batch: Batch) -> None:
         lane = self._lane()
         with entered(lane), self._proofs.first(flight.sources):
-            produced = produce(self._source, batch, flight.raw, lane, flight.slot)
+            produced = encode_to_runs(self._source, batch, flight.raw, lane, flight.slot)
         if produced.wait is None:
             self._collect(flight, batch, lane, produced)
         else:
@@ -222,20 +222,22 @@ class Executor:
         lanes.rotate()
         return lanes[0]
 
-    def _collect(self, flight: _Flight, batch: Batch, lane: Lane, produced: Produced) -> None:
+    def _collect(self, flight: _Flight, batch: Batch, lane: Lane, produced: EncodedRuns) -> None:
         """Take what comes back, once it is there; have it done again where a check that was put off finds something."""
         with self._proofs.first(flight.sources):
             try:
                 costs = produced.costs()
-            except DoubtfulError:
+            except DeferredCheckError:
                 with entered(lane):
-                    produced = produce(self._source, batch, flight.raw, lane, flight.slot, is_careful=True)
+                    produced = encode_to_runs(
+                        self._source, batch, flight.raw, lane, flight.slot, is_careful=True
+                    )
                     costs = produced.costs()
         with self._lock:
             flight.job.measured.add(batch.experts, costs, produced.sums())
         self._write_out(flight, produced.runs)
 
-    def _writer(self, job: _Job) -> GroupWriter:
+    def _writer(self, job: _Job) -> UnitWriter:
         """A group's files, as soon as they are made."""
         if job.writer is None:
             with self._profile.waiting("files to write into"):
@@ -261,7 +263,7 @@ class Executor:
                 return
         self._slots.give(flight.slot)
         self._profile.begin()
-        self._meter.advance(flight.job.group.name, flight.item.num_bytes)
+        self._meter.advance(flight.job.unit.name, flight.item.num_bytes)
         self._leave(flight.job)
 
     def _leave(self, job: _Job) -> None:
@@ -270,14 +272,14 @@ class Executor:
             job.num_left -= 1
             is_last = job.num_left == 0
         if is_last:
-            for file in job.group.files:
+            for file in job.unit.files:
                 self._stages.start("finish", file.size_bytes, self._finish_file, job, file)
 
     def _finish_file(self, job: _Job, file: OutFile) -> None:
         record = self._writer(job).finish_file(file, self._stages.keep_on)
         with self._lock:
             job.files[file.path] = record
-            is_last = len(job.files) == len(job.group.files)
+            is_last = len(job.files) == len(job.unit.files)
         if is_last:
             self._stages.start("publish", 0, self._publish, job)
 
@@ -285,11 +287,11 @@ class Executor:
         """Give a group's files their names and put them down in the journal, one group after the other."""
         self._proofs.settle(job.sources)
         self._writer(job).publish()
-        records = [job.files[file.path] for file in job.group.files]
+        records = [job.files[file.path] for file in job.unit.files]
         measured, digests = job.measured, self._proofs.digests(job.sources)
-        words = (measured.errors(job.group), measured.sums(), digests)
-        self._folder.record(JournalEntry(job.group.name, records, *words))
-        self._supply.release(job.group)
+        words = (measured.errors(job.unit), measured.sums(), digests)
+        self._folder.record(JournalEntry(job.unit.name, records, *words))
+        self._supply.release(job.unit)
         job.is_done = True
-        self._meter.finish(job.group.name)
+        self._meter.finish(job.unit.name)
         self._stages.tell()

@@ -18,7 +18,7 @@ from hqconv.conversion.journal import Journal
 from hqconv.conversion.stages import Stages
 from hqconv.io import hub_cache
 from hqconv.models.protocols import Source
-from hqconv.planning.output_units import Group, PlannedBlock
+from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 
 _NUM_THREADS = 4  # downloads at once
 _GOODBYE_SECONDS = 2.0  # until downloads that are not wanted any more have heard of it
@@ -29,7 +29,7 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Needs:
+class ShardUse:
     """Which of a source's files each group is read from, in the order in which the groups are worked on.
 
     of_group: group → files. sizes: of the files that have to be fetched.
@@ -39,10 +39,10 @@ class Needs:
     sizes: Mapping[str, int]
 
     @classmethod
-    def of(cls, source: Source, groups: Sequence[Group], *, keeps: bool) -> Needs:
+    def of(cls, source: Source, units: Sequence[OutputUnit], *, keeps: bool) -> ShardUse:
         """keeps: whole files of copied tensors are wanted, too, as they are for an artifact, which is hashed."""
         whole = keeps or source.guard.is_held
-        of_group = {group.name: _files_of(source, group, whole) for group in groups}
+        of_group = {unit.name: _files_of(source, unit, whole) for unit in units}
         names = dict.fromkeys(name for of_one in of_group.values() for name in of_one)
         sizes = {file.name: file.size_bytes for file in source.files if file.name in names}
         return cls(of_group, {name: sizes[name] for name in names if not source.is_here(name)})
@@ -69,30 +69,30 @@ class Needs:
         return max(self.least_bytes, 4 * max(self.sizes.values(), default=0))
 
 
-def _files_of(source: Source, group: Group, whole: bool) -> tuple[str, ...]:
-    if isinstance(group, PlannedBlock):
-        block = group.block
+def _files_of(source: Source, unit: OutputUnit, whole: bool) -> tuple[str, ...]:
+    if isinstance(unit, MoeLayerPlan):
+        block = unit.block
         refs = [ref for expert in range(block.num_experts) for ref in block.refs(expert)]
         refs += [ref for of_gemm in block.input_scales.refs.values() for ref in of_gemm]
     else:
-        refs = list(group.refs) if whole else []
+        refs = list(unit.refs) if whole else []
     return tuple(source.files[number].name for number in sorted({ref.file for ref in refs}))
 
 
-def in_stretches(source: Source, groups: Iterable[Group]) -> list[Group]:
+def in_stretches(source: Source, units: Iterable[OutputUnit]) -> list[OutputUnit]:
     """Groups in an order in which a file is needed in one stretch, where files hold blocks one after the other."""
 
-    def key(group: Group) -> tuple[bool, int, int]:
-        names = _files_of(source, group, whole=False)
+    def key(unit: OutputUnit) -> tuple[bool, int, int]:
+        names = _files_of(source, unit, whole=False)
         numbers = [numbered[name] for name in names] or [0]
-        return not isinstance(group, PlannedBlock), min(numbers), max(numbers)
+        return not isinstance(unit, MoeLayerPlan), min(numbers), max(numbers)
 
     numbered = {file.name: number for number, file in enumerate(source.files)}
-    return sorted(groups, key=key)
+    return sorted(units, key=key)
 
 
 @dataclass(frozen=True)
-class CacheUse:
+class CachePolicy:
     """What a conversion may take of the Hub's cache. limit_bytes: None for the default; keeps: nothing is dropped."""
 
     limit_bytes: int | None = None
@@ -114,29 +114,29 @@ class _State:
     is_stopped: bool = False
 
 
-class Supply:
+class HubPrefetch:
     """The files of one conversion's source. `bring`, `has` and `stop` are for the thread that owns the stages."""
 
     def __init__(
         self,
         source: Source,
-        groups: Sequence[Group],
-        use: CacheUse,
+        units: Sequence[OutputUnit],
+        use: CachePolicy,
         notes: Journal,
         *,
         is_shared: bool = False,
     ) -> None:
         """groups: those that are not done, in the order of their work. is_shared: others work on them, too."""
         self._source, self._notes, self._keeps = source, notes, use.keeps or is_shared
-        self._needs = Needs.of(source, groups, keeps=use.keeps)
+        self._needs = ShardUse.of(source, units, keeps=use.keeps)
         limit = self._needs.default_limit() if use.limit_bytes is None else use.limit_bytes
         self._limit = 1 << 62 if self._keeps else limit
         self._is_shared = is_shared
         self._changed = threading.Condition()
         self._state = _State(deque(() if is_shared else self._needs.sizes))
-        for group, names in self._needs.of_group.items():
+        for unit, names in self._needs.of_group.items():
             for name in names:
-                self._state.users.setdefault(name, set()).add(group)
+                self._state.users.setdefault(name, set()).add(unit)
         self._take_over()
         self._stages: Stages | None = None
         self._threads: list[threading.Thread] = []
@@ -173,26 +173,24 @@ class Supply:
             self._threads.append(thread)
             thread.start()
 
-    def has(self, group: Group) -> bool:
+    def has(self, unit: OutputUnit) -> bool:
         """Whether all files of a group are here."""
-        names = self._needs.of_group.get(group.name, ())
+        names = self._needs.of_group.get(unit.name, ())
         return all(name in self._state.present or name not in self._needs.sizes for name in names)
 
-    def bring(self, group: Group) -> None:
+    def bring(self, unit: OutputUnit) -> None:
         """Wait until a group's files are here. Raises what stopped their download."""
         if self._source.listing is None:
             return
         assert self._stages is not None
         with self._changed:
             self._state.num_unfinished += 1
-            self._state.awaited = self._needs.of_group[group.name]
+            self._state.awaited = self._needs.of_group[unit.name]
             if self._is_shared:
-                self._state.queue.extend(
-                    n for n in self._needs.of_group[group.name] if n in self._needs.sizes
-                )
+                self._state.queue.extend(n for n in self._needs.of_group[unit.name] if n in self._needs.sizes)
             self._changed.notify_all()
-        self._stages.wait(lambda: self.has(group) or self._state.error is not None)
-        if not self.has(group) and self._state.error is not None:
+        self._stages.wait(lambda: self.has(unit) or self._state.error is not None)
+        if not self.has(unit) and self._state.error is not None:
             raise self._state.error
         self._state.awaited = ()
 
@@ -208,15 +206,15 @@ class Supply:
 
     # --- any thread
 
-    def release(self, group: Group) -> None:
+    def release(self, unit: OutputUnit) -> None:
         """A group is finished, and noted as such: files that no other needs are dropped."""
         if self._source.listing is None:
             return
         with self._changed:
             self._state.num_unfinished -= 1
-            for name in self._needs.of_group[group.name]:
+            for name in self._needs.of_group[unit.name]:
                 users = self._state.users[name]
-                users.discard(group.name)
+                users.discard(unit.name)
                 if not users and name in self._state.own and not self._keeps:
                     self._drop(name)
             self._changed.notify_all()

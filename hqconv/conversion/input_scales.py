@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from hqconv.conversion.output_writer import GroupWriter
+from hqconv.conversion.output_writer import UnitWriter
 from hqconv.errors import InputError
 from hqconv.formats.source_format import LAID_OUT
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.planning.input_scales import static_blocks
-from hqconv.planning.output_units import Group, PlannedBlock
-from hqconv.planning.plan import Plan
+from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
+from hqconv.planning.plan import ConversionPlan
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
@@ -29,7 +29,7 @@ _NUM_THREADS = 16  # so many small reads at once
 class _WhenAsked(Mapping[str, InputScales]):
     """The scales of blocks whose files come one after the other from the Hub: read when they are there."""
 
-    def __init__(self, source: Source, blocks: Iterable[ExpertBlock]) -> None:
+    def __init__(self, source: Source, blocks: Iterable[MoeLayer]) -> None:
         self._source, self._blocks = source, {block.name: block for block in blocks}
         self._found: dict[str, InputScales] = {}
         self._lock = threading.Lock()
@@ -49,12 +49,12 @@ class _WhenAsked(Mapping[str, InputScales]):
         return len(self._blocks)
 
 
-def read_input_scales(source: Source, plan: Plan) -> Mapping[str, InputScales]:
+def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, InputScales]:
     """Block → the scales of those blocks that carry them. Raises InputError as `reduced`.
 
     Of a source on the Hub they are read, and refused, when they are asked for.
     """
-    blocks = static_blocks(plan.experts, plan.request)
+    blocks = static_blocks(plan.experts, plan.spec)
     if source.listing is not None:
         return _WhenAsked(source, blocks)
     if not blocks:
@@ -63,7 +63,7 @@ def read_input_scales(source: Source, plan: Plan) -> Mapping[str, InputScales]:
         return {block.name: reduced(source, block, pool) for block in blocks}
 
 
-def reduced(source: Source, block: ExpertBlock, pool: ThreadPoolExecutor) -> InputScales:
+def reduced(source: Source, block: MoeLayer, pool: ThreadPoolExecutor) -> InputScales:
     """Each GEMM's scale, as Humming reduces them: the largest of all experts of the block, of gate and up together.
 
     So it is the same for every TP and EP. Raises InputError for one that is not finite or not above zero, and where an
@@ -97,12 +97,12 @@ def _read(source: Source, ref: TensorRef) -> float:
     return max(values)
 
 
-def create_files(root: Path, group: Group, scales: Mapping[str, InputScales]) -> GroupWriter:
+def create_files(root: Path, unit: OutputUnit, scales: Mapping[str, InputScales]) -> UnitWriter:
     """A group's files at their full size, with its block's scales in them. Raises OutputError."""
-    writer = GroupWriter(root, group.files)
+    writer = UnitWriter(root, unit.files)
     try:
-        for gemm, ref in group.input_scale_places() if isinstance(group, PlannedBlock) else ():
-            data = torch.tensor([scales[group.name][gemm]], dtype=torch.float32)
+        for gemm, ref in unit.input_scale_places() if isinstance(unit, MoeLayerPlan) else ():
+            data = torch.tensor([scales[unit.name][gemm]], dtype=torch.float32)
             writer.write_at(ref.file, ref.offset_bytes, data.numpy())
     except BaseException:
         writer.abandon()

@@ -27,7 +27,7 @@ class JournalEntry:
     sources: the SHA-256 of the source's files that were read for it, where they were hashed.
     """
 
-    group: str
+    unit: str
     files: list[FileRecord]
     measured: dict[str, Any]
     sums: dict[str, Any] = field(default_factory=dict)

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING
 
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas import artifact_names
-from hqconv.schemas.gpu_target import Target, parse_target
+from hqconv.schemas.gpu_target import GpuTarget, parse_target
 
 if TYPE_CHECKING:
-    from hqconv.planning.spec import Request
+    from hqconv.planning.spec import ConversionSpec
 
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hqconv.conversion.torchrun import local_place
+from hqconv.conversion.torchrun import local_rank
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import InputSchema, resolve_inputs
-from hqconv.schemas.recipe import Choice, Override, assign
-from hqconv.schemas.weight_schema import SOURCE, TargetSchema, resolve_schema
+from hqconv.schemas.recipe import LayerChoice, Override, assign
+from hqconv.schemas.weight_schema import SOURCE, WeightSchema, resolve_schema
 from hqconv.sources.opening import without_gc
 
 if TYPE_CHECKING:
-    from hqconv.conversion.hub_prefetch import CacheUse
+    from hqconv.conversion.hub_prefetch import CachePolicy
     from hqconv.conversion.resources import Resources
-    from hqconv.models.protocols import Headers
-    from hqconv.planning.plan import Plan
+    from hqconv.models.protocols import SourceHeaders
+    from hqconv.planning.plan import ConversionPlan
 
 
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
 _USUAL_SM = 90  # which is not said in the names of folders
-_CHECKPOINT_LAYOUT_TARGET = Target(90)  # only to ask Humming whether a schema runs at all
+_CHECKPOINT_LAYOUT_TARGET = GpuTarget(90)  # only to ask Humming whether a schema runs at all
 
 
 def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
@@ -88,8 +88,8 @@ def _num_gpus() -> int:
 
 
 def choose_target(
-    text: str | None, cuda: str | None, layout: str, device: str, own: Target | None = None
-) -> Target:
+    text: str | None, cuda: str | None, layout: str, device: str, own: GpuTarget | None = None
+) -> GpuTarget:
     """The target of `--target` and `--cuda`, the source's `own`, or the CUDA device here.
 
     Raises RequestError where there is none. The checkpoint layout does not depend on it.
@@ -114,21 +114,21 @@ def choose_target(
     )
 
 
-def default_out(name: str, schema: str, request: Request) -> Path:
+def default_out(name: str, schema: str, spec: ConversionSpec) -> Path:
     """`./<model>-<schema>[-tpT][-epP]`, and what else is unusual: layout, quantizer, activations, target, dtype.
 
     Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits.
     """
-    grid, inputs, is_kernel = request.grid, request.inputs.name, request.layout == artifact_names.KERNEL
+    grid, inputs, is_kernel = spec.grid, spec.inputs.name, spec.layout == artifact_names.KERNEL
     parts = {
         f"tp{grid.tp}": is_kernel and grid.tp > 1,
         f"ep{grid.ep}": is_kernel and grid.ep > 1,
         artifact_names.CHECKPOINT: not is_kernel,
-        request.quantizer: request.quantizer != "rtn",
+        spec.quantizer: spec.quantizer != "rtn",
         f"act-{inputs}": inputs != "a16",
-        request.target.name: is_kernel and request.target.sm_version != _USUAL_SM,
-        f"cuda{request.target.cuda_name}": is_kernel and request.target.cuda_name is not None,
-        request.param_dtype: request.param_dtype != "bfloat16",
+        spec.target.name: is_kernel and spec.target.sm_version != _USUAL_SM,
+        f"cuda{spec.target.cuda_name}": is_kernel and spec.target.cuda_name is not None,
+        spec.param_dtype: spec.param_dtype != "bfloat16",
     }
     return Path("-".join([name, schema, *(part for part, is_said in parts.items() if is_said)]))
 
@@ -158,13 +158,13 @@ def check_places(source_folder: Path, out: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ConversionOptions:
     """What is to be made of a source, before the source is looked at."""
 
-    schema: str | Path | TargetSchema
+    schema: str | Path | WeightSchema
     dtype: str | None
     grid: Grid
-    target: Target
+    target: GpuTarget
     layout: str
     inputs: str | Path | InputSchema
     overrides: tuple[Override, ...] = ()
@@ -174,15 +174,15 @@ class Wanted:
     allow_unserved: bool = False
 
     @without_gc()
-    def plan(self, source: Headers) -> Plan:
+    def plan(self, source: SourceHeaders) -> ConversionPlan:
         """The plan for a source. Raises what `convert` raises before it writes."""
         from hqconv.planning.checks import refuse_unserved
         from hqconv.planning.importance import read_importance
         from hqconv.planning.plan import make_plan
         from hqconv.planning.source_schema import plain_blocks
-        from hqconv.planning.spec import make_request
+        from hqconv.planning.spec import make_spec
 
-        chosen = self.schema if isinstance(self.schema, TargetSchema) else None
+        chosen = self.schema if isinstance(self.schema, WeightSchema) else None
         if chosen is None and self.schema != SOURCE:
             chosen = resolve_schema(str(self.schema))
         inputs = self.inputs if isinstance(self.inputs, InputSchema) else resolve_inputs(str(self.inputs))
@@ -190,11 +190,13 @@ class Wanted:
         choices = assign(self.overrides, {block.name: block.layer for block in experts.blocks})
         left = {name for name, choice in choices.items() if choice.is_left}
         if chosen is None:
-            left |= {name for name in plain_blocks(experts) if choices.get(name, Choice()).schema is None}
+            left |= {
+                name for name in plain_blocks(experts) if choices.get(name, LayerChoice()).schema is None
+            }
         if left:
             experts = experts.without(left, source.tensors)
         words = {"target": self.target, "layout": self.layout, "inputs": inputs, "quantizer": self.quantizer}
-        request = make_request(
+        spec = make_spec(
             experts,
             source.config,
             chosen,
@@ -205,29 +207,29 @@ class Wanted:
             importance=None if self.importance is None else read_importance(Path(self.importance)),
             **words,
         )
-        planned = make_plan(source, experts, request)
+        planned = make_plan(source, experts, spec)
         if not self.allow_unserved:
-            refuse_unserved(planned.experts, request)
+            refuse_unserved(planned.experts, spec)
         return planned
 
 
-def place_of(planned: Plan, out: str | Path | None) -> Path:
+def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
     """Where an artifact goes: `out`, or the folder that is named after model and request."""
     if out is not None:
         return Path(out)
-    request = planned.request
-    name = SOURCE if request.must_be_direct else request.schema.name
-    return default_out(planned.source.name, name, request)
+    spec = planned.spec
+    name = SOURCE if spec.must_be_direct else spec.schema.name
+    return default_out(planned.source.name, name, spec)
 
 
-def cache_use(limit: str | int | None, *, keep_source: bool) -> CacheUse:
+def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:
     """What a conversion may take of the Hub's cache. Raises RequestError for a limit on what is to be kept."""
-    from hqconv.conversion.hub_prefetch import CacheUse
+    from hqconv.conversion.hub_prefetch import CachePolicy
 
     if limit is not None and keep_source:
         what, remedy = "--cache-limit and --keep-source exclude each other.", "Give one of the two."
         raise RequestError(what, remedy=remedy)
-    return CacheUse(None if limit is None else parse_bytes(limit, "--cache-limit"), keep_source)
+    return CachePolicy(None if limit is None else parse_bytes(limit, "--cache-limit"), keep_source)
 
 
 def resources_of(
@@ -241,7 +243,7 @@ def resources_of(
     """What may be used; a process of a team has a GPU of its own, and its part of the processors."""
     from hqconv.conversion.resources import Resources, default_threads
 
-    number, num_here = local_place() if in_team else (0, 1)
+    number, num_here = local_rank() if in_team else (0, 1)
     gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
     num_threads = max(1, default_threads() // num_here) if threads is None else threads
     return Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)

@@ -171,7 +171,7 @@ class OutputFolder:
         with output_errors(root):
             for entry in journal.entries:
                 if all(is_whole(root, record) for record in entry.files):
-                    self.done[entry.group] = entry
+                    self.done[entry.unit] = entry
             (root / MANIFEST).unlink(missing_ok=True)  # killed after sealing
             for path in self._paths:
                 partial(root / path).unlink(missing_ok=True)
@@ -207,7 +207,7 @@ class OutputFolder:
         """Note a finished group; it survives a kill from here on."""
         assert self._journal is not None
         self._journal.record(entry)
-        self.done[entry.group] = entry
+        self.done[entry.unit] = entry
 
     @property
     def notes(self) -> Journal:

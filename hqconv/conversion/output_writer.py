@@ -13,7 +13,7 @@ from hqconv.io.open_files import Descriptors
 from hqconv.planning.output_units import OutFile
 
 
-class GroupWriter:
+class UnitWriter:
     """The files of one group while they are written: any thread may write any place, each once."""
 
     def __init__(self, root: Path, files: tuple[OutFile, ...]) -> None:

@@ -13,14 +13,14 @@ from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.formats.scale_rounding import round_scales
 from hqconv.formats.to_target import express, share_scale
 from hqconv.planning.encoding import Encoding
-from hqconv.quantization.quantized import Cost, Quantized, QuantizedStack, stack_direct
+from hqconv.quantization.quantized import ErrorSums, Quantized, QuantizedStack, stack_direct
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class PassedThrough:
     """One matrix in Humming's packed form, as `express` gives it.
 
-    rounding: float64 [3] where scales were rounded: error, power and scale change, as of `Cost`.
+    rounding: float64 [3] where scales were rounded: error, power and scale change, as of `ErrorSums`.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -29,12 +29,12 @@ class Kept:
     def quantized(self) -> Quantized:
         """With its cost on the host: waits for the device."""
         if self.rounding is None:
-            return Quantized(self.tensors, Cost(is_direct=True))
+            return Quantized(self.tensors, ErrorSums(is_direct=True))
         error, power, change = self.rounding.tolist()
-        return Quantized(self.tensors, Cost(error, power, is_direct=True, scale_change=change))
+        return Quantized(self.tensors, ErrorSums(error, power, is_direct=True, scale_change=change))
 
 
-def keep(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, Kept] | None:
+def pass_through(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, PassedThrough] | None:
     """The source's own codes; None where gate and up would have to share a scale and do not.
 
     Raises InputError where they must be kept all the same, or where a scale to be rounded is out of range.
@@ -53,11 +53,11 @@ def keep(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, 
     return None
 
 
-def _kept(coded: Coded, matrix: SourceMatrix, encoding: Encoding) -> Kept:
+def _kept(coded: Coded, matrix: SourceMatrix, encoding: Encoding) -> PassedThrough:
     if not encoding.rounds_scales:
-        return Kept(express(coded, encoding.schema, encoding.param_dtype))
+        return PassedThrough(express(coded, encoding.schema, encoding.param_dtype))
     rounded = round_scales(coded, encoding.param_dtype, matrix.names)
-    return Kept(express(rounded.coded, encoding.schema, encoding.param_dtype), rounded.sums)
+    return PassedThrough(express(rounded.coded, encoding.schema, encoding.param_dtype), rounded.sums)
 
 
 def codes_of(matrix: SourceMatrix) -> Coded:
@@ -66,7 +66,7 @@ def codes_of(matrix: SourceMatrix) -> Coded:
     return matrix.coded
 
 
-def stack_kept(kept: Sequence[Kept]) -> QuantizedStack:
+def stack_kept(kept: Sequence[PassedThrough]) -> QuantizedStack:
     """One projection of several experts."""
     rounding = [one.rounding for one in kept if one.rounding is not None]
     return stack_direct([one.tensors for one in kept], torch.stack(rounding, 1) if rounding else None)

@@ -20,7 +20,7 @@ class _Stage:
 
 
 @dataclass
-class Profile:
+class StageProfile:
     """Counts from any thread; `words` at any time."""
 
     _stages: dict[str, _Stage] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Profile:
                 one.num_tasks += 1
                 one.num_bytes += num_bytes
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON words.
 
         warm_up_seconds: until the first batch came through. share: of the stage's threads' time, waits inside a task

@@ -15,7 +15,7 @@ from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.sha256sums import is_own_card
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, first_few
 from hqconv.io.digests import sha256_of
-from hqconv.io.hub_upload import Repo, State
+from hqconv.io.hub_upload import BranchFiles, HubBranch
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
 
 _MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of a commit; what a commit has is not sent again
@@ -33,13 +33,17 @@ class PushReport:
     num_bytes: int
     manifest_sha256: str
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The report as JSON words."""
         return {"kind": "push", **asdict(self)}
 
+    def words(self) -> dict[str, Any]:
+        """`to_dict`, by its name of version 0.1."""
+        return self.to_dict()
+
 
 def push(
-    root: Path, repo: Repo, *, private: bool = False, announce: Callable[[str], None] | None = None
+    root: Path, repo: HubBranch, *, private: bool = False, announce: Callable[[str], None] | None = None
 ) -> PushReport:
     """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`."""
     digests = _digests(root)
@@ -91,7 +95,7 @@ def _digests(root: Path) -> dict[str, str]:
     return digests | {name: sha256_of(root / name) for name in (CARD, SUMS) if (root / name).is_file()}
 
 
-def _listed(repo: Repo, state: State) -> set[str]:
+def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:
     """The files of the artifact that is in the repo by now; none where there is none, or nobody can tell."""
     if MANIFEST not in state.files:
         return set()
@@ -101,7 +105,7 @@ def _listed(repo: Repo, state: State) -> set[str]:
         return set()
 
 
-def _check_strays(repo: Repo, state: State, known: set[str]) -> None:
+def _check_strays(repo: HubBranch, state: BranchFiles, known: set[str]) -> None:
     """Refuse a repo whose other files would be taken for the artifact's, or make it fail its verification."""
     strays = sorted(name for name in state.files if name not in {MANIFEST, *known} and name not in COMPANIONS)
     if strays:
@@ -114,7 +118,7 @@ def _check_strays(repo: Repo, state: State, known: set[str]) -> None:
         )
 
 
-def _missing(root: Path, state: State, digests: Mapping[str, str], *, keeps_card: bool) -> list[str]:
+def _missing(root: Path, state: BranchFiles, digests: Mapping[str, str], *, keeps_card: bool) -> list[str]:
     """What the repo has not yet, or otherwise; keeps_card: a card that is there stays."""
     return [
         name
@@ -140,7 +144,7 @@ def _batches(root: Path, names: list[str]) -> Iterator[dict[str, Path]]:
 
 
 def _check_arrived(
-    repo: Repo, root: Path, state: State, digests: Mapping[str, str], *, keeps_card: bool
+    repo: HubBranch, root: Path, state: BranchFiles, digests: Mapping[str, str], *, keeps_card: bool
 ) -> None:
     """Before the manifest is sent: the repo has every file, with the bytes that the manifest lists."""
     wrong = _missing(root, state, digests, keeps_card=keeps_card)

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hqconv.planning.output_units import Group, PlannedBlock
-from hqconv.quantization.quantize import Cost
+from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
+from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas.content_sums import ContentSums
 
 Sums = Mapping[tuple[str, str], Sequence[int]]
 
 
-def block_errors(costs: Sequence[Mapping[str, Cost]], *, is_coded: bool) -> dict[str, Any]:
+def projection_errors(costs: Sequence[Mapping[str, ErrorSums]], *, is_coded: bool) -> dict[str, Any]:
     """Relative Frobenius error of each projection over all experts that are not the source's, and of the worst expert.
 
     Where the source `is_coded`, also how many experts were quantized anew, and how many of their scale groups came
@@ -40,29 +40,29 @@ class Measurements:
     """What is measured of a block while its batches are done, in any order."""
 
     def __init__(self) -> None:
-        self._costs: dict[int, dict[str, Cost]] = {}
+        self._costs: dict[int, dict[str, ErrorSums]] = {}
         self._sums = ContentSums()
 
-    def add(self, experts: Sequence[int], costs: Mapping[str, Sequence[Cost]], sums: Sums) -> None:
+    def add(self, experts: Sequence[int], costs: Mapping[str, Sequence[ErrorSums]], sums: Sums) -> None:
         """Add a batch: by role what each matrix lost, and by role and tensor what each expert's comes to."""
         for index, expert in enumerate(experts):
             self._costs[expert] = {role: of_role[index] for role, of_role in costs.items()}
             for (role, name), of_experts in sums.items():
                 self._sums.add(role, name, expert, of_experts[index])
 
-    def errors(self, group: Group) -> dict[str, Any]:
+    def errors(self, unit: OutputUnit) -> dict[str, Any]:
         """The quantization error per projection, by every expert's costs; of copied tensors nothing."""
-        if not isinstance(group, PlannedBlock):
+        if not isinstance(unit, MoeLayerPlan):
             return {}
-        each = [self._costs[expert] for expert in range(group.block.num_experts)]
-        return block_errors(each, is_coded=group.encoding.is_coded)
+        each = [self._costs[expert] for expert in range(unit.block.num_experts)]
+        return projection_errors(each, is_coded=unit.encoding.is_coded)
 
     def sums(self) -> dict[str, dict[str, str]]:
         """The content sums (`schemas/content`)."""
-        return self._sums.words()
+        return self._sums.to_dict()
 
 
-def requantized_counts(costs: Sequence[Cost]) -> dict[str, int]:
+def requantized_counts(costs: Sequence[ErrorSums]) -> dict[str, int]:
     """Of one projection: the experts that were quantized anew, their scale groups, and those without any error."""
     anew = [cost for cost in costs if not cost.is_direct]
     return {
@@ -72,7 +72,7 @@ def requantized_counts(costs: Sequence[Cost]) -> dict[str, int]:
     }
 
 
-def scale_changes(costs: Sequence[Cost]) -> dict[str, float]:
+def scale_changes(costs: Sequence[ErrorSums]) -> dict[str, float]:
     """Of one projection: the largest relative change of a scale, where scales were rounded."""
     changes = [cost.scale_change for cost in costs if cost.scale_change is not None]
     return {"largest_scale_change": max(changes)} if changes else {}

@@ -12,7 +12,7 @@ from hqconv.errors import RequestError
 from hqconv.formats.source_format import QUANTIZED
 from hqconv.models.expert_bytes import RawLayout
 from hqconv.planning.encoding import MSE
-from hqconv.planning.output_units import PlannedBlock
+from hqconv.planning.output_units import MoeLayerPlan
 
 if TYPE_CHECKING:
     import torch
@@ -109,20 +109,20 @@ class Staging:
         """Batches in flight: one in each lane, and at least two, if not half as many, that are read or written."""
         return min(self.num_lanes * _SLOTS_PER_LANE, self.num_lanes + max(2, self.num_lanes // 2))
 
-    def words(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         """As JSON words."""
         return {**asdict(self), "num_slots": self.num_slots}
 
 
 def plan_staging(
-    blocks: Sequence[PlannedBlock], resources: Resources, *, reads_ahead: bool = True
+    blocks: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True
 ) -> Staging:
     """As many lanes as there is work and memory for, and then as many experts a batch.
 
     Raises RequestError if not even one expert fits.
     """
 
-    def host(planned: PlannedBlock, num_experts: int) -> int:
+    def host(planned: MoeLayerPlan, num_experts: int) -> int:
         decoded = 0 if resources.is_cuda and reads_ahead else working_bytes(planned, num_experts)
         return decoded + (gpu_staging_bytes(planned, num_experts) if resources.is_cuda else 0)
 
@@ -152,13 +152,13 @@ def plan_staging(
     return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
 
 
-def gpu_staging_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+def gpu_staging_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """The pinned host memory of the slots that one lane has on a GPU for batches of this block."""
     raw, out = _expert_bytes(planned) * num_experts, _bytes_out(planned, num_experts)
     return _SLOTS_PER_LANE * (_pinned_bytes(raw) + _pinned_bytes(out)) + (1 << 20)
 
 
-def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Upper bound of the host memory that one lane needs for batches of this block: its slots, and what it works on."""
     block, encoding = planned.block, planned.encoding
     numbers = block.intermediate_size * block.hidden_size
@@ -186,7 +186,7 @@ def working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
     return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (6 << 20)
 
 
-def gpu_working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
+def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Upper bound of the GPU memory that one lane needs for a batch of this block."""
     block = planned.block
     numbers = block.intermediate_size * block.hidden_size * num_experts
@@ -198,12 +198,12 @@ def gpu_working_bytes(planned: PlannedBlock, num_experts: int = 1) -> int:
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)
 
 
-def _stored_bytes(planned: PlannedBlock) -> int:
+def _stored_bytes(planned: MoeLayerPlan) -> int:
     """What the source stores for the largest projection of an expert."""
     return max(sum(ref.num_bytes for ref in parts.values()) for parts in planned.block.sources[0].values())
 
 
-def _bytes_out(planned: PlannedBlock, num_experts: int) -> int:
+def _bytes_out(planned: MoeLayerPlan, num_experts: int) -> int:
     """What comes back from a GPU for a batch, with what was measured."""
     return (planned.expert_bytes_out + _MEASURED_BYTES) * num_experts
 
@@ -213,12 +213,12 @@ def _pinned_bytes(num_bytes: int) -> int:
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
-def _num_weights(planned: PlannedBlock) -> int:
+def _num_weights(planned: MoeLayerPlan) -> int:
     """Of an expert."""
     return len(planned.block.roles) * planned.block.intermediate_size * planned.block.hidden_size
 
 
-def _expert_bytes(planned: PlannedBlock) -> int:
+def _expert_bytes(planned: MoeLayerPlan) -> int:
     """What the source stores for an expert."""
     return RawLayout(planned.block, range(1)).num_bytes
 

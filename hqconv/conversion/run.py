@@ -18,13 +18,13 @@ from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.manifest_digest import json_bytes, sealed
 from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.conversion.disk_space import check_room
-from hqconv.conversion.distributed import Share, Team
+from hqconv.conversion.distributed import ProcessGroup, ProcessShare
 from hqconv.conversion.executor import Executor
-from hqconv.conversion.hub_prefetch import CacheUse, Supply, in_stretches
+from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, in_stretches
 from hqconv.conversion.input_scales import InputScales, read_input_scales
 from hqconv.conversion.journal import Destination
 from hqconv.conversion.output_folder import OutputFolder
-from hqconv.conversion.profile import Profile
+from hqconv.conversion.profile import StageProfile
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.sidecar_files import write_beside, write_card
@@ -35,46 +35,44 @@ from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed
 from hqconv.io.digests import sha256_of
 from hqconv.io.durable_files import check_space, write_whole
 from hqconv.models.protocols import Source
-from hqconv.planning.output_units import Group, PlannedBlock, gemm_shapes
-from hqconv.planning.plan import Plan
-from hqconv.planning.spec import Request
+from hqconv.planning.output_units import MoeLayerPlan, OutputUnit, gemm_shapes
+from hqconv.planning.plan import ConversionPlan
+from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.serving.vllm.limits import serve_command
 
 
-def check_forms(plan: Plan) -> None:
+def check_forms(plan: ConversionPlan) -> None:
     """Ask Humming whether it runs the schema, and lays out every block as planned.
 
     Raises RequestError where it does not: it is another Humming than the one that hqconv was made for.
     """
-    request = plan.request
-    if all(is_compatible(kind) for kind in request.kinds):
-        wrong = next((block for block in plan.blocks if not _is_as_planned(block, request)), None)
+    spec = plan.spec
+    if all(is_compatible(kind) for kind in spec.kinds):
+        wrong = next((block for block in plan.blocks if not _is_as_planned(block, spec)), None)
         if wrong is None:
             return
         what, block = "Humming lays out its tensors in another way than this version of hqconv.", wrong.name
     else:
         what, block = "Humming has no kernel for this combination.", "all blocks"
-    words = (
-        f"{request.schema.describe()}; {request.inputs.describe()}; {request.param_dtype}, {request.target}"
-    )
+    words = f"{spec.schema.describe()}; {spec.inputs.describe()}; {spec.param_dtype}, {spec.target}"
     raise RequestError(
         what,
-        where=f"{block}, schema {request.schema.name} ({words})",
+        where=f"{block}, schema {spec.schema.name} ({words})",
         found=f"humming-kernels {version('humming-kernels')}",
         remedy="Install hqconv again, with the version of humming-kernels that it names.",
     )
 
 
-def _is_as_planned(planned: PlannedBlock, request: Request) -> bool:
+def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
     block = planned.block
-    if request.layout == artifact_names.KERNEL:
-        kind = request.kind_of(block.name)
-        shapes = gemm_shapes(block, request.grid.tp, kind.schema)
+    if spec.layout == artifact_names.KERNEL:
+        kind = spec.kernel_spec_of(block.name)
+        shapes = gemm_shapes(block, spec.grid.tp, kind.schema)
         return all(
             is_as_planned(planned.forms[gemm], n, k, kind, block.has_bias) for gemm, (n, k) in shapes.items()
         )
-    words = (request.schema, request.param_dtype, block.has_bias)
+    words = (spec.schema, spec.param_dtype, block.has_bias)
     facts = [(*block.shape(role), *words) for role in block.roles]
     return all(packed_form(*one) == planned_packed_form(*one) for one in facts)
 
@@ -85,11 +83,11 @@ class ConversionReport:
 
     errors: block → projection → quantization error. num_groups_resumed: groups of files that were complete before, all
     of them where `was_finished`: the artifact was there already. seconds: of this run. manifest_sha256: of hqconv.json.
-    profile: what each stage of it did, as `Profile.words`.
+    profile: what each stage of it did, as `StageProfile.words`.
     """
 
     out: Path
-    plan: Plan
+    plan: ConversionPlan
     num_blocks: int
     num_ranks: int
     num_bytes_in: int
@@ -103,9 +101,9 @@ class ConversionReport:
     warnings: tuple[str, ...] = field(default=())
     profile: dict[str, Any] = field(default_factory=dict)
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The report as JSON words."""
-        request, importance = self.plan.request, self.plan.request.importance
+        spec, importance = self.plan.spec, self.plan.spec.importance
         kept = {
             key: value
             for key, value in vars(self).items()
@@ -116,25 +114,31 @@ class ConversionReport:
             "source": self.plan.source.origin,
             **kept,
             "out": str(self.out),
-            "schema": request.schema.name,
-            "layout": request.layout,
-            "target": request.target.name,
-            "dtype": request.param_dtype,
-            "quantizer": request.quantizer,
-            "importance": None if importance is None else artifact_names.importance_words(importance.sha256),
-            "tp": request.grid.tp,
-            "ep": request.grid.ep,
+            "schema": spec.schema.name,
+            "layout": spec.layout,
+            "target": spec.target.name,
+            "dtype": spec.param_dtype,
+            "quantizer": spec.quantizer,
+            "importance": None
+            if importance is None
+            else artifact_names.importance_to_dict(importance.sha256),
+            "tp": spec.grid.tp,
+            "ep": spec.grid.ep,
             "warnings": list(self.warnings),
             "conversion": dict(Counter(block.encoding.conversion for block in self.plan.blocks)),
             "requantized": requantized(self.errors),
             "largest_scale_change": scale_changes(self.errors),
-            "serve_command": serve_command(str(self.out), request.layout, request.grid),
+            "serve_command": serve_command(str(self.out), spec.layout, spec.grid),
         }
+
+    def words(self) -> dict[str, Any]:
+        """`to_dict`, by its name of version 0.1."""
+        return self.to_dict()
 
 
 def convert(
     source: Source,
-    plan: Plan,
+    plan: ConversionPlan,
     out: Path,
     resources: Resources,
     *,
@@ -143,7 +147,7 @@ def convert(
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
     digests: bool = False,
-    cache: CacheUse | None = None,
+    cache: CachePolicy | None = None,
 ) -> ConversionReport:
     """Write the planned artifact to `out`, or with `in_team` this process's share of it; see `hqconv.convert`.
 
@@ -156,10 +160,12 @@ def convert(
         source.guard.keep_digests()
     check_forms(plan)
     scales = read_input_scales(source, plan)
-    team = Team.of_environment() if in_team else None
+    team = ProcessGroup.of_environment() if in_team else None
     staging = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead)
-    meter = Meter(plan.num_bytes_read, len(plan.groups), progress, None if team is None else team.count)
-    work = _Work(source, plan, out, resources, staging, meter, Profile(), team, scales, cache or CacheUse())
+    meter = Meter(plan.num_bytes_read, len(plan.units), progress, None if team is None else team.count)
+    work = _Conversion(
+        source, plan, out, resources, staging, meter, StageProfile(), team, scales, cache or CachePolicy()
+    )
     try:
         if team is not None and team.rank > 0:
             outcome = _help(work, team)
@@ -175,33 +181,33 @@ def convert(
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Conversion:
     """What one process does, with what, and who does it beside it."""
 
     source: Source
-    plan: Plan
+    plan: ConversionPlan
     out: Path
     resources: Resources
     staging: Staging
     meter: Meter
-    profile: Profile
-    team: Team | None
+    profile: StageProfile
+    team: ProcessGroup | None
     scales: Mapping[str, InputScales]
-    cache: CacheUse
+    cache: CachePolicy
 
-    def missing(self, done: Collection[str]) -> list[Group]:
+    def missing(self, done: Collection[str]) -> list[OutputUnit]:
         """The groups that are not done, in the order of their work."""
-        missing = [group for group in self.plan.groups if group.name not in done]
+        missing = [unit for unit in self.plan.units if unit.name not in done]
         return missing if self.source.listing is None else in_stretches(self.source, missing)
 
     def run(self, folder: Destination, done: Collection[str]) -> None:
         """Convert the groups that are not done, or this process's share of them."""
         missing = self.missing(done)
-        supply = Supply(self.source, missing, self.cache, folder.notes, is_shared=self.team is not None)
-        groups = missing if self.team is None else self.team.deal(missing)
+        supply = HubPrefetch(self.source, missing, self.cache, folder.notes, is_shared=self.team is not None)
+        units = missing if self.team is None else self.team.deal(missing)
         with bounded_gpu(self.resources):
             words = (self.source, folder, self.resources, self.staging, self.meter, self.profile, self.scales)
-            Executor(*words, supply).run(groups)
+            Executor(*words, supply).run(units)
 
     def check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
         """Refuse to start where the Hub's cache has no room for what will be fetched. Raises as `check_room`."""
@@ -223,7 +229,7 @@ class _Work:
             seconds=seconds,
             num_workers=self.staging.num_lanes,
             manifest_sha256=sha256_of(self.out / artifact_names.MANIFEST),
-            profile={**self.profile.words(), "staging": self.staging.words()},
+            profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             was_finished=not outcome.is_new,
             warnings=(*self.plan.warnings, *outcome.warnings),
         )
@@ -237,7 +243,7 @@ class _Outcome:
     warnings: list[str] = field(default_factory=list)
 
 
-def _lead(work: _Work, *, resume: bool, overwrite: bool) -> _Outcome:
+def _lead(work: _Conversion, *, resume: bool, overwrite: bool) -> _Outcome:
     """Take the folder, convert, and seal: what a process alone does, and the first of several."""
     source, plan, team = work.source, work.plan, work.team
     identity, num_bytes_out = _identity(source, plan), plan.num_bytes_out + plan.num_bytes_beside
@@ -250,7 +256,7 @@ def _lead(work: _Work, *, resume: bool, overwrite: bool) -> _Outcome:
             words = {"is_new": is_new, "root": str(folder.root), "done": done, "identity": _digest(identity)}
             team.say("begun", words)
         if not is_new:
-            errors, resumed = _finished_errors(source, plan, work.out), len(plan.groups)
+            errors, resumed = _finished_errors(source, plan, work.out), len(plan.units)
         else:
             if not folder.has_lock:
                 folder.warnings.append("This file system has no locks: nothing keeps another process away.")
@@ -262,14 +268,14 @@ def _lead(work: _Work, *, resume: bool, overwrite: bool) -> _Outcome:
         return _Outcome(is_new, resumed, errors, folder.warnings)
 
 
-def _convert(work: _Work, folder: OutputFolder) -> None:
+def _convert(work: _Conversion, folder: OutputFolder) -> None:
     """Run the groups that are not done, copy the loose files, seal."""
     source, plan = work.source, work.plan
-    for group in plan.groups:
-        if group.name in folder.done:
-            work.meter.resume(group.name, group.num_bytes_read)
-    missing = [group for group in plan.groups if group.name not in folder.done]
-    num_bytes = sum(file.size_bytes for group in missing for file in group.files)
+    for unit in plan.units:
+        if unit.name in folder.done:
+            work.meter.resume(unit.name, unit.num_bytes_read)
+    missing = [unit for unit in plan.units if unit.name not in folder.done]
+    num_bytes = sum(file.size_bytes for unit in missing for file in unit.files)
     check_space(folder.root, num_bytes + plan.num_bytes_beside)
     work.check_cache(folder.done, num_bytes + plan.num_bytes_beside)
     work.run(folder, list(folder.done))
@@ -277,7 +283,7 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
         folder.record(entry)
     beside = write_beside(source, plan, folder.root)
     measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
-    records = [record for group in plan.groups for record in folder.done[group.name].files]
+    records = [record for unit in plan.units for record in folder.done[unit.name].files]
     digests = source_digests(source, plan, folder.done.values())
     words = build_manifest(source, plan, measured, [*records, *beside], work.scales, digests)
     words = with_file(words, write_card(source, words, folder.root))
@@ -287,7 +293,7 @@ def _convert(work: _Work, folder: OutputFolder) -> None:
     folder.seal(manifest)
 
 
-def _help(work: _Work, team: Team) -> _Outcome:
+def _help(work: _Conversion, team: ProcessGroup) -> _Outcome:
     """Do this process's share, in the folder that the first process took; wait until that one sealed it."""
     begun = team.hear("begun")
     identity = _identity(work.source, work.plan)
@@ -300,7 +306,7 @@ def _help(work: _Work, team: Team) -> _Outcome:
         )
     if begun["is_new"]:
         root = Path(begun["root"])
-        with Share(root, team.rank) as share:
+        with ProcessShare(root, team.rank) as share:
             work.run(share, begun["done"])
         team.hand_in(share.entries)
     team.hear("sealed")
@@ -313,7 +319,7 @@ def _digest(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json_bytes({**identity, "source files": files})).hexdigest()
 
 
-def _identity(source: Source, plan: Plan) -> dict[str, Any]:
+def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     """What a resumed run must have in common with the first."""
     return {
         "hqconv version": __version__,
@@ -326,7 +332,7 @@ def _identity(source: Source, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _finished_errors(source: Source, plan: Plan, out: Path) -> dict[str, dict[str, Any]]:
+def _finished_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[str, dict[str, Any]]:
     """The errors that a finished artifact records. Raises OutputError where it was made by another request."""
     manifest = read_manifest(out)
     key = first_difference(source, plan, manifest)

@@ -11,11 +11,11 @@ from hqconv.artifact.manifest_digest import json_bytes
 from hqconv.artifact.model_card import card_bytes
 from hqconv.io.durable_files import FileRecord, copy_whole, write_whole
 from hqconv.models.protocols import Source
-from hqconv.planning.plan import Plan
+from hqconv.planning.plan import ConversionPlan
 from hqconv.schemas import artifact_names
 
 
-def write_beside(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
+def write_beside(source: Source, plan: ConversionPlan, root: Path) -> list[FileRecord]:
     """Copy the tokenizer and the like, and write config.json and the index of the ordinary shards.
 
     From the Hub they are fetched first. Raises InputError where a file of the source cannot be read or is not what its
@@ -25,13 +25,11 @@ def write_beside(source: Source, plan: Plan, root: Path) -> list[FileRecord]:
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)
-    if plan.request.importance is not None:
-        written.append(write_whole(root, artifact_names.IMPORTANCE, plan.request.importance.data))
+    if plan.spec.importance is not None:
+        written.append(write_whole(root, artifact_names.IMPORTANCE, plan.spec.importance.data))
     written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))
     if artifact_names.INDEX in plan.paths:
-        refs = {
-            name: ref for group in plan.groups for file in group.files for name, ref in file.tensors.items()
-        }
+        refs = {name: ref for unit in plan.units for file in unit.files for name, ref in file.tensors.items()}
         total = sum(refs[name].num_bytes for name in plan.weight_map)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
         written.append(write_whole(root, artifact_names.INDEX, json_bytes(index)))

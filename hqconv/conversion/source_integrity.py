@@ -11,17 +11,17 @@ from contextlib import contextmanager
 
 from hqconv.conversion.batches import Batch, Piece
 from hqconv.conversion.journal import JournalEntry
-from hqconv.conversion.profile import Profile
+from hqconv.conversion.profile import StageProfile
 from hqconv.conversion.stages import Stages
 from hqconv.errors import InputError
 from hqconv.models.protocols import Source
-from hqconv.planning.plan import Plan
+from hqconv.planning.plan import ConversionPlan
 
 
-class Proofs:
+class SourceIntegrity:
     """What of a source is proven. `begin` is for the thread that feeds the stages, the rest for any."""
 
-    def __init__(self, source: Source, stages: Stages, profile: Profile, stage: str) -> None:
+    def __init__(self, source: Source, stages: Stages, profile: StageProfile, stage: str) -> None:
         """stage: whose threads hash."""
         self._source, self._stages, self._profile, self._stage = source, stages, profile, stage
         self._begun: set[str] = set()
@@ -65,7 +65,7 @@ class Proofs:
             raise
 
 
-def source_digests(source: Source, plan: Plan, entries: Iterable[JournalEntry]) -> dict[str, str]:
+def source_digests(source: Source, plan: ConversionPlan, entries: Iterable[JournalEntry]) -> dict[str, str]:
     """Name → SHA-256 of every file that something was read from; none where nothing is hashed.
 
     Files that a run before did not hash are hashed now. Raises InputError where two groups were read from different

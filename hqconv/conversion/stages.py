@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from hqconv.conversion.profile import Profile
+from hqconv.conversion.profile import StageProfile
 
 _Task = tuple[int, float, Callable[..., None], tuple[Any, ...]]  # bytes, when it was handed in, what to do
 
@@ -25,7 +25,7 @@ class Stages:
     all else that is done for a batch. `stop` is for the thread that owns them.
     """
 
-    def __init__(self, num_threads: dict[str, int], profile: Profile) -> None:
+    def __init__(self, num_threads: dict[str, int], profile: StageProfile) -> None:
         self._queues: dict[str, SimpleQueue[_Task | None]] = {name: SimpleQueue() for name in num_threads}
         self._profile = profile
         self._changed = threading.Condition()

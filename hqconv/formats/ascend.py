@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hqconv.formats.config_reader import Rule, Text, Words, always
+from hqconv.formats.config_reader import ConfigReader, Rule, Text, always
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.ascend import W8A8_DYNAMIC, patterns
 
@@ -10,7 +10,7 @@ from hqconv.schemas.ascend import W8A8_DYNAMIC, patterns
 _INT8 = SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=(("has_offset", True),))
 
 
-def ascend(words: Words, _text: Text) -> list[Rule]:
+def ascend(words: ConfigReader, _text: Text) -> list[Rule]:
     """A scheme per module, as quant_model_description.json gives it, or one for all that config.json names.
 
     A module that the description does not name is not quantized. Source: `on_w8a8_dynamic_per_channel` of

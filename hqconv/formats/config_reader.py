@@ -18,7 +18,7 @@ Rule = Callable[[str], SourceFormat | None]
 LARGEST = 1 << 24
 
 
-class Words:
+class ConfigReader:
     """One JSON object of a config; null counts as absent.
 
     path: what the object is called in errors. origins: the paths of keys that come from another object.
@@ -111,25 +111,25 @@ class Words:
             raise self.wrong(key, "-1 (all columns) or at least 1")
         return max(size, 0)
 
-    def table(self, key: str) -> Words:
+    def table(self, key: str) -> ConfigReader:
         """The object under a key, which must be there."""
-        return Words(self.values.get(key), self.where(key))
+        return ConfigReader(self.values.get(key), self.where(key))
 
-    def tables(self, key: str) -> Iterator[tuple[str, Words]]:
+    def tables(self, key: str) -> Iterator[tuple[str, ConfigReader]]:
         """The objects of an object under a key, in order; none where the key is absent."""
         if self.has(key):
             outer = self.table(key)
             for name in outer.values:
                 yield name, outer.table(name)
 
-    def overridden(self, by: Words) -> Words:
+    def overridden(self, by: ConfigReader) -> ConfigReader:
         """These words with another object's written over them; errors name the object a key comes from."""
         origins = {key: self._origins.get(key, self.path) for key in self.values if key not in by.values}
-        return Words({**self.values, **by.values}, by.path, origins)
+        return ConfigReader({**self.values, **by.values}, by.path, origins)
 
-    def replaced(self, **values: Any) -> Words:
+    def replaced(self, **values: Any) -> ConfigReader:
         """These words with some values of our own."""
-        return Words({**self.values, **values}, self.path, self._origins)
+        return ConfigReader({**self.values, **values}, self.path, self._origins)
 
 
 def regex(pattern: str, where: str) -> re.Pattern[str]:
@@ -258,7 +258,7 @@ def skipped_by_transformers(patterns: Iterable[str], where: str) -> Matcher:
     return (lambda _module: True) if "" in endings else matches
 
 
-def skipped_names(words: Words, *keys: str) -> Rule:
+def skipped_names(words: ConfigReader, *keys: str) -> Rule:
     """The rule for modules that a method's words name as left out, as transformers reads them."""
     names = [name for key in keys for name in words.names(key)]
     return when(skipped_by_transformers(names, words.where(words.first(*keys))))

@@ -1,6 +1,6 @@
 """Checks of values on a GPU, judged together: reading the answer of each would wait for the device.
 
-Inside `assuming_good` a check finds nothing and is put down. Whoever opened it asks in the end whether one should have
+Inside `deferring_checks` a check finds nothing and is deferred. The opener asks in the end whether one should have
 found something, and then does the work once more without it, where the right message is raised. What could harm the
 device, such as an index out of range, is not asked here.
 """
@@ -16,7 +16,7 @@ import torch
 _put_down: ContextVar[list[torch.Tensor] | None] = ContextVar("put_down", default=None)
 
 
-class Doubts:
+class DeferredChecks:
     """The checks that were put down."""
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class Doubts:
 
 
 @contextmanager
-def assuming_good() -> Iterator[Doubts]:
+def deferring_checks() -> Iterator[DeferredChecks]:
     """Put checks down, in this thread."""
-    doubts = Doubts()
+    doubts = DeferredChecks()
     token = _put_down.set(doubts.masks)
     try:
         yield doubts
@@ -39,7 +39,7 @@ def assuming_good() -> Iterator[Doubts]:
 
 
 def is_any(mask: torch.Tensor) -> bool:
-    """Whether an element of a bool tensor is true; inside `assuming_good` False."""
+    """Whether an element of a bool tensor is true; inside `deferring_checks` False."""
     put_down = _put_down.get()
     if put_down is None:
         return bool(mask.any())

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hqconv.formats.config_reader import (
+    ConfigReader,
     Matcher,
     Rule,
     Text,
-    Words,
     always,
     globbed_in,
     on_path,
@@ -38,7 +38,7 @@ _FP8_CODES = {
 }
 
 
-def fp8(words: Words, text: Text) -> list[Rule]:
+def fp8(words: ConfigReader, text: Text) -> list[Rule]:
     """fp8 of transformers and DeepSeek, per block, or per tensor or channel as the scales' shapes say.
 
     DeepSeek-V4 names its routed experts' dtype apart from it, in the model's config (V4.1: in this one), MiMo and
@@ -61,7 +61,7 @@ def fp8(words: Words, text: Text) -> list[Rule]:
     return [skipped, *_routed_experts(words, text), always(dense)]
 
 
-def _routed_experts(words: Words, text: Text) -> Iterator[Rule]:
+def _routed_experts(words: ConfigReader, text: Text) -> Iterator[Rule]:
     """The rules for routed experts that are stored otherwise than the rest of an fp8 checkpoint.
 
     Where ModelOpt quantized them, those that it left out are as they were (an MTP block's).
@@ -70,7 +70,7 @@ def _routed_experts(words: Words, text: Text) -> Iterator[Rule]:
     def is_routed(module: str) -> bool:
         return ".experts." in f".{module}."
 
-    source = words if words.has("expert_dtype") else Words(text, "config.json")
+    source = words if words.has("expert_dtype") else ConfigReader(text, "config.json")
     methods = [key for key in ("routed_experts_quant_method", "store_dtype") if words.has(key)]
     if methods:
         for key in methods:
@@ -87,7 +87,7 @@ def _routed_experts(words: Words, text: Text) -> Iterator[Rule]:
         yield when(is_routed, MXFP4)
 
 
-def _of_modelopt(words: Words) -> Matcher:
+def _of_modelopt(words: ConfigReader) -> Matcher:
     """Whether ModelOpt quantized a module of an fp8 checkpoint: listed with its algorithm, and not to be ignored."""
     keys = ("ignore", "exclude_modules")
     ignored = globbed_in(words.names(*keys), words.where(words.first(*keys)), with_parents=True)
@@ -99,18 +99,18 @@ def _of_modelopt(words: Words) -> Matcher:
     return lambda module: not ignored(module) and (is_all or any(name in layers for name in parents(module)))
 
 
-def fbgemm_fp8(words: Words, _text: Text) -> list[Rule]:
+def fbgemm_fp8(words: ConfigReader, _text: Text) -> list[Rule]:
     """fbgemm's fp8: one scale per output row."""
     skipped = skipped_names(words, "modules_to_not_convert")
     return [skipped, always(SourceFormat("fbgemm fp8", "fp8", "float8e4m3", "", 1, 0))]
 
 
-def mxfp4(words: Words, _text: Text) -> list[Rule]:
+def mxfp4(words: ConfigReader, _text: Text) -> list[Rule]:
     """GPT-OSS: fp4 with a power-of-two scale per 32 columns."""
     return [skipped_names(words, "modules_to_not_convert"), always(MXFP4)]
 
 
-def mxfp8(words: Words, _text: Text) -> list[Rule]:
+def mxfp8(words: ConfigReader, _text: Text) -> list[Rule]:
     """MiniMax: fp8 with a power-of-two scale per 32 columns, ModelOpt's MXFP8 in other words. A name covers its path.
 
     Source: `ModelOptMxFp8Config.from_config` of vLLM's layers/quantization/modelopt.py.

@@ -10,12 +10,28 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.config_reader import Rule, Text, Words, always, beginning_with, containing, regex, when
+from hqconv.formats.config_reader import (
+    ConfigReader,
+    Rule,
+    Text,
+    always,
+    beginning_with,
+    containing,
+    regex,
+    when,
+)
 from hqconv.formats.source_format import SourceFormat
-from hqconv.formats.stored_tensors import ONE, SCALE_CODES, Need, bias_need, grid_shapes, require_multiples
+from hqconv.formats.stored_tensors import (
+    ONE,
+    SCALE_CODES,
+    StoredTensor,
+    bias_need,
+    grid_shapes,
+    require_multiples,
+)
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 # Names of a field, the first that is present counts. Source: HummingWeightSchema.KWARGS_ALIAS.
 _NAMES = {
@@ -28,7 +44,7 @@ _NAMES = {
 }
 
 
-def humming(words: Words, _text: Text) -> list[Rule]:
+def humming(words: ConfigReader, _text: Text) -> list[Rule]:
     """Humming's checkpoint layout. Exceptions as vLLM's HummingConfig reads them: "-" goes before "+".
 
     They speak of vLLM's modules, where all experts of a block are one: the module to ask for is the block.
@@ -55,7 +71,7 @@ def humming(words: Words, _text: Text) -> list[Rule]:
     ]
 
 
-def _format(words: Words) -> SourceFormat:
+def _format(words: ConfigReader) -> SourceFormat:
     if words.text("quant_method", default="humming") != "humming":
         raise words.unsupported("quant_method", "humming")
     if words.integer("hadamard_block_size", -1, default=0) not in (0, 1):
@@ -76,7 +92,7 @@ def _format(words: Words) -> SourceFormat:
     )
 
 
-def _schema(words: Words) -> TargetSchema:
+def _schema(words: ConfigReader) -> WeightSchema:
     """The schema that the words describe. Raises InputError where Humming could not hold it."""
     keys = {field: words.first(*names) for field, names in _NAMES.items()}
     size = words.integer(keys["weight_scale_group_size"], 0, default=0)
@@ -85,7 +101,7 @@ def _schema(words: Words) -> TargetSchema:
     kind = words.text(keys["weight_scale_type"], ("group", "channel", "block", "tensor"), implied)
     scale = words.text(keys["bs_dtype"], default="")
     try:
-        return TargetSchema(
+        return WeightSchema(
             name="humming",
             b_dtype=re.sub(r"^int", "uint", words.text(keys["b_dtype"])),
             bs_dtype=scale or None,
@@ -102,23 +118,23 @@ def _schema(words: Words) -> TargetSchema:
         raise InputError(what, where=words.where(key), expected=error.expected, found=error.found) from error
 
 
-def humming_needs(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def humming_needs(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     """The tensors of one matrix, as `HummingWeightSchema.get_tensors_attrs` gives them."""
     bits = code_bits(fmt.b_dtype)
     require_multiples(parts, [("columns", k, 32)])
     codes = SCALE_CODES.get(fmt.scale_dtype, FLOATS)
     needs = [
-        Need("weight", ("weight",), ("I32",), ((n, k * bits // 32),)),
-        Need("scale", ("weight_scale",), codes, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
+        StoredTensor("weight", ("weight",), ("I32",), ((n, k * bits // 32),)),
+        StoredTensor("scale", ("weight_scale",), codes, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
         bias_need(n),
     ]
     groups = k // fmt.group_k if fmt.group_k else 1
     if fmt.has_zero_point and fmt.option("is_fp_zero_point"):
-        needs.append(Need("zero_point", ("zero_point",), FLOATS, ((n, groups),)))
+        needs.append(StoredTensor("zero_point", ("zero_point",), FLOATS, ((n, groups),)))
     elif fmt.has_zero_point:
         require_multiples(parts, [("rows", n * bits, 32)])
-        needs.append(Need("zero_point", ("zero_point",), ("I32",), ((n * bits // 32, groups),)))
+        needs.append(StoredTensor("zero_point", ("zero_point",), ("I32",), ((n * bits // 32, groups),)))
     if fmt.scale_2 != "none":
         shapes = ONE if fmt.scale_2 == "tensor" else ((n,), (n, 1))
-        needs.append(Need("scale_2", ("weight_scale_2",), FLOATS, shapes))
+        needs.append(StoredTensor("scale_2", ("weight_scale_2",), FLOATS, shapes))
     return needs

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hqconv.formats.config_reader import (
+    ConfigReader,
     Matcher,
     Rule,
     Text,
-    Words,
     always,
     beginning_with,
     containing,
@@ -24,7 +24,7 @@ from hqconv.formats.config_reader import (
 from hqconv.formats.source_format import ANY, PLAIN, SourceFormat
 
 
-def gptq(words: Words, _text: Text) -> list[Rule]:
+def gptq(words: ConfigReader, _text: Text) -> list[Rule]:
     """GPTQ of AutoGPTQ and GPTQModel, with GPTQModel's `dynamic` overrides.
 
     modules_in_block_to_quantize: only modules whose names contain one of them are quantized.
@@ -37,7 +37,7 @@ def gptq(words: Words, _text: Text) -> list[Rule]:
     return [*rules, always(gptq_format(words))]
 
 
-def _flat(words: Words, key: str) -> list[str]:
+def _flat(words: ConfigReader, key: str) -> list[str]:
     """The strings of a list of strings or of lists of strings; none where the key is absent."""
     entries = words.values.get(key) or []
     if not isinstance(entries, list):
@@ -46,7 +46,7 @@ def _flat(words: Words, key: str) -> list[str]:
     return words.replaced(**{key: flat}).names(key)
 
 
-def _dynamic(words: Words, format_of: Callable[[Words], SourceFormat]) -> Iterator[Rule]:
+def _dynamic(words: ConfigReader, format_of: Callable[[ConfigReader], SourceFormat]) -> Iterator[Rule]:
     """GPTQModel's rules: "-:regex" leaves modules out, "+:regex" (or without a sign) overrides keys."""
     if not words.has("dynamic"):
         return
@@ -59,7 +59,7 @@ def _dynamic(words: Words, format_of: Callable[[Words], SourceFormat]) -> Iterat
             yield when(beginning_with(search), format_of(words.overridden(outer.table(pattern))))
 
 
-def gptq_format(words: Words, title: str = "gptq") -> SourceFormat:
+def gptq_format(words: ConfigReader, title: str = "gptq") -> SourceFormat:
     """One GPTQ format. Version 1 stores a zero point minus one, version 2 as it is."""
     bits = words.integer("bits", 2, 8)
     group_size = words.group_size("group_size")
@@ -80,7 +80,7 @@ def gptq_format(words: Words, title: str = "gptq") -> SourceFormat:
     )
 
 
-def awq(words: Words, _text: Text) -> list[Rule]:
+def awq(words: ConfigReader, _text: Text) -> list[Rule]:
     """AWQ in AutoAWQ's gemm layout. A module is left out if an entry is on its path, as in transformers."""
     key = words.first("version", "checkpoint_format", "format")
     if words.text(key, default="gemm") != "gemm" or words.values.get("backend") == "llm-awq":
@@ -89,7 +89,7 @@ def awq(words: Words, _text: Text) -> list[Rule]:
     return [skipped, *_dynamic(words, awq_format), always(awq_format(words))]
 
 
-def awq_doubts(words: Words) -> Matcher:
+def awq_doubts(words: ConfigReader) -> Matcher:
     """Modules whose names contain an entry: AutoAWQ leaves them out, so "gate" is gate_proj too, others do not.
 
     Source: `exclude_layers_to_not_quantize` of awq.utils.quant_utils. Its lists for Qwen3-MoE are also written by tools
@@ -98,7 +98,7 @@ def awq_doubts(words: Words) -> Matcher:
     return containing(words.names("modules_to_not_convert"))
 
 
-def awq_format(words: Words, title: str = "awq") -> SourceFormat:
+def awq_format(words: ConfigReader, title: str = "awq") -> SourceFormat:
     """One AWQ format; its order of nibbles is defined for 4 bits only."""
     bits = words.integer(words.first("bits", "w_bit"), 4, 4)
     return SourceFormat(
@@ -123,7 +123,7 @@ _AUTO_ROUND_AWQ = ("auto_round:auto_awq", "auto_round:awq")
 _REGEX_SIGNS = frozenset(r"*+?^$()[]{}|\\")
 
 
-def auto_round(words: Words, _text: Text) -> list[Rule]:
+def auto_round(words: ConfigReader, _text: Text) -> list[Rule]:
     """AutoRound's integer formats, in GPTQ's or AWQ's packing, with overrides per module in `extra_config`.
 
     A key is a name, the end of one, or a regex that is searched; names go before regexes.
@@ -148,7 +148,7 @@ def auto_round(words: Words, _text: Text) -> list[Rule]:
     return [by_name, *patterns, *outside, always(_auto_round_format(words))]
 
 
-def _outside_blocks(words: Words, key: str) -> Iterator[Rule]:
+def _outside_blocks(words: ConfigReader, key: str) -> Iterator[Rule]:
     """The rule that leaves out modules outside the blocks: a list of paths, or paths with commas between."""
     value = words.values[key]
     names = value.split(",") if isinstance(value, str) else words.names(key)
@@ -157,7 +157,7 @@ def _outside_blocks(words: Words, key: str) -> Iterator[Rule]:
         yield when(lambda module: not module.startswith(blocks))
 
 
-def _auto_round_format(words: Words) -> SourceFormat:
+def _auto_round_format(words: ConfigReader) -> SourceFormat:
     if words.integer("bits", 1, 32) >= 16:
         return PLAIN
     if words.text("data_type", default="int") != "int":
@@ -175,7 +175,7 @@ def _auto_round_format(words: Words) -> SourceFormat:
     return gptq_format(layout, "auto-round (gptq packing)")
 
 
-def bitnet(words: Words, _text: Text) -> list[Rule]:
+def bitnet(words: ConfigReader, _text: Text) -> list[Rule]:
     """BitNet's ternary weights, four to a byte, with one scale per matrix.
 
     scale_inverted: `BitLinear` divides by the stored scale, `AutoBitLinear` multiplies with it. Source:
@@ -191,7 +191,7 @@ def bitnet(words: Words, _text: Text) -> list[Rule]:
     return [skipped_names(words, "modules_to_not_convert"), always(ternary)]
 
 
-def bitsandbytes(words: Words, _text: Text) -> list[Rule]:
+def bitsandbytes(words: ConfigReader, _text: Text) -> list[Rule]:
     """bitsandbytes' 4-bit tables; the sizes of its blocks are in the checkpoint."""
     if not words.flag(words.first("load_in_4bit", "_load_in_4bit"), False):
         key = words.first("load_in_8bit", "_load_in_8bit", "load_in_4bit")

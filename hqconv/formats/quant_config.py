@@ -8,10 +8,10 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.formats import ascend, floats, humming, methods, quark, schemes
-from hqconv.formats.config_reader import Matcher, Rule, Words
+from hqconv.formats.config_reader import ConfigReader, Matcher, Rule
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
-Parser = Callable[[Words, Mapping[str, Any]], list[Rule]]
+Parser = Callable[[ConfigReader, Mapping[str, Any]], list[Rule]]
 
 _PARSERS: dict[str, Parser] = {
     "ascend": ascend.ascend,
@@ -30,7 +30,7 @@ _PARSERS: dict[str, Parser] = {
     "quark": quark.quark,
 }
 # What tools that write a method read otherwise than its rules: these modules may also be left out.
-_DOUBTS: dict[str, Callable[[Words], Matcher]] = {"awq": methods.awq_doubts}
+_DOUBTS: dict[str, Callable[[ConfigReader], Matcher]] = {"awq": methods.awq_doubts}
 _OTHER_NAMES = {
     "auto_round": "auto-round",
     "intel/auto-round": "auto-round",
@@ -41,7 +41,7 @@ _OTHER_NAMES = {
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredFormats:
     """The formats that a config declares. method: its quant_method, "none" without one.
 
     doubts: modules that the config leaves out or not, as one reads it.
@@ -66,15 +66,15 @@ class Declared:
         return PLAIN
 
 
-def declared_formats(words: Mapping[str, Any] | None, text: Mapping[str, Any]) -> Declared:
+def declared_formats(words: Mapping[str, Any] | None, text: Mapping[str, Any]) -> DeclaredFormats:
     """Read config.json's `quantization_config` or the content of hf_quant_config.json; None: not quantized.
 
     text: the language model's config. Nothing is compared with the tensors here.
     Raises RequestError for a method or variant that is not supported, InputError for values that make no sense.
     """
     if words is None:
-        return Declared("none")
-    config = Words(words, "quantization_config")
+        return DeclaredFormats("none")
+    config = ConfigReader(words, "quantization_config")
     method = _method(config)
     if method == "hqconv":
         raise RequestError(
@@ -93,10 +93,10 @@ def declared_formats(words: Mapping[str, Any] | None, text: Mapping[str, Any]) -
             remedy="Convert the original checkpoint that it was made from.",
         )
     doubts = _DOUBTS[method](config) if method in _DOUBTS else None
-    return Declared(method, tuple(_PARSERS[method](config, text)), doubts)
+    return DeclaredFormats(method, tuple(_PARSERS[method](config, text)), doubts)
 
 
-def _method(config: Words) -> str:
+def _method(config: ConfigReader) -> str:
     """The method under its usual name. Two old forms name none: bitsandbytes' and hf_quant_config.json."""
     if not config.has("quant_method"):
         if config.has("load_in_4bit", "load_in_8bit"):

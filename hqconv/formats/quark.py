@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hqconv.formats.config_reader import Rule, Text, Words, always, globbed_in, when
+from hqconv.formats.config_reader import ConfigReader, Rule, Text, always, globbed_in, when
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.formats.stored_tensors import (
     ONE,
     SCALE_CODES,
-    Need,
     Shapes,
+    StoredTensor,
     bias_need,
     grid_shapes,
     require_multiples,
@@ -60,12 +60,12 @@ _SMALL_SCALES = {
 # --- the config --------------------------------------------------------------------------------------------
 
 
-def quark(words: Words, _text: Text) -> list[Rule]:
+def quark(words: ConfigReader, _text: Text) -> list[Rule]:
     """Excluded names, then a scheme by name or shell pattern, by class, for the rest.
 
     A pattern speaks of the names it matches, not of modules below them. The "re:" prefix is vLLM's.
     """
-    export = words.table("export") if words.has("export") else Words({}, words.where("export"))
+    export = words.table("export") if words.has("export") else ConfigReader({}, words.where("export"))
     if (
         export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized")
         != "real_quantized"
@@ -87,7 +87,7 @@ def quark(words: Words, _text: Text) -> list[Rule]:
     return [*rules, always(_format(words.table("global_quant_config"), packing))]
 
 
-def _format(layer: Words, packing: str) -> SourceFormat:
+def _format(layer: ConfigReader, packing: str) -> SourceFormat:
     if not layer.has("weight"):
         return PLAIN
     spec, second, stage = _stages(layer)
@@ -130,21 +130,21 @@ def _format(layer: Words, packing: str) -> SourceFormat:
     )
 
 
-def _has_zero_point(spec: Words, dtype: str) -> bool:
+def _has_zero_point(spec: ConfigReader, dtype: str) -> bool:
     is_asymmetric = dtype in _INTEGERS and (dtype.startswith("uint") or not spec.flag("symmetric", True))
     if is_asymmetric and dtype in _WITHOUT_ZERO_POINTS:
         raise spec.unsupported("symmetric", f"true: zero points of {dtype} are not known")
     return is_asymmetric
 
 
-def _stages(layer: Words) -> tuple[Words, Words | None, int]:
+def _stages(layer: ConfigReader) -> tuple[ConfigReader, ConfigReader | None, int]:
     """The weight's words, those of the quantization of its scales if there is one, and that one's place.
 
     Source: `parse_quark_tensor_config` of humming.schema.quark.
     """
     value = layer.values["weight"]
     stages = value if isinstance(value, list) else [value]
-    specs = [Words(stage, layer.where("weight")) for stage in stages]
+    specs = [ConfigReader(stage, layer.where("weight")) for stage in stages]
     if len(specs) == 1:
         return specs[0], None, 1
     if len(specs) != 2:
@@ -153,7 +153,7 @@ def _stages(layer: Words) -> tuple[Words, Words | None, int]:
     return specs[1 - place], specs[place], place
 
 
-def _second_scheme(second: Words) -> str:
+def _second_scheme(second: ConfigReader) -> str:
     """How the scales are quantized: all of a matrix by one number."""
     if second.flag("is_dynamic", False) or not second.flag("symmetric", True):
         raise second.unsupported("is_dynamic", "static, symmetric scales")
@@ -162,7 +162,7 @@ def _second_scheme(second: Words) -> str:
     return "per_tensor"
 
 
-def _sizes(spec: Words, dtype: str) -> tuple[str, int, int]:
+def _sizes(spec: ConfigReader, dtype: str) -> tuple[str, int, int]:
     """The scheme's name, and rows and columns of a scale."""
     if dtype == "mx":
         return "per_group", 1, spec.integer("group_size", 32, 32)
@@ -183,7 +183,7 @@ def _sizes(spec: Words, dtype: str) -> tuple[str, int, int]:
     return qscheme, 0, 0
 
 
-def _scale_format(spec: Words, dtype: str) -> str | None:
+def _scale_format(spec: ConfigReader, dtype: str) -> str | None:
     """How scales are stored; blocks say it in `scale_type` instead."""
     if dtype == "mx" or spec.values.get("scale_type") == "float8_e8m0fnu":
         return "e8m0"
@@ -207,14 +207,16 @@ def _packed(dtype: str, bits: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], last)
 
 
-def quark_needs(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def quark_needs(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     """Codes [N, K] or, for integers per group, [K, N]; scales likewise; maybe a second scale for all of them."""
     dtype, transposed = fmt.option("dtype"), fmt.option("is_transposed")
     bits = code_bits(fmt.b_dtype)
     require_multiples(parts, [("columns", k, 32), ("rows", n, 8 if transposed else 1)])
     storage = (_STORAGE[dtype],)
     needs = [
-        Need("weight", ("weight",), storage, (_packed(dtype, bits, (k, n) if transposed else (n, k)),)),
+        StoredTensor(
+            "weight", ("weight",), storage, (_packed(dtype, bits, (k, n) if transposed else (n, k)),)
+        ),
         bias_need(n),
     ]
     if dtype == "mx":
@@ -223,14 +225,14 @@ def quark_needs(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: i
     if transposed:
         scales = ((math.ceil(k / fmt.group_k), n),)
     name = fmt.option("scale_name")
-    needs.append(Need("scale", (name,), SCALE_CODES.get(fmt.scale_dtype, FLOATS), scales))
+    needs.append(StoredTensor("scale", (name,), SCALE_CODES.get(fmt.scale_dtype, FLOATS), scales))
     if fmt.has_zero_point:
         is_scalar = fmt.group_n == 0
         shapes = ONE if is_scalar else (_packed(dtype, bits, scales[-1] if not transposed else scales[0]),)
-        needs.append(Need("zero_point", (name.replace("scale", "zero_point"),), storage, shapes))
+        needs.append(StoredTensor("zero_point", (name.replace("scale", "zero_point"),), storage, shapes))
     if fmt.scale_2 != "none":
         other = "weight_scale" if name == "weight_scale_2" else "weight_scale_2"
-        needs.append(Need("scale_2", (other,), FLOATS, ONE))
+        needs.append(StoredTensor("scale_2", (other,), FLOATS, ONE))
     return needs
 
 

@@ -17,7 +17,7 @@ from hqconv.formats.stored_tensors import (
     BITSANDBYTES_STATES,
     NEEDS,
     SCALE_NAMES,
-    Need,
+    StoredTensor,
     integer_bits,
     packed_width,
 )
@@ -68,7 +68,7 @@ PART_NAMES: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Completed:
+class ResolvedFormat:
     """A format with nothing left open, and what becomes of every tensor.
 
     used: canonical part -> raw part name. unused: raw part name -> why it is dropped.
@@ -79,7 +79,7 @@ class Completed:
     unused: dict[str, str]
 
 
-def complete(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> Completed:
+def resolve_format(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> ResolvedFormat:
     """Fill in what the config leaves open (code and scale dtypes, `ANY` groups) from one projection's headers.
 
     `parts`: raw part name -> header, of one expert's projection [n, k]. Raises InputError that names the tensor
@@ -97,7 +97,7 @@ def complete(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k:
             _check_part(need, parts[name])
             used[need.canonical], found[need.canonical] = name, parts[name]
     unused = _leftovers(fmt, parts, used)
-    return Completed(_fill_in(fmt, found, used, k), used, unused)
+    return ResolvedFormat(_fill_in(fmt, found, used, k), used, unused)
 
 
 def _check_kind(declared: SourceFormat, parts: Mapping[str, TensorSpec]) -> None:
@@ -157,7 +157,7 @@ def _resolve_groups(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int) 
     )
 
 
-def _choose(need: Need, parts: Mapping[str, TensorSpec], fmt: SourceFormat) -> str | None:
+def _choose(need: StoredTensor, parts: Mapping[str, TensorSpec], fmt: SourceFormat) -> str | None:
     """The raw name that provides a part; None where an optional one is absent."""
     present = [name for name in need.names if name in parts]
     if len(present) > 1:
@@ -178,7 +178,7 @@ def _choose(need: Need, parts: Mapping[str, TensorSpec], fmt: SourceFormat) -> s
     return present[0] if present else None
 
 
-def _check_part(need: Need, part: TensorSpec) -> None:
+def _check_part(need: StoredTensor, part: TensorSpec) -> None:
     if part.dtype not in need.dtypes:
         expected = " or ".join(need.dtypes)
         raise InputError(

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from hqconv.formats.config_reader import (
     LARGEST,
+    ConfigReader,
     Rule,
     Text,
-    Words,
     always,
     beginning_with,
     globbed_in,
@@ -30,7 +30,7 @@ _REFUSED_FORMATS = ("mxfp6-pack-quantized", "marlin-24", "sparse-bitmask", "spar
 _EXPERT_CLASSES = ("FusedMoE", "Linear", "RoutedExperts")
 
 
-def compressed_tensors(words: Words, _text: Text) -> list[Rule]:
+def compressed_tensors(words: ConfigReader, _text: Text) -> list[Rule]:
     """compressed-tensors: a scheme per target. Exact names go before regexes (sorted), these before classes.
 
     The format, not the status, says how weights are stored: old checkpoints in a packed format are "frozen".
@@ -62,12 +62,12 @@ def compressed_tensors(words: Words, _text: Text) -> list[Rule]:
     return [when(named_in(ignored, words.where("ignore"))), schemes.get, *patterns, *classes]
 
 
-def _is_idle(words: Words) -> bool:
+def _is_idle(words: ConfigReader) -> bool:
     """Whether a sparsity or transform config changes nothing."""
     return words.values.get("format") == "dense" or not any(words.values.values())
 
 
-def _scheme_format(group: Words, holder: Words) -> SourceFormat:
+def _scheme_format(group: ConfigReader, holder: ConfigReader) -> SourceFormat:
     """The format of one group; `holder` is the object whose `format` counts."""
     storage = holder.text("format")
     if storage in _NOT_STORED or not group.has("weights"):
@@ -91,7 +91,7 @@ def _scheme_format(group: Words, holder: Words) -> SourceFormat:
 _STATIC_INPUTS = {("float", 8): "float8e4m3", ("int", 8): "int8"}
 
 
-def _static_inputs(group: Words) -> str:
+def _static_inputs(group: ConfigReader) -> str:
     """Humming's dtype of a group's activations; "" where they are none of the above."""
     inputs = group.values.get("input_activations")
     if not isinstance(inputs, dict) or inputs.get("dynamic") or not inputs.get("symmetric", True):
@@ -105,7 +105,7 @@ def _title(storage: str, what: str) -> str:
     return f"compressed-tensors {storage} {what}"
 
 
-def _sizes(weights: Words) -> tuple[int, int]:
+def _sizes(weights: ConfigReader) -> tuple[int, int]:
     """Rows and columns of a scale, by strategy; without one it follows from the group size."""
     size = weights.integer("group_size", -1, default=-1)
     implied = "tensor" if not weights.has("group_size") else "channel" if size < 0 else "group"
@@ -117,7 +117,7 @@ def _sizes(weights: Words) -> tuple[int, int]:
     return (0, 0) if strategy == "tensor" else (1, 0)
 
 
-def _pack_quantized(weights: Words, storage: str) -> SourceFormat:
+def _pack_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
     bits = weights.integer("num_bits", 1, 8)
     rows, columns = _sizes(weights)
     order = weights.values.get("actorder") or None
@@ -136,7 +136,7 @@ def _pack_quantized(weights: Words, storage: str) -> SourceFormat:
     )
 
 
-def _int_quantized(weights: Words, storage: str) -> SourceFormat:
+def _int_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
     """Codes in int8, whatever their number of bits."""
     bits = weights.integer("num_bits", 1, 8)
     rows, columns = _sizes(weights)
@@ -144,24 +144,24 @@ def _int_quantized(weights: Words, storage: str) -> SourceFormat:
     return SourceFormat(_title(storage, f"int{bits}"), "int8", "uint8", "", rows, columns, has_zero_point)
 
 
-def _symmetric(weights: Words, bits: int) -> None:
+def _symmetric(weights: ConfigReader, bits: int) -> None:
     weights.integer("num_bits", bits, bits)
     if not weights.flag("symmetric", True):
         raise weights.wrong("symmetric", "true, for a float type")
 
 
-def _float_quantized(weights: Words, storage: str) -> SourceFormat:
+def _float_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
     _symmetric(weights, 8)
     rows, columns = _sizes(weights)
     return SourceFormat(_title(storage, "fp8"), "fp8", "float8e4m3", "", rows, columns)
 
 
-def _nvfp4(weights: Words, storage: str) -> SourceFormat:
+def _nvfp4(weights: ConfigReader, storage: str) -> SourceFormat:
     _symmetric(weights, 4)
     return nvfp4_format(_title(storage, "").strip(), weights.integer("group_size", 16, 16))
 
 
-def _mx(weights: Words, storage: str) -> SourceFormat:
+def _mx(weights: ConfigReader, storage: str) -> SourceFormat:
     """Microscaling: a power-of-two scale per 32 columns."""
     is_fp4 = storage.startswith("mxfp4")
     _symmetric(weights, 4 if is_fp4 else 8)
@@ -182,7 +182,7 @@ _FORMATS = {
 }
 
 
-def modelopt(words: Words, _text: Text) -> list[Rule]:
+def modelopt(words: ConfigReader, _text: Text) -> list[Rule]:
     """NVIDIA's Model Optimizer: one algorithm for all modules, or one per module; `quant_algo` null: none.
 
     Both forms are read: hf_quant_config.json's "quantization" and the flat one of config.json. A shell
@@ -206,7 +206,7 @@ def modelopt(words: Words, _text: Text) -> list[Rule]:
     return [excluded, by_name]
 
 
-def _algorithm_format(words: Words) -> SourceFormat:
+def _algorithm_format(words: ConfigReader) -> SourceFormat:
     if words.flag("pre_quant_scale", False):
         raise words.unsupported("pre_quant_scale", "false: activations that are not scaled")
     algorithm = words.text("quant_algo")
@@ -226,7 +226,7 @@ def _algorithm_format(words: Words) -> SourceFormat:
     raise words.unsupported("quant_algo", names)
 
 
-def _modelopt_group_size(words: Words, default: int, only: int | None = None) -> int:
+def _modelopt_group_size(words: ConfigReader, default: int, only: int | None = None) -> int:
     """The group size, in newer configs given with the weights of a group; with `only` no other than that."""
     least, most = (1, LARGEST) if only is None else (only, only)
     if not words.has("group_size"):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hqconv.schemas.weight_schema import PARAM_DTYPES, TargetSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 FLOAT = "float"  # decoder of experts that are not quantized
 LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.sources.artifact` reads
@@ -71,14 +71,14 @@ class SourceFormat:
         """One of the decoder's facts."""
         return dict(self.options).get(name, default)
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The format as JSON words."""
         words = {**asdict(self), "options": dict(self.options)}
         del words["static_inputs"]
         return words
 
     @classmethod
-    def from_words(cls, words: Mapping[str, Any]) -> SourceFormat:
+    def from_dict(cls, words: Mapping[str, Any]) -> SourceFormat:
         """What a manifest's `source_format` says.
 
         Raises KeyError, TypeError, AttributeError or ValueError for other words.
@@ -108,7 +108,7 @@ PLAIN = SourceFormat("not quantized", FLOAT)
 
 
 def why_not_direct(
-    source: SourceFormat, schema: TargetSchema, param_dtype: str, *, rounded: Collection[str] = ()
+    source: SourceFormat, schema: WeightSchema, param_dtype: str, *, rounded: Collection[str] = ()
 ) -> str:
     """ "" if `schema` can hold the source's codes and scales as they are, else what it cannot hold.
 
@@ -146,7 +146,7 @@ def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str])
 
 
 def conversion_of(
-    source: SourceFormat, schema: TargetSchema, param_dtype: str, *, round_scales: bool = False
+    source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool = False
 ) -> str:
     """How a block is converted: `quantized` from floats; of a quantized format `direct`, `requantized`, or its codes
     kept and its scales rounded. `round_scales`: also scales of another 16-bit dtype, which are else not rounded.

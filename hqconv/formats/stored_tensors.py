@@ -30,7 +30,7 @@ _E8M0 = SCALE_CODES["float8e8m0"]
 
 
 @dataclass(frozen=True)
-class Need:
+class StoredTensor:
     """A part that a format stores: canonical name, raw names it may have, dtypes and shapes (None: any)."""
 
     canonical: str
@@ -40,9 +40,9 @@ class Need:
     is_required: bool = True
 
 
-def bias_need(n: int) -> Need:
+def bias_need(n: int) -> StoredTensor:
     """A bias, which every format may have."""
-    return Need("bias", ("bias",), FLOATS, ((n,), (n, 1)), is_required=False)
+    return StoredTensor("bias", ("bias",), FLOATS, ((n,), (n, 1)), is_required=False)
 
 
 def grid_shapes(n: int, k: int, group_n: int, group_k: int) -> Shapes:
@@ -76,47 +76,47 @@ def integer_bits(fmt: SourceFormat) -> int:
     return int(digits)
 
 
-def _float(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
-    return [Need("weight", ("weight",), FLOATS, ((n, k),)), bias_need(n)]
+def _float(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
+    return [StoredTensor("weight", ("weight",), FLOATS, ((n, k),)), bias_need(n)]
 
 
-def _fp8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _fp8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     require_multiples(parts, [("columns", k, 4)])
     scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
     return [
-        Need("weight", ("weight",), ("F8_E4M3", "F8_E5M2"), ((n, k),)),
-        Need("scale", SCALE_NAMES[:4], (*FLOATS, *_E8M0), scales),
+        StoredTensor("weight", ("weight",), ("F8_E4M3", "F8_E5M2"), ((n, k),)),
+        StoredTensor("scale", SCALE_NAMES[:4], (*FLOATS, *_E8M0), scales),
         bias_need(n),
     ]
 
 
-def _mxfp4(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _mxfp4(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     require_multiples(parts, [("columns", k, 32)])
     shapes: Shapes = ((n, k // 2), (n, k // 32, 16))
     if any(part.dtype == "F4" for part in parts.values()):
         shapes = (*shapes, (n, k))  # elements, not bytes
     return [
-        Need("weight", ("weight", "weight_packed", "blocks"), ("U8", "I8", "F4"), shapes),
-        Need("scale", SCALE_NAMES, _E8M0, ((n, k // 32),)),
+        StoredTensor("weight", ("weight", "weight_packed", "blocks"), ("U8", "I8", "F4"), shapes),
+        StoredTensor("scale", SCALE_NAMES, _E8M0, ((n, k // 32),)),
         bias_need(n),
     ]
 
 
-def _mxfp8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _mxfp8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     require_multiples(parts, [("columns", k, 32)])
     return [
-        Need("weight", ("weight", "weight_packed"), ("F8_E4M3", "U8"), ((n, k),)),
-        Need("scale", SCALE_NAMES, _E8M0, ((n, k // 32),)),
+        StoredTensor("weight", ("weight", "weight_packed"), ("F8_E4M3", "U8"), ((n, k),)),
+        StoredTensor("scale", SCALE_NAMES, _E8M0, ((n, k // 32),)),
         bias_need(n),
     ]
 
 
-def _nvfp4(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _nvfp4(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     require_multiples(parts, [("columns", k, 16)])
     return [
-        Need("weight", ("weight", "weight_packed"), ("U8",), ((n, k // 2),)),
-        Need("scale", ("weight_scale",), ("F8_E4M3", "U8"), ((n, k // 16),)),
-        Need("scale_2", ("weight_scale_2", "weight_global_scale"), ("F32",), ONE),
+        StoredTensor("weight", ("weight", "weight_packed"), ("U8",), ((n, k // 2),)),
+        StoredTensor("scale", ("weight_scale",), ("F8_E4M3", "U8"), ((n, k // 16),)),
+        StoredTensor("scale_2", ("weight_scale_2", "weight_global_scale"), ("F32",), ONE),
         bias_need(n),
     ]
 
@@ -126,41 +126,41 @@ def packed_width(size: int, bits: int, is_padded: bool) -> int:
     return math.ceil(size / (32 // bits)) if is_padded else math.ceil(size * bits / 32)
 
 
-def _packed_int(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _packed_int(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     bits = integer_bits(fmt)
     require_multiples(parts, [("columns", k, math.lcm(8, 32 // math.gcd(bits, 32)))])
     widths = {packed_width(k, bits, is_padded) for is_padded in (False, True)}
     weight = parts.get("weight_packed")
     is_padded = weight is not None and weight.shape != (n, packed_width(k, bits, False))
     needs = [
-        Need("weight", ("weight_packed",), ("I32",), tuple((n, width) for width in sorted(widths))),
-        Need("scale", ("weight_scale",), FLOATS, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
-        Need("g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted),
+        StoredTensor("weight", ("weight_packed",), ("I32",), tuple((n, width) for width in sorted(widths))),
+        StoredTensor("scale", ("weight_scale",), FLOATS, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
+        StoredTensor("g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted),
         bias_need(n),
     ]
     if fmt.has_zero_point:
         groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
         shape = (packed_width(n, bits, is_padded), groups)
-        needs.append(Need("zero_point", ("weight_zero_point",), ("I32",), (shape,)))
+        needs.append(StoredTensor("zero_point", ("weight_zero_point",), ("I32",), (shape,)))
     return needs
 
 
-def _int8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _int8(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     require_multiples(parts, [("columns", k, 4)])
     scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
     needs = [
-        Need("weight", ("weight",), ("I8",), ((n, k),)),
-        Need("scale", ("weight_scale",), FLOATS, scales),
+        StoredTensor("weight", ("weight",), ("I8",), ((n, k),)),
+        StoredTensor("scale", ("weight_scale",), FLOATS, scales),
         bias_need(n),
     ]
     if fmt.has_zero_point:
-        needs.append(Need("zero_point", ("weight_zero_point",), ("I8",), scales))
+        needs.append(StoredTensor("zero_point", ("weight_zero_point",), ("I8",), scales))
     if fmt.option("has_offset", False):
-        needs.append(Need("offset", ("weight_offset",), FLOATS, scales))
+        needs.append(StoredTensor("offset", ("weight_offset",), FLOATS, scales))
     return needs
 
 
-def _gptq(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _gptq(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     bits = integer_bits(fmt)
     if bits not in (2, 3, 4, 8):  # GPTQModel spreads 5, 6 and 7 bits over bit planes
         raise InputError(
@@ -171,15 +171,17 @@ def _gptq(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) ->
     groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
     zeros = ((groups, n * bits // 32),)
     return [
-        Need("weight", ("qweight",), ("I32",), ((k * bits // 32, n),)),
-        Need("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
-        Need("scale", ("scales",), FLOATS, ((groups, n),)),
-        Need("g_idx", ("g_idx",), ("I32", "I64"), ((k,),), is_required=bool(fmt.option("desc_act", False))),
+        StoredTensor("weight", ("qweight",), ("I32",), ((k * bits // 32, n),)),
+        StoredTensor("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
+        StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
+        StoredTensor(
+            "g_idx", ("g_idx",), ("I32", "I64"), ((k,),), is_required=bool(fmt.option("desc_act", False))
+        ),
         bias_need(n),
     ]
 
 
-def _awq(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _awq(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     bits = integer_bits(fmt)
     if bits != 4:
         raise InputError("AWQ weights of this size are not known.", expected="4 bits", found=f"{bits} bits")
@@ -187,39 +189,39 @@ def _awq(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> 
     groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
     zeros = ((groups, n // 8),)
     return [
-        Need("weight", ("qweight",), ("I32",), ((k, n // 8),)),
-        Need("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
-        Need("scale", ("scales",), FLOATS, ((groups, n),)),
+        StoredTensor("weight", ("qweight",), ("I32",), ((k, n // 8),)),
+        StoredTensor("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
+        StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
         bias_need(n),
     ]
 
 
-def _bitnet(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _bitnet(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     require_multiples(parts, [("columns", k, 16), ("rows", n, 4)])
     return [
-        Need("weight", ("weight",), ("U8",), ((n // 4, k),)),
-        Need("scale", ("weight_scale",), FLOATS, ONE),
+        StoredTensor("weight", ("weight",), ("U8",), ((n // 4, k),)),
+        StoredTensor("scale", ("weight_scale",), FLOATS, ONE),
         bias_need(n),
     ]
 
 
-def _bitsandbytes(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[Need]:
+def _bitsandbytes(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
     size = math.ceil(n * k / 2)
     nested = "weight.nested_absmax" in parts or "weight.nested_quant_map" in parts
     needs = [
-        Need("weight", ("weight",), ("U8",), ((size, 1), (1, size), (size,))),
-        Need("absmax", ("weight.absmax",), ("U8",) if nested else ("F32",), None),
-        Need("quant_map", ("weight.quant_map",), ("F32",), ((16,),)),
-        Need("quant_state", BITSANDBYTES_STATES, ("U8",), None),
+        StoredTensor("weight", ("weight",), ("U8",), ((size, 1), (1, size), (size,))),
+        StoredTensor("absmax", ("weight.absmax",), ("U8",) if nested else ("F32",), None),
+        StoredTensor("quant_map", ("weight.quant_map",), ("F32",), ((16,),)),
+        StoredTensor("quant_state", BITSANDBYTES_STATES, ("U8",), None),
         bias_need(n),
     ]
     if nested:
-        needs.append(Need("nested_absmax", ("weight.nested_absmax",), ("F32",), None))
-        needs.append(Need("nested_quant_map", ("weight.nested_quant_map",), ("F32",), ((256,),)))
+        needs.append(StoredTensor("nested_absmax", ("weight.nested_absmax",), ("F32",), None))
+        needs.append(StoredTensor("nested_quant_map", ("weight.nested_quant_map",), ("F32",), ((256,),)))
     return needs
 
 
-NEEDS: dict[str, Callable[[SourceFormat, Mapping[str, TensorSpec], int, int], list[Need]]] = {
+NEEDS: dict[str, Callable[[SourceFormat, Mapping[str, TensorSpec], int, int], list[StoredTensor]]] = {
     "float": _float,
     "fp8": _fp8,
     "mxfp4": _mxfp4,

@@ -14,10 +14,10 @@ from hqconv.formats.coded import Coded, scale_values
 from hqconv.formats.deferred_checks import is_any
 from hqconv.quantization import bit_codec
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
-def express(coded: Coded, schema: TargetSchema, param_dtype: str) -> dict[str, torch.Tensor]:
+def express(coded: Coded, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
     """Humming's packed tensors of one matrix, where `hqconv.formats.source_format.why_not_direct` says "".
 
     `weight` int32 [N, K * bits / 32]; `weight_scale` [N, G], [N, 1], [N / bn, K / bk] or [1]; `zero_point` int32
@@ -88,7 +88,7 @@ def _cast(scale: torch.Tensor, dtype: str) -> torch.Tensor:
     return kept
 
 
-def share_scale(coded: Sequence[Coded], schema: TargetSchema) -> bool:
+def share_scale(coded: Sequence[Coded], schema: WeightSchema) -> bool:
     """Whether matrices can share the schema's tensor-level scale: all of theirs are equal bit for bit."""
     if not schema.is_coupled:
         return True

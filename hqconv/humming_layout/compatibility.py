@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hqconv.humming_layout.layer_config import FP4, FP8, Number, number, resolve
+from hqconv.humming_layout.layer_config import FP4, FP8, NumberType, number, resolve
 from hqconv.schemas.input_schema import INPUT_PRESETS
-from hqconv.schemas.kernel_spec import KernelKind
-from hqconv.schemas.weight_schema import PRESETS, TargetSchema, resolve_schema
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 
 _LEAST_SM = {
     "float16": 75,
@@ -32,17 +32,17 @@ _NO_BFLOAT16 = "sm75 has no bfloat16: use --dtype float16"
 _COMMON = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int4-c", "int4-g64", "int4-g64-zp")
 
 
-def why_not(kind: KernelKind) -> str | None:
+def why_not(kind: KernelSpec) -> str | None:
     """Why Humming does not run a kind on its target, in words; None where it does."""
     return next((found for rule in (*_RULES, *_MORE) if (found := rule(kind))), None)
 
 
-def why_incompatible(kind: KernelKind) -> str | None:
+def why_incompatible(kind: KernelSpec) -> str | None:
     """The same by Humming's own rule alone."""
     return next((found for rule in _RULES if (found := rule(kind))), None)
 
 
-def nearest(kind: KernelKind) -> tuple[list[str], list[str]]:
+def nearest(kind: KernelSpec) -> tuple[list[str], list[str]]:
     """Names of input schemas that run with the weights, and of weight schemas that run with the inputs, there."""
     inputs = [name for name, one in INPUT_PRESETS.items() if not why_not(replace(kind, inputs=one))]
     schemas = {name: PRESETS.get(name) or resolve_schema(name) for name in _COMMON}
@@ -52,7 +52,7 @@ def nearest(kind: KernelKind) -> tuple[list[str], list[str]]:
 # --- Humming's rule, in its order -------------------------------------------------------------------------
 
 
-def _dtypes(kind: KernelKind) -> str | None:
+def _dtypes(kind: KernelSpec) -> str | None:
     bs_dtype = kind.schema.bs_dtype
     if kind.a_dtype == "float8e5m2" and kind.param_dtype != "bfloat16":
         return "float8e5m2 activations need bfloat16 parameters"
@@ -61,7 +61,7 @@ def _dtypes(kind: KernelKind) -> str | None:
     return None
 
 
-def _least_sm(kind: KernelKind) -> str | None:
+def _least_sm(kind: KernelSpec) -> str | None:
     least = _LEAST_SM[kind.a_dtype]
     if kind.target.sm_version >= least:
         return None
@@ -70,7 +70,7 @@ def _least_sm(kind: KernelKind) -> str | None:
     return f"{kind.a_dtype} activations begin with sm{least}"
 
 
-def _undocumented(kind: KernelKind) -> str | None:
+def _undocumented(kind: KernelSpec) -> str | None:
     operand = _operand(kind)
     same_width = number(operand).num_bits == number(kind.a_dtype).num_bits
     used = kind.a_dtype in _UNDOCUMENTED or (operand in _UNDOCUMENTED and same_width)
@@ -79,13 +79,13 @@ def _undocumented(kind: KernelKind) -> str | None:
     return None
 
 
-def _width(kind: KernelKind) -> str | None:
+def _width(kind: KernelSpec) -> str | None:
     if _weight(kind).num_bits > min(8, number(kind.a_dtype).num_bits):
         return f"{kind.schema.b_dtype} weights are wider than {kind.a_dtype} activations"
     return None
 
 
-def _values(kind: KernelKind) -> str | None:
+def _values(kind: KernelSpec) -> str | None:
     """Whether every code, decoded, is a number of what the tensor core multiplies."""
     weight, has_zero, code = _weight(kind), kind.schema.has_zero_point, kind.schema.b_dtype
     if kind.a_dtype in ("int8", "int4"):
@@ -111,7 +111,7 @@ def _values(kind: KernelKind) -> str | None:
     return None if fits else lost
 
 
-def _sm10x(kind: KernelKind) -> str | None:
+def _sm10x(kind: KernelSpec) -> str | None:
     if kind.target.sm_version // 10 != 10:
         return None
     schema, inputs = kind.schema, kind.inputs
@@ -131,7 +131,7 @@ def _sm10x(kind: KernelKind) -> str | None:
     return None
 
 
-def _unequal_groups(kind: KernelKind) -> str | None:
+def _unequal_groups(kind: KernelSpec) -> str | None:
     size, group = kind.inputs.input_scale_group_size, kind.schema.weight_scale_group_size
     if not size or not group or size == group:
         return None
@@ -148,7 +148,7 @@ def _unequal_groups(kind: KernelKind) -> str | None:
     return None
 
 
-def _small_groups(kind: KernelKind) -> str | None:
+def _small_groups(kind: KernelSpec) -> str | None:
     size, group = kind.inputs.input_scale_group_size, kind.schema.weight_scale_group_size
     least = {8: 32, 16: 16}.get(number(kind.a_dtype).num_bits, 64 if kind.a_dtype == "int4" else 16)
     if 0 < group < 16 or 0 < group < least:
@@ -158,7 +158,7 @@ def _small_groups(kind: KernelKind) -> str | None:
     return None
 
 
-def _fp4_scales(kind: KernelKind) -> str | None:
+def _fp4_scales(kind: KernelSpec) -> str | None:
     schema, inputs = kind.schema, kind.inputs
     if kind.a_dtype not in FP4 or not schema.weight_scale_group_size or schema.b_dtype not in FP4:
         return None
@@ -172,19 +172,19 @@ def _fp4_scales(kind: KernelKind) -> str | None:
     return None
 
 
-def _is_mxfp4(schema: TargetSchema) -> bool:
+def _is_mxfp4(schema: WeightSchema) -> bool:
     words = (schema.b_dtype, schema.bs_dtype, schema.weight_scale_group_size)
     return words == ("float4e2m1", _MX, 32)
 
 
-def _weight(kind: KernelKind) -> Number:
+def _weight(kind: KernelSpec) -> NumberType:
     """The weights' type; floats without exponent bits are integers to integer activations."""
     weight = number(kind.schema.b_dtype)
     is_integer = weight.exponent_bits == 0 and number(kind.a_dtype).is_integer
-    return Number(weight.num_bits, None, 0) if is_integer else weight
+    return NumberType(weight.num_bits, None, 0) if is_integer else weight
 
 
-def _operand(kind: KernelKind) -> str:
+def _operand(kind: KernelSpec) -> str:
     """What the tensor core multiplies with (Humming's `get_mma_b_dtype`)."""
     weight, code = _weight(kind), kind.schema.b_dtype
     is_float = not weight.is_integer
@@ -198,7 +198,7 @@ def _operand(kind: KernelKind) -> str:
     return next((name for name in candidates if _fits(weight, number(name), kind)), kind.a_dtype)
 
 
-def _fits(weight: Number, operand: Number, kind: KernelKind) -> bool:
+def _fits(weight: NumberType, operand: NumberType, kind: KernelSpec) -> bool:
     if weight.exponent_bits is None:
         return weight.num_bits <= operand.mantissa_bits + (1 if kind.schema.has_zero_point else 2)
     assert operand.exponent_bits is not None
@@ -206,7 +206,7 @@ def _fits(weight: Number, operand: Number, kind: KernelKind) -> bool:
     return mantissa <= operand.mantissa_bits and weight.exponent_bits <= operand.exponent_bits
 
 
-Rule = Callable[[KernelKind], str | None]
+Rule = Callable[[KernelSpec], str | None]
 _RULES: tuple[Rule, ...] = (
     *(_dtypes, _least_sm, _undocumented, _width, _values, _sm10x),
     *(_unequal_groups, _small_groups, _fp4_scales),
@@ -215,19 +215,19 @@ _RULES: tuple[Rule, ...] = (
 # --- what Humming refuses later ----------------------------------------------------------------------------
 
 
-def _bfloat16_on_turing(kind: KernelKind) -> str | None:
+def _bfloat16_on_turing(kind: KernelSpec) -> str | None:
     is_turing = kind.target.sm_version < 80 and kind.param_dtype == "bfloat16"
     return _NO_BFLOAT16 if is_turing else None
 
 
-def _e0m_under_integers(kind: KernelKind) -> str | None:
+def _e0m_under_integers(kind: KernelSpec) -> str | None:
     weight = number(kind.schema.b_dtype)
     if weight.exponent_bits == 0 and number(kind.a_dtype).is_integer:
         return f"{kind.schema.b_dtype} would become integers under {kind.a_dtype} activations: use intN"
     return None
 
 
-def _second_input_scale(kind: KernelKind) -> str | None:
+def _second_input_scale(kind: KernelSpec) -> str | None:
     has_two = kind.inputs.input_quant_mode in ("static_tensor_dynamic_group", "dynamic_group_token")
     if has_two and not resolve(kind).use_block_scaled_mma:
         return "activations with two levels of scales need a block-scaled tensor core and such weights"
@@ -237,7 +237,7 @@ def _second_input_scale(kind: KernelKind) -> str | None:
     return None
 
 
-def _input_scale_dtype(kind: KernelKind) -> str | None:
+def _input_scale_dtype(kind: KernelSpec) -> str | None:
     """Kernels that multiply scales in themselves read them as float32."""
     if kind.inputs.a_dtype is None or resolve(kind).use_block_scaled_mma:
         return None
@@ -246,7 +246,7 @@ def _input_scale_dtype(kind: KernelKind) -> str | None:
     return None
 
 
-def _block_scaled_groups(kind: KernelKind) -> str | None:
+def _block_scaled_groups(kind: KernelSpec) -> str | None:
     schema, inputs, layer = kind.schema, kind.inputs, resolve(kind)
     if not layer.use_block_scaled_mma or not inputs.input_scale_group_size:
         return None
@@ -259,7 +259,7 @@ def _block_scaled_groups(kind: KernelKind) -> str | None:
     return None
 
 
-def _e0m3_groups(kind: KernelKind) -> str | None:
+def _e0m3_groups(kind: KernelSpec) -> str | None:
     layer = resolve(kind)
     if kind.target.sm_version // 10 != 10 or not layer.use_block_scaled_mma:
         return None
@@ -269,25 +269,25 @@ def _e0m3_groups(kind: KernelKind) -> str | None:
     return None
 
 
-def _float_zero_points(kind: KernelKind) -> str | None:
+def _float_zero_points(kind: KernelSpec) -> str | None:
     if kind.schema.is_fp_zero_point and number(kind.a_dtype).num_bits < 16:
         return "float zero points are for 16-bit activations (Humming's kernel asserts it)"
     return None
 
 
-def _int4_from_hopper(kind: KernelKind) -> str | None:
+def _int4_from_hopper(kind: KernelSpec) -> str | None:
     if kind.a_dtype == "int4" and kind.target.sm_version >= 90:
         return "int4 activations run up to sm89: Humming has no tuning for them from sm90 on"
     return None
 
 
-def _rotated(kind: KernelKind) -> str | None:
+def _rotated(kind: KernelSpec) -> str | None:
     if kind.schema.rotation and kind.inputs.a_dtype is not None:
         return "rotated weights are converted for 16-bit activations only: verify has no judge for the others"
     return None
 
 
-def _tensor_scale_2(kind: KernelKind) -> str | None:
+def _tensor_scale_2(kind: KernelSpec) -> str | None:
     is_channel = resolve(kind).weight_scale_2_type == "channel"
     if kind.inputs.a_dtype == "int8" and is_channel and kind.schema.weight_scale_2_type == "tensor":
         return "int8 activations need mxfp4's second scale for themselves"

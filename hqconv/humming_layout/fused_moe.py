@@ -42,7 +42,7 @@ _NIBBLES = {
 _CLAMPED_UP = "fmaxf(fminf(b, {limit}), -{limit})"
 
 
-def activation_words(activation: Activation, gated: bool) -> dict[str, str]:
+def humming_activation(activation: Activation, gated: bool) -> dict[str, str]:
     """The activation as Humming's input-processing kernel takes it. KeyError if unknown."""
     if not gated:
         return {"activation_type": "unary", "activation_impl": _UNARY[activation.name]}
@@ -83,7 +83,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class KernelInputs:
     """A GEMM's activations as its kernel takes them: rows of codes, or of 16-bit numbers without scales.
 
     group_scale: float32 [rows, G], or int32 [rows, ceil(G / 4)] of four 8-bit scales each, the first lowest.
@@ -149,14 +149,14 @@ def compile_input_kernels(
             x = torch.zeros(count, hidden, dtype=dtype, device=device)
             process_input(Gemm(w13, {}, scale, rotation), x)
             wide = torch.zeros(count * top_k, width, dtype=dtype, device=device)
-            process_input(Gemm(w2, {}, scale, rotation), wide, **activation_words(activation, gated))
+            process_input(Gemm(w2, {}, scale, rotation), wide, **humming_activation(activation, gated))
 
 
-def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> Inputs:
+def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> KernelInputs:
     """Rows of the parameter dtype as a GEMM takes them: activated, if that is asked for, rotated and quantized."""
     mode = gemm.config.input_quant_mode
     static = gemm.input_scale if mode.value.startswith("static_tensor") else None
-    return Inputs(
+    return KernelInputs(
         *humming_gpu().forward.may_process_input(
             gemm.config,
             inputs=values,
@@ -167,7 +167,7 @@ def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> Inputs
     )
 
 
-def input_values(config: Any, inputs: Inputs) -> torch.Tensor:
+def input_values(config: Any, inputs: KernelInputs) -> torch.Tensor:
     """What the codes stand for, float32 [rows, K]; 16-bit activations as they are."""
     if not config.input_quant_mode.should_quantize:
         return inputs.codes
@@ -246,7 +246,7 @@ def fused_moe(
     width = w13.config.shape_n - w13.config.pad_shape_n
     wide = x.new_zeros(num_tokens * top_k, width)
     wide = _gemm(w13, process_input(w13, x), local_ids, top_k, wide, num_local, tuned_for_m)
-    hidden = process_input(w2, wide, **activation_words(activation, gated))
+    hidden = process_input(w2, wide, **humming_activation(activation, gated))
     out = x.new_zeros(num_tokens * top_k, x.size(1))
     out = _gemm(w2, hidden, local_ids, 1, out, num_local, tuned_for_m)
     routed = torch.where(is_local, out.float(), 0.0).view(num_tokens, top_k, -1)
@@ -256,7 +256,7 @@ def fused_moe(
 
 def _gemm(
     gemm: Gemm,
-    inputs: Inputs,
+    inputs: KernelInputs,
     local_ids: torch.Tensor,
     top_k: int,
     outputs: torch.Tensor,

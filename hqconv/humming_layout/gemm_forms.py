@@ -15,9 +15,9 @@ from typing import Any
 
 from hqconv.humming_layout.layer_config import number, resolve
 from hqconv.schemas.dtypes import code_of
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorSpec
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
 
@@ -49,7 +49,7 @@ class KernelForm:
         return json.dumps({**self.config, "num_experts": num_experts})
 
 
-def splits_e8m0(kind: KernelKind) -> bool:
+def splits_e8m0(kind: KernelSpec) -> bool:
     """Whether e8m0 scales get a second scale, as those that a kernel widens to float16 always do, whatever they are.
 
     Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
@@ -62,14 +62,14 @@ def splits_e8m0(kind: KernelKind) -> bool:
 
 @functools.cache
 def planned_packed_form(
-    shape_n: int, shape_k: int, schema: TargetSchema, param_dtype: str, has_bias: bool = False
+    shape_n: int, shape_k: int, schema: WeightSchema, param_dtype: str, has_bias: bool = False
 ) -> dict[str, TensorSpec]:
     """The checkpoint layout of one expert's matrix [shape_n, shape_k]: `HummingWeightSchema.get_tensors_attrs`."""
     return _packed(shape_n, shape_k, schema, param_dtype, schema.weight_scale_2_type, has_bias)
 
 
 def _packed(
-    n: int, k: int, schema: TargetSchema, param_dtype: str, scale_2: str, has_bias: bool
+    n: int, k: int, schema: WeightSchema, param_dtype: str, scale_2: str, has_bias: bool
 ) -> dict[str, TensorSpec]:
     param, num_bits = code_of(param_dtype), schema.num_bits
     rows, columns = schema.scale_group()
@@ -90,7 +90,7 @@ def _packed(
 
 
 @functools.cache
-def planned_kernel_form(shape_n: int, shape_k: int, kind: KernelKind, has_bias: bool = False) -> KernelForm:
+def planned_kernel_form(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False) -> KernelForm:
     """The kernel form of a GEMM of [shape_n, shape_k]: `prepare_layer_config` and `transform_humming_tensors`."""
     pad_n, pad_k = -shape_n % PAD_N, -shape_k % PAD_K
     n, k = shape_n + pad_n, shape_k + pad_k
@@ -127,7 +127,7 @@ def planned_kernel_form(shape_n: int, shape_k: int, kind: KernelKind, has_bias: 
     return KernelForm(tensors, config, {flag: getattr(layer, flag) for flag in LAYOUT_FLAGS})
 
 
-def _permuted(spec: TensorSpec, n: int, k: int, kind: KernelKind) -> TensorSpec:
+def _permuted(spec: TensorSpec, n: int, k: int, kind: KernelSpec) -> TensorSpec:
     """A packed tensor as the kernel has it: weights in its tiles, scales and zero points [K groups, N]."""
     dtype, shape, schema = spec.dtype, spec.shape, kind.schema
     if spec.name == "weight":
@@ -143,7 +143,7 @@ def _permuted(spec: TensorSpec, n: int, k: int, kind: KernelKind) -> TensorSpec:
     return TensorSpec(spec.name, dtype, shape)
 
 
-def _weight_shape(n: int, k: int, kind: KernelKind) -> tuple[int, int]:
+def _weight_shape(n: int, k: int, kind: KernelSpec) -> tuple[int, int]:
     layer, num_bits = resolve(kind), kind.schema.num_bits
     a_bits = number(kind.a_dtype).num_bits
     if layer.use_raw_weight or layer.use_flat_weight:
@@ -153,11 +153,11 @@ def _weight_shape(n: int, k: int, kind: KernelKind) -> tuple[int, int]:
     return k * a_bits // 256, n * (256 // a_bits) * num_bits // 32
 
 
-def _is_in_scale_tiles(kind: KernelKind) -> bool:
+def _is_in_scale_tiles(kind: KernelSpec) -> bool:
     return resolve(kind).use_block_scaled_mma and kind.schema.weight_scale_type == "group"
 
 
-def _scale_tiles(n: int, groups: int, kind: KernelKind) -> tuple[int, int]:
+def _scale_tiles(n: int, groups: int, kind: KernelSpec) -> tuple[int, int]:
     """Group scales as a block-scaled tensor core takes them, four to a word."""
     if kind.target.sm_version // 10 == 10:  # tensor memory: tiles of 128 rows
         return -(-groups // 4), n + -n % 128

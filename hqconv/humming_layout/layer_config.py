@@ -10,7 +10,7 @@ import functools
 import re
 from dataclasses import dataclass, replace
 
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 
 FP8 = ("float8e4m3", "float8e5m2", "float8e3m4")
 FP4 = ("float4e2m1", "float4e0m3")
@@ -23,7 +23,7 @@ _MIXED_WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberType:
     """A type of Humming's: exponent is None for integers."""
 
     num_bits: int
@@ -36,19 +36,27 @@ class Number:
 
 
 @functools.cache
-def number(name: str) -> Number:
+def number(name: str) -> NumberType:
     """A type of Humming's by its name. ValueError for no such name."""
-    wide = {"bfloat16": Number(16, 8, 7), "float16": Number(16, 5, 10), "float32": Number(32, 8, 23)}
+    wide = {
+        "bfloat16": NumberType(16, 8, 7),
+        "float16": NumberType(16, 5, 10),
+        "float32": NumberType(32, 8, 23),
+    }
     if name in wide:
         return wide[name]
     match = re.fullmatch(r"u?int([1-8])|float([2-8])e(\d)m(\d)", name)
     if match is None:
         raise ValueError(f"no type of Humming's: {name!r}")
-    return Number(int(match[1]), None, 0) if match[1] else Number(int(match[2]), int(match[3]), int(match[4]))
+    return (
+        NumberType(int(match[1]), None, 0)
+        if match[1]
+        else NumberType(int(match[2]), int(match[3]), int(match[4]))
+    )
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerConfigFields:
     """A kernel kind with all that Humming fills in. Names are those of LayerConfig."""
 
     b_dtype: str
@@ -69,7 +77,7 @@ class Layer:
 
 
 @functools.cache
-def resolve(kind: KernelKind) -> Layer:
+def resolve(kind: KernelSpec) -> LayerConfigFields:
     """What Humming makes of a kind, whether or not it runs it; `pairs.why_incompatible` says that."""
     schema = kind.schema
     umma, block_scaled = _is_umma(kind), _is_block_scaled(kind)
@@ -83,7 +91,7 @@ def resolve(kind: KernelKind) -> Layer:
     if fused or integer_scales:
         scale_type, scale_2 = "group", "channel" if scale_2 == "channel" else "tensor"
     bs_dtype = kind.param_dtype if integer_scales else _bs_dtype(kind)
-    return Layer(
+    return LayerConfigFields(
         b_dtype=_b_dtype(kind),
         bs_dtype=bs_dtype,
         as_dtype=_as_dtype(kind, block_scaled),
@@ -102,7 +110,7 @@ def resolve(kind: KernelKind) -> Layer:
     )
 
 
-def needs_cuda(kind: KernelKind) -> bool:
+def needs_cuda(kind: KernelSpec) -> bool:
     """Whether the layout depends on the version of the serving CUDA compiler."""
     old, new = (
         resolve(replace(kind, target=replace(kind.target, cuda=cuda))).use_native_dequant
@@ -111,27 +119,27 @@ def needs_cuda(kind: KernelKind) -> bool:
     return old != new
 
 
-def _b_dtype(kind: KernelKind) -> str:
+def _b_dtype(kind: KernelSpec) -> str:
     code, a = kind.schema.b_dtype, number(kind.a_dtype)
     if kind.schema.is_integer and a.is_integer and a.num_bits == kind.schema.num_bits:
         return code.removeprefix("u")
     return code
 
 
-def _bs_dtype(kind: KernelKind) -> str:
+def _bs_dtype(kind: KernelSpec) -> str:
     if kind.schema.weight_scale_type == "block":
         return "float32"
     return kind.schema.bs_dtype or kind.param_dtype
 
 
-def _quant_mode(kind: KernelKind) -> str:
+def _quant_mode(kind: KernelSpec) -> str:
     inputs = kind.inputs
     if inputs.a_dtype is None:
         return "none"
     return inputs.input_quant_mode or ("dynamic_group" if inputs.input_scale_group_size else "dynamic_token")
 
 
-def _as_dtype(kind: KernelKind, block_scaled: bool) -> str | None:
+def _as_dtype(kind: KernelSpec, block_scaled: bool) -> str | None:
     inputs = kind.inputs
     if inputs.a_dtype is None:
         return None
@@ -144,14 +152,14 @@ def _as_dtype(kind: KernelKind, block_scaled: bool) -> str | None:
     return "float8e4m3" if inputs.input_scale_group_size == 16 else _MX
 
 
-def _second_scale(kind: KernelKind) -> str:
+def _second_scale(kind: KernelSpec) -> str:
     """int8 activations over mxfp4 have a second scale per row, whatever the schema says."""
     schema = kind.schema
     is_mx = (schema.b_dtype, schema.bs_dtype, schema.weight_scale_type) == ("float4e2m1", _MX, "group")
     return "channel" if kind.inputs.a_dtype == "int8" and is_mx else schema.weight_scale_2_type
 
 
-def _is_umma(kind: KernelKind) -> bool:
+def _is_umma(kind: KernelSpec) -> bool:
     """Tensor memory instructions of SM 10x, and what of them."""
     if kind.target.sm_version // 10 != 10:
         return False
@@ -173,7 +181,7 @@ def _is_umma(kind: KernelKind) -> bool:
     return inputs.a_dtype == "int8" and schema.is_integer and in_epilogue and kind.target.sm_version == 100
 
 
-def _has_fp4_scales(kind: KernelKind) -> bool:
+def _has_fp4_scales(kind: KernelSpec) -> bool:
     schema, inputs = kind.schema, kind.inputs
     grouped_inputs, grouped = inputs.input_scale_group_size > 0, schema.weight_scale_type == "group"
     size = inputs.input_scale_group_size or schema.weight_scale_group_size
@@ -187,7 +195,7 @@ def _has_fp4_scales(kind: KernelKind) -> bool:
     return known and matching
 
 
-def _is_block_scaled(kind: KernelKind) -> bool:
+def _is_block_scaled(kind: KernelSpec) -> bool:
     """Whether the tensor core multiplies group scales in."""
     if _is_mxmma(kind):
         return True
@@ -196,7 +204,7 @@ def _is_block_scaled(kind: KernelKind) -> bool:
     return _is_umma(kind) and not a.is_integer and a.num_bits <= 8 and (a.num_bits == 4 or has_groups)
 
 
-def _is_mxmma(kind: KernelKind) -> bool:
+def _is_mxmma(kind: KernelSpec) -> bool:
     """Block-scaled instructions of SM 12x."""
     schema, inputs = kind.schema, kind.inputs
     if kind.target.sm_version // 10 != 12 or schema.weight_scale_type == "block":
@@ -217,14 +225,14 @@ def _is_mxmma(kind: KernelKind) -> bool:
     return False
 
 
-def _uses_ldmatrix(kind: KernelKind) -> bool:
+def _uses_ldmatrix(kind: KernelSpec) -> bool:
     """Small integers under wider ones, widened while they are loaded; with Humming's patched kernels, its default."""
     pairs = (("int8", 4), ("int4", 2))
     is_pair = kind.schema.is_integer and (kind.inputs.a_dtype, kind.schema.num_bits) in pairs
     return is_pair and not kind.schema.has_zero_point
 
 
-def _is_fused(kind: KernelKind, block_scaled: bool) -> bool:
+def _is_fused(kind: KernelSpec, block_scaled: bool) -> bool:
     """mxfp4 weights whose exponents go into fp8's or int8's codes."""
     schema = kind.schema
     if block_scaled and kind.a_dtype == "float8e4m3":
@@ -233,7 +241,7 @@ def _is_fused(kind: KernelKind, block_scaled: bool) -> bool:
     return kind.a_dtype in ("float8e4m3", "int8") and is_mx and schema.weight_scale_group_size > 0
 
 
-def _has_integer_scales(kind: KernelKind, fused: bool) -> bool:
+def _has_integer_scales(kind: KernelSpec, fused: bool) -> bool:
     schema = kind.schema
     return (
         not fused
@@ -245,7 +253,7 @@ def _has_integer_scales(kind: KernelKind, fused: bool) -> bool:
     )
 
 
-def _is_packed_k(kind: KernelKind, fused: bool, is_raw_or_flat: bool) -> bool:
+def _is_packed_k(kind: KernelSpec, fused: bool, is_raw_or_flat: bool) -> bool:
     size = kind.inputs.input_scale_group_size
     if kind.target.sm_version // 10 != 9 or is_raw_or_flat or number(kind.a_dtype).num_bits != 8:
         return False
@@ -254,7 +262,7 @@ def _is_packed_k(kind: KernelKind, fused: bool, is_raw_or_flat: bool) -> bool:
     return size >= 128 if fused else kind.schema.weight_scale_group_size == 128
 
 
-def _has_native_dequant(kind: KernelKind) -> bool:
+def _has_native_dequant(kind: KernelSpec) -> bool:
     """Whether the GPU has an instruction that converts this type, and the compiler knows it."""
     sm_version, cuda = kind.target.sm_version, kind.target.cuda or (0, 0)
     if sm_version // 10 == 9:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import torch
 
 from hqconv.schemas.grid import TpSlice
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 Tensors = dict[str, torch.Tensor]
 
 
 def gemm_tensors(
-    projections: Mapping[str, Tensors], schema: TargetSchema, part: TpSlice
+    projections: Mapping[str, Tensors], schema: WeightSchema, part: TpSlice
 ) -> dict[str, Tensors]:
     """Packed tensors [E, …] of w13 and w2 on one TP rank.
 
@@ -49,7 +49,7 @@ def _cut_rows(tensors: Tensors, begin: int, end: int) -> Tensors:
     return {name: cut(tensor) for name, tensor in tensors.items()}
 
 
-def _cut_columns(tensors: Tensors, schema: TargetSchema, begin: int, end: int) -> Tensors:
+def _cut_columns(tensors: Tensors, schema: WeightSchema, begin: int, end: int) -> Tensors:
     num_columns = tensors["weight"].size(2) * 32 // schema.num_bits
 
     def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def _cut_columns(tensors: Tensors, schema: TargetSchema, begin: int, end: int) -
     return {name: cut(name, tensor) for name, tensor in tensors.items()}
 
 
-def _pad(tensors: Tensors, schema: TargetSchema, axis: int, size: int, share: int) -> Tensors:
+def _pad(tensors: Tensors, schema: WeightSchema, axis: int, size: int, share: int) -> Tensors:
     """Fill the last rank's slice up to its share: with rows that give 0, and columns that only meet such rows.
 
     Zero bits do, but for e8m0 scales: their zero bits are a power of two so small that float16's range would have

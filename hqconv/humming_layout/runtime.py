@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hqconv.humming_layout import cpu_ops
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 
 _MODULES = (
     "ops",
@@ -57,7 +57,7 @@ _ASKED_OF_LAUNCHING = ("is_ppu",)
 # Where it asks whether its kernels may be patched after compilation, as they are unless a variable says otherwise.
 _PATCHING = ("humming.config.config", "humming.config.mma")
 
-_target: ContextVar[Target | None] = ContextVar("target", default=None)
+_target: ContextVar[GpuTarget | None] = ContextVar("target", default=None)
 
 
 class _TargetFacts:
@@ -108,7 +108,7 @@ def humming() -> SimpleNamespace:
     return SimpleNamespace(**modules)
 
 
-def _answer(module: Any, name: str, of_target: Callable[[Target], Any]) -> None:
+def _answer(module: Any, name: str, of_target: Callable[[GpuTarget], Any]) -> None:
     """Have a module's question answered for the target inside `target_facts`, by its own function outside."""
     original = getattr(module, name)
 
@@ -120,7 +120,7 @@ def _answer(module: Any, name: str, of_target: Callable[[Target], Any]) -> None:
     setattr(module, name, asked)
 
 
-def _asked_cuda(target: Target) -> tuple[int, int]:
+def _asked_cuda(target: GpuTarget) -> tuple[int, int]:
     """Of a target whose layouts do not depend on it, any: `schemas.layer.needs_cuda` says of which they do."""
     return target.cuda or (0, 0)
 
@@ -175,7 +175,7 @@ def compiler_version() -> tuple[int, int]:
 
 
 @contextmanager
-def target_facts(target: Target) -> Iterator[None]:
+def target_facts(target: GpuTarget) -> Iterator[None]:
     """Answer Humming's questions about the device for `target`, in this thread."""
     token = _target.set(target)
     try:

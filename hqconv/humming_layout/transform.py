@@ -17,14 +17,14 @@ import torch
 from hqconv.humming_layout.gemm_forms import LAYOUT_FLAGS, PAD_K, PAD_N, KernelForm, splits_e8m0
 from hqconv.humming_layout.runtime import humming, resident, target_facts
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import InputSchema
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorSpec
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
-def humming_schema(schema: TargetSchema) -> Any:
+def humming_schema(schema: WeightSchema) -> Any:
     """The schema as Humming's own object."""
     return humming().schema.HummingWeightSchema(**schema.humming_fields())
 
@@ -34,7 +34,7 @@ def humming_inputs(inputs: InputSchema) -> Any:
     return humming().schema.HummingInputSchema(**inputs.humming_fields())
 
 
-def is_compatible(kind: KernelKind) -> bool:
+def is_compatible(kind: KernelSpec) -> bool:
     """Whether the target GPU runs the schema with these activations, by Humming's own rule."""
     lib = humming()
     with target_facts(kind.target):
@@ -46,7 +46,7 @@ def is_compatible(kind: KernelKind) -> bool:
 
 
 @functools.cache
-def kernel_form(shape_n: int, shape_k: int, kind: KernelKind, has_bias: bool = False) -> KernelForm:
+def kernel_form(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False) -> KernelForm:
     """The kernel form of a GEMM of [shape_n, shape_k], by Humming's own transform of `meta` tensors."""
     lib = humming()
     config = _layer_config(shape_n, shape_k, kind, has_bias)
@@ -60,14 +60,14 @@ def kernel_form(shape_n: int, shape_k: int, kind: KernelKind, has_bias: bool = F
 
 
 def is_as_planned(
-    form: KernelForm, shape_n: int, shape_k: int, kind: KernelKind, has_bias: bool = False
+    form: KernelForm, shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False
 ) -> bool:
     """Whether Humming makes the LayerConfig of a form for these facts; its tensors are looked at by `to_kernel`."""
     config = _layer_config(shape_n, shape_k, kind, has_bias)
     return _words(config, kind.target) == (form.config, form.flags)
 
 
-def _layer_config(shape_n: int, shape_k: int, kind: KernelKind, has_bias: bool) -> Any:
+def _layer_config(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool) -> Any:
     """Humming's LayerConfig of a GEMM of one expert; the GPU here does not matter."""
     lib = humming()
     with target_facts(kind.target):
@@ -88,7 +88,7 @@ def _layer_config(shape_n: int, shape_k: int, kind: KernelKind, has_bias: bool) 
     return config
 
 
-def _words(config: Any, target: Target) -> tuple[dict[str, Any], dict[str, bool]]:
+def _words(config: Any, target: GpuTarget) -> tuple[dict[str, Any], dict[str, bool]]:
     """A LayerConfig as words, and its flags."""
     with target_facts(target):
         return json.loads(config.to_str()), {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
@@ -119,13 +119,13 @@ def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, t
 def layer_config(text: str) -> Any:
     """Humming's own LayerConfig, from `KernelForm.config_json`."""
     words = json.loads(text)
-    with target_facts(Target(words["sm_version"])):
+    with target_facts(GpuTarget(words["sm_version"])):
         return humming().config.LayerConfig(**words)
 
 
-def _target_of(form: KernelForm) -> Target:
+def _target_of(form: KernelForm) -> GpuTarget:
     """A target for which Humming lays out as `form` says: of the compiler only what it decides matters."""
-    return Target(form.config["sm_version"], (99, 0) if form.flags["use_native_dequant"] else (0, 0))
+    return GpuTarget(form.config["sm_version"], (99, 0) if form.flags["use_native_dequant"] else (0, 0))
 
 
 def _is_split(config: Any) -> bool:
@@ -137,7 +137,7 @@ def _is_split(config: Any) -> bool:
 
 @functools.cache
 def packed_form(
-    shape_n: int, shape_k: int, schema: TargetSchema, param_dtype: str, has_bias: bool = False
+    shape_n: int, shape_k: int, schema: WeightSchema, param_dtype: str, has_bias: bool = False
 ) -> dict[str, TensorSpec]:
     """The checkpoint layout of one expert's matrix: `HummingWeightSchema.get_tensors_attrs`."""
     attrs = _attributes(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=None)
@@ -147,7 +147,7 @@ def packed_form(
 def _attributes(
     shape_n: int,
     shape_k: int,
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     has_bias: bool,
     num_experts: int | None,

@@ -16,8 +16,8 @@ from hqconv.schemas.artifact_names import CONFIG, INDEX, JOURNAL, MANIFEST, SING
 from hqconv.schemas.model_config import text_config
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import (
+    MAX_DOCUMENT_BYTES,
     MAX_LIST_BYTES,
-    MAX_WORDS_BYTES,
     NOTHING,
     found_at,
     parse_json,
@@ -39,7 +39,9 @@ def readable(src: object) -> Iterator[None]:
         raise InputError(what, where=where, found=error.strerror or error, remedy=COPY_AGAIN) from error
 
 
-def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_WORDS_BYTES) -> tuple[dict[str, Any], bytes]:
+def read_json(
+    path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES
+) -> tuple[dict[str, Any], bytes]:
     """The JSON object in a file, and the file's bytes. Raises InputError where there is none, and for a larger file."""
     found: object
     try:
@@ -72,7 +74,7 @@ def read_config(root: Path) -> dict[str, Any]:
     if not (root / CONFIG).is_file():
         what, remedy = f"The checkpoint has no {CONFIG}.", "Give the folder of a transformers model."
         raise InputError(what, where=str(root), found=listing(root), remedy=remedy)
-    return _read_words(root / CONFIG)
+    return _read_document(root / CONFIG)
 
 
 def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -89,11 +91,11 @@ def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | No
             )
     path = root / HF_QUANT_CONFIG
     if path.is_file():
-        return _read_words(path)
+        return _read_document(path)
     path = root / ascend.DESCRIPTION
     # With a word for every tensor, as an index.
-    words = _read_words(path, MAX_LIST_BYTES) if path.is_file() else {}
-    return ascend.quantization_words(text_config(config), words)
+    words = _read_document(path, MAX_LIST_BYTES) if path.is_file() else {}
+    return ascend.ascend_quantization_config(text_config(config), words)
 
 
 def check_regular(root: Path) -> None:
@@ -110,7 +112,7 @@ def check_regular(root: Path) -> None:
             raise InputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
 
 
-def _read_words(path: Path, max_bytes: int = MAX_WORDS_BYTES) -> dict[str, Any]:
+def _read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
     """A JSON object that a manifest can repeat."""
     words, _ = read_json(path, max_bytes=max_bytes)
     check_text(json.dumps(words, ensure_ascii=False), str(path))

@@ -17,7 +17,7 @@ _ANEW = "Keep the source as it is during a conversion, and start anew with --ove
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
 
 
-class Guard:
+class FileSnapshot:
     """What the files below `root` were when they were first looked at, by names relative to it.
 
     Of an artifact also what its manifest lists. digests: name → SHA-256 of the files that were hashed. `prove`,

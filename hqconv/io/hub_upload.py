@@ -38,14 +38,14 @@ def git_digest(data: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class State:
+class BranchFiles:
     """What a branch holds: its last commit, and its files by path."""
 
     commit: str
     files: Mapping[str, RemoteFile]
 
 
-class Repo:
+class HubBranch:
     """A model repo and one branch of it. Every method raises RequestError where the Hub refuses, else NetworkError."""
 
     def __init__(self, repo_id: str, branch: str | None = None) -> None:
@@ -67,7 +67,7 @@ class Repo:
             if self.branch is not None:
                 api.create_branch(self.repo_id, branch=self.branch, exist_ok=True)
 
-    def state(self) -> State:
+    def state(self) -> BranchFiles:
         """The branch as it is now."""
         from huggingface_hub import HfApi
 
@@ -77,7 +77,7 @@ class Repo:
             for file in info.siblings or ():
                 digest = str(file.blob_id) if file.lfs is None else str(file.lfs.sha256)
                 files[str(file.rfilename)] = RemoteFile(int(file.size or 0), digest, file.lfs is not None)
-            return State(str(info.sha), files)
+            return BranchFiles(str(info.sha), files)
 
     def read(self, name: str, commit: str) -> Path:
         """A file of a commit, brought into the Hub library's cache."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hqconv.io.file_snapshot import Guard
+from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.hub import Listing
-from hqconv.io.sidecar_files import Loose
+from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -26,7 +26,7 @@ class SourceFile:
     mtime_ns: int
 
 
-class Described(Protocol):
+class CheckpointHeaders(Protocol):
     """Names, headers and config of a source. What each attribute means: see `Checkpoint`."""
 
     root: Path
@@ -39,10 +39,10 @@ class Described(Protocol):
     tensors: dict[str, TensorRef]
     metadata: tuple[Mapping[str, str], ...]
     index_sha256: str | None
-    loose: Loose
+    loose: SidecarFiles
     other_files: tuple[str, ...]
     total_bytes: int
-    guard: Guard
+    guard: FileSnapshot
     listing: Listing | None
 
     def is_here(self, name: str) -> bool:

@@ -24,7 +24,7 @@ _MAX_CARD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Loose:
+class SidecarFiles:
     """names: what belongs in an artifact, POSIX paths relative to the source, sorted; num_bytes: of all of them.
 
     left_out: what lies in the source beside them and does not, and why. card: the bytes of its README.md, which becomes
@@ -37,7 +37,7 @@ class Loose:
     card: bytes | None = None
 
     @classmethod
-    def of_folder(cls, root: Path) -> Loose:
+    def of_folder(cls, root: Path) -> SidecarFiles:
         """The loose files of a folder. Opens each, and reads none but the card.
 
         Raises InputError, naming the file, where one is no regular file, cannot be read, has a name that is no
@@ -56,7 +56,7 @@ class Loose:
         return cls(tuple(sorted(sizes)), sum(sizes.values()), dict(sorted(left_out.items())), card)
 
     @classmethod
-    def of_listing(cls, sizes: Mapping[str, int], root: Path) -> Loose:
+    def of_listing(cls, sizes: Mapping[str, int], root: Path) -> SidecarFiles:
         """The loose files of a repo of which only words and headers are here, at `root`; sizes: of all its files."""
         found = sorted(name for name in sizes if _is_loose(name) and name != CARD)
         names = tuple(name for name in found if not name.endswith(PARTIAL))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from hqconv.layout_decoder import loops
-from hqconv.layout_decoder.layout_form import KernelTensors
+from hqconv.layout_decoder.layout_form import LayoutForm
 from hqconv.layout_decoder.numbers import Array
 from hqconv.layout_decoder.packed import unpack_codes
 
@@ -23,7 +23,7 @@ Piece = tuple[int, int, int, int, int, int, int]
 # --- where codes lie ---------------------------------------------------------------------------------------
 
 
-def unit_places(form: KernelTensors) -> Array:
+def unit_places(form: LayoutForm) -> Array:
     """Of a lane's units: (8-row part of the chunk, half of its columns), int64 [a, 2].
 
     Units run over 16-row parts, their row halves, column halves; transposed, over column halves before row halves, so
@@ -35,7 +35,7 @@ def unit_places(form: KernelTensors) -> Array:
     return np.stack((part + row, column), 1)
 
 
-def unit_pieces(form: KernelTensors) -> Array:
+def unit_pieces(form: LayoutForm) -> Array:
     """Where a lane's units lie in its words: uint32 [a, 7], see `Piece`.
 
     A *plane* is 32 bits of fields, each as wide as the next power of two; a unit is one field in every a-bit part of
@@ -47,7 +47,7 @@ def unit_pieces(form: KernelTensors) -> Array:
     return np.array([_piece(*place, form.num_bits, repeat) for place in places], np.uint32)
 
 
-def code_pieces(form: KernelTensors) -> Array:
+def code_pieces(form: LayoutForm) -> Array:
     """Where a lane's 32 codes lie in its words, unit by unit: uint32 [32, 7].
 
     Natively dequantized ones lie after each other (`dequant_native.cuh`). Split ones do so but for their sign, which
@@ -67,12 +67,12 @@ def code_pieces(form: KernelTensors) -> Array:
     return np.array(pieces, np.uint32)
 
 
-def is_by_units(form: KernelTensors) -> bool:
+def is_by_units(form: LayoutForm) -> bool:
     """Whether all codes of a unit lie alike."""
     return not (form.is_native or form.is_split)
 
 
-def _field_width(form: KernelTensors) -> int:
+def _field_width(form: LayoutForm) -> int:
     return 1 << (form.num_bits - 1).bit_length()
 
 
@@ -90,7 +90,7 @@ def _piece(plane: int, field: int, num_bits: int, repeat: int) -> Piece:
 # --- codes in rows -----------------------------------------------------------------------------------------
 
 
-def read_codes(form: KernelTensors, words: Array, zero: Array | None) -> Array:
+def read_codes(form: LayoutForm, words: Array, zero: Array | None) -> Array:
     """Codes uint8 [E, N, K], padding included, of stored words [E, …]; `zero` [E, N, G] are the integer zero points."""
     num_experts, (n, k) = words.shape[0], form.padded_shape
     if form.order == "fragments":
@@ -108,7 +108,7 @@ def read_codes(form: KernelTensors, words: Array, zero: Array | None) -> Array:
     return codes
 
 
-def _in_rows(form: KernelTensors, words: Array) -> Array:
+def _in_rows(form: LayoutForm, words: Array) -> Array:
     """Packed words [E, N, W]; of chunks, every row's first 16 bytes come first (`loader_b.cuh`, `load_native`)."""
     if form.order == "rows":
         return words
@@ -117,7 +117,7 @@ def _in_rows(form: KernelTensors, words: Array) -> Array:
     return np.ascontiguousarray(chunks.transpose(0, 2, 1, 3)).reshape(words.shape)
 
 
-def _read_fragments(form: KernelTensors, words: Array, codes: Array) -> None:
+def _read_fragments(form: LayoutForm, words: Array, codes: Array) -> None:
     a, num_bits = form.activation_bits, form.num_bits
     if form.is_packed_k:
         words = _in_tiles(form, words)
@@ -128,7 +128,7 @@ def _read_fragments(form: KernelTensors, words: Array, codes: Array) -> None:
     loops.unpack_units(words, num_bits, a, unit_pieces(form), unit_places(form), units)
 
 
-def _in_tiles(form: KernelTensors, words: Array) -> Array:
+def _in_tiles(form: LayoutForm, words: Array) -> Array:
     """Packed K as it would be without: 16 rows by two instructions' columns, a lane's words of both side by side
     (`loader_b.cuh`, `load_packed_k`), against 32 rows by one's."""
     num_experts, tiles, _ = words.shape

@@ -39,7 +39,7 @@ _SCALE_ORDERS = ("tensor", "block", "channel", "group", "tensor memory", "one a 
 
 
 @dataclass(frozen=True)
-class KernelTensors:
+class LayoutForm:
     """What the LayerConfig says about the tensors; `padded_*` are the stored sizes.
 
     order: of the codes, "rows" (Humming's packing), "chunks" (16 bytes of every row after each other) or "fragments"
@@ -95,7 +95,7 @@ class KernelTensors:
         return {"F8_E8M0": 127, PADDED_E5M0: 15 << 3}.get(self.scale_dtype, 0)
 
 
-def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> KernelTensors:
+def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> LayoutForm:
     """Understand a LayerConfig; RequestError for layouts not known yet, VerificationError for nonsense."""
     words = _with_flags(config, flags)
     try:
@@ -105,7 +105,7 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> KernelTe
         zero_kind = "none"
         if words["has_zero_point"]:
             zero_kind = "float" if words["is_fp_zero_point"] else "int"
-        form = KernelTensors(
+        form = LayoutForm(
             num_bits=code_bits,
             exponent_bits=exponent_bits,
             activation_bits=_ACTIVATION_BITS[words["a_dtype"]],
@@ -180,7 +180,7 @@ def _is_centred(a_dtype: str, code_bits: int, exponent_bits: int | None, zero_ki
     return a_dtype != "bfloat16" or code_bits > (6 if zero_kind == "int" else 7)
 
 
-def _check_sizes(form: KernelTensors) -> None:
+def _check_sizes(form: LayoutForm) -> None:
     (n, k), (padded_n, padded_k) = form.shape, form.padded_shape
     unit = 512 // form.activation_bits
     facts = {
@@ -204,7 +204,7 @@ def _check_sizes(form: KernelTensors) -> None:
             )
 
 
-def _facts_of_layouts(form: KernelTensors) -> dict[str, bool]:
+def _facts_of_layouts(form: LayoutForm) -> dict[str, bool]:
     """What holds where a layout is not that of 16-bit activations."""
     is_fragments, per_word = form.order == "fragments", form.scale_order.endswith(" a word")
     narrower = form.num_bits < form.activation_bits

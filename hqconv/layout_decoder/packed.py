@@ -7,11 +7,11 @@ import numpy as np
 from hqconv.layout_decoder import loops
 from hqconv.layout_decoder.numbers import Array
 from hqconv.schemas.dtypes import code_of
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 def packed_shapes(
-    shape: tuple[int, int], schema: TargetSchema, param_dtype: str
+    shape: tuple[int, int], schema: WeightSchema, param_dtype: str
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of one matrix's packed tensors, worked out from the schema alone."""
     (n, k), param = shape, code_of(param_dtype)

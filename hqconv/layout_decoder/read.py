@@ -28,7 +28,7 @@ from hqconv.layout_decoder.tensors import checked_bits
 
 
 @dataclass(frozen=True, eq=False)
-class Unpacked:
+class DecodedStack:
     """A stack of experts of one GEMM in logical order, padding removed; floats as unsigned bit patterns.
 
     codes: uint8 [E, N, K], Humming's codes (integers offset binary); a view where K or N was padded.
@@ -52,7 +52,7 @@ class Unpacked:
 
 def unlayout(
     config: Mapping[str, Any], tensors: Mapping[str, Array], flags: Mapping[str, Any] | None = None
-) -> Unpacked:
+) -> DecodedStack:
     """Read kernel tensors [E, …] as the GEMM kernels do and return what they mean.
 
     `config`: Humming's LayerConfig as JSON words; its `num_experts` is not looked at, so that any slice of a
@@ -77,7 +77,7 @@ def unlayout(
             check_padding(name, channels[name][:, :, None], (rows, 1), 0, problems)
             channels[name] = channels[name][:, :rows]
     second = channels.get("weight_scale_2", bits.get("weight_scale_2"))
-    return Unpacked(
+    return DecodedStack(
         codes=codes[:, :rows, : form.shape[1]],
         weight_scale=read_scale(form, bits["weight_scale"], second, problems),
         zero_point=zero,
@@ -94,7 +94,7 @@ def unlayout(
 ADAPTED = (PADDED_E5M0, FUSED_FP8, FUSED_INT8)
 
 
-def second_scale(unpacked: Unpacked) -> NDArray[np.float32] | None:
+def second_scale(unpacked: DecodedStack) -> NDArray[np.float32] | None:
     """The second scale's values, float32 [E, 1, 1] or [E, N, 1]."""
     if unpacked.weight_scale_2 is None:
         return None
@@ -103,7 +103,7 @@ def second_scale(unpacked: Unpacked) -> NDArray[np.float32] | None:
     return values.reshape(len(values), -1, 1)
 
 
-def e8m0_exponents(unpacked: Unpacked) -> tuple[Array, NDArray[np.bool_]]:
+def e8m0_exponents(unpacked: DecodedStack) -> tuple[Array, NDArray[np.bool_]]:
     """The e8m0 bytes [E, N, G] that scales of `ADAPTED` dtypes stand for, and where they cannot be known.
 
     For float16, the forward path subtracts log2(weight_scale_2) from an expert's exponents and rebiases them; those

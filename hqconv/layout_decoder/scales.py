@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from hqconv.layout_decoder.layout_form import KernelTensors
+from hqconv.layout_decoder.layout_form import LayoutForm
 from hqconv.layout_decoder.numbers import FUSED_FP8, PADDED_E5M0, Array, to_float32
 
 _ONE = 127  # 1.0 in e8m0, which fills up words of scales
 LARGEST_FUSED = {True: 12, False: 3}  # by whether it is fp8's; the least is 1 and 0
 
 
-def read_scale(form: KernelTensors, stored: Array, second: Array | None, problems: list[str]) -> Array:
+def read_scale(form: LayoutForm, stored: Array, second: Array | None, problems: list[str]) -> Array:
     """Scales [E, N, G] without padding, or [E] of a tensor; `second` are fused layouts' second scales."""
     if form.scale_type == "tensor":
         return stored
@@ -37,7 +37,7 @@ def read_scale(form: KernelTensors, stored: Array, second: Array | None, problem
     return scale
 
 
-def _in_rows(form: KernelTensors, stored: Array, problems: list[str]) -> Array:
+def _in_rows(form: LayoutForm, stored: Array, problems: list[str]) -> Array:
     """Scales [E, N, G] in logical order, padding included."""
     if form.scale_type == "block":
         return stored.transpose(0, 2, 1)
@@ -82,7 +82,7 @@ _READ_TILES = {
 }
 
 
-def _fused_padding(form: KernelTensors, scale: Array, second: Array | None) -> Array:
+def _fused_padding(form: LayoutForm, scale: Array, second: Array | None) -> Array:
     """What padded scales are: rows are 1.0 to the second scale, columns as their row's largest; uint8 [E, N, G].
 
     Rows of int8 have a second scale each, and it is 0 there.
@@ -98,7 +98,7 @@ def _fused_padding(form: KernelTensors, scale: Array, second: Array | None) -> A
 
 
 def read_zero_point(
-    form: KernelTensors, stored: Array | None, problems: list[str]
+    form: LayoutForm, stored: Array | None, problems: list[str]
 ) -> tuple[Array | None, Array | None]:
     """The zero points [E, N, G] without and with padding; the second only for integers."""
     if stored is None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hqconv.layout_decoder import numbers
-from hqconv.layout_decoder.layout_form import KernelTensors
+from hqconv.layout_decoder.layout_form import LayoutForm
 from hqconv.layout_decoder.numbers import FUSED_FP8, PADDED_E5M0
 
 Tensors = Mapping[str, torch.Tensor]
@@ -35,7 +35,7 @@ def unpack_fields(words: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def unpack_scale(
-    form: KernelTensors, stored: torch.Tensor, second: torch.Tensor | None
+    form: LayoutForm, stored: torch.Tensor, second: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales in logical order, and the experts that hold others than they can."""
     if form.scale_type == "tensor":
@@ -52,7 +52,7 @@ def unpack_scale(
     return scale, wrong
 
 
-def _scale_in_rows(form: KernelTensors, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_in_rows(form: LayoutForm, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales [E, N, G] with their padding, and the experts whose words are not filled up with ones."""
     num_experts, wrong = len(stored), torch.zeros(len(stored), dtype=torch.bool, device=stored.device)
     if form.scale_type == "block":
@@ -74,7 +74,7 @@ def _scale_in_rows(form: KernelTensors, stored: torch.Tensor) -> tuple[torch.Ten
     return scale[:, :rows, :groups], outside(scale, rows, groups, 127)
 
 
-def _is_wrongly_fused(form: KernelTensors, scale: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+def _is_wrongly_fused(form: LayoutForm, scale: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
     """Experts with exponents out of range or, in the padding, others than 1.0 below and a row's largest beside."""
     rows, groups = form.scale_shape(padded=False)
     inside, least, below = scale[:, :rows, :groups], 0, torch.zeros_like(scale[:, :1, :1])
@@ -87,7 +87,7 @@ def _is_wrongly_fused(form: KernelTensors, scale: torch.Tensor, second: torch.Te
 
 
 def unpack_zero_point(
-    form: KernelTensors, bits: Tensors
+    form: LayoutForm, bits: Tensors
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Zero points without and with padding (the second only for integers), and the experts with impossible ones."""
     weight = bits["weight"]

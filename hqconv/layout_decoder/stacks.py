@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hqconv.layout_decoder.fragments import code_pieces, is_by_units, unit_pieces, unit_places
-from hqconv.layout_decoder.layout_form import KernelTensors
+from hqconv.layout_decoder.layout_form import LayoutForm
 from hqconv.layout_decoder.numbers import FUSED_INT8, PADDED_E5M0
 from hqconv.layout_decoder.stack_scales import (
     Tensors,
@@ -30,8 +30,8 @@ from hqconv.layout_decoder.stack_scales import (
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
-    """Matrices of E experts in logical order, padding removed; `hqconv.artifact.expert_reader.Matrix` with E in front.
+class MatrixStack:
+    """Matrices of E experts in logical order, padding removed; `artifact.expert_reader.ExpertMatrix` with E in front.
 
     codes uint8 [E, N, K]; scale [E, N, G], [E, N, 1] (channel), [E, N/bn, K/bk] (block) or [E, 1, 1] (tensor), its
     dtype, and what the kernels take it for, float32; zero_point uint8 codes or int16 patterns [E, N, G | 1]; scale_2
@@ -55,7 +55,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def read_stack(form: KernelTensors, bits: Tensors) -> Stack:
+def read_stack(form: LayoutForm, bits: Tensors) -> MatrixStack:
     """Kernel tensors [E, …] as the GEMM kernels read them. Shapes and widths must be those of the form."""
     rows, columns = form.shape
     zero, zero_padded, wrong = unpack_zero_point(form, bits)
@@ -70,7 +70,7 @@ def read_stack(form: KernelTensors, bits: Tensors) -> Stack:
     scale_2 = channels.get("weight_scale_2", bits.get("weight_scale_2"))
     scale_2 = scale_2.unsqueeze(1) if scale_2 is not None and scale_2.ndim == 1 else scale_2
     scale, wrong_scale = unpack_scale(form, bits["weight_scale"], scale_2)
-    stack = Stack(
+    stack = MatrixStack(
         codes=codes[:, :rows, :columns],
         scale=scale,
         scale_dtype=form.scale_dtype,
@@ -86,7 +86,7 @@ def read_stack(form: KernelTensors, bits: Tensors) -> Stack:
 # --- codes -------------------------------------------------------------------------------------------------
 
 
-def _unpack_codes(form: KernelTensors, words: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+def _unpack_codes(form: LayoutForm, words: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
     """uint8 [E, N, K], padding included."""
     num_experts, (n, k) = words.size(0), form.padded_shape
     if form.order == "fragments":
@@ -101,7 +101,7 @@ def _unpack_codes(form: KernelTensors, words: torch.Tensor, zero: torch.Tensor |
     return _restore_centred(form, codes, zero) if form.is_centred else codes
 
 
-def _of_fragments(form: KernelTensors, words: torch.Tensor) -> torch.Tensor:
+def _of_fragments(form: LayoutForm, words: torch.Tensor) -> torch.Tensor:
     """For 4 a rows and 256 / a columns there are `num_bits` words for each of 32 lanes (4 r + c), see `fragments`."""
     num_experts, (n, k), a = words.size(0), form.padded_shape, form.activation_bits
     tiles, chunks, per_unit = k * a // 256, n // (4 * a), 32 // a
@@ -154,7 +154,7 @@ def _one_a_byte(units: torch.Tensor, activation_bits: int) -> torch.Tensor:
     return wide
 
 
-def _restore_centred(form: KernelTensors, codes: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+def _restore_centred(form: LayoutForm, codes: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
     """Sign-and-magnitude codes around a zero point as plain codes; uint8 wraps around."""
     largest = (1 << form.num_bits) - 1
     if zero is None:
@@ -166,7 +166,7 @@ def _restore_centred(form: KernelTensors, codes: torch.Tensor, zero: torch.Tenso
 # --- e8m0 scales that became something else ---------------------------------------------------------------
 
 
-def _as_e8m0(stack: Stack, form: KernelTensors) -> Stack:
+def _as_e8m0(stack: MatrixStack, form: LayoutForm) -> MatrixStack:
     """Exponents for float16, or fused ones, as the e8m0 scales that they stand for, see `read.e8m0_exponents`."""
     wrong, value = stack.wrong, stack.scale_value
     if stack.scale_dtype == PADDED_E5M0:
@@ -184,7 +184,7 @@ def _as_e8m0(stack: Stack, form: KernelTensors) -> Stack:
         power = torch.where(lost, -24, power)
         exponent, value = exponent + (power - 1).unsqueeze(2), value * second.unsqueeze(2)
         flushed = flushed | lost.unsqueeze(2)
-    return Stack(
+    return MatrixStack(
         codes=stack.codes,
         scale=(exponent + 127).clamp(0, 255).to(torch.uint8),
         scale_dtype="F8_E8M0",

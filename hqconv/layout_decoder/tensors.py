@@ -10,14 +10,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from hqconv.errors import VerificationError
-from hqconv.layout_decoder.layout_form import KernelTensors
+from hqconv.layout_decoder.layout_form import LayoutForm
 from hqconv.layout_decoder.numbers import FUSED_FP8, FUSED_INT8, PADDED_E5M0, Array
 from hqconv.schemas.dtypes import num_bits
 
 _E8M0 = (PADDED_E5M0, FUSED_FP8, FUSED_INT8)  # are stored in files as what they came from
 
 
-def expected_tensors(form: KernelTensors) -> dict[str, tuple[str, tuple[int, ...]]]:
+def expected_tensors(form: LayoutForm) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Safetensors dtype and shape without E of every tensor of the layout."""
     n, _ = form.padded_shape
     groups = form.scale_shape(padded=True)[1]
@@ -34,7 +34,7 @@ def expected_tensors(form: KernelTensors) -> dict[str, tuple[str, tuple[int, ...
     return expected
 
 
-def _weight_shape(form: KernelTensors) -> tuple[int, ...]:
+def _weight_shape(form: LayoutForm) -> tuple[int, ...]:
     """Humming's packing, or a row for each run of columns that an instruction takes (twice that for packed K)."""
     n, k = form.padded_shape
     if form.order != "fragments":
@@ -43,7 +43,7 @@ def _weight_shape(form: KernelTensors) -> tuple[int, ...]:
     return k // columns, n * columns * form.num_bits // 32
 
 
-def _scale(form: KernelTensors) -> tuple[str, tuple[int, ...]]:
+def _scale(form: LayoutForm) -> tuple[str, tuple[int, ...]]:
     rows, groups = form.scale_shape(padded=True)
     stored = "F8_E8M0" if form.scale_dtype in _E8M0 else form.scale_dtype
     in_words = {
@@ -56,7 +56,7 @@ def _scale(form: KernelTensors) -> tuple[str, tuple[int, ...]]:
     return stored, () if form.scale_type == "tensor" else (groups, rows)
 
 
-def checked_bits(form: KernelTensors, tensors: Mapping[str, Array]) -> dict[str, Array]:
+def checked_bits(form: LayoutForm, tensors: Mapping[str, Array]) -> dict[str, Array]:
     """Every tensor's bit patterns [E, …], unsigned; VerificationError for one missing, extra or misshapen."""
     expected = expected_tensors(form)
     for name in sorted(expected.keys() ^ tensors.keys()):

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from hqconv.errors import RequestError
 from hqconv.models.families import Config, Family
-from hqconv.models.family_choice import Choice
-from hqconv.models.layer_checks import Size, Sizes, contradiction
+from hqconv.models.family_choice import FamilyChoice
+from hqconv.models.layer_checks import ConfigSizes, Size, contradiction
 from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers
 from hqconv.schemas.grid import MAX_SIZE
 
@@ -38,10 +38,10 @@ def layer_config(family: Family, layer: int, text: Config) -> Config:
     return {**text, **{key: value for key, value in each[layer].items() if value is not None}}
 
 
-def sizes_of(family: Family, layer: int, text: Config) -> Sizes:
+def sizes_of(family: Family, layer: int, text: Config) -> ConfigSizes:
     """What the config says of the sizes of a layer's experts."""
     keys = (family.num_experts_keys, family.hidden_size_keys, family.intermediate_size_keys)
-    return Sizes(*(number(text, of_size, layer) for of_size in keys))
+    return ConfigSizes(*(number(text, of_size, layer) for of_size in keys))
 
 
 def top_k(family: Family, name: str, layer: int, text: Config) -> int:
@@ -53,7 +53,7 @@ def top_k(family: Family, name: str, layer: int, text: Config) -> int:
     return found[1]
 
 
-def named_activation(choice: Choice, text: Config) -> tuple[str, str]:
+def named_activation(choice: FamilyChoice, text: Config) -> tuple[str, str]:
     """The activation's name and where it came from; never guessed for a model_type without a row of its own."""
     family = choice.family
     for key in family.activation_keys:
@@ -71,7 +71,7 @@ def named_activation(choice: Choice, text: Config) -> tuple[str, str]:
     )
 
 
-def activation_of(choice: Choice, name: str, layer: int, text: Config) -> Activation:
+def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> Activation:
     """The activation of one layer with its numbers, as the model's own code takes them from the config.
 
     Where a config has numbers that this model's code is not known to read, the activation has a name of its own such as
@@ -89,7 +89,7 @@ def activation_of(choice: Choice, name: str, layer: int, text: Config) -> Activa
     )
 
 
-def _numbers_of(choice: Choice, text: Config) -> Numbers | None:
+def _numbers_of(choice: FamilyChoice, text: Config) -> Numbers | None:
     """Where the model's numbers are; another family's keys mean nothing certain in a model without a row of its own."""
     of_type = NUMBERS.get(str(text.get("model_type")))
     return NUMBERS.get(choice.family.name) if of_type is None and choice.is_own_row else of_type

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
@@ -27,7 +27,7 @@ class RawLayout:
     ranges: each with its start in the buffer. starts: the same by (file, offset).
     """
 
-    block: ExpertBlock
+    block: MoeLayer
     experts: Sequence[int]
     ranges: list[tuple[TensorRef, int]] = field(init=False, repr=False)
     starts: dict[tuple[int, int], int] = field(init=False, repr=False)

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.quant_config import Declared, declared_formats
+from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.models.config_facts import (
     activation_of,
@@ -22,15 +22,15 @@ from hqconv.models.config_facts import (
 from hqconv.models.families import Config, Family, text_config
 from hqconv.models.family_choice import choose_family, looks_like_expert, name_pattern, unmatched_error
 from hqconv.models.layer_builder import build_block
-from hqconv.models.layer_checks import Found, check_once
-from hqconv.models.moe_layer import ExpertBlock, OwnTensors, Parts
+from hqconv.models.layer_checks import LayerTensors, check_once
+from hqconv.models.moe_layer import MoeLayer, Parts, PerExpertIndex
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
 
-def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, Found], list[str]]:
+def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, LayerTensors], list[str]]:
     """block name → its tensors, and the names that look like an expert's and matched nothing."""
-    groups = Groups(family)
+    groups = NameGroups(family)
     unmatched = []
     for name, ref in tensors.items():
         if groups.takes_known(name, ref):
@@ -44,7 +44,7 @@ def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, F
     return groups.found, unmatched
 
 
-class Groups:
+class NameGroups:
     """Blocks and their tensors so far.
 
     A name of a single expert is a block, an index and an ending, with dots between. Whether it matches depends on each
@@ -54,7 +54,7 @@ class Groups:
     """
 
     def __init__(self, family: Family) -> None:
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, LayerTensors] = {}
         self._match = name_pattern(family).fullmatch
         self._roles_of: dict[str, tuple[str, ...]] = {
             name: (role,) for role, name in family.projections.items()
@@ -90,7 +90,7 @@ class Groups:
         if matched is None:
             return False
         block, word, projection, part, *stack = matched.groups()
-        found = self.found.setdefault(block, Found())
+        found = self.found.setdefault(block, LayerTensors())
         if word is None:
             found.stacks.setdefault(stack[0], {})[stack[1] or "weight"] = ref
             return True
@@ -109,7 +109,7 @@ class ExpertMap:
 
     family: str
     chosen_because: str
-    blocks: tuple[ExpertBlock, ...]
+    blocks: tuple[MoeLayer, ...]
     converted: dict[str, str]
     copied: tuple[str, ...]
     dropped: dict[str, str]
@@ -203,12 +203,14 @@ def map_experts(
     return ExpertMap(family.name, f"{because}; {origin}", tuple(blocks), converted, copied, dropped)
 
 
-def _names(block: ExpertBlock) -> Iterable[str]:
+def _names(block: MoeLayer) -> Iterable[str]:
     """A block's tensors; where each expert has its own, the very texts that the checkpoint has them by."""
-    return block.sources.names() if isinstance(block.sources, OwnTensors) else block.tensor_names()
+    return block.sources.names() if isinstance(block.sources, PerExpertIndex) else block.tensor_names()
 
 
-def _formats(declared: Declared, block: str, found: Found, is_extra: bool) -> Callable[[str], SourceFormat]:
+def _formats(
+    declared: DeclaredFormats, block: str, found: LayerTensors, is_extra: bool
+) -> Callable[[str], SourceFormat]:
     """The declared format of a block's modules. Humming's own rules speak of the experts module, as vLLM has it.
 
     `is_extra`: a layer beyond the decoder's, for predicting further tokens. Servers pass over such layers, so ignore
@@ -222,12 +224,12 @@ def _formats(declared: Declared, block: str, found: Found, is_extra: bool) -> Ca
     return (lambda _module: declared.of(block)) if declared.method == "humming" else declared.of
 
 
-def _is_plain(found: Found) -> bool:
+def _is_plain(found: LayerTensors) -> bool:
     """Whether a block's tensors are floats and nothing else, which no format's are."""
     return all(map(_are_floats, _modules(found)))
 
 
-def _modules(found: Found) -> Iterator[Parts]:
+def _modules(found: LayerTensors) -> Iterator[Parts]:
     """The parts of every module of a block."""
     single = (parts for roles in found.experts.values() for parts in roles.values())
     return chain(single, found.stacks.values())
@@ -237,7 +239,7 @@ def _are_floats(parts: Parts) -> bool:
     return all(key in ("weight", "bias") and ref.dtype in FLOATS for key, ref in parts.items())
 
 
-def _plain_modules(found: Found) -> set[str]:
+def _plain_modules(found: LayerTensors) -> set[str]:
     """The paths of a block's modules whose tensors are floats and nothing else."""
     plain = (next(iter(parts.items())) for parts in _modules(found) if _are_floats(parts))
     return {ref.name.removesuffix(f".{key}") for key, ref in plain}
@@ -250,7 +252,7 @@ def _is_extra(family: Family, layer: int, text: Config) -> bool:
 
 
 def _drop_zero_experts(
-    family: Family, grouped: Mapping[str, Found], layers: Mapping[str, int], text: Config
+    family: Family, grouped: Mapping[str, LayerTensors], layers: Mapping[str, int], text: Config
 ) -> dict[str, str]:
     """Takes identity experts, E..E+Z-1, out of `grouped`; transformers 5 writes gate and up for them."""
     dropped: dict[str, str] = {}

@@ -40,7 +40,7 @@ def looks_like_expert(name: str, num_dims: int) -> bool:
     return num_dims >= 3 and not any(part in name for part in _SHARED)
 
 
-class Choice(NamedTuple):
+class FamilyChoice(NamedTuple):
     """The row that describes a checkpoint, and why it was taken."""
 
     family: Family
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     is_own_row: bool  # the row that names this model_type, not merely one that fits
 
 
-def choose_family(candidates: list[str], config: Config, text: Config) -> Choice:
+def choose_family(candidates: list[str], config: Config, text: Config) -> FamilyChoice:
     """The row of the model_type, or else the closest row that matches every candidate name."""
     outer, inner = str(config.get("model_type")), str(text.get("model_type"))
     if (why := UNSUPPORTED.get(outer) or UNSUPPORTED.get(inner)) and candidates:
@@ -61,15 +61,15 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Choice
         )
     known = BY_MODEL_TYPE.get(outer) or BY_MODEL_TYPE.get(inner)
     if known is None and (architecture := _known_architecture(config, text)):
-        return Choice(BY_ARCHITECTURE[architecture], f"architecture {architecture}", True)
+        return FamilyChoice(BY_ARCHITECTURE[architecture], f"architecture {architecture}", True)
     model_type = inner if known is not None and outer not in known.model_types else outer
     if known is not None:
-        return Choice(known, f"model_type {model_type}", True)
+        return FamilyChoice(known, f"model_type {model_type}", True)
     because = f"unknown model_type {model_type}"
     # Stable: where rows fit equally well, table order decides.
     rows = sorted(FAMILIES, key=lambda row: -_num_keys_found(row, text))
     if not candidates:
-        return Choice(rows[0], because, False)
+        return FamilyChoice(rows[0], because, False)
     templates = [_INDICES.sub("0", name) for name in candidates]
     num_names = Counter(templates)
     num_unmatched = {}
@@ -78,7 +78,7 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Choice
         num_unmatched[row.name] = sum(count for one, count in num_names.items() if not match(one))
         if not num_unmatched[row.name]:
             _refuse_unknown_stacks(row, candidates, set(templates), because)
-            return Choice(row, f"closest row {row.name} for {because}", False)
+            return FamilyChoice(row, f"closest row {row.name} for {because}", False)
     closest = min(rows, key=lambda row: num_unmatched[row.name])
     match = name_pattern(closest).fullmatch
     unmatched = [name for name in candidates if not match(name)]

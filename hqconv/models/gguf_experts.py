@@ -17,8 +17,8 @@ from hqconv.io.gguf_header import COPY_AGAIN, wrong_shape
 from hqconv.models.config_facts import sizes_of
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family, text_config
-from hqconv.models.layer_checks import Sizes
-from hqconv.models.moe_layer import ExpertBlock, PartSource, View
+from hqconv.models.layer_checks import ConfigSizes
+from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
@@ -50,7 +50,7 @@ class GgufPart:
 GgufLayer = dict[str, dict[str, GgufPart]]  # role → part → where it is
 
 
-def check_layer(layer: int, found: GgufLayer, family: Family, sizes: Sizes) -> None:
+def check_layer(layer: int, found: GgufLayer, family: Family, sizes: ConfigSizes) -> None:
     """Every projection is there, and every part has the size that the config says; raises InputError."""
     needed = ["weight", *(["bias"] if any("bias" in parts for parts in found.values()) else [])]
     for role in family.projections:
@@ -66,7 +66,7 @@ def check_layer(layer: int, found: GgufLayer, family: Family, sizes: Sizes) -> N
             _check_part(role, part, one, sizes, found["w2"]["weight"].ref)
 
 
-def _check_part(role: str, part: str, one: GgufPart, sizes: Sizes, down: TensorRef) -> None:
+def _check_part(role: str, part: str, one: GgufPart, sizes: ConfigSizes, down: TensorRef) -> None:
     ref, from_config = one.ref, (sizes.num_experts, sizes.hidden, sizes.intermediate)
     if len(down.shape) != 3:
         raise wrong_shape(down.name, "[experts, out, in]", down.shape)
@@ -280,11 +280,11 @@ class _Finder:
         return refs
 
 
-def _with_stacks(block: ExpertBlock, layer: GgufLayer) -> ExpertBlock:
+def _with_stacks(block: MoeLayer, layer: GgufLayer) -> MoeLayer:
     """A mapped block, with the stacks instead of the tensors that stood in for them."""
     parts = {
         role: {
-            part: PartSource(one.ref.name, one.ref.dtype, one.ref.shape, one.view)
+            part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view)
             for part, one in layer[role].items()
         }
         for role in block.roles

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from hqconv.errors import InputError
-from hqconv.formats.resolve import PART_NAMES, UNUSED_PARTS, Completed, complete, logical_shape
+from hqconv.formats.resolve import PART_NAMES, UNUSED_PARTS, ResolvedFormat, logical_shape, resolve_format
 from hqconv.formats.source_format import SourceFormat
 from hqconv.models.families import Family
 from hqconv.models.layer_checks import (
     REMEDY,
-    Found,
+    ConfigSizes,
+    LayerTensors,
     RoleParts,
-    Sizes,
     check_alike,
     check_counts,
     check_cuts,
@@ -29,12 +29,12 @@ from hqconv.models.layer_checks import (
 )
 from hqconv.models.moe_layer import (
     IDENTITY,
-    ExpertBlock,
     InputScales,
-    OwnTensors,
-    PartSource,
+    MoeLayer,
+    PerExpertIndex,
     Sources,
-    StackShares,
+    StackedIndex,
+    TensorSlice,
     View,
 )
 from hqconv.schemas.tensors import TensorRef, TensorSpec
@@ -43,7 +43,7 @@ from hqconv.schemas.tensors import TensorRef, TensorSpec
 _NEVER_TRANSPOSED = ("blocks", "scales", "bias")
 
 
-def raw_single(family: Family, name: str, found: Found) -> RoleParts:
+def raw_single(family: Family, name: str, found: LayerTensors) -> RoleParts:
     """The parts of every projection, as expert 0 has them."""
     raw: RoleParts = {}
     for role, word in family.projections.items():
@@ -59,11 +59,11 @@ def raw_single(family: Family, name: str, found: Found) -> RoleParts:
                 else IDENTITY
             )
             template = ref.name.replace(f"{name}.0.", f"{name}.{{expert}}.", 1)
-            raw.setdefault(role, {})[key] = PartSource(template, ref.dtype, ref.shape, view)
+            raw.setdefault(role, {})[key] = TensorSlice(template, ref.dtype, ref.shape, view)
     return raw
 
 
-def raw_stacked(family: Family, name: str, found: Found, sizes: Sizes, count: int) -> RoleParts:
+def raw_stacked(family: Family, name: str, found: LayerTensors, sizes: ConfigSizes, count: int) -> RoleParts:
     """The parts of every projection in the block's stacks."""
     for stack in family.stacks:
         if stack.name not in found.stacks:
@@ -90,7 +90,7 @@ def raw_stacked(family: Family, name: str, found: Found, sizes: Sizes, count: in
     return fits[0]
 
 
-def _stacked_as(family: Family, found: Found, transposed: Mapping[str, bool]) -> RoleParts:
+def _stacked_as(family: Family, found: LayerTensors, transposed: Mapping[str, bool]) -> RoleParts:
     raw: RoleParts = {role: {} for role in family.projections}
     for stack in family.stacks:
         tensors = found.stacks[stack.name]
@@ -100,7 +100,7 @@ def _stacked_as(family: Family, found: Found, transposed: Mapping[str, bool]) ->
                 is_turned = is_turned and not _is_column(ref.shape, tensors.get("weight"))
                 view = View(is_turned, index, len(stack.roles), stack.interleaved)
                 is_flat = stack.flat and key not in _NEVER_TRANSPOSED
-                raw[role][key] = PartSource(ref.name, ref.dtype, ref.shape, view, is_flat)
+                raw[role][key] = TensorSlice(ref.name, ref.dtype, ref.shape, view, is_flat)
     return raw
 
 
@@ -109,7 +109,7 @@ def _is_column(shape: tuple[int, ...], weight: TensorRef | None) -> bool:
     return weight is not None and len(weight.shape) == 3 and shape == (weight.shape[0], weight.shape[2], 1)
 
 
-def _fits(raw: RoleParts, sizes: Sizes, count: int) -> bool:
+def _fits(raw: RoleParts, sizes: ConfigSizes, count: int) -> bool:
     """Whether every weight has its size under these views."""
     if sizes.hidden is None or sizes.intermediate is None:
         return False
@@ -125,7 +125,7 @@ def _fits(raw: RoleParts, sizes: Sizes, count: int) -> bool:
     return True
 
 
-def raw_parts(parts: Mapping[str, PartSource], count: int, role: str) -> dict[str, TensorSpec]:
+def raw_parts(parts: Mapping[str, TensorSlice], count: int, role: str) -> dict[str, TensorSpec]:
     """The headers of one projection, its codes first: where a partner is missing, they name the place."""
     raw = {}
     for key, part in sorted(parts.items(), key=lambda item: PART_NAMES.index(item[0])):
@@ -140,7 +140,7 @@ def raw_parts(parts: Mapping[str, PartSource], count: int, role: str) -> dict[st
     return raw
 
 
-def names_of(part: PartSource, count: int) -> list[str]:
+def names_of(part: TensorSlice, count: int) -> list[str]:
     experts = range(1) if part.is_stacked else range(count)
     return [part.template.format(expert=expert) for expert in experts]
 
@@ -151,11 +151,11 @@ _UNUSED = frozenset(UNUSED_PARTS)
 def build_block(
     family: Family,
     name: str,
-    found: Found,
-    sizes: Sizes,
+    found: LayerTensors,
+    sizes: ConfigSizes,
     format_of: Callable[[str], SourceFormat],
     facts: Mapping[str, Any],
-) -> tuple[ExpertBlock, dict[str, str]]:
+) -> tuple[MoeLayer, dict[str, str]]:
     """The block, and its tensors that are of no use to it (name → reason).
 
     `format_of` maps a module's path to the format that the config declares; `facts` are the block's other fields.
@@ -173,7 +173,7 @@ def build_block(
         role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections
     }
     check_cuts(parts, done["w2"].format, count, inner)
-    block = ExpertBlock(
+    block = MoeLayer(
         name=name,
         family=family.name,
         num_experts=count,
@@ -192,7 +192,9 @@ def build_block(
     return block, _unused(done, raw, found, count)
 
 
-def _unused(done: Mapping[str, Completed], raw: RoleParts, found: Found, count: int) -> dict[str, str]:
+def _unused(
+    done: Mapping[str, ResolvedFormat], raw: RoleParts, found: LayerTensors, count: int
+) -> dict[str, str]:
     """The block's tensors that nothing needs. Not every expert need have them: calibration may have missed some."""
     unused = {
         name: reason
@@ -219,7 +221,7 @@ def _module_of(family: Family, name: str, raw: RoleParts, role: str, expert: int
 # --- how many experts --------------------------------------------------------------------------------------
 
 
-def _count(family: Family, name: str, found: Found, sizes: Sizes) -> int:
+def _count(family: Family, name: str, found: LayerTensors, sizes: ConfigSizes) -> int:
     if found.experts:
         check_indices(name, found.experts, sizes.num_experts)
         return len(found.experts)
@@ -236,7 +238,7 @@ def _count(family: Family, name: str, found: Found, sizes: Sizes) -> int:
 
 
 def _matrix_sizes(
-    sizes: Sizes, declared: SourceFormat, raw: Mapping[str, PartSource], count: int
+    sizes: ConfigSizes, declared: SourceFormat, raw: Mapping[str, TensorSlice], count: int
 ) -> tuple[int, int]:
     """Hidden and intermediate size, from the config or else from the down projection."""
     if sizes.hidden and sizes.intermediate:
@@ -251,22 +253,26 @@ def _matrix_sizes(
 
 
 def _complete(
-    declared: Mapping[str, SourceFormat], raw: RoleParts, count: int, wide: tuple[int, int], sizes: Sizes
-) -> dict[str, Completed]:
+    declared: Mapping[str, SourceFormat],
+    raw: RoleParts,
+    count: int,
+    wide: tuple[int, int],
+    sizes: ConfigSizes,
+) -> dict[str, ResolvedFormat]:
     """Every projection's format; `wide` is the down projection's [H, I]. All must be the same."""
-    done: dict[str, Completed] = {}
+    done: dict[str, ResolvedFormat] = {}
     for role, source in declared.items():
         try:
-            done[role] = complete(
+            done[role] = resolve_format(
                 source, raw_parts(raw[role], count, role), *(wide if role == "w2" else wide[::-1])
             )
         except InputError as error:
-            raise _in_words(error, raw[role], sizes) from error
+            raise _with_context(error, raw[role], sizes) from error
     check_one_format(declared, done, raw)
     return done
 
 
-def _in_words(error: InputError, parts: Mapping[str, PartSource], sizes: Sizes) -> InputError:
+def _with_context(error: InputError, parts: Mapping[str, TensorSlice], sizes: ConfigSizes) -> InputError:
     """The error of one projection's headers, with what the block knows: the tensor, its shape, the config's sizes."""
     first = parts[min(parts, key=PART_NAMES.index)]
     where, found = error.where or first.template.format(expert=0), error.found
@@ -279,12 +285,12 @@ def _in_words(error: InputError, parts: Mapping[str, PartSource], sizes: Sizes) 
 
 
 def _sources(
-    found: Found, raw: RoleParts, parts: Mapping[str, Mapping[str, PartSource]], count: int
+    found: LayerTensors, raw: RoleParts, parts: Mapping[str, Mapping[str, TensorSlice]], count: int
 ) -> Sources:
     """Every expert's byte ranges; experts with tensors of their own must all be like expert 0."""
     if found.stacks:
         tensors = {ref.name: ref for parts_ in found.stacks.values() for ref in parts_.values()}
-        return StackShares(parts, tensors, count)
+        return StackedIndex(parts, tensors, count)
     keys = {
         role: {
             part: next(key for key, other in raw[role].items() if other is source)
@@ -294,7 +300,7 @@ def _sources(
     }
     for e in range(count):
         check_alike(found.experts[e], raw, e)
-    return OwnTensors(
+    return PerExpertIndex(
         {
             role: {
                 part: tuple(
@@ -312,7 +318,7 @@ _GEMM_OF = {"w1": "w13", "w3": "w13", "w2": "w2"}
 
 
 def find_input_scales(
-    family: Family, name: str, found: Found, count: int, formats: Iterable[SourceFormat]
+    family: Family, name: str, found: LayerTensors, count: int, formats: Iterable[SourceFormat]
 ) -> InputScales:
     """What a block's tensors and its projections' formats say; nothing is checked, as most requests have no use for it.
 

@@ -9,19 +9,19 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.resolve import UNUSED_PARTS, Completed
+from hqconv.formats.resolve import UNUSED_PARTS, ResolvedFormat
 from hqconv.formats.source_format import SourceFormat
-from hqconv.models.moe_layer import Parts, PartSource, View
+from hqconv.models.moe_layer import Parts, TensorSlice, View
 from hqconv.schemas.grid import MAX_COUNT
 from hqconv.schemas.tensors import TensorRef
 
 Size = tuple[str, int]  # the config key it came from, "" if from shapes, and the value
-RoleParts = dict[str, dict[str, PartSource]]  # role → raw part name → where it is
+RoleParts = dict[str, dict[str, TensorSlice]]  # role → raw part name → where it is
 REMEDY = "Check that the checkpoint is complete and that config.json belongs to it."
 
 
 @dataclass
-class Found:
+class LayerTensors:
     """A block's tensors by what their names say: of single experts, and of stacks; innermost key: part."""
 
     experts: dict[int, dict[str, Parts]] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ConfigSizes:
     """What the config says of a block's sizes, where it says so."""
 
     num_experts: Size | None
@@ -42,7 +42,7 @@ def contradiction(what: str, where: str, expected: object, found: object) -> Inp
     return InputError(what, where=where, expected=expected, found=found, remedy=REMEDY)
 
 
-def check_one_form(found: Found) -> None:
+def check_one_form(found: LayerTensors) -> None:
     """A block has single experts or stacks, not both."""
     if found.experts and found.stacks:
         expert = next(iter(found.experts.values()))
@@ -118,7 +118,7 @@ def one_declared(
 
 
 def check_one_format(
-    declared: Mapping[str, SourceFormat], done: Mapping[str, Completed], raw: RoleParts
+    declared: Mapping[str, SourceFormat], done: Mapping[str, ResolvedFormat], raw: RoleParts
 ) -> None:
     """All projections of a block are stored alike. Raises RequestError where the config says that they are not."""
     first = done["w2"]
@@ -141,7 +141,7 @@ def check_one_format(
 
 
 def check_cuts(
-    parts: Mapping[str, Mapping[str, PartSource]], source: SourceFormat, count: int, inner: int
+    parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFormat, count: int, inner: int
 ) -> None:
     """Rows of a stack are dealt to its projections only where each row belongs to one of them.
 
@@ -205,11 +205,11 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
                 raise contradiction("A block mixes dtypes.", ref.name, expected, ref.dtype)
 
 
-def _parts_of(parts: Mapping[str, TensorRef | PartSource]) -> str:
+def _parts_of(parts: Mapping[str, TensorRef | TensorSlice]) -> str:
     return ", ".join(f"{key} {part.dtype}" for key, part in sorted(parts.items()))
 
 
-def _are_alike(refs: Parts, whole: Mapping[str, PartSource]) -> bool:
+def _are_alike(refs: Parts, whole: Mapping[str, TensorSlice]) -> bool:
     """Whether an expert has exactly the parts of expert 0, as nearly all have: the quick way to see it."""
     if len(refs) != len(whole):
         return False

@@ -57,7 +57,7 @@ IDENTITY = View()
 
 
 @dataclass(frozen=True)
-class PartSource:
+class TensorSlice:
     """One part (codes, scales, bias …) of a projection, the same for every expert of a block.
 
     `template` is the tensor's name with `{expert}` where experts have tensors of their own (maybe of several
@@ -120,16 +120,16 @@ class PartSource:
         """Whether the projection's bytes lie together, so that no view is needed once they are read."""
         return not self.view.transposed and not (self.view.interleaved and self.view.count > 1)
 
-    def words(self) -> dict[str, Any]:
-        """As JSON words; `from_words` is the inverse."""
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON words; `from_dict` is the inverse."""
         return {**asdict(self), "shape": list(self.shape)}
 
     @classmethod
-    def from_words(cls, words: Mapping[str, Any]) -> PartSource:
+    def from_dict(cls, words: Mapping[str, Any]) -> TensorSlice:
         """Raises KeyError, TypeError or ValueError for words that are none."""
         view, shape = View(**words["view"]), tuple(int(size) for size in words["shape"])
         part = cls(**{**words, "view": view, "shape": shape})
-        if part.words() != words or {"{", "}"}.intersection(part.template.replace("{expert}", "")):
+        if part.to_dict() != words or {"{", "}"}.intersection(part.template.replace("{expert}", "")):
             raise ValueError(f"a part at {part.template!r}")
         return part
 
@@ -155,7 +155,7 @@ class InputScales:
 
 
 @dataclass(frozen=True)
-class ExpertBlock:
+class MoeLayer:
     """One MoE layer's experts. `sources[e]["w1"]["weight"]` says where the codes (or floats) of e's gate are.
 
     A block that is not gated has no w1. `hidden_size` is what the experts see: a latent size in some nemotron_h.
@@ -177,7 +177,7 @@ class ExpertBlock:
     pads_last_rank: bool
     format: SourceFormat
     words: Mapping[str, str]
-    parts: Mapping[str, Mapping[str, PartSource]]
+    parts: Mapping[str, Mapping[str, TensorSlice]]
     sources: Sources
     input_scales: InputScales = field(default_factory=InputScales)
 
@@ -217,10 +217,10 @@ class ExpertBlock:
         """Source bytes of all experts."""
         return sum(ref.num_bytes for expert in range(self.num_experts) for ref in self.refs(expert))
 
-    def parts_words(self) -> dict[str, dict[str, Any]]:
+    def parts_to_dict(self) -> dict[str, dict[str, Any]]:
         """Where every part of every projection is, as JSON words."""
         return {
-            role: {part: source.words() for part, source in of_role.items()}
+            role: {part: source.to_dict() for part, source in of_role.items()}
             for role, of_role in self.parts.items()
         }
 
@@ -232,8 +232,8 @@ class ExpertBlock:
 
 
 @dataclass(frozen=True)
-class OwnTensors:
-    """`ExpertBlock.sources` of experts with tensors of their own.
+class PerExpertIndex:
+    """`MoeLayer.sources` of experts with tensors of their own.
 
     columns: role → part → every expert's tensor. Dicts for each expert would take more memory than the tensors.
     """
@@ -259,13 +259,13 @@ class OwnTensors:
 
 
 @dataclass(frozen=True)
-class StackShares:
-    """`ExpertBlock.sources` of experts in stacks, each worked out when it is first asked for: a look asks for few.
+class StackedIndex:
+    """`MoeLayer.sources` of experts in stacks, each worked out when it is first asked for: a look asks for few.
 
     parts: role → part → the stack that holds it. tensors: by name. count: of experts.
     """
 
-    parts: Mapping[str, Mapping[str, PartSource]]
+    parts: Mapping[str, Mapping[str, TensorSlice]]
     tensors: Mapping[str, TensorRef]
     count: int
     _known: dict[int, dict[str, Parts]] = field(default_factory=dict, init=False, repr=False, compare=False)

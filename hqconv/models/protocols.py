@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
-from hqconv.io.protocols import Described
+from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hqconv.formats.decode_matrix import SourceMatrix
 
 
-class Headers(Described, Protocol):
+class SourceHeaders(CheckpointHeaders, Protocol):
     """A checkpoint, a folder with experts in GGUF files, or an artifact. A context manager that closes it."""
 
     def __enter__(self) -> Self: ...
@@ -34,7 +34,7 @@ class Headers(Described, Protocol):
         ...
 
 
-class Source(Headers, Protocol):
+class Source(SourceHeaders, Protocol):
     """One whose weights can be read."""
 
     reads_ahead: ClassVar[
@@ -50,7 +50,7 @@ class Source(Headers, Protocol):
 
     def read_expert(
         self,
-        block: ExpertBlock,
+        block: MoeLayer,
         expert: int,
         roles: Sequence[str],
         device: torch.device,

@@ -8,15 +8,15 @@ from hqconv.errors import RequestError
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
 from hqconv.humming_layout.compatibility import nearest, why_not
 from hqconv.humming_layout.layer_config import needs_cuda, resolve
-from hqconv.io.protocols import Described
+from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.encoding import MSE
 from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_blocks
-from hqconv.planning.spec import Request
+from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.grid import Grid, check_grid
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 from hqconv.serving.vllm.limits import (
     serving_obstacles,
@@ -29,36 +29,36 @@ PROVEN_SM = 90  # of an H200: docs/kernels.md
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
-def check_request(experts: ExpertMap, request: Request) -> None:
+def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Raises RequestError for what this version, Humming or the experts' sizes do not allow.
 
     What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.conversion.run`).
     """
-    check_input_scales(experts, request)
-    for kind in request.kinds:
+    check_input_scales(experts, spec)
+    for kind in spec.kinds:
         _check_scales(kind)
-        if request.layout == artifact_names.KERNEL:
+        if spec.layout == artifact_names.KERNEL:
             _check_kind(kind)
-    if request.layout == artifact_names.CHECKPOINT and request.of_blocks:
+    if spec.layout == artifact_names.CHECKPOINT and spec.of_blocks:
         what, remedy = "The checkpoint layout has one schema for all blocks.", "Use --layout kernel."
-        found = "; ".join(f"{kind.schema.name}, {kind.inputs.name} activations" for kind in request.kinds)
+        found = "; ".join(f"{kind.schema.name}, {kind.inputs.name} activations" for kind in spec.kinds)
         raise RequestError(what, where="--layout checkpoint", found=found, remedy=remedy)
-    if request.layout == artifact_names.CHECKPOINT and request.grid != Grid():
+    if spec.layout == artifact_names.CHECKPOINT and spec.grid != Grid():
         raise RequestError(
             "The checkpoint layout is unsharded: it serves at any TP and EP.",
             where="--layout checkpoint",
             remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
         )
-    if request.layout == artifact_names.CHECKPOINT:
+    if spec.layout == artifact_names.CHECKPOINT:
         _check_left(experts.left)
     for block in experts.blocks:
-        _check_sizes(block, request)
+        _check_sizes(block, spec)
 
 
-def refuse_unserved(experts: ExpertMap, request: Request) -> None:
+def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Raises RequestError for blocks that no server computes with; what one named server cannot load is a warning."""
     for block in experts.blocks:
-        kind = request.kind_of(block.name)
+        kind = spec.kernel_spec_of(block.name)
         if (reason := why_no_server(kind)) is not None:
             raise RequestError(
                 "No server runs these weights.",
@@ -81,7 +81,7 @@ def _check_left(left: Iterable[str]) -> None:
             )
 
 
-def _check_scales(kind: KernelKind) -> None:
+def _check_scales(kind: KernelSpec) -> None:
     schema = kind.schema
     if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != kind.param_dtype:
         raise RequestError(
@@ -93,7 +93,7 @@ def _check_scales(kind: KernelKind) -> None:
         )
 
 
-def _check_kind(kind: KernelKind) -> None:
+def _check_kind(kind: KernelSpec) -> None:
     """Weights and activations run together on the target, and their layout is known."""
     reason = why_not(kind)
     if reason is not None:
@@ -116,23 +116,23 @@ def _check_kind(kind: KernelKind) -> None:
         )
 
 
-def _check_sizes(block: ExpertBlock, request: Request) -> None:
+def _check_sizes(block: MoeLayer, spec: ConversionSpec) -> None:
     sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
-    schema = request.kind_of(block.name).schema
+    schema = spec.kernel_spec_of(block.name).schema
     try:
-        check_grid(block.name, *sizes, schema, request.grid, pads_last_rank=block.pads_last_rank)
+        check_grid(block.name, *sizes, schema, spec.grid, pads_last_rank=block.pads_last_rank)
     except RequestError as error:
         is_block = schema.weight_scale_type == "block"
-        if not is_block or why_not_direct(block.format, schema, request.param_dtype):
+        if not is_block or why_not_direct(block.format, schema, spec.param_dtype):
             raise
         hint = " With --schema source the source's scales are repeated into smaller blocks."
         words = {"where": error.where, "expected": error.expected, "found": error.found}
         raise RequestError(error.what, **words, remedy=error.remedy + hint) from None
 
 
-def check_copied(checkpoint: Described, experts: ExpertMap, request: Request) -> None:
+def check_copied(checkpoint: CheckpointHeaders, experts: ExpertMap, spec: ConversionSpec) -> None:
     """Refuse the checkpoint layout where tensors that it copies are quantized: vLLM would take them for plain ones."""
-    if request.layout != artifact_names.CHECKPOINT or checkpoint.quantization is None:
+    if spec.layout != artifact_names.CHECKPOINT or checkpoint.quantization is None:
         return
     refs = (checkpoint.tensors[name] for name in experts.copied)
     quantized = next((ref for ref in refs if ref.dtype in _CODE_DTYPES and len(ref.shape) > 1), None)
@@ -146,30 +146,34 @@ def check_copied(checkpoint: Described, experts: ExpertMap, request: Request) ->
         )
 
 
-def request_warnings(experts: ExpertMap, request: Request) -> tuple[str, ...]:
+def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...]:
     """What converts, but is known not to run well, or loses what another option would keep."""
-    warnings = _rounding_warnings(experts, request)
-    warnings += _search_warnings(experts, request)
-    for dtype in PARAM_DTYPES if not request.round_scales else ():
+    warnings = _rounding_warnings(experts, spec)
+    warnings += _search_warnings(experts, spec)
+    for dtype in PARAM_DTYPES if not spec.round_scales else ():
         kept, here = (
-            [b for b in experts.blocks if not why_not_direct(b.format, request.kind_of(b.name).schema, param)]
-            for param in (dtype, request.param_dtype)
+            [
+                b
+                for b in experts.blocks
+                if not why_not_direct(b.format, spec.kernel_spec_of(b.name).schema, param)
+            ]
+            for param in (dtype, spec.param_dtype)
         )
         if len(kept) > len(here):
             warnings.append(
                 f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
             )
     warnings += _activation_warnings(experts)
-    if request.layout == artifact_names.CHECKPOINT:
-        warnings += _stock_vllm_warnings(experts, request)
+    if spec.layout == artifact_names.CHECKPOINT:
+        warnings += _stock_vllm_warnings(experts, spec)
     else:
-        reasons = serving_obstacles(experts.family, request.grid)
+        reasons = serving_obstacles(experts.family, spec.grid)
         warnings += [f"vLLM 0.33 will not serve this artifact: {reason}." for reason in reasons]
-    kinds = dict.fromkeys(request.kind_of(block.name) for block in experts.blocks)
+    kinds = dict.fromkeys(spec.kernel_spec_of(block.name) for block in experts.blocks)
     warnings += [reason for kind in kinds if (reason := why_no_server(kind)) is not None]
-    if request.layout == artifact_names.KERNEL:
+    if spec.layout == artifact_names.KERNEL:
         warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
-    warnings += missing_warnings(static_blocks(experts, request))
+    warnings += missing_warnings(static_blocks(experts, spec))
     return tuple(dict.fromkeys(warnings))
 
 
@@ -183,7 +187,7 @@ def _activation_warnings(experts: ExpertMap) -> list[str]:
     ]
 
 
-def _kernel_warnings(kind: KernelKind) -> Iterator[str]:
+def _kernel_warnings(kind: KernelSpec) -> Iterator[str]:
     """What is not proven of a kind's kernels, and what becomes of e8m0 scales that Humming fuses into the codes."""
     if kind.target.sm_version != PROVEN_SM:
         yield (
@@ -204,14 +208,14 @@ def _kernel_warnings(kind: KernelKind) -> Iterator[str]:
         )
 
 
-def _rounding_warnings(experts: ExpertMap, request: Request) -> list[str]:
+def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Which scales are rounded although nobody asked for it: where the schema's codes are the source's."""
-    dtype = request.param_dtype
+    dtype = spec.param_dtype
     kinds = {
         block.format.scale_dtype
         for block in experts.blocks
-        if not request.keeps(block.name)
-        and conversion_of(block.format, request.kind_of(block.name).schema, dtype) == DIRECT_ROUNDED
+        if not spec.keeps(block.name)
+        and conversion_of(block.format, spec.kernel_spec_of(block.name).schema, dtype) == DIRECT_ROUNDED
     }
     return [
         f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "
@@ -220,26 +224,24 @@ def _rounding_warnings(experts: ExpertMap, request: Request) -> list[str]:
     ]
 
 
-def _search_warnings(experts: ExpertMap, request: Request) -> Iterator[str]:
+def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> Iterator[str]:
     """Whether there is nothing to search scales for; where gate and up must share a scale, only the data tell."""
     for block in experts.blocks:
-        schema = request.kind_of(block.name).schema
-        words = (block.format, schema, request.param_dtype)
-        is_direct = conversion_of(*words, round_scales=request.round_scales) in (DIRECT, DIRECT_ROUNDED)
-        if not is_direct or (schema.is_coupled and not request.must_be_direct):
+        schema = spec.kernel_spec_of(block.name).schema
+        words = (block.format, schema, spec.param_dtype)
+        is_direct = conversion_of(*words, round_scales=spec.round_scales) in (DIRECT, DIRECT_ROUNDED)
+        if not is_direct or (schema.is_coupled and not spec.must_be_direct):
             return
-    if request.quantizer == MSE:
-        named = (
-            "--quantizer mse has" if request.importance is None else "--quantizer mse and --importance have"
-        )
+    if spec.quantizer == MSE:
+        named = "--quantizer mse has" if spec.importance is None else "--quantizer mse and --importance have"
         yield f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."
 
 
-def _stock_vllm_warnings(experts: ExpertMap, request: Request) -> list[str]:
+def _stock_vllm_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Why a stock vLLM, for which the checkpoint layout is, will not serve it."""
-    schema = request.schema
-    of_schema = stock_vllm_obstacle(schema, request.param_dtype)
+    schema = spec.schema
+    of_schema = stock_vllm_obstacle(schema, spec.param_dtype)
     of_blocks = (stock_vllm_family_obstacle(experts.family, block.name, schema) for block in experts.blocks)
     of_family = next((reason for reason in of_blocks if reason), None)
-    named = ((f"'{schema.name}' with {request.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
+    named = ((f"'{schema.name}' with {spec.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
     return [f"vLLM 0.33 cannot serve {name} from this layout: {reason}." for name, reason in named if reason]

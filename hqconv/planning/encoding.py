@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched for the least squared error
 # Of what mse tries and how it chooses (`backends/candidates`, `backends/search`): raised by every change of its
@@ -15,7 +15,7 @@ RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched f
 SEARCH_VERSION = 1
 
 
-def quantizer_words(quantizer: str) -> dict[str, Any]:
+def quantizer_to_dict(quantizer: str) -> dict[str, Any]:
     """What a manifest says of a quantizer: nothing of rtn, of which there are no versions."""
     return {} if quantizer == RTN else {"quantizer": quantizer, "quantizer_version": SEARCH_VERSION}
 
@@ -31,7 +31,7 @@ class Encoding:
     importance: with mse only. GEMM → what the squared error in each input column counts, float32 as bytes.
     """
 
-    schema: TargetSchema
+    schema: WeightSchema
     param_dtype: str
     conversion: str
     must_be_direct: bool = False
@@ -53,7 +53,7 @@ class Encoding:
 
 def encoding_of(
     source: SourceFormat,
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     *,
     must_be_direct: bool = False,
@@ -74,7 +74,7 @@ def encoding_of(
     )
 
 
-def takes_powers_of_two(source: SourceFormat, schema: TargetSchema) -> bool:
+def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:
     """Whether fp8 group scales under a second scale can stand for the source's powers of two: mxfp4 to nvfp4."""
     return (
         source.scale_dtype == "float8e8m0"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hqconv.errors import InputError, RequestError
 from hqconv.io.safetensors_header import LENGTH_BYTES, header_length, parse_header
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.tensors import TensorRef
 
@@ -41,7 +41,7 @@ class Importance:
     def _bytes(self, ref: TensorRef) -> bytes:
         return self.data[ref.offset_bytes : ref.offset_bytes + ref.num_bytes]
 
-    def check(self, blocks: Iterable[ExpertBlock], left: Iterable[str] = ()) -> None:
+    def check(self, blocks: Iterable[MoeLayer], left: Iterable[str] = ()) -> None:
         """Raises InputError unless each of `blocks` has its two tensors of numbers from 0 on.
 
         Nothing else may be there but tensors of the blocks `left` as they are.

@@ -7,40 +7,40 @@ from collections.abc import Iterable
 
 from hqconv.errors import InputError, RequestError
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import ExpertBlock
-from hqconv.planning.spec import Request
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef
 
 _MODE = "static_tensor"
 _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
 
 
-def static_blocks(experts: ExpertMap, request: Request) -> list[ExpertBlock]:
+def static_blocks(experts: ExpertMap, spec: ConversionSpec) -> list[MoeLayer]:
     """The blocks whose activation scales are carried into the artifact."""
-    return [block for block in experts.blocks if request.kind_of(block.name).inputs.is_static]
+    return [block for block in experts.blocks if spec.kernel_spec_of(block.name).inputs.is_static]
 
 
-def check_input_scales(experts: ExpertMap, request: Request) -> None:
+def check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Refuse static scales that cannot be carried, or that the source lacks.
 
     Raises RequestError, or InputError for a tensor that holds something else than scales.
     """
-    for kind in request.kinds:
+    for kind in spec.kinds:
         if kind.inputs.is_static:
-            _check_kind(kind, request)
-    for block in static_blocks(experts, request):
-        _check_source(block, request.kind_of(block.name))
+            _check_kind(kind, spec)
+    for block in static_blocks(experts, spec):
+        _check_source(block, spec.kernel_spec_of(block.name))
         for gemm, refs in block.input_scales.refs.items():
             for ref in refs:
                 _check_tensor(ref, block.input_scales.max_values[gemm])
 
 
-def _check_kind(kind: KernelKind, request: Request) -> None:
+def _check_kind(kind: KernelSpec, spec: ConversionSpec) -> None:
     where = f"input schema {kind.inputs.name}"
-    if request.layout == artifact_names.CHECKPOINT:
+    if spec.layout == artifact_names.CHECKPOINT:
         what = "From the checkpoint layout vLLM cannot load static activation scales of experts."
         raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
     if kind.inputs.input_quant_mode != _MODE:
@@ -61,7 +61,7 @@ def _check_kind(kind: KernelKind, request: Request) -> None:
         )
 
 
-def _check_source(block: ExpertBlock, kind: KernelKind) -> None:
+def _check_source(block: MoeLayer, kind: KernelSpec) -> None:
     scales = block.input_scales
     lacking = next((gemm for gemm in artifact_names.GEMMS if not scales.refs.get(gemm)), None)
     if lacking is not None:
@@ -94,7 +94,7 @@ def _check_tensor(ref: TensorRef, max_values: int) -> None:
         )
 
 
-def missing_warnings(blocks: Iterable[ExpertBlock]) -> list[str]:
+def missing_warnings(blocks: Iterable[MoeLayer]) -> list[str]:
     """What calibration missed: the largest scale of the other experts serves these too."""
     chosen = list(blocks)
     of_all = [name for block in chosen for names in block.input_scales.missing.values() for name in names]

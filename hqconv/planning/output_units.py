@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.encoding import Encoding, encoding_of
-from hqconv.planning.spec import Request
+from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.grid import Grid, TpSlice, tp_share, tp_slices
 from hqconv.schemas.tensors import TensorRef, TensorSpec
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ MAX_SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
 
 
 @dataclass(frozen=True)
-class PlannedBlock:
+class MoeLayerPlan:
     """All output files of one MoE block, and how they are filled.
 
     Kernel layout: one file a rank; `forms` are the kernel forms of its GEMMs, `slices` each TP rank's part of the
@@ -68,7 +68,7 @@ class PlannedBlock:
     Checkpoint layout: ordinary shards; `forms` and `slices` are empty, and `expert_files` is each expert's file.
     """
 
-    block: ExpertBlock
+    block: MoeLayer
     encoding: Encoding
     files: tuple[OutFile, ...]
     forms: dict[str, KernelForm]
@@ -155,7 +155,7 @@ def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
 
 
 @dataclass(frozen=True)
-class PlannedCopy:
+class CopiedShardPlan:
     """One shard of tensors whose bytes do not change."""
 
     name: str
@@ -168,28 +168,28 @@ class PlannedCopy:
         return sum(ref.num_bytes for ref in self.refs)
 
 
-Group = PlannedBlock | PlannedCopy
+OutputUnit = MoeLayerPlan | CopiedShardPlan
 
 
-def gemm_shapes(block: ExpertBlock, tp: int, schema: TargetSchema) -> dict[str, tuple[int, int]]:
+def gemm_shapes(block: MoeLayer, tp: int, schema: WeightSchema) -> dict[str, tuple[int, int]]:
     """(N, K) of each GEMM on every TP rank, before the kernel's padding."""
     share = tp_share(block.intermediate_size, tp, schema)
     return {"w13": ((2 if block.gated else 1) * share, block.hidden_size), "w2": (block.hidden_size, share)}
 
 
-def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
+def kernel_unit(block: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
     """The rank files of one block."""
-    kind = request.kind_of(block.name)
+    kind = spec.kernel_spec_of(block.name)
     forms = {
         gemm: planned_kernel_form(n, k, kind, block.has_bias)
-        for gemm, (n, k) in gemm_shapes(block, request.grid.tp, kind.schema).items()
+        for gemm, (n, k) in gemm_shapes(block, spec.grid.tp, kind.schema).items()
     }
     files, scales = (
         [],
         [artifact_names.input_scale(block.name, gemm) for gemm in forms if kind.inputs.is_static],
     )
-    for number, (tp_rank, ep_rank) in enumerate(request.grid.ranks):
-        num_local = len(request.grid.local_experts(block.num_experts, ep_rank))
+    for number, (tp_rank, ep_rank) in enumerate(spec.grid.ranks):
+        num_local = len(spec.grid.local_experts(block.num_experts, ep_rank))
         specs = [
             TensorSpec(f"{block.name}.{gemm}_{name}", tensor.dtype, (num_local, *tensor.shape))
             for gemm, form in forms.items()
@@ -201,19 +201,19 @@ def kernel_group(block: ExpertBlock, request: Request) -> PlannedBlock:
         files.append(
             build_file(artifact_names.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number)
         )
-    slices = tp_slices(block.intermediate_size, request.grid.tp, kind.schema)
-    return PlannedBlock(block, _encoding(block, request), tuple(files), forms, request.grid, slices)
+    slices = tp_slices(block.intermediate_size, spec.grid.tp, kind.schema)
+    return MoeLayerPlan(block, _encoding(block, spec), tuple(files), forms, spec.grid, slices)
 
 
-def _encoding(block: ExpertBlock, request: Request) -> Encoding:
-    importance = request.importance
+def _encoding(block: MoeLayer, spec: ConversionSpec) -> Encoding:
+    importance = spec.importance
     return encoding_of(
         block.format,
-        request.kind_of(block.name).schema,
-        request.param_dtype,
-        must_be_direct=request.keeps(block.name),
-        round_scales=request.round_scales,
-        quantizer=request.quantizer,
+        spec.kernel_spec_of(block.name).schema,
+        spec.param_dtype,
+        must_be_direct=spec.keeps(block.name),
+        round_scales=spec.round_scales,
+        quantizer=spec.quantizer,
         importance=None if importance is None else importance.of_block(block.name),
     )
 
@@ -227,16 +227,16 @@ class Shard:
 
     specs: list[TensorSpec]
     refs: tuple[TensorRef, ...] = ()
-    block: ExpertBlock | None = None
+    block: MoeLayer | None = None
     num_experts: int = 0
 
 
-def expert_shards(block: ExpertBlock, request: Request) -> list[Shard]:
+def expert_shards(block: MoeLayer, spec: ConversionSpec) -> list[Shard]:
     """The checkpoint layout's shards of one block, cut between experts."""
 
     def form(n: int, k: int) -> dict[str, TensorSpec]:
-        schema = request.kind_of(block.name).schema
-        return planned_packed_form(n, k, schema, request.param_dtype, block.has_bias)
+        schema = spec.kernel_spec_of(block.name).schema
+        return planned_packed_form(n, k, schema, spec.param_dtype, block.has_bias)
 
     forms = {role: form(*block.shape(role)) for role in block.roles}
     expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
@@ -267,7 +267,9 @@ def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
     return [Shard([TensorSpec(r.name, r.dtype, r.shape) for r in chosen], tuple(chosen)) for chosen in shards]
 
 
-def shard_groups(shards: list[Shard], request: Request) -> tuple[list[PlannedBlock], list[PlannedCopy]]:
+def shard_units(
+    shards: list[Shard], spec: ConversionSpec
+) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:
     """Ordinary shards, numbered: those of blocks, each block's in one group, and those of copied tensors."""
     of_block: dict[str, list[tuple[Shard, OutFile]]] = {}
     copies = []
@@ -276,7 +278,7 @@ def shard_groups(shards: list[Shard], request: Request) -> tuple[list[PlannedBlo
         siblings = [] if shard.block is None else of_block.setdefault(shard.block.name, [])
         file = build_file(name, shard.specs, {"format": "pt"}, len(siblings))
         if shard.block is None:
-            copies.append(PlannedCopy(name, (file,), shard.refs))
+            copies.append(CopiedShardPlan(name, (file,), shard.refs))
         siblings.append((shard, file))
     blocks = []
     for parts in of_block.values():
@@ -285,6 +287,6 @@ def shard_groups(shards: list[Shard], request: Request) -> tuple[list[PlannedBlo
         expert_files = [number for number, (shard, _) in enumerate(parts) for _ in range(shard.num_experts)]
         files = tuple(file for _, file in parts)
         blocks.append(
-            PlannedBlock(block, _encoding(block, request), files, {}, expert_files=tuple(expert_files))
+            MoeLayerPlan(block, _encoding(block, spec), files, {}, expert_files=tuple(expert_files))
         )
     return blocks, copies

@@ -11,22 +11,22 @@ from pathlib import Path
 
 from hqconv.errors import InputError
 from hqconv.io.front_matter import FrontMatter
-from hqconv.io.protocols import Described
+from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
 from hqconv.planning.checks import check_copied, check_request, request_warnings
-from hqconv.planning.encoding import quantizer_words
+from hqconv.planning.encoding import quantizer_to_dict
 from hqconv.planning.input_scales import static_blocks
 from hqconv.planning.output_units import (
-    Group,
-    PlannedBlock,
+    MoeLayerPlan,
+    OutputUnit,
     Shard,
     copy_shards,
     expert_shards,
-    kernel_group,
-    shard_groups,
+    kernel_unit,
+    shard_units,
 )
 from hqconv.planning.source_facts import SourceFacts, source_facts
-from hqconv.planning.spec import Request
+from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
@@ -42,7 +42,7 @@ _OURS = (
 )
 
 
-def check_loose(other_files: Iterable[str], planned: Collection[str], layout: str) -> None:
+def check_sidecar_files(other_files: Iterable[str], planned: Collection[str], layout: str) -> None:
     """Refuse a source whose other files would lie where the artifact's own are or come, or have no room for a name.
 
     planned: the files of tensors. Raises InputError that names the file.
@@ -71,73 +71,73 @@ def _check_length(path: str) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """All there is to do. `other_files`, of `other_bytes` together, are copied as they are."""
 
     source: SourceFacts
-    request: Request
+    spec: ConversionSpec
     experts: ExpertMap
-    groups: tuple[Group, ...]
+    units: tuple[OutputUnit, ...]
     other_files: tuple[str, ...]
     other_bytes: int
     warnings: tuple[str, ...]
 
     @property
-    def blocks(self) -> tuple[PlannedBlock, ...]:
+    def blocks(self) -> tuple[MoeLayerPlan, ...]:
         """The groups of MoE blocks."""
-        return tuple(group for group in self.groups if isinstance(group, PlannedBlock))
+        return tuple(unit for unit in self.units if isinstance(unit, MoeLayerPlan))
 
     @cached_property
     def num_bytes_read(self) -> int:
         """Source bytes that are read: of all experts and all copied tensors."""
-        return sum(group.num_bytes_read for group in self.groups)
+        return sum(unit.num_bytes_read for unit in self.units)
 
     @cached_property
     def num_bytes_out(self) -> int:
         """Bytes of all safetensors files."""
-        return sum(file.size_bytes for group in self.groups for file in group.files)
+        return sum(file.size_bytes for unit in self.units for file in unit.files)
 
     @property
     def num_bytes_beside(self) -> int:
         """Bytes of what is copied beside them as it is."""
-        importance = self.request.importance
+        importance = self.spec.importance
         return self.other_bytes + (0 if importance is None else len(importance.data))
 
     @property
     def num_ranks(self) -> int:
         """Ranks with files of their own; 1 in the checkpoint layout."""
-        return len(self.request.grid.ranks) if self.request.layout == artifact_names.KERNEL else 1
+        return len(self.spec.grid.ranks) if self.spec.layout == artifact_names.KERNEL else 1
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """The model index of the ordinary shards: tensor name to file."""
-        shards = [file for group in self.groups for file in group.files if "/" not in file.path]
+        shards = [file for unit in self.units for file in unit.files if "/" not in file.path]
         return {name: file.path for file in sorted(shards, key=lambda f: f.path) for name in file.tensors}
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
         """Every file of the artifact, the manifest last."""
-        files = [file.path for group in self.groups for file in group.files]
+        files = [file.path for unit in self.units for file in unit.files]
         words = [
             artifact_names.CARD,
             artifact_names.CONFIG,
             *([artifact_names.INDEX] if self._has_index else []),
         ]
-        importance = [] if self.request.importance is None else [artifact_names.IMPORTANCE]
+        importance = [] if self.spec.importance is None else [artifact_names.IMPORTANCE]
         return (*files, *self.other_files, *importance, *words, artifact_names.SUMS, artifact_names.MANIFEST)
 
     @property
     def _has_index(self) -> bool:
         """Beside other safetensors files even of a single shard: loaders take what it names, else all there are."""
         num_shards = len(set(self.weight_map.values()))
-        is_alone = self.request.layout == artifact_names.CHECKPOINT and self.request.importance is None
+        is_alone = self.spec.layout == artifact_names.CHECKPOINT and self.spec.importance is None
         return num_shards > (1 if is_alone else 0)
 
     def rank_bytes(self) -> dict[str, int]:
         """Bytes of expert tensors that each rank will load (kernel layout)."""
-        if self.request.layout != artifact_names.KERNEL:
+        if self.spec.layout != artifact_names.KERNEL:
             return {}
-        totals = {artifact_names.rank_folder(t, p): 0 for t, p in self.request.grid.ranks}
+        totals = {artifact_names.rank_folder(t, p): 0 for t, p in self.spec.grid.ranks}
         for block in self.blocks:
             for file in block.files:
                 totals[file.path.rsplit("/", 1)[0]] += file.size_bytes
@@ -146,64 +146,64 @@ class Plan:
     def fingerprint(self) -> dict[str, str]:
         """What a resumed run must agree on besides source and versions: request and output bytes' places."""
         digest = hashlib.sha256()
-        for group in self.groups:
-            for file in group.files:
+        for unit in self.units:
+            for file in unit.files:
                 digest.update(f"{file.path}\0{file.size_bytes}\0".encode() + file.header)
-        request = self.request
+        spec = self.spec
         options = {
-            "--schema": request.schema.humming_fields(),
-            "--dtype": request.param_dtype,
-            "--target, --cuda": str(request.target),
-            "--tp, --ep or the placement": vars(request.grid),
-            "--layout": request.layout,
-            "--input-schema": request.inputs.humming_fields(),
-            "--round-scales": request.round_scales,
-            "--quantizer": quantizer_words(request.quantizer),
-            "--importance": None if request.importance is None else request.importance.sha256,
+            "--schema": spec.schema.humming_fields(),
+            "--dtype": spec.param_dtype,
+            "--target, --cuda": str(spec.target),
+            "--tp, --ep or the placement": vars(spec.grid),
+            "--layout": spec.layout,
+            "--input-schema": spec.inputs.humming_fields(),
+            "--round-scales": spec.round_scales,
+            "--quantizer": quantizer_to_dict(spec.quantizer),
+            "--importance": None if spec.importance is None else spec.importance.sha256,
             "the overrides": {
-                name: artifact_names.kind_words(kind) for name, kind in request.of_blocks.items()
+                name: artifact_names.kernel_spec_to_dict(kind) for name, kind in spec.of_blocks.items()
             },
         }
         words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
         return {**words, "layout of the output files": digest.hexdigest()}
 
 
-def make_plan(checkpoint: Described, experts: ExpertMap, request: Request) -> Plan:
+def make_plan(checkpoint: CheckpointHeaders, experts: ExpertMap, spec: ConversionSpec) -> ConversionPlan:
     """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
-    check_request(experts, request)
-    check_copied(checkpoint, experts, request)
-    experts = experts.with_input_scales({block.name for block in static_blocks(experts, request)})
-    if request.importance is not None:
-        request.importance.check(experts.blocks, experts.left)
-    blocks: list[PlannedBlock] = []
+    check_request(experts, spec)
+    check_copied(checkpoint, experts, spec)
+    experts = experts.with_input_scales({block.name for block in static_blocks(experts, spec)})
+    if spec.importance is not None:
+        spec.importance.check(experts.blocks, experts.left)
+    blocks: list[MoeLayerPlan] = []
     shards: list[Shard] = []
     for block in experts.blocks:
-        if request.layout == artifact_names.KERNEL:
-            blocks.append(kernel_group(block, request))
+        if spec.layout == artifact_names.KERNEL:
+            blocks.append(kernel_unit(block, spec))
         else:
-            shards += expert_shards(block, request)
+            shards += expert_shards(block, spec)
     shards += copy_shards(checkpoint.tensors[name] for name in experts.copied)
-    packed, copies = shard_groups(shards, request)
-    groups: tuple[Group, ...] = (*packed, *blocks, *copies)
-    planned = {file.path for group in groups for file in group.files}
-    check_loose(checkpoint.other_files, planned, request.layout)
-    return Plan(
+    packed, copies = shard_units(shards, spec)
+    units: tuple[OutputUnit, ...] = (*packed, *blocks, *copies)
+    planned = {file.path for unit in units for file in unit.files}
+    check_sidecar_files(checkpoint.other_files, planned, spec.layout)
+    return ConversionPlan(
         source=source_facts(checkpoint, experts),
-        request=request,
+        spec=spec,
         experts=experts,
-        groups=groups,
+        units=units,
         other_files=checkpoint.other_files,
         other_bytes=checkpoint.loose.num_bytes,
-        warnings=(*request_warnings(experts, request), *_left_out(checkpoint), *_card_warnings(checkpoint)),
+        warnings=(*request_warnings(experts, spec), *_left_out(checkpoint), *_card_warnings(checkpoint)),
     )
 
 
-def _left_out(checkpoint: Described) -> list[str]:
+def _left_out(checkpoint: CheckpointHeaders) -> list[str]:
     """What is not taken along, although it lies in the source."""
     return [f"{name} is left out: {reason}." for name, reason in checkpoint.loose.left_out.items()]
 
 
-def _card_warnings(checkpoint: Described) -> list[str]:
+def _card_warnings(checkpoint: CheckpointHeaders) -> list[str]:
     """That the source's license and tags are not taken over."""
     problem = FrontMatter.of(checkpoint.loose.card or b"").problem
     return [f"The front matter of {artifact_names.CARD} was not taken over: {problem}."] if problem else []

@@ -18,9 +18,9 @@ from hqconv.formats.source_format import (
     why_not_direct,
 )
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.grid import slice_unit
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema
 
 _TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the one asked for does not work
 _MAX_BLOCK = 128  # of scales that serve whole matrices
@@ -28,16 +28,16 @@ _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
 
 def source_schemas(
-    blocks: Iterable[ExpertBlock], param_dtype: str, tp: int, *, round_scales: bool = False
-) -> dict[str, TargetSchema]:
+    blocks: Iterable[MoeLayer], param_dtype: str, tp: int, *, round_scales: bool = False
+) -> dict[str, WeightSchema]:
     """Block → the schema in which it keeps its codes and scales, cut for `tp` ranks. Blocks may have several.
 
     Scales of blocks are repeated into smaller blocks where a slice would cut them. With `round_scales` it may also be
     one that keeps the codes, and the scales rounded to the parameter dtype, where none keeps both. Raises RequestError
     where a block is not quantized, or there is no such schema for it.
     """
-    found: dict[str, TargetSchema] = {}
-    of_kind: dict[tuple[object, ...], TargetSchema] = {}
+    found: dict[str, WeightSchema] = {}
+    of_kind: dict[tuple[object, ...], WeightSchema] = {}
     for block in blocks:
         kind = (_kind(block.format), block.hidden_size, block.intermediate_size, block.gated)
         if kind not in of_kind:
@@ -52,7 +52,7 @@ def plain_blocks(experts: ExpertMap) -> set[str]:
     return plain if len(plain) < len(experts.blocks) else set()
 
 
-def _source_schema(block: ExpertBlock, param_dtype: str, tp: int, round_scales: bool) -> TargetSchema:
+def _source_schema(block: MoeLayer, param_dtype: str, tp: int, round_scales: bool) -> WeightSchema:
     if block.format.is_float:
         raise RequestError(
             "The source's experts are not quantized: they have no schema of their own.",
@@ -75,8 +75,8 @@ def _source_schema(block: ExpertBlock, param_dtype: str, tp: int, round_scales: 
 
 
 def _keeping(
-    block: ExpertBlock, param_dtype: str, tp: int, round_scales: bool = False
-) -> tuple[TargetSchema | None, str]:
+    block: MoeLayer, param_dtype: str, tp: int, round_scales: bool = False
+) -> tuple[WeightSchema | None, str]:
     """The closest schema that keeps the block's format when it is cut for `tp` ranks, or None and why."""
     obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
     if block.intermediate_size % tp and not block.pads_last_rank:
@@ -100,13 +100,13 @@ def source_param_dtype(experts: ExpertMap) -> str | None:
     return next((str(dtype) for dtype in made_for if dtype in PARAM_DTYPES), None)
 
 
-def named(schema: TargetSchema) -> TargetSchema:
+def named(schema: WeightSchema) -> WeightSchema:
     """The same schema under the name of the preset or shorthand that means it."""
     known = [*PRESETS.values(), *_shorthand(schema)]
     return next((one for one in known if one.humming_fields() == schema.humming_fields()), schema)
 
 
-def _shorthand(schema: TargetSchema) -> Iterator[TargetSchema]:
+def _shorthand(schema: WeightSchema) -> Iterator[WeightSchema]:
     """The shorthand that comes closest to an integer schema."""
     if schema.is_integer:
         size = f"-g{schema.weight_scale_group_size}" if schema.weight_scale_group_size else "-c"
@@ -127,13 +127,13 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
     exact = presets(())
     others = [f"{name} (scales rounded)" for name in presets(ROUNDED_ALWAYS) if name not in exact]
-    if own := _own_words(experts, param_dtype, round_scales=False):
+    if own := _own_schema_text(experts, param_dtype, round_scales=False):
         return [*exact, f"{SOURCE} ({own})", *others]
-    own = _own_words(experts, param_dtype, round_scales=True)
+    own = _own_schema_text(experts, param_dtype, round_scales=True)
     return [*exact, *others, *([f"{SOURCE} --round-scales ({own})"] if own else [])]
 
 
-def _own_words(experts: ExpertMap, param_dtype: str, *, round_scales: bool) -> str:
+def _own_schema_text(experts: ExpertMap, param_dtype: str, *, round_scales: bool) -> str:
     """What `source` stands for, with the numbers of blocks where they differ; "" where it is refused."""
     dtype, left = source_param_dtype(experts) or param_dtype, plain_blocks(experts)
     kept = [block for block in experts.blocks if block.name not in left]
@@ -148,17 +148,17 @@ def _own_words(experts: ExpertMap, param_dtype: str, *, round_scales: bool) -> s
     return "; ".join([*words, *([f"left as they are: {len(left)}"] if left else [])])
 
 
-def _fits(block: ExpertBlock, schema: TargetSchema) -> bool:
+def _fits(block: MoeLayer, schema: WeightSchema) -> bool:
     """Whether the block's sizes are whole scale groups of the schema, uncut."""
     return not (block.hidden_size % slice_unit(schema) or block.intermediate_size % slice_unit(schema))
 
 
 def _kind(source: SourceFormat) -> tuple[object, ...]:
-    words = source.words()
+    words = source.to_dict()
     return tuple(words[key] for key in sorted(words) if key not in ("name", "options", "decoder"))
 
 
-def _candidates(block: ExpertBlock, tp: int, *, may_round: bool) -> Iterator[TargetSchema]:
+def _candidates(block: MoeLayer, tp: int, *, may_round: bool) -> Iterator[WeightSchema]:
     """Schemas that may hold the block's format, the closest first; those that no kernel loads are left out."""
     source = block.format
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
@@ -186,7 +186,7 @@ def _candidates(block: ExpertBlock, tp: int, *, may_round: bool) -> Iterator[Tar
             makers.append({"weight_scale_type": "group", "weight_scale_group_size": 32, "bs_dtype": small})
     for maker in makers:
         try:
-            yield TargetSchema(
+            yield WeightSchema(
                 name=SOURCE,
                 b_dtype=source.b_dtype,
                 has_zero_point=source.has_zero_point,
@@ -203,7 +203,7 @@ def _power_of_two(number: int) -> int:
     return number & -number
 
 
-def _remedy(block: ExpertBlock, param_dtype: str, tp: int) -> str:
+def _remedy(block: MoeLayer, param_dtype: str, tp: int) -> str:
     ways = []
     if block.format.scale_dtype in PARAM_DTYPES and block.format.scale_dtype != param_dtype:
         ways.append(f"Use --dtype {block.format.scale_dtype}")

@@ -11,22 +11,22 @@ from hqconv.errors import RequestError
 from hqconv.formats.source_format import conversion_of
 from hqconv.humming_layout.layer_config import needs_cuda
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.encoding import MSE, QUANTIZERS, RTN
 from hqconv.planning.importance import Importance
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16, InputSchema
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import text_config
-from hqconv.schemas.recipe import Choice
-from hqconv.schemas.weight_schema import PARAM_DTYPES, TargetSchema
+from hqconv.schemas.recipe import LayerChoice
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 
 @dataclass(frozen=True)
-class Request:
+class ConversionSpec:
     """What the user asked for, resolved: everything that decides the bytes of the artifact.
 
     `must_be_direct` decides none: it refuses what cannot keep the source's codes and scales, but in blocks `renamed`,
@@ -36,14 +36,14 @@ class Request:
     weights the search of the mse quantizer.
     """
 
-    schema: TargetSchema
+    schema: WeightSchema
     param_dtype: str
-    target: Target
+    target: GpuTarget
     grid: Grid = field(default_factory=Grid)
     layout: str = artifact_names.KERNEL
     inputs: InputSchema = A16
     must_be_direct: bool = False
-    of_blocks: Mapping[str, KernelKind] = field(default_factory=dict)
+    of_blocks: Mapping[str, KernelSpec] = field(default_factory=dict)
     round_scales: bool = False
     quantizer: str = RTN
     importance: Importance | None = None
@@ -68,11 +68,11 @@ class Request:
             )
 
     @property
-    def kind(self) -> KernelKind:
+    def kind(self) -> KernelSpec:
         """What decides the kernel layout of a block that no override is for."""
-        return KernelKind(self.schema, self.param_dtype, self.target, self.inputs)
+        return KernelSpec(self.schema, self.param_dtype, self.target, self.inputs)
 
-    def kind_of(self, block: str) -> KernelKind:
+    def kernel_spec_of(self, block: str) -> KernelSpec:
         """What decides the kernel layout of one block."""
         return self.of_blocks.get(block, self.kind)
 
@@ -81,7 +81,7 @@ class Request:
         return self.must_be_direct and block not in self.renamed
 
     @property
-    def kinds(self) -> list[KernelKind]:
+    def kinds(self) -> list[KernelSpec]:
         """The distinct kinds, the first of them `kind`."""
         return list(dict.fromkeys((self.kind, *self.of_blocks.values())))
 
@@ -97,44 +97,44 @@ def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
     return "float16" if experts.blocks[0].dtype == "F16" else "bfloat16"
 
 
-def make_request(
+def make_spec(
     experts: ExpertMap,
     config: Mapping[str, Any],
-    schema: TargetSchema | None,
+    schema: WeightSchema | None,
     param_dtype: str | None,
     grid: Grid,
-    choices: Mapping[str, Choice] | None = None,
+    choices: Mapping[str, LayerChoice] | None = None,
     *,
     round_scales: bool = False,
     **words: Any,
-) -> Request:
+) -> ConversionSpec:
     """A request with what was left open filled in.
 
     `schema`: None for the source's own, which is each block's own; `param_dtype`: None for the source's own;
     `choices`: of blocks, what they are made of instead; `round_scales`: as `--round-scales`; `words` are the other
-    fields of `Request`. Raises RequestError as `source_schemas` does, and where overrides leave no block to it.
+    fields of `ConversionSpec`. Raises RequestError as `source_schemas` does, and where overrides leave no block to it.
     """
     own_dtype = source_param_dtype(experts) if schema is None else None
     dtype = param_dtype if param_dtype is not None else own_dtype or default_param_dtype(config, experts)
     choices = choices or {}
     renamed = frozenset(name for name, choice in choices.items() if choice.schema is not None)
-    own: dict[str, TargetSchema] = {}
+    own: dict[str, WeightSchema] = {}
     if schema is None:
         kept = [block for block in experts.blocks if block.name not in renamed]
         own = source_schemas(kept, dtype, grid.tp, round_scales=round_scales)
-    request = Request(
+    spec = ConversionSpec(
         schema or _most_common(own), dtype, grid=grid, must_be_direct=schema is None, renamed=renamed, **words
     )
-    request = replace(request, of_blocks=_of_blocks(experts, request, choices, own))
-    target = request.target
-    if target.cuda is not None and not any(needs_cuda(kind) for kind in request.kinds):
+    spec = replace(spec, of_blocks=_of_blocks(experts, spec, choices, own))
+    target = spec.target
+    if target.cuda is not None and not any(needs_cuda(kind) for kind in spec.kinds):
         target = replace(target, cuda=None)  # the same bytes: the same words
-    of_blocks = {name: replace(kind, target=target) for name, kind in request.of_blocks.items()}
-    changes_something = round_scales and any(_rounds(block, request) for block in experts.blocks)
-    return replace(request, target=target, of_blocks=of_blocks, round_scales=changes_something)
+    of_blocks = {name: replace(kind, target=target) for name, kind in spec.of_blocks.items()}
+    changes_something = round_scales and any(_rounds(block, spec) for block in experts.blocks)
+    return replace(spec, target=target, of_blocks=of_blocks, round_scales=changes_something)
 
 
-def _most_common(own: Mapping[str, TargetSchema]) -> TargetSchema:
+def _most_common(own: Mapping[str, WeightSchema]) -> WeightSchema:
     """The schema of most blocks, the first of them where several have as many."""
     if not own:
         what, remedy = "Overrides leave no block to the source's own schema.", "Name a schema."
@@ -142,19 +142,22 @@ def _most_common(own: Mapping[str, TargetSchema]) -> TargetSchema:
     return Counter(own.values()).most_common(1)[0][0]
 
 
-def _rounds(block: ExpertBlock, request: Request) -> bool:
+def _rounds(block: MoeLayer, spec: ConversionSpec) -> bool:
     """Whether `--round-scales` decides about a block."""
-    words = (block.format, request.kind_of(block.name).schema, request.param_dtype)
+    words = (block.format, spec.kernel_spec_of(block.name).schema, spec.param_dtype)
     return conversion_of(*words, round_scales=True) != conversion_of(*words)
 
 
 def _of_blocks(
-    experts: ExpertMap, request: Request, choices: Mapping[str, Choice], own: Mapping[str, TargetSchema]
-) -> dict[str, KernelKind]:
+    experts: ExpertMap,
+    spec: ConversionSpec,
+    choices: Mapping[str, LayerChoice],
+    own: Mapping[str, WeightSchema],
+) -> dict[str, KernelSpec]:
     """The kinds of blocks that are made of something else; of left ones `ExpertMap.without` knows."""
-    kind, found = request.kind, {}
+    kind, found = spec.kind, {}
     for block in experts.blocks:
-        choice = choices.get(block.name, Choice())
+        choice = choices.get(block.name, LayerChoice())
         schema = choice.schema or own.get(block.name, kind.schema)
         found[block.name] = replace(kind, schema=schema, inputs=choice.inputs or kind.inputs)
     return {name: of_block for name, of_block in found.items() if of_block != kind}

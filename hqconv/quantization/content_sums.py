@@ -10,13 +10,13 @@ import torch
 from hqconv.cpu_loops.bit_codec import sum_rows
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.schemas.content_sums import factors
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _LEAST_ROWS = 256  # that are worth a helper's while
 
 
-def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: TargetSchema) -> torch.Tensor:
+def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: WeightSchema) -> torch.Tensor:
     """What each expert's tensors come to: int64 [T, E] on their device, in the order of `sum_names`.
 
     projections: role → packed tensors [E, …] as `QuantizedStack.tensors`. On CUDA nothing is waited for.
@@ -33,7 +33,7 @@ def sum_names(projections: Mapping[str, Mapping[str, torch.Tensor]]) -> list[tup
     return [(role, name) for role, tensors in projections.items() for name in tensors]
 
 
-def _as_matrices(name: str, tensor: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
+def _as_matrices(name: str, tensor: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     """One matrix of integers for each expert, [E, R, W]; packed zero points along the rows that their words follow."""
     bits = tensor.view(_INTEGERS[tensor.element_size()])
     if name == "zero_point" and not schema.is_fp_zero_point:

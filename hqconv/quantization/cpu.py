@@ -23,12 +23,12 @@ from hqconv.quantization.cpu_search import improved
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, num_groups
 from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 def quantize_stacks(
     stacks: Sequence[torch.Tensor],
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
@@ -50,7 +50,7 @@ def quantize_stacks(
     return [_encode(r, g, schema, count_exact) for r, g in zip(ranges, groups, strict=True)]
 
 
-def _measure(stack: torch.Tensor, schema: TargetSchema) -> Ranges:
+def _measure(stack: torch.Tensor, schema: WeightSchema) -> Ranges:
     num_experts, num_rows, num_columns = stack.shape
     source = cpu_ops.as_bits(stack).reshape(-1, num_columns)
     group = schema.weight_scale_group_size or num_columns
@@ -70,7 +70,7 @@ def _measure(stack: torch.Tensor, schema: TargetSchema) -> Ranges:
 
 @np.errstate(all="ignore")
 def _groups(
-    ranges: Ranges, schema: TargetSchema, param_dtype: str, shared: Any, given: GivenScales | None
+    ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
 ) -> Groups:
     """Scales and zero points of a stack as they are stored, and what encoding with them needs."""
     highest, lowest, num_experts = ranges.highest, ranges.lowest, ranges.shape[0]
@@ -99,7 +99,7 @@ def _groups(
     return Groups(tensors, inverse, lowest, decode_scale, zero, scale_2, limit)
 
 
-def _encode(ranges: Ranges, groups: Groups, schema: TargetSchema, count_exact: bool) -> QuantizedStack:
+def _encode(ranges: Ranges, groups: Groups, schema: WeightSchema, count_exact: bool) -> QuantizedStack:
     """Codes of a stack, packed, and what each matrix cost."""
     given = groups.per_row(len(ranges.source))
     out = _Out(ranges.source, schema, count_exact)
@@ -107,7 +107,7 @@ def _encode(ranges: Ranges, groups: Groups, schema: TargetSchema, count_exact: b
     return out.stack(groups.tensors, ranges.shape)
 
 
-def _own_scales(schema: TargetSchema, param_dtype: str) -> int:
+def _own_scales(schema: WeightSchema, param_dtype: str) -> int:
     """How each row's groups have scales of their own that the encoder can take on its way; GIVEN where they do not."""
     if (
         schema.is_coupled
@@ -122,7 +122,7 @@ def _own_scales(schema: TargetSchema, param_dtype: str) -> int:
 
 
 def _encode_at_once(
-    stack: torch.Tensor, schema: TargetSchema, scales: int, count_exact: bool
+    stack: torch.Tensor, schema: WeightSchema, scales: int, count_exact: bool
 ) -> QuantizedStack:
     """Scales, codes and costs of a stack in one pass over it."""
     num_experts, num_rows, num_columns = stack.shape
@@ -161,7 +161,7 @@ def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out:
 class _Out:
     """What an encoder writes: packed codes, each row's error and power, and how many groups are exact."""
 
-    def __init__(self, source: Array, schema: TargetSchema, count_exact: bool) -> None:
+    def __init__(self, source: Array, schema: WeightSchema, count_exact: bool) -> None:
         num_rows, num_columns = source.shape
         self._packed = np.empty((num_rows, num_columns * schema.num_bits // 8), np.uint8)
         self._sums, self._exact = np.empty((2, num_rows)), np.zeros(num_rows if count_exact else 0, np.int64)
@@ -187,7 +187,7 @@ class _Out:
 
 
 def _store_scales(
-    scale: torch.Tensor, schema: TargetSchema, param_dtype: str, shared: Any, given: GivenScales | None
+    scale: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
 ) -> tuple[dict[str, torch.Tensor], Array, Array | None, float]:
     """Of scales [E, rows, G]: what is stored, the float32 scales [R, G] it decodes to, scale_2 [R, 1], the clamp."""
 
@@ -225,7 +225,7 @@ def _tables(dtype: torch.dtype) -> Array:
     return table
 
 
-def _store_zero_point(zero: Array, schema: TargetSchema, param_dtype: str) -> tuple[torch.Tensor, Array]:
+def _store_zero_point(zero: Array, schema: WeightSchema, param_dtype: str) -> tuple[torch.Tensor, Array]:
     """The stored zero point (integers packed along N) and the float32 value it decodes to, both of rows [R, G]."""
     if schema.is_fp_zero_point:
         stored = torch.from_numpy(zero).to(torch_dtype_of(param_dtype))

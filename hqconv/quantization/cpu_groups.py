@@ -13,7 +13,7 @@ import torch
 from hqconv.cpu_loops import arithmetic
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.cpu_ops import Array
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 LEAST_ROWS = 64  # of a loop's part
 
@@ -51,7 +51,7 @@ class Groups:
         return (*(per_row(one, num_rows) for one in values), per_row(scale_2, num_rows).reshape(-1))
 
 
-def code_of(schema: TargetSchema) -> tuple[int, int, int, int]:
+def code_of(schema: WeightSchema) -> tuple[int, int, int, int]:
     """The schema's codes as loops know them: (kind, bits, exponent bits, mantissa bits)."""
     kind, *rest = cpu_ops.parse_dtype(schema.b_dtype)
     bits, exponent, mantissa = rest

@@ -15,15 +15,15 @@ from hqconv.cpu_loops import arithmetic
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.cpu_loops.scale_search import scorer
 from hqconv.quantization.cpu_groups import LEAST_ROWS, Groups, Ranges, code_of
-from hqconv.quantization.scale_candidates import Scales, scales_of, tensors_of
-from hqconv.quantization.scale_search import Found, Start, search
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.quantization.scale_candidates import CandidateScales, scales_of, tensors_of
+from hqconv.quantization.scale_search import SearchResult, SearchStart, search
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 def improved(
     ranges: Sequence[Ranges],
     groups: Sequence[Groups],
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     importance: torch.Tensor | None,
 ) -> list[Groups]:
@@ -33,7 +33,9 @@ def improved(
     return [_replaced(g, f, schema, param_dtype) for g, f in zip(groups, found, strict=True)]
 
 
-def _start(ranges: Ranges, groups: Groups, schema: TargetSchema, importance: torch.Tensor | None) -> Start:
+def _start(
+    ranges: Ranges, groups: Groups, schema: WeightSchema, importance: torch.Tensor | None
+) -> SearchStart:
     code, (num_experts, num_rows, num_columns) = code_of(schema), ranges.shape
     score, total = scorer(code), num_experts * num_rows
     weights = np.ones(num_columns) if importance is None else importance.double().numpy()
@@ -51,7 +53,7 @@ def _start(ranges: Ranges, groups: Groups, schema: TargetSchema, importance: tor
         return torch.from_numpy(out).view(num_experts, num_rows, num_groups)
 
     scales = scales_of(groups.tensors, schema)
-    return Start(scales, errors(groups), lambda tried: errors(_with_scales(groups, tried)))
+    return SearchStart(scales, errors(groups), lambda tried: errors(_with_scales(groups, tried)))
 
 
 def _rows(values: torch.Tensor) -> np.ndarray:
@@ -59,7 +61,7 @@ def _rows(values: torch.Tensor) -> np.ndarray:
     return flat
 
 
-def _with_scales(groups: Groups, scales: Scales, changed: torch.Tensor | None = None) -> Groups:
+def _with_scales(groups: Groups, scales: CandidateScales, changed: torch.Tensor | None = None) -> Groups:
     """Groups encoded with these scales; where they are not `changed` (None: all are), as they were."""
     inverse, lowest, zero = scales.inverse(), scales.lowest(), scales.zero
     mask = None if changed is None else _rows(changed)
@@ -76,7 +78,7 @@ def _with_scales(groups: Groups, scales: Scales, changed: torch.Tensor | None = 
     )
 
 
-def _replaced(groups: Groups, found: Found, schema: TargetSchema, param_dtype: str) -> Groups:
+def _replaced(groups: Groups, found: SearchResult, schema: WeightSchema, param_dtype: str) -> Groups:
     """The groups with what was found, saturating: a smaller scale leaves large weights beyond the largest code."""
     kind = code_of(schema)
     limit = arithmetic.largest_value(*kind) if kind[0] == arithmetic.FLOAT else 0.0

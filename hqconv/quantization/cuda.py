@@ -19,7 +19,7 @@ from hqconv.quantization.cuda_search import improved
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, fold_sum, num_groups
 from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 _BUILDING = threading.Lock()  # one lane builds a kernel, the others find it
 _CANNOT_BUILD = threading.Event()
@@ -27,7 +27,7 @@ _CANNOT_BUILD = threading.Event()
 
 def quantize_stacks(
     stacks: Sequence[torch.Tensor],
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
@@ -63,7 +63,7 @@ def _joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def _quantize(
     stack: torch.Tensor,
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     shared: torch.Tensor | None,
     given: GivenScales | None,
@@ -75,7 +75,7 @@ def _quantize(
 
 def _quantize_best(
     stacks: Sequence[torch.Tensor],
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     shared: torch.Tensor | None,
     count_exact: bool,
@@ -89,7 +89,7 @@ def _quantize_best(
 
 def _rounded(
     stack: torch.Tensor,
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     shared: torch.Tensor | None,
     given: GivenScales | None,
@@ -104,7 +104,7 @@ def _rounded(
 
 def _encode_shared(
     stack: torch.Tensor,
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     shared: torch.Tensor,
     given: GivenScales | None,
@@ -141,7 +141,7 @@ def _encode_shared(
 
 
 def _with_error(
-    stack: torch.Tensor, tensors: dict[str, torch.Tensor], target: TargetSchema, count_exact: bool
+    stack: torch.Tensor, tensors: dict[str, torch.Tensor], target: WeightSchema, count_exact: bool
 ) -> QuantizedStack:
     num_experts, schema = len(stack), humming_schema(target)
     counted = num_groups((stack.size(1), stack.size(2)), target) if count_exact else 0

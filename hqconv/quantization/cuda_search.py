@@ -15,9 +15,9 @@ from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.cpu_groups import code_of
 from hqconv.quantization.quantized import fold_sum
-from hqconv.quantization.scale_candidates import Scales, scales_of, tensors_of
-from hqconv.quantization.scale_search import Found, Start, search
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.quantization.scale_candidates import CandidateScales, scales_of, tensors_of
+from hqconv.quantization.scale_search import SearchResult, SearchStart, search
+from hqconv.schemas.weight_schema import WeightSchema
 
 CHUNK = 1 << 20  # weights whose errors torch works out at once, in float64
 _BUILDING = threading.Lock()  # one lane builds a kernel, the others find it
@@ -27,7 +27,7 @@ CANNOT_BUILD = threading.Event()
 def improved(
     stacks: Sequence[torch.Tensor],
     packed: Sequence[dict[str, torch.Tensor]],
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     importance: torch.Tensor | None,
 ) -> list[dict[str, torch.Tensor]]:
@@ -43,13 +43,13 @@ def improved(
 def _start(
     stack: torch.Tensor,
     packed: dict[str, torch.Tensor],
-    schema: TargetSchema,
+    schema: WeightSchema,
     importance: torch.Tensor | None,
-) -> Start:
+) -> SearchStart:
     weights = None if importance is None else importance.to(stack.device, non_blocking=True).double()
     scales = scales_of(packed, schema)
 
-    def errors(tried: Scales, words: torch.Tensor | None = None) -> torch.Tensor:
+    def errors(tried: CandidateScales, words: torch.Tensor | None = None) -> torch.Tensor:
         def by_kernel() -> torch.Tensor | None:
             from hqconv.quantization import (
                 triton_search,
@@ -64,7 +64,7 @@ def _start(
         done = _built(stack, by_kernel)
         return row_errors(stack, tried, words, schema, weights) if done is None else done
 
-    return Start(scales, errors(scales, packed["weight"]), errors)
+    return SearchStart(scales, errors(scales, packed["weight"]), errors)
 
 
 def _built(stack: torch.Tensor, launch: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
@@ -83,9 +83,9 @@ def _built(stack: torch.Tensor, launch: Callable[[], torch.Tensor | None]) -> to
 
 def row_errors(
     stack: torch.Tensor,
-    scales: Scales,
+    scales: CandidateScales,
     words: torch.Tensor | None,
-    schema: TargetSchema,
+    schema: WeightSchema,
     importance: torch.Tensor | None,
 ) -> torch.Tensor:
     """Float64 [E, N, G]: what each row of each group loses under `scales`, by torch's operations.
@@ -114,7 +114,7 @@ def _chunks(stack: torch.Tensor) -> list[tuple[int, slice]]:
     return [(e, slice(begin, begin + step)) for e in range(num_experts) for begin in range(0, num_rows, step)]
 
 
-def _of_rows(scales: Scales, stack: torch.Tensor, expert: int, rows: slice) -> Scales:
+def _of_rows(scales: CandidateScales, stack: torch.Tensor, expert: int, rows: slice) -> CandidateScales:
     """The scales of some rows of one matrix, [rows, G] each; `second` is [rows, 1] or [1, 1]."""
     num_rows = stack.size(1)
     begin, end, _ = rows.indices(num_rows)
@@ -129,7 +129,7 @@ def _of_rows(scales: Scales, stack: torch.Tensor, expert: int, rows: slice) -> S
         return one[index]
 
     second, zero = scales.second, scales.zero
-    return Scales(
+    return CandidateScales(
         of(scales.scale),
         of(scales.scale),
         None if zero is None else of(zero),
@@ -142,7 +142,7 @@ def _spread(values: torch.Tensor, num_columns: int) -> torch.Tensor:
     return values.repeat_interleave(num_columns // values.size(1), dim=1)
 
 
-def _decode(numbers: torch.Tensor, scales: Scales) -> torch.Tensor:
+def _decode(numbers: torch.Tensor, scales: CandidateScales) -> torch.Tensor:
     """Decoded weights float32 [rows, K] of what codes stand for; every product is rounded once."""
     num_columns = numbers.size(1)
     if scales.zero is not None:
@@ -151,7 +151,7 @@ def _decode(numbers: torch.Tensor, scales: Scales) -> torch.Tensor:
     return numbers if scales.second is None else numbers * scales.second
 
 
-def _numbers(values: torch.Tensor, scales: Scales, schema: TargetSchema) -> torch.Tensor:
+def _numbers(values: torch.Tensor, scales: CandidateScales, schema: WeightSchema) -> torch.Tensor:
     """What the codes of weights [rows, K] stand for, before zero point and scale, float32; as `encoders`."""
     kind, bits, exponent, mantissa = code = code_of(schema)
     lowest, num_columns = scales.lowest(), values.size(1)
@@ -179,7 +179,7 @@ def _rounded_float(x: torch.Tensor, exponent: int, mantissa: int, largest: float
     return torch.where(rounded >= 1 << mantissa, (kept + bias).view(torch.float32), small).copysign_(x)
 
 
-def _meaning(codes: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
+def _meaning(codes: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     """What codes int32 [rows, K] stand for, before zero point and scale."""
     kind, bits, exponent, mantissa = code_of(schema)
     if kind == arithmetic.ASYM_INT:
@@ -190,7 +190,7 @@ def _meaning(codes: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
     return values
 
 
-def _codes(numbers: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
+def _codes(numbers: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     """The codes, int32, of what they stand for."""
     kind, bits, exponent, mantissa = code_of(schema)
     if kind == arithmetic.ASYM_INT:
@@ -211,8 +211,8 @@ def _codes(numbers: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
 def _replaced(
     stack: torch.Tensor,
     packed: dict[str, torch.Tensor],
-    found: Found,
-    schema: TargetSchema,
+    found: SearchResult,
+    schema: WeightSchema,
     param_dtype: str,
 ) -> dict[str, torch.Tensor]:
     """The tensors with what was found; groups that did not change keep their codes."""
@@ -232,13 +232,17 @@ def _replaced(
 
 
 def chosen_codes(
-    stack: torch.Tensor, scales: Scales, changed: torch.Tensor, words: torch.Tensor, schema: TargetSchema
+    stack: torch.Tensor,
+    scales: CandidateScales,
+    changed: torch.Tensor,
+    words: torch.Tensor,
+    schema: WeightSchema,
 ) -> torch.Tensor:
     """Int32 [E, N, K]: codes of groups that `changed`, of the others those packed in `words`; by torch's operations."""
     codes = torch.empty(stack.shape, dtype=torch.int32, device=stack.device)
     for e, rows in _chunks(stack):
         values, groups = stack[e, rows].float(), _of_rows(scales, stack, e, rows)
-        mask = _of_rows(Scales(changed, changed, None, None), stack, e, rows).scale
+        mask = _of_rows(CandidateScales(changed, changed, None, None), stack, e, rows).scale
         kept = humming().ops.unpack_weight(words[e, rows].contiguous(), schema.num_bits)
         new = _codes(_numbers(values, groups, schema), schema)
         codes[e, rows] = torch.where(_spread(mask, values.size(1)), new, kept)

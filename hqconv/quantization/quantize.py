@@ -18,16 +18,16 @@ import torch
 from hqconv.humming_layout.runtime import resident
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.hadamard import averaged, rotate
-from hqconv.quantization.quantized import RTN, Cost, Quantized, QuantizedStack, Quantizer
+from hqconv.quantization.quantized import RTN, ErrorSums, Quantized, QuantizedStack, Quantizer
 from hqconv.quantization.two_level_scales import split_powers
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
-__all__ = ["Cost", "Quantized", "QuantizedStack", "quantize", "quantize_stacks"]
+__all__ = ["ErrorSums", "Quantized", "QuantizedStack", "quantize", "quantize_stacks"]
 
 
 def quantize_stacks(
     stacks: Sequence[torch.Tensor],
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     powers: Sequence[torch.Tensor] | None = None,
     *,
@@ -59,7 +59,7 @@ def quantize_stacks(
 
 def quantize(
     matrices: Sequence[torch.Tensor],
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     powers: Sequence[torch.Tensor] | None = None,
     *,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 @dataclass(frozen=True)
-class Cost:
+class ErrorSums:
     """What a matrix lost by its encoding.
 
     `error`, `power`: float64 sums of (w - decoded)**2 and of w**2, in one folding order on every device.
@@ -48,7 +48,7 @@ class Quantized:
     """
 
     tensors: dict[str, torch.Tensor]
-    cost: Cost
+    cost: ErrorSums
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class QuantizedStack:
     """E matrices of one projection in Humming's packed form, and what each cost, on one device.
 
     `tensors` as in `Quantized`, with the experts in front: tensor-level scales are [E], all others [E, …].
-    `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `Cost`, and so is
+    `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
     `is_direct`.
     """
 
@@ -73,18 +73,19 @@ class QuantizedStack:
         last = self.num_exact.double() if self.scale_change is None else self.scale_change
         return torch.stack([self.error, self.power, last])
 
-    def costs(self, sums: torch.Tensor | None = None) -> list[Cost]:
+    def costs(self, sums: torch.Tensor | None = None) -> list[ErrorSums]:
         """What each matrix lost, from `sums` where they are on the host already; else waits for the device."""
         if self.is_direct and self.scale_change is None:
-            return [Cost(is_direct=True)] * len(self.error)
+            return [ErrorSums(is_direct=True)] * len(self.error)
         each = (self.sums() if sums is None else sums).tolist()
         if self.is_direct:
             return [
-                Cost(error, power, is_direct=True, scale_change=change)
+                ErrorSums(error, power, is_direct=True, scale_change=change)
                 for error, power, change in zip(*each, strict=True)
             ]
         return [
-            Cost(error, power, int(exact), self.num_groups) for error, power, exact in zip(*each, strict=True)
+            ErrorSums(error, power, int(exact), self.num_groups)
+            for error, power, exact in zip(*each, strict=True)
         ]
 
     def cut(self, count: int) -> list[QuantizedStack]:
@@ -146,7 +147,7 @@ def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, t
     return joined
 
 
-def num_groups(shape: tuple[int, int], schema: TargetSchema) -> int:
+def num_groups(shape: tuple[int, int], schema: WeightSchema) -> int:
     """Scale groups of a matrix [N, K], counted per row."""
     return shape[0] * (shape[1] // (schema.weight_scale_group_size or shape[1]))
 

@@ -15,7 +15,7 @@ import torch
 from hqconv.humming_layout.runtime import humming
 from hqconv.quantization import bit_codec
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 _E8M0_STEPS = (-1,)
 _FP8_STEPS = (-6, -5, -4, -3, -2, -1, 1, 2, 3)
@@ -31,7 +31,7 @@ _TOP = {
 
 
 @dataclass(frozen=True, eq=False)
-class Scales:
+class CandidateScales:
     """Group scales [E, R, G]: `stored`, the float32 `scale` it decodes to, and the `zero` point's value, if any.
 
     second: what decoded values are multiplied by besides, float32 [E, 1 or R, 1]; a search leaves it as it is.
@@ -50,20 +50,20 @@ class Scales:
         """What is subtracted from weights before, where there are zero points."""
         return None if self.zero is None else self.zero * -self.scale
 
-    def where(self, condition: torch.Tensor, other: Scales) -> Scales:
+    def where(self, condition: torch.Tensor, other: CandidateScales) -> CandidateScales:
         """These scales where `condition` [E, R, G] holds, elsewhere the other's."""
         stored = torch.where(condition, _bits(self.stored), _bits(other.stored)).view(self.stored.dtype)
         zero = self.zero
         if zero is not None and other.zero is not None:
             zero = torch.where(condition, zero, other.zero)
-        return Scales(stored, torch.where(condition, self.scale, other.scale), zero, self.second)
+        return CandidateScales(stored, torch.where(condition, self.scale, other.scale), zero, self.second)
 
 
 def _bits(stored: torch.Tensor) -> torch.Tensor:
     return stored.view(torch.uint8) if stored.element_size() == 1 else stored
 
 
-def scales_of(tensors: dict[str, torch.Tensor], schema: TargetSchema) -> Scales:
+def scales_of(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> CandidateScales:
     """What a stack's tensors say of its groups; `tensors` as in `QuantizedStack`."""
     stored, second = tensors["weight_scale"], tensors.get("weight_scale_2")
     stored = stored.view(-1, 1, 1) if schema.weight_scale_type == "tensor" else stored
@@ -74,10 +74,12 @@ def scales_of(tensors: dict[str, torch.Tensor], schema: TargetSchema) -> Scales:
         zero = bit_codec.unpack(flat, schema.num_bits).view(*columns.shape[:-1], -1).transpose(-1, -2)
     if second is not None:
         second = second.float().view(len(stored), -1, 1)
-    return Scales(stored, _decoded(stored), None if zero is None else zero.float().contiguous(), second)
+    return CandidateScales(
+        stored, _decoded(stored), None if zero is None else zero.float().contiguous(), second
+    )
 
 
-def tensors_of(scales: Scales, schema: TargetSchema, param_dtype: str) -> dict[str, torch.Tensor]:
+def tensors_of(scales: CandidateScales, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
     """The tensors that hold these scales and zero points, without the second scale."""
     is_flat = schema.weight_scale_type == "tensor"
     tensors = {"weight_scale": scales.stored.flatten() if is_flat else scales.stored}
@@ -102,8 +104,8 @@ def _decoded(stored: torch.Tensor) -> torch.Tensor:
 
 
 def candidates(
-    start: Scales, schema: TargetSchema, param_dtype: str, floor: torch.Tensor | None
-) -> Iterator[tuple[Scales, torch.Tensor]]:
+    start: CandidateScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
+) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
     """Scales to try instead of `start`, round-to-nearest's, each with a mask of the groups that have them.
 
     Where it does not hold, the scales are start's. `floor`: the least byte of e8m0 scales, [E, 1, 1].
@@ -117,8 +119,8 @@ def candidates(
 
 
 def _raw_candidates(
-    start: Scales, schema: TargetSchema, param_dtype: str, floor: torch.Tensor | None
-) -> Iterator[Scales]:
+    start: CandidateScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
+) -> Iterator[CandidateScales]:
     if schema.has_zero_point:
         yield from _shifted(start, schema, param_dtype)
     elif start.stored.dtype == torch.float8_e8m0fnu:
@@ -135,11 +137,11 @@ def _raw_candidates(
             yield _like(start, scaled.to(start.stored.dtype))
 
 
-def _like(start: Scales, stored: torch.Tensor) -> Scales:
-    return Scales(stored, _decoded(stored), start.zero, start.second)
+def _like(start: CandidateScales, stored: torch.Tensor) -> CandidateScales:
+    return CandidateScales(stored, _decoded(stored), start.zero, start.second)
 
 
-def _stepped(start: Scales) -> Iterator[Scales]:
+def _stepped(start: CandidateScales) -> Iterator[CandidateScales]:
     """8-bit floats some steps away; a scale that was rounded to 0 has none below."""
     byte = _bits(start.stored).int()
     sign = byte & (0 if start.stored.dtype == torch.uint8 else 0x80)
@@ -150,7 +152,7 @@ def _stepped(start: Scales) -> Iterator[Scales]:
         yield _like(start, (moved | sign).to(torch.uint8).view(start.stored.dtype))
 
 
-def _factors(schema: TargetSchema) -> tuple[float, ...]:
+def _factors(schema: WeightSchema) -> tuple[float, ...]:
     """What scales of 16 or 32 bits are multiplied by; 1 is the stored scale with its own inverse."""
     own = (1.0,) if schema.weight_scale_type not in ("block", "tensor") else ()
     if not schema.is_integer:
@@ -164,7 +166,7 @@ def _factors(schema: TargetSchema) -> tuple[float, ...]:
     return (*own, *(1 - i / step for i in range(1, 12)))
 
 
-def _shifted(start: Scales, schema: TargetSchema, param_dtype: str) -> Iterator[Scales]:
+def _shifted(start: CandidateScales, schema: WeightSchema, param_dtype: str) -> Iterator[CandidateScales]:
     """Ranges whose ends are drawn in, with the zero point that goes with them."""
     assert start.zero is not None
     top = start.scale.new_tensor(float(2**schema.num_bits - 1))
@@ -179,7 +181,7 @@ def _shifted(start: Scales, schema: TargetSchema, param_dtype: str) -> Iterator[
                 zero = zero.to(torch_dtype_of(param_dtype)).float()
             else:
                 zero = torch.minimum(torch.round(zero).clamp_min(0), top)
-            yield Scales(stored, scale, zero, start.second)
+            yield CandidateScales(stored, scale, zero, start.second)
 
 
 def least_byte(stored: list[torch.Tensor], param_dtype: str) -> torch.Tensor | None:

@@ -13,34 +13,34 @@ from dataclasses import dataclass
 import torch
 
 from hqconv.quantization.quantized import fold_sum
-from hqconv.quantization.scale_candidates import Scales, candidates, least_byte
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.quantization.scale_candidates import CandidateScales, candidates, least_byte
+from hqconv.schemas.weight_schema import WeightSchema
 
 _MARGIN = 1 - 2.0**-20
 
 RowErrors = Callable[
-    [Scales], torch.Tensor
+    [CandidateScales], torch.Tensor
 ]  # float64 [E, N, G]: each row's of each group, folded over its columns
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class SearchStart:
     """A stack as round-to-nearest has it: its scales, its errors float64 [E, N, G], and how others are tried on it."""
 
-    scales: Scales
+    scales: CandidateScales
     error: torch.Tensor
     score: RowErrors
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class SearchResult:
     """The scales that were chosen, and where they are others than round-to-nearest's: bool [E, R, G]."""
 
-    scales: Scales
+    scales: CandidateScales
     changed: torch.Tensor
 
 
-def search(starts: Sequence[Start], schema: TargetSchema, param_dtype: str) -> list[Found]:
+def search(starts: Sequence[SearchStart], schema: WeightSchema, param_dtype: str) -> list[SearchResult]:
     """Choose the scales of stacks whose matrices are one expert's; those that share a scale choose together."""
     floor = least_byte([one.scales.stored for one in starts], param_dtype)
     if schema.weight_scale_type != "tensor":
@@ -49,8 +49,8 @@ def search(starts: Sequence[Start], schema: TargetSchema, param_dtype: str) -> l
 
 
 def _choose(
-    starts: Sequence[Start], schema: TargetSchema, param_dtype: str, floor: torch.Tensor | None
-) -> Found:
+    starts: Sequence[SearchStart], schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
+) -> SearchResult:
     best = start = starts[0].scales
     least = _scope_errors([one.error for one in starts], schema) * _MARGIN
     changed = torch.zeros_like(least, dtype=torch.bool)
@@ -59,10 +59,10 @@ def _choose(
         wins = valid & (error < least)
         best, least = scales.where(wins, best), torch.where(wins, error, least)
         changed |= wins
-    return Found(best, changed)
+    return SearchResult(best, changed)
 
 
-def _scope_errors(rows: Sequence[torch.Tensor], schema: TargetSchema) -> torch.Tensor:
+def _scope_errors(rows: Sequence[torch.Tensor], schema: WeightSchema) -> torch.Tensor:
     """Of each scale, the errors [E, R, G] of all that it serves: folded over rows, then matrix by matrix."""
     total = _folded_rows(rows[0], schema)
     for one in rows[1:]:
@@ -70,7 +70,7 @@ def _scope_errors(rows: Sequence[torch.Tensor], schema: TargetSchema) -> torch.T
     return total
 
 
-def _folded_rows(errors: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
+def _folded_rows(errors: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     num_experts, num_rows, num_groups = errors.shape
     if schema.weight_scale_type not in ("block", "tensor"):
         return errors

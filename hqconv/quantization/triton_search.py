@@ -14,9 +14,9 @@ import triton.language as tl
 
 from hqconv.cpu_loops import arithmetic
 from hqconv.quantization.cpu_groups import code_of
-from hqconv.quantization.scale_candidates import Scales
+from hqconv.quantization.scale_candidates import CandidateScales
 from hqconv.quantization.triton_sums import cut, folded, load_codes
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 # Headers of kernels are kept short by hand: one parameter a line would be most of them.
@@ -120,7 +120,7 @@ def _visit(
         tl.store(out + row * num_parts + part, tl.reshape(terms, (WIDTH,)), mask=is_part)
 
 
-def covers(stack: torch.Tensor, scales: Scales) -> bool:
+def covers(stack: torch.Tensor, scales: CandidateScales) -> bool:
     """Whether groups have a size that these kernels take: what they fold at once, or a whole row."""
     groups = scales.scale.size(2)
     return groups == 1 or cut(stack.size(2) // groups)[1] == 1
@@ -128,10 +128,10 @@ def covers(stack: torch.Tensor, scales: Scales) -> bool:
 
 def errors(
     stack: torch.Tensor,
-    scales: Scales,
+    scales: CandidateScales,
     words: torch.Tensor | None,
     table: torch.Tensor | None,
-    schema: TargetSchema,
+    schema: WeightSchema,
     importance: torch.Tensor | None,
 ) -> torch.Tensor:
     """Float64 [E, N, G]: what each row of each group of a stack [E, N, K] loses under `scales`.
@@ -147,7 +147,11 @@ def errors(
 
 
 def codes(
-    stack: torch.Tensor, scales: Scales, changed: torch.Tensor, words: torch.Tensor, schema: TargetSchema
+    stack: torch.Tensor,
+    scales: CandidateScales,
+    changed: torch.Tensor,
+    words: torch.Tensor,
+    schema: WeightSchema,
 ) -> torch.Tensor:
     """Int32 [E, N, K]: the codes of groups that `changed` [E, R, G], and of the others those packed in `words`."""
     out = torch.empty(stack.shape, dtype=torch.int32, device=stack.device)
@@ -157,8 +161,8 @@ def codes(
 
 def _launch(
     stack: torch.Tensor,
-    scales: Scales,
-    schema: TargetSchema,
+    scales: CandidateScales,
+    schema: WeightSchema,
     out: torch.Tensor,
     *,
     words: torch.Tensor | None = None,
@@ -200,7 +204,7 @@ def _launch(
     )
 
 
-def _constants(schema: TargetSchema) -> dict[str, int]:
+def _constants(schema: WeightSchema) -> dict[str, int]:
     """What is known of codes when the kernel is built."""
     kind, bits, exponent, mantissa = code = code_of(schema)
     limit = torch.tensor(arithmetic.largest_value(*code)).view(torch.int32).item()

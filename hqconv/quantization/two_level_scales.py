@@ -14,7 +14,7 @@ import torch
 from hqconv.cpu_loops import arithmetic
 from hqconv.humming_layout import cpu_ops
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 _FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
 
@@ -28,7 +28,7 @@ class GivenScales:
 
 
 def split_powers(
-    stacks: Sequence[torch.Tensor], powers: Sequence[torch.Tensor], schema: TargetSchema
+    stacks: Sequence[torch.Tensor], powers: Sequence[torch.Tensor], schema: WeightSchema
 ) -> list[GivenScales]:
     """Split powers of two into fp8 scales and one power of two above them, the same for all matrices of an expert.
 
@@ -50,7 +50,7 @@ def split_powers(
 
 def two_level(
     scale: torch.Tensor,
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     amax: torch.Tensor | None,
     given: GivenScales | None,

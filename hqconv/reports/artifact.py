@@ -16,7 +16,7 @@ from hqconv.formats.source_format import SourceFormat
 from hqconv.io.digests import sha256_of
 from hqconv.io.hub import Listing
 from hqconv.planning.encoding import RTN
-from hqconv.reports.documents import Words, block_runs, otherwise, quant_method, schema_words
+from hqconv.reports.documents import Words, block_runs, otherwise, quant_method, schema_to_dict
 from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.content_sums import SUMS
@@ -39,7 +39,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         "kind": "artifact",
         "folder": str(root),
         **({} if repo_id is None else {"repo": repo_id, "commit": root.name}),
-        "schema": schema_words(schema_of(root, manifest), manifest["dtype"]),
+        "schema": schema_to_dict(schema_of(root, manifest), manifest["dtype"]),
         "otherwise": otherwise(
             (name, block["schema_name"], block["input_schema"])
             for name, block in manifest["blocks"].items()
@@ -54,7 +54,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         **_origin(root, manifest),
         "quant_method": quant_method(_config_of(root).get("quantization_config")),
         "tensors": {kind: len(names) for kind, names in manifest["tensors"].items()},
-        "blocks": block_runs({name: _manifest_block_words(b) for name, b in manifest["blocks"].items()}),
+        "blocks": block_runs({name: _manifest_layer_to_dict(b) for name, b in manifest["blocks"].items()}),
         "conversion": dict(Counter(block["conversion"] for block in manifest["blocks"].values())),
         "quantization_error": summarize_errors(errors),
         "requantized": requantized(errors),
@@ -164,12 +164,12 @@ def _input_scales(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Words]:
     return {gemm: {"min": min(scales), "max": max(scales)} for gemm, scales in found.items()}
 
 
-def _manifest_block_words(words: Mapping[str, Any]) -> Words:
+def _manifest_layer_to_dict(words: Mapping[str, Any]) -> Words:
     """A manifest's block with its source's format in one line."""
     try:
-        source = SourceFormat.from_words(words["source_format"]).describe()
+        source = SourceFormat.from_dict(words["source_format"]).describe()
     except (AttributeError, KeyError, TypeError, ValueError):
         source = "unknown"
-    activation = Activation.of_words(words).words(words["gated"])  # with what older manifests do not say
+    activation = Activation.from_dict(words).to_dict(words["gated"])  # with what older manifests do not say
     shown = {key: value for key, value in words.items() if key != SUMS}
     return {**shown, **activation, "source_format": source}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from hqconv.schemas.weight_schema import PARAM_DTYPES, TargetSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 from hqconv.serving.vllm.limits import stock_vllm_obstacle
 
 Words = dict[str, Any]
@@ -65,7 +65,7 @@ def quant_method(quantization: Any) -> Any:
     return quantization.get("quant_method", "modelopt" if "quantization" in quantization else None)
 
 
-def schema_words(schema: TargetSchema, param_dtype: str) -> Words:
+def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
     """A schema, and whether a stock vLLM can load the checkpoint layout of it."""
     obstacle = stock_vllm_obstacle(schema, param_dtype)
     return {

@@ -14,7 +14,7 @@ from hqconv.reports.documents import quant_method
 from hqconv.reports.source import describe_source
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.sources.checkpoint import Checkpoint
-from hqconv.sources.opening import Place, find, open_headers
+from hqconv.sources.opening import SourceLocation, locate_source, open_headers
 
 
 def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
     if revision is None and is_unfinished(root):
         return describe_unfinished(root)
     with readable(path):
-        place = find(path, revision)
+        place = locate_source(path, revision)
     if place.words and is_artifact(place.root):
         return describe_artifact(place.root, place.words["repo_id"], place.words["listing"])
     if place.kind == "gguf":
@@ -47,7 +47,7 @@ def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
         return describe_source(checkpoint, lambda: map_experts(*words))
 
 
-def _opened(place: Place, path: str | Path, revision: str | None) -> Checkpoint:
+def _opened(place: SourceLocation, path: str | Path, revision: str | None) -> Checkpoint:
     if place.words:
         with readable(path):
             return Checkpoint(place.root, name=place.name, **place.words)

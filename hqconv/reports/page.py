@@ -300,7 +300,7 @@ _CONVERSION = {
 
 
 def page(words: Words) -> str:
-    """The page for the words of `report_words`: a whole HTML document, which loads nothing from anywhere.
+    """The page for the words of `page_document`: a whole HTML document, which loads nothing from anywhere.
 
     Every text of the words is escaped. The same words give the same page.
     """

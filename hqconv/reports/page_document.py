@@ -21,7 +21,7 @@ NUM_WORST = 12  # experts listed
 OfExperts = Mapping[str, Mapping[str, list[float]]]
 
 
-def report_words(
+def page_document(
     root: Path,
     verification: Words | None = None,
     of_experts: OfExperts | None = None,

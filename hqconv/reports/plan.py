@@ -11,37 +11,37 @@ from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.conversion.safe_delete import check_replaceable, check_strays, files_in, listed_files
 from hqconv.errors import OutputError
 from hqconv.io.durable_files import check_space, partial
-from hqconv.planning.plan import Plan
-from hqconv.reports.documents import Words, block_runs, otherwise, schema_words
-from hqconv.reports.source import block_words, source_words, tensor_words
-from hqconv.schemas.artifact_names import importance_words
+from hqconv.planning.plan import ConversionPlan
+from hqconv.reports.documents import Words, block_runs, otherwise, schema_to_dict
+from hqconv.reports.source import layer_to_dict, source_to_dict, tensors_to_dict
+from hqconv.schemas.artifact_names import importance_to_dict
 
 
-def describe_plan(plan: Plan, resources: Resources) -> Words:
+def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
     """All that a conversion will do and need. Raises RequestError where the memory is not enough for one expert."""
-    request, experts, importance = plan.request, plan.experts, plan.request.importance
+    spec, experts, importance = plan.spec, plan.experts, plan.spec.importance
     staging = plan_staging(plan.blocks, resources)
     return {
         "kind": "plan",
-        "source": source_words(plan.source),
+        "source": source_to_dict(plan.source),
         "family": experts.family,
         "family_chosen_because": experts.chosen_because,
-        "schema": schema_words(request.schema, request.param_dtype),
-        "otherwise": otherwise((n, k.schema.name, k.inputs.name) for n, k in request.of_blocks.items()),
+        "schema": schema_to_dict(spec.schema, spec.param_dtype),
+        "otherwise": otherwise((n, k.schema.name, k.inputs.name) for n, k in spec.of_blocks.items()),
         "left_blocks": list(experts.left),
-        "layout": request.layout,
-        "target": request.target.name,
-        "dtype": request.param_dtype,
-        "input_schema": request.inputs.name,
-        "quantizer": request.quantizer,
-        "importance": None if importance is None else importance_words(importance.sha256),
-        "tp": request.grid.tp,
-        "ep": request.grid.ep,
-        "expert_placement": request.grid.placement,
-        "redundant_experts": request.grid.redundant,
-        "tensors": tensor_words(plan.source, experts),
-        "blocks": block_runs({block.name: block_words(block) for block in experts.blocks}),
-        "files": [{"path": f.path, "size_bytes": f.size_bytes} for g in plan.groups for f in g.files],
+        "layout": spec.layout,
+        "target": spec.target.name,
+        "dtype": spec.param_dtype,
+        "input_schema": spec.inputs.name,
+        "quantizer": spec.quantizer,
+        "importance": None if importance is None else importance_to_dict(importance.sha256),
+        "tp": spec.grid.tp,
+        "ep": spec.grid.ep,
+        "expert_placement": spec.grid.placement,
+        "redundant_experts": spec.grid.redundant,
+        "tensors": tensors_to_dict(plan.source, experts),
+        "blocks": block_runs({block.name: layer_to_dict(block) for block in experts.blocks}),
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for g in plan.units for f in g.files],
         "other_files": list(plan.other_files),
         "conversion": dict(Counter(block.encoding.conversion for block in plan.blocks)),
         "num_bytes_in": plan.source.num_bytes,
@@ -54,7 +54,7 @@ def describe_plan(plan: Plan, resources: Resources) -> Words:
     }
 
 
-def output_notes(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> list[str]:
+def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bool) -> list[str]:
     """What stands in the way of carrying out the plan in `out`, for a dry run; reads only.
 
     Of what would be resumed only the files are looked at, not whether it is of the same request.
@@ -75,16 +75,16 @@ def output_notes(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> lis
     return notes
 
 
-def _num_bytes_left(plan: Plan, place: Path | None) -> int:
+def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
     """Bytes that are still to be written; place: of an unfinished conversion that is gone on with.
 
     There groups whose files are all there are kept, and half-written files go before anything is written.
     """
-    groups = [[(file.path, file.size_bytes) for file in group.files] for group in plan.groups]
+    units = [[(file.path, file.size_bytes) for file in unit.files] for unit in plan.units]
     if place is None:
-        return sum(size for files in groups for _, size in files) + plan.num_bytes_beside
-    missing = [files for files in groups if any(_size(place / path) != size for path, size in files)]
-    halves = (partial(place / path) for files in groups for path, _ in files)
+        return sum(size for files in units for _, size in files) + plan.num_bytes_beside
+    missing = [files for files in units if any(_size(place / path) != size for path, size in files)]
+    halves = (partial(place / path) for files in units for path, _ in files)
     num_bytes = sum(size for files in missing for _, size in files) + plan.num_bytes_beside
     return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
 

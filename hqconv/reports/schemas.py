@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hqconv.humming_layout.compatibility import why_not
-from hqconv.reports.documents import Words, schema_words
+from hqconv.reports.documents import Words, schema_to_dict
 from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
-from hqconv.schemas.gpu_target import TARGETS, Target
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SHORTHAND
 
 
@@ -15,7 +15,7 @@ def describe_schemas() -> Words:
     """Every preset, the integer shorthand, and every input schema."""
     return {
         "kind": "schemas",
-        "presets": [schema_words(schema, "bfloat16") for schema in PRESETS.values()],
+        "presets": [schema_to_dict(schema, "bfloat16") for schema in PRESETS.values()],
         "shorthand": {
             "name": SHORTHAND,
             "description": "uintN codes, N = 1..8; a scale per G columns (-gG, 128 if left out; int8: channel) "
@@ -23,7 +23,7 @@ def describe_schemas() -> Words:
             "bits_per_weight": "N + 16/G, + N/G with -zp, + 16/G with -fpzp",
             "stock_vllm": "without zero points, N >= 2",
         },
-        "input_schemas": [_input_words(inputs) for inputs in INPUT_PRESETS.values()],
+        "input_schemas": [_input_schema_to_dict(inputs) for inputs in INPUT_PRESETS.values()],
     }
 
 
@@ -47,18 +47,18 @@ def describe_recipes() -> Words:
     }
 
 
-def _input_words(inputs: InputSchema) -> Words:
+def _input_schema_to_dict(inputs: InputSchema) -> Words:
     """An input schema, with the targets that run it over any preset, and the presets that any target runs it over."""
     pairs = [
         (schema.name, target)
         for schema in PRESETS.values()
-        for target in map(Target, TARGETS)
-        if any(why_not(KernelKind(schema, dtype, target, inputs)) is None for dtype in PARAM_DTYPES)
+        for target in map(GpuTarget, TARGETS)
+        if any(why_not(KernelSpec(schema, dtype, target, inputs)) is None for dtype in PARAM_DTYPES)
     ]
     return {
         "name": inputs.name,
         "description": inputs.describe(),
         **inputs.humming_fields(),
-        "targets": [target.name for target in map(Target, TARGETS) if target in {t for _, t in pairs}],
+        "targets": [target.name for target in map(GpuTarget, TARGETS) if target in {t for _, t in pairs}],
         "schemas": [name for name in PRESETS if name in {schema for schema, _ in pairs}],
     }

@@ -6,23 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from hqconv.errors import RequestError
-from hqconv.io.protocols import Described
+from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.source_facts import SourceFacts, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.reports.documents import SHAPE_KEYS, Words, block_runs, quant_method
 from hqconv.schemas.grid import slice_unit, working_tp_sizes
-from hqconv.schemas.weight_schema import PRESETS, TargetSchema
+from hqconv.schemas.weight_schema import PRESETS, WeightSchema
 
 
-def describe_source(checkpoint: Described, map_experts: Callable[[], ExpertMap]) -> Words:
+def describe_source(checkpoint: CheckpointHeaders, map_experts: Callable[[], ExpertMap]) -> Words:
     """A checkpoint: sizes, formats, family and blocks, or why it cannot be converted.
 
     `map_experts` finds its experts. Raises InputError where the checkpoint contradicts itself.
     """
-    words: Words = {"kind": "source", **source_words(source_facts(checkpoint, None))}
+    words: Words = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
     words["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
     try:
         experts = map_experts()
@@ -34,15 +34,15 @@ def describe_source(checkpoint: Described, map_experts: Callable[[], ExpertMap])
         "convertible": True,
         "family": experts.family,
         "family_chosen_because": experts.chosen_because,
-        "tensors": tensor_words(facts, experts),
+        "tensors": tensors_to_dict(facts, experts),
         "num_bytes_experts": facts.bytes_of["converted"],
-        "blocks": block_runs({block.name: block_words(block) for block in experts.blocks}),
+        "blocks": block_runs({block.name: layer_to_dict(block) for block in experts.blocks}),
         "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
         "tp_sizes": {name: _tp_sizes(experts.blocks, schema) for name, schema in PRESETS.items()},
     }
 
 
-def source_words(facts: SourceFacts) -> Words:
+def source_to_dict(facts: SourceFacts) -> Words:
     """What a checkpoint is, before its experts are looked for."""
     return {
         "name": facts.repo_id or facts.name,
@@ -56,7 +56,7 @@ def source_words(facts: SourceFacts) -> Words:
     }
 
 
-def tensor_words(facts: SourceFacts, experts: ExpertMap) -> Words:
+def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Words:
     """How many tensors are converted, copied and dropped, and why."""
     kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
     words: Words = {
@@ -66,21 +66,21 @@ def tensor_words(facts: SourceFacts, experts: ExpertMap) -> Words:
     return words
 
 
-def block_words(block: ExpertBlock) -> Words:
+def layer_to_dict(block: MoeLayer) -> Words:
     """The facts of a block that `block_runs` goes by."""
     words = {key: getattr(block, key) for key in SHAPE_KEYS if hasattr(block, key)}
-    words |= block.activation.words(block.gated)
+    words |= block.activation.to_dict(block.gated)
     return words | {"source_dtype": block.dtype, "source_format": block.format.describe()}
 
 
-def _bytes_by_dtype(checkpoint: Described) -> dict[str, int]:
+def _bytes_by_dtype(checkpoint: CheckpointHeaders) -> dict[str, int]:
     totals: Counter[str] = Counter()
     for ref in checkpoint.tensors.values():
         totals[ref.dtype] += ref.num_bytes
     return dict(totals.most_common())
 
 
-def _tp_sizes(blocks: Iterable[ExpertBlock], schema: TargetSchema) -> list[int]:
+def _tp_sizes(blocks: Iterable[MoeLayer], schema: WeightSchema) -> list[int]:
     """TP sizes that work for every block."""
     sizes: list[set[int]] = []
     for hidden, inner, pads in {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in blocks}:

@@ -47,7 +47,7 @@ class Activation:
         return cls(label) if found is None else cls(found["name"], float(found["limit"]))
 
     @classmethod
-    def of_words(cls, words: Mapping[str, Any]) -> Activation:
+    def from_dict(cls, words: Mapping[str, Any]) -> Activation:
         """The activation that a manifest gives a block; older ones have the label only.
 
         Raises ValueError where the numbers are none, or not those of the label.
@@ -93,7 +93,7 @@ class Activation:
         needed = ("limit",) if function in ELEMENTWISE else _GATED.get(self.name)
         return gated and needed is not None and set(needed) <= self.numbers.keys()
 
-    def words(self, gated: bool) -> dict[str, Any]:
+    def to_dict(self, gated: bool) -> dict[str, Any]:
         """As a block's words: keys beyond the label are there only where they say something."""
         found: dict[str, Any] = {"activation": self.label}
         if self.numbers:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.gpu_target import Target, parse_target
+from hqconv.schemas.gpu_target import GpuTarget, parse_target
 from hqconv.schemas.input_schema import A16, inputs_of
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of an artifact whose blocks differ, or some of whose experts are left as they are
@@ -109,7 +109,7 @@ def vllm_pattern(block: str) -> str | None:
 
 
 def humming_quantization_config(
-    schema: TargetSchema, block_names: list[str], left: Iterable[str] = ()
+    schema: WeightSchema, block_names: list[str], left: Iterable[str] = ()
 ) -> dict[str, Any]:
     """`quantization_config` with which a stock vLLM serves the checkpoint layout.
 
@@ -125,12 +125,12 @@ def humming_quantization_config(
     return {"quant_method": "humming", **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)", *plain]}
 
 
-def kind_words(kind: KernelKind) -> dict[str, Any]:
+def kernel_spec_to_dict(kind: KernelSpec) -> dict[str, Any]:
     """Weights, activations and GPU as config.json and a manifest's blocks have them, the dtype aside."""
-    return {**made_of_words(kind), **target_words(kind.target)}
+    return {**schemas_to_dict(kind), **target_to_dict(kind.target)}
 
 
-def made_of_words(kind: KernelKind) -> dict[str, Any]:
+def schemas_to_dict(kind: KernelSpec) -> dict[str, Any]:
     """Weights and activations; `activation_schema` is there where activations are quantized."""
     activations = {} if kind.inputs == A16 else {"activation_schema": kind.inputs.humming_fields()}
     return {
@@ -140,13 +140,13 @@ def made_of_words(kind: KernelKind) -> dict[str, Any]:
     }
 
 
-def target_words(target: Target) -> dict[str, str]:
+def target_to_dict(target: GpuTarget) -> dict[str, str]:
     """The GPU; `cuda` is there where the layout depends on it."""
     return {"target": target.name, **({} if target.cuda_name is None else {"cuda": target.cuda_name})}
 
 
-def kind_of_words(words: Mapping[str, Any], schema: TargetSchema, param_dtype: str) -> KernelKind:
-    """The kind that `kind_words` describes. RequestError, KeyError or TypeError where it describes none."""
+def kernel_spec_from_dict(words: Mapping[str, Any], schema: WeightSchema, param_dtype: str) -> KernelSpec:
+    """The kind that `kernel_spec_to_dict` describes. RequestError, KeyError or TypeError where it describes none."""
     name, fields = words["input_schema"], words.get("activation_schema")
     if (fields is None) != (name == A16.name):
         raise RequestError("Activations are named without their schema.", where="input_schema", found=name)
@@ -154,16 +154,16 @@ def kind_of_words(words: Mapping[str, Any], schema: TargetSchema, param_dtype: s
         what, found = "The schema of activations is no object.", type(fields).__name__
         raise RequestError(what, where="activation_schema", found=found)
     inputs = A16 if fields is None else inputs_of(str(name), dict(fields), where="activation_schema")
-    return KernelKind(schema, param_dtype, parse_target(words["target"], words.get("cuda")), inputs)
+    return KernelSpec(schema, param_dtype, parse_target(words["target"], words.get("cuda")), inputs)
 
 
-def importance_words(sha256: str) -> dict[str, str]:
+def importance_to_dict(sha256: str) -> dict[str, str]:
     """What the manifest and reports say of an importance file."""
     return {"sha256": sha256, "file": IMPORTANCE}
 
 
 def hqconv_quantization_config(
-    kind: KernelKind, source: Mapping[str, Any] | None, *, is_mixed: bool = False
+    kind: KernelSpec, source: Mapping[str, Any] | None, *, is_mixed: bool = False
 ) -> dict[str, Any]:
     """`quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
 
@@ -175,7 +175,7 @@ def hqconv_quantization_config(
         "quant_method": "hqconv",
         "format_version": MIXED_VERSION if is_mixed else FORMAT_VERSION,
         "manifest": MANIFEST,
-        **kind_words(kind),
+        **kernel_spec_to_dict(kind),
         **dense,
     }
 

@@ -25,7 +25,9 @@ def patterns(module: str) -> tuple[str, str, str]:
     return module, module[:head] + _NUMBER.sub("*", module[head:]), _NUMBER.sub("*", module)
 
 
-def quantization_words(config: Mapping[str, Any], description: Mapping[str, Any]) -> dict[str, Any] | None:
+def ascend_quantization_config(
+    config: Mapping[str, Any], description: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """What stands for a quantization_config: `modules` maps patterns to schemes, FLOAT ones left out.
 
     Without a description that names weights, config.json's `quantize` speaks for all modules; None where it names no

@@ -60,7 +60,7 @@ class ContentSums:
         of_role = self._sums.setdefault(role, {})
         of_role[name] = (of_role.get(name, 0) + of_expert(expert, total)) % _MODULUS
 
-    def words(self) -> dict[str, dict[str, str]]:
+    def to_dict(self) -> dict[str, dict[str, str]]:
         """As the manifest has them."""
         return {
             role: {name: f"{total:016x}" for name, total in sorted(of_role.items())}

@@ -13,7 +13,7 @@ TARGETS = (75, 80, 86, 89, 90, 100, 103, 120, 121)
 
 
 @dataclass(frozen=True)
-class Target:
+class GpuTarget:
     """A GPU architecture, 90 of sm90, and the version of the serving CUDA compiler, (13, 0), where it is known.
 
     cuda: decides whether Humming has the GPU convert small floats itself (`use_native_dequant`), and so the order of
@@ -38,7 +38,7 @@ class Target:
         return self.name if self.cuda is None else f"{self.name}, CUDA {self.cuda_name}"
 
 
-def parse_target(text: str, cuda: str | None = None) -> Target:
+def parse_target(text: str, cuda: str | None = None) -> GpuTarget:
     """The target of `sm75` … `sm121` and, where it is given, `13.0`. Raises RequestError for anything else."""
     match = re.fullmatch(r"sm(\d{2,3})", str(text))
     if match is None or int(match[1]) not in TARGETS:
@@ -48,7 +48,7 @@ def parse_target(text: str, cuda: str | None = None) -> Target:
             ", ".join(f"sm{n}" for n in TARGETS),
         )
         raise RequestError(what, where="--target", expected=known, found=text, remedy=remedy)
-    return Target(int(match[1]), None if cuda is None else parse_cuda(cuda))
+    return GpuTarget(int(match[1]), None if cuda is None else parse_cuda(cuda))
 
 
 def parse_cuda(text: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hqconv.errors import RequestError
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 LINEAR, ROUND_ROBIN = "linear", "round_robin"
 PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
@@ -89,7 +89,7 @@ def _homes(grid: Grid, num_experts: int) -> tuple[tuple[tuple[int, int], ...], .
     return tuple(map(tuple, places))
 
 
-def tp_share(size: int, tp: int, schema: TargetSchema) -> int:
+def tp_share(size: int, tp: int, schema: WeightSchema) -> int:
     """What each TP rank holds of a dimension, padding included: whole runs of `slice_unit`, as equal as they can be."""
     unit = slice_unit(schema)
     return (
@@ -108,7 +108,7 @@ class TpSlice(NamedTuple):
     share: int
 
 
-def tp_slices(size: int, tp: int, schema: TargetSchema) -> tuple[TpSlice, ...]:
+def tp_slices(size: int, tp: int, schema: WeightSchema) -> tuple[TpSlice, ...]:
     """Every TP rank's part of a dimension; the last rank's may be shorter than its share."""
     share = tp_share(size, tp, schema)
     return tuple(
@@ -116,14 +116,14 @@ def tp_slices(size: int, tp: int, schema: TargetSchema) -> tuple[TpSlice, ...]:
     )
 
 
-def slice_unit(schema: TargetSchema) -> int:
+def slice_unit(schema: WeightSchema) -> int:
     """The smallest run of the intermediate size that may be cut off without cutting a scale group or rotated block."""
     sizes = (schema.weight_scale_group_size, schema.weight_scale_group_size_n, schema.rotation)
     return math.lcm(PACK_UNIT, *(size or 1 for size in sizes))
 
 
 def working_tp_sizes(
-    intermediate_size: int, schema: TargetSchema, *, pads_last_rank: bool = False
+    intermediate_size: int, schema: WeightSchema, *, pads_last_rank: bool = False
 ) -> list[int]:
     """All TP sizes that cut no scale group and no packed word of this expert size.
 
@@ -144,7 +144,7 @@ def check_grid(
     num_experts: int,
     hidden_size: int,
     intermediate_size: int,
-    schema: TargetSchema,
+    schema: WeightSchema,
     grid: Grid,
     *,
     pads_last_rank: bool = False,

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import A16, InputSchema
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 @dataclass(frozen=True)
-class KernelKind:
+class KernelSpec:
     """Which of Humming's kernels a matrix is laid out for; its size, which decides nothing else, aside.
 
     param_dtype: bfloat16 or float16, of the model's parameters and outputs.
     """
 
-    schema: TargetSchema
+    schema: WeightSchema
     param_dtype: str
-    target: Target
+    target: GpuTarget
     inputs: InputSchema = A16
 
     @property

@@ -27,7 +27,7 @@ from typing import Any
 from hqconv.errors import RequestError
 from hqconv.schemas.config_files import SCHEMAS, read_toml, shipped
 from hqconv.schemas.input_schema import InputSchema, resolve_inputs
-from hqconv.schemas.weight_schema import SOURCE, TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import SOURCE, WeightSchema, resolve_schema
 
 LEFT = "none"  # experts that are copied as they are
 _SECTION = "override"
@@ -44,10 +44,10 @@ _OPTIONS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerChoice:
     """What a block is made of instead: None for what all others are. is_left: nothing, it is copied as it is."""
 
-    schema: TargetSchema | None = None
+    schema: WeightSchema | None = None
     inputs: InputSchema | None = None
     is_left: bool = False
 
@@ -58,7 +58,7 @@ class Override:
 
     blocks: str | None
     layers: tuple[tuple[int, int], ...]
-    choice: Choice
+    choice: LayerChoice
     where: str
 
     def chosen(self, layer_of: Mapping[str, int]) -> list[str]:
@@ -99,18 +99,18 @@ def _counted(number: int, last: int) -> int:
     return number if number >= 0 else last + 1 + number
 
 
-def assign(overrides: Sequence[Override], layer_of: Mapping[str, int]) -> dict[str, Choice]:
+def assign(overrides: Sequence[Override], layer_of: Mapping[str, int]) -> dict[str, LayerChoice]:
     """The choice for each block that an override is for; later ones win, field by field.
 
     layer_of: every block's layer. Raises RequestError for an override that is for none.
     """
-    found: dict[str, Choice] = {}
+    found: dict[str, LayerChoice] = {}
     for override in overrides:
         new = override.choice
         for name in override.chosen(layer_of):
-            old = found.get(name, Choice())
+            old = found.get(name, LayerChoice())
             is_left = new.is_left or (old.is_left and new.schema is None)
-            found[name] = Choice(new.schema or old.schema, new.inputs or old.inputs, is_left)
+            found[name] = LayerChoice(new.schema or old.schema, new.inputs or old.inputs, is_left)
     return found
 
 
@@ -173,7 +173,7 @@ def _override(path: Path, number: int, words: Mapping[str, Any]) -> Override:
     return Override(
         blocks=words.get("blocks"),
         layers=_runs(words["layers"], where) if "layers" in words else (),
-        choice=Choice(
+        choice=LayerChoice(
             None if schema in (None, LEFT) else resolve_schema(schema),
             None if inputs is None else resolve_inputs(inputs),
             schema == LEFT,

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MAX_WORDS_BYTES = 64 << 20  # of a config, and of a manifest beside the names of its tensors
+MAX_DOCUMENT_BYTES = 64 << 20  # of a config, and of a manifest beside the names of its tensors
 MAX_LIST_BYTES = 512 << 20  # of an index or a manifest, with a line for each of some million tensors
 NOTHING = "no such file"
 MAX_DEPTH = 64  # of objects and lists in each other: whoever copies or writes them goes down by recursion
@@ -91,6 +91,6 @@ def _too_deep() -> ValueError:
     return ValueError(f"it is nested too deeply: more than {MAX_DEPTH} objects or lists in each other")
 
 
-def read_json(path: str | Path, max_bytes: int = MAX_WORDS_BYTES) -> Any:
+def read_json(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
     """The JSON document in a file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
     return parse_json(read_regular(path, max_bytes))

@@ -26,7 +26,7 @@ ROTATIONS = (16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
-class TargetSchema:
+class WeightSchema:
     """One target format. Field names and meanings are Humming's; `name` is what people call it."""
 
     name: str
@@ -121,7 +121,7 @@ _KINDS: dict[str, type] = {
 Need = Callable[[bool, str, str], None]  # condition, field, what is expected of it
 
 
-def _check(schema: TargetSchema) -> None:
+def _check(schema: WeightSchema) -> None:
     """Refuse what Humming or its quantizer cannot represent, before any bare assert of theirs does."""
 
     def need(condition: bool, field: str, expected: str) -> None:
@@ -151,7 +151,7 @@ def _check(schema: TargetSchema) -> None:
     need(is_known, "hadamard_block_size", f"0, or one of {', '.join(map(str, ROTATIONS))}")
 
 
-def _check_b_dtype(schema: TargetSchema, need: Need) -> int:
+def _check_b_dtype(schema: WeightSchema, need: Need) -> int:
     """The number of exponent bits, 0 of integers."""
     if re.fullmatch(r"uint[1-8]", schema.b_dtype):
         return 0
@@ -166,7 +166,7 @@ def _check_b_dtype(schema: TargetSchema, need: Need) -> int:
     return exponent
 
 
-def _check_second_scale(schema: TargetSchema, num_exponent_bits: int, need: Need) -> None:
+def _check_second_scale(schema: WeightSchema, num_exponent_bits: int, need: Need) -> None:
     kind = schema.weight_scale_2_type
     need(kind in ("none", "tensor", "channel"), "weight_scale_2_type", "none|tensor|channel")
     if kind != "none":
@@ -175,7 +175,7 @@ def _check_second_scale(schema: TargetSchema, num_exponent_bits: int, need: Need
         need(num_exponent_bits > 0, "b_dtype", "a float type under a second scale")
 
 
-def _check_scale_type(schema: TargetSchema, need: Need) -> None:
+def _check_scale_type(schema: WeightSchema, need: Need) -> None:
     kind, size, size_n = (
         schema.weight_scale_type,
         schema.weight_scale_group_size,
@@ -207,15 +207,15 @@ def _check_scale_type(schema: TargetSchema, need: Need) -> None:
         )
 
 
-def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more: Any) -> TargetSchema:
-    return TargetSchema(
+def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more: Any) -> WeightSchema:
+    return WeightSchema(
         name=name, b_dtype=b_dtype, weight_scale_type=kind, weight_scale_group_size=size, **more
     )
 
 
 SOURCE = "source"  # `--schema source`: see `hqconv.planning.source_schema`
 
-PRESETS: dict[str, TargetSchema] = {
+PRESETS: dict[str, WeightSchema] = {
     schema.name: schema
     for schema in (
         _preset("mxfp4", "float4e2m1", size=32, bs_dtype="float8e8m0"),
@@ -235,7 +235,7 @@ SHORTHAND = "intN[-gG|-c][-zp|-fpzp]"
 _SHORTHAND = re.compile(r"int([1-8])(?:-g([1-9]\d*)|-(c))?(?:-(zp|fpzp))?")
 
 
-def resolve_schema(text: str) -> TargetSchema:
+def resolve_schema(text: str) -> WeightSchema:
     """The schema that `--schema TEXT` names: a preset, the shorthand, or a path ending in .toml, or a `shipped` file.
 
     Raises RequestError for an unknown name, an unreadable file or an impossible combination.
@@ -250,7 +250,7 @@ def resolve_schema(text: str) -> TargetSchema:
     raise RequestError(what, where="--schema", expected=expected, remedy=remedy)
 
 
-def _named(text: str) -> TargetSchema | None:
+def _named(text: str) -> WeightSchema | None:
     """The preset or the shorthand of a name, None for any other. Raises RequestError for an impossible combination."""
     if text in PRESETS:
         return PRESETS[text]
@@ -260,7 +260,7 @@ def _named(text: str) -> TargetSchema | None:
         default = PRESETS.get(f"int{bits}")
         usual = default.weight_scale_group_size if default else 128
         size = int(size) if size else (0 if channel else usual)
-        return TargetSchema(
+        return WeightSchema(
             name=text,
             b_dtype=f"uint{bits}",
             weight_scale_type="group" if size else "channel",
@@ -271,10 +271,10 @@ def _named(text: str) -> TargetSchema | None:
     return None
 
 
-def load_schema(path: Path) -> TargetSchema:
+def load_schema(path: Path) -> WeightSchema:
     """Read a schema from a TOML file with Humming's field names; unknown keys are refused."""
     words = read_toml(path, "schema file")
-    types = {f.name: f.type for f in fields(TargetSchema) if f.name != "name"}
+    types = {f.name: f.type for f in fields(WeightSchema) if f.name != "name"}
     if "b_dtype" not in words:
         raise RequestError("The schema file names no weight type.", where=str(path), expected="b_dtype = …")
     for key, value in words.items():
@@ -289,7 +289,7 @@ def load_schema(path: Path) -> TargetSchema:
     if re.fullmatch(r"int[1-8]", words["b_dtype"]):
         words["b_dtype"] = "u" + words["b_dtype"]
     words.setdefault("weight_scale_type", _implied_scale_type(words))
-    return TargetSchema(name=path.stem, **words)
+    return WeightSchema(name=path.stem, **words)
 
 
 def _implied_scale_type(words: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from hqconv.io.hub import fetch
 
 
 @dataclass(frozen=True)
-class Place:
+class ArtifactLocation:
     """A model as a server was told of it: a folder's path, or a repo id and a revision."""
 
     name: str

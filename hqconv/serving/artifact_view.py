@@ -15,14 +15,14 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.kernel_spec import KernelKind
-from hqconv.serving.artifact_location import Place
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.serving.artifact_location import ArtifactLocation
 
 _SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
 
 
 @dataclass(frozen=True)
-class ServedBlock:
+class ArtifactLayer:
     """One MoE block: `name` is its experts' module in the source.
 
     flags: per GEMM, what its layout relies on. shapes: per GEMM, those of each rank, in the words of a LayerConfig.
@@ -35,24 +35,24 @@ class ServedBlock:
     intermediate_size: int
     activation: Activation
     gated: bool
-    kind: KernelKind
+    kind: KernelSpec
     flags: Mapping[str, Mapping[str, bool]]
     shapes: Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Served:
+class ArtifactView:
     """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
 
     kind: of a block of which the manifest says nothing else. left: blocks whose experts were copied as they were.
     """
 
-    place: Place
+    place: ArtifactLocation
     source_name: str
     humming_version: str
-    kind: KernelKind
+    kind: KernelSpec
     grid: Grid
-    blocks: Mapping[str, ServedBlock]
+    blocks: Mapping[str, ArtifactLayer]
     left: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
 
@@ -72,18 +72,18 @@ class Served:
         return bool(self.left) or any(block.kind != self.kind for block in self.blocks.values())
 
 
-def open_served(place: Place) -> Served:
+def open_artifact_view(place: ArtifactLocation) -> ArtifactView:
     """Read an artifact's manifest, from a folder or from the Hub.
 
     Raises RequestError where there is none, where it is of the checkpoint layout or a newer version, VerificationError
-    where it is damaged or the conversion unfinished, and as `Place.fetch`.
+    where it is damaged or the conversion unfinished, and as `ArtifactLocation.fetch`.
     """
     root = Path(place.name) if place.is_folder else place.fetch(names.MANIFEST).parent
     words = read_manifest(root, is_sealed=True)
     _check_kind(place, words)
     try:
-        kind = names.kind_of_words(words, schema_of(root, words), words["dtype"])
-        return Served(
+        kind = names.kernel_spec_from_dict(words, schema_of(root, words), words["dtype"])
+        return ArtifactView(
             place=place,
             source_name=str(words["source"].get("name", "the original model")),
             humming_version=words["humming_kernels_version"],
@@ -106,7 +106,7 @@ def open_served(place: Place) -> Served:
         ) from error
 
 
-def _check_kind(place: Place, words: Mapping[str, Any]) -> None:
+def _check_kind(place: ArtifactLocation, words: Mapping[str, Any]) -> None:
     if words["layout"] != names.KERNEL:
         raise RequestError(
             "This artifact is not in the kernel layout.",
@@ -117,17 +117,17 @@ def _check_kind(place: Place, words: Mapping[str, Any]) -> None:
         )
 
 
-def _block(root: Path, name: str, words: Mapping[str, Any], kind: KernelKind) -> ServedBlock:
+def _block(root: Path, name: str, words: Mapping[str, Any], kind: KernelSpec) -> ArtifactLayer:
     if "weight_schema" in words:
         schema = schema_of(root, words, f"blocks: {name}: ")
-        kind = names.kind_of_words(words, schema, kind.param_dtype)
-    return ServedBlock(
+        kind = names.kernel_spec_from_dict(words, schema, kind.param_dtype)
+    return ArtifactLayer(
         name=name,
         layer=words["layer"],
         num_experts=words["num_experts"],
         hidden_size=words["hidden_size"],
         intermediate_size=words["intermediate_size"],
-        activation=Activation.of_words(words),
+        activation=Activation.from_dict(words),
         gated=words["gated"],
         kind=kind,
         flags={gemm: dict(words[gemm]["flags"]) for gemm in names.GEMMS},

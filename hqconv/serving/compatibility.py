@@ -16,14 +16,14 @@ from hqconv.humming_layout.layer_config import resolve
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import Served, ServedBlock
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 from hqconv.serving.vllm.limits import serve_options
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServerLayer:
     """What a server's layer is about to be: sizes as the model class gives them, ranks as the server counts them."""
 
     num_experts: int
@@ -38,7 +38,7 @@ class Asked:
     router_weight_on_input: bool
 
 
-def check_machine(served: Served, sm_version: int) -> None:
+def check_machine(served: ArtifactView, sm_version: int) -> None:
     """Refuse another GPU than the artifact's target. Raises RequestError."""
     if sm_version != served.sm_version:
         remedy = f"Cut it again: {recut(served, target=f'sm{sm_version}')}."
@@ -54,7 +54,7 @@ def check_machine(served: Served, sm_version: int) -> None:
         )
 
 
-def check_ranks(served: Served, asked: Asked) -> None:
+def check_ranks(served: ArtifactView, asked: ServerLayer) -> None:
     """Refuse other ranks, another placement of experts, or copies of experts. Raises RequestError."""
     grid = served.grid
     fitting = recut(served, tp=asked.tp, ep=asked.ep, placement=asked.placement, redundant=0)
@@ -86,7 +86,7 @@ def check_ranks(served: Served, asked: Asked) -> None:
         )
 
 
-def check_inputs(served: Served, block: ServedBlock) -> None:
+def check_inputs(served: ArtifactView, block: ArtifactLayer) -> None:
     """Refuse quantized activations that vLLM would prepare otherwise than the kernel reads. Raises RequestError.
 
     fp8 in groups of 128 is quantized by vLLM itself, before tokens are sent to other ranks.
@@ -105,7 +105,7 @@ def check_inputs(served: Served, block: ServedBlock) -> None:
         )
 
 
-def check_dtype(served: Served, dtype: str) -> None:
+def check_dtype(served: ArtifactView, dtype: str) -> None:
     """Refuse another dtype of activations. Raises RequestError."""
     if dtype != served.dtype:
         raise RequestError(
@@ -118,7 +118,7 @@ def check_dtype(served: Served, dtype: str) -> None:
         )
 
 
-def check_block(served: Served, block: ServedBlock, asked: Asked) -> None:
+def check_block(served: ArtifactView, block: ArtifactLayer, asked: ServerLayer) -> None:
     """Refuse a model whose layer is not what was converted. Raises RequestError."""
     facts = {
         "experts": (block.num_experts, asked.num_experts),
@@ -157,7 +157,7 @@ def check_flags(
         )
 
 
-def no_deployment(served: Served, block: ServedBlock, found: object) -> HqconvError:
+def no_deployment(served: ArtifactView, block: ArtifactLayer, found: object) -> HqconvError:
     """The error for a parallel configuration in which vLLM has no Humming kernels."""
     return RequestError(
         "There are no Humming experts in vLLM for this deployment.",
@@ -167,7 +167,7 @@ def no_deployment(served: Served, block: ServedBlock, found: object) -> HqconvEr
     )
 
 
-def no_block(served: Served, prefix: str) -> HqconvError:
+def no_block(served: ArtifactView, prefix: str) -> HqconvError:
     """The error for a layer of experts of which the artifact has nothing, or cannot be sure."""
     return RequestError(
         "The artifact has no experts for a layer of the model.",
@@ -178,7 +178,7 @@ def no_block(served: Served, prefix: str) -> HqconvError:
     )
 
 
-def other_model(served: Served, found: str) -> HqconvError:
+def other_model(served: ArtifactView, found: str) -> HqconvError:
     """The error for a server that is told to load another model in place."""
     return RequestError(
         "The experts of another model cannot be loaded into this server.",
@@ -188,7 +188,7 @@ def other_model(served: Served, found: str) -> HqconvError:
     )
 
 
-def no_layers(served: Served) -> HqconvError:
+def no_layers(served: ArtifactView) -> HqconvError:
     """The error for a model that made no layer of experts as the plugin knows them."""
     return RequestError(
         "The server's model has asked for none of the artifact's experts.",
@@ -199,7 +199,7 @@ def no_layers(served: Served) -> HqconvError:
     )
 
 
-def recut(served: Served, **changes: object) -> str:
+def recut(served: ArtifactView, **changes: object) -> str:
     """The command that lays the artifact out anew, with its own options but for `changes`; see `_can_be_cut`."""
     options = {**_options(served), **changes}
     place, folder = served.place, _folder(served.place)
@@ -207,7 +207,7 @@ def recut(served: Served, **changes: object) -> str:
     if not _can_be_cut(served):
         words = _convert(served.source_name, Path(out).name, _made_of(served), options)
         return f"`{shlex.join([*words, '--dtype', served.dtype])}`"
-    command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_words(served)], options))
+    command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_options(served)], options))
     if place.is_folder:
         return f"`{command}`"
     revision = [] if place.revision is None else ["--revision", place.revision]
@@ -215,32 +215,32 @@ def recut(served: Served, **changes: object) -> str:
     return f"`{download} && {command}`"
 
 
-def _from_original(served: Served, dtype: str) -> list[str]:
+def _from_original(served: ArtifactView, dtype: str) -> list[str]:
     """The command that makes the same artifact in another dtype. An artifact's scales may not fit that."""
     out = f"{Path(_folder(served.place)).name}-{dtype}"
     return [*_convert(served.source_name, out, _made_of(served), _options(served)), "--dtype", dtype]
 
 
-def _can_be_cut(served: Served) -> bool:
+def _can_be_cut(served: ArtifactView) -> bool:
     """Whether the artifact can be a source with its own schemas, for the activations of all its blocks."""
     kinds = {served.kind, *(block.kind for block in served.blocks.values())}
     is_lost = any(kind.schema.rotation or resolve(kind).use_fused_e8m0_scale for kind in kinds)
     return not is_lost and len({kind.inputs for kind in kinds}) == 1
 
 
-def _made_of(served: Served) -> list[str]:
+def _made_of(served: ArtifactView) -> list[str]:
     """The options that say what the experts are made of; a recipe is the user's own file."""
     if served.is_mixed:
         return ["--config", "RECIPE"]
-    return ["--schema", _schema_word(served.kind.schema), *_inputs_words(served)]
+    return ["--schema", _schema_word(served.kind.schema), *_inputs_options(served)]
 
 
-def _inputs_words(served: Served) -> list[str]:
+def _inputs_options(served: ArtifactView) -> list[str]:
     inputs = served.kind.inputs
     return [] if inputs == A16 else ["--input-schema", _inputs_word(inputs)]
 
 
-def _options(served: Served) -> dict[str, object]:
+def _options(served: ArtifactView) -> dict[str, object]:
     grid = served.grid
     return {
         "target": f"sm{served.sm_version}",
@@ -261,7 +261,7 @@ def _convert(source: str, out: str, made_of: list[str], options: Mapping[str, ob
     return words
 
 
-def _folder(place: Place) -> str:
+def _folder(place: ArtifactLocation) -> str:
     """The folder of an artifact, or the one to download it to; its name can be continued."""
     name = place.name.rstrip("/")
     last = name.rpartition("/")[2]
@@ -270,7 +270,7 @@ def _folder(place: Place) -> str:
     return name if last not in ("", ".", "..") else os.path.abspath(place.name)  # noqa: PTH100 - no links
 
 
-def _schema_word(schema: TargetSchema) -> str:
+def _schema_word(schema: WeightSchema) -> str:
     """What `--schema` takes: a name that means the same fields here, else the TOML file that had it."""
     try:
         is_known = resolve_schema(schema.name).humming_fields() == schema.humming_fields()

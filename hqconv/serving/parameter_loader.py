@@ -23,7 +23,7 @@ import torch
 from hqconv.errors import VerificationError
 from hqconv.io.ranges import fill
 from hqconv.schemas.tensors import TensorRef
-from hqconv.serving.artifact_view import Served
+from hqconv.serving.artifact_view import ArtifactView
 from hqconv.serving.rank_file import RankFile, check_digest
 from hqconv.serving.warm.kernel_store import (
     VARIABLE,
@@ -38,7 +38,7 @@ PIECE_BYTES = 8 << 20  # of a buffer: large enough for a disk and a bus, small e
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """A tensor that is to hold the bytes of one tensor of a file; contiguous."""
 
     ref: TensorRef
@@ -91,12 +91,12 @@ class Buffers:
             self._free.put(error)
 
 
-class Filling:
+class ParameterFiller:
     """Fills the tensors of several files in the background, in the order given; `wait` for one owner's at a time."""
 
     def __init__(
         self,
-        files: Iterable[tuple[Hashable, RankFile, Sequence[Target]]],
+        files: Iterable[tuple[Hashable, RankFile, Sequence[LoadTarget]]],
         *,
         digests: bool = False,
         buffers: Buffers | None = None,
@@ -179,7 +179,7 @@ def _copy(buffer: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any) -> N
     stream.synchronize()
 
 
-def _pieces(file: RankFile, targets: Sequence[Target]) -> Iterable[_Piece]:
+def _pieces(file: RankFile, targets: Sequence[LoadTarget]) -> Iterable[_Piece]:
     """Pieces of at most PIECE_BYTES, each of adjoining bytes and for one device."""
     piece: _Piece | None = None
     for target in sorted(targets, key=lambda target: target.ref.offset_bytes):
@@ -232,18 +232,18 @@ class Filled(Hashable, Protocol):
     file: RankFile
     is_filled: bool
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[LoadTarget]:
         """Its parameters as they are now, with their places in the file."""
 
 
-class Loader:
+class ParameterLoader:
     """Fills layers in the order in which they were made, files of later ones while an earlier one is waited for."""
 
     def __init__(self) -> None:
         self.claimed: dict[str, str] = {}  # block → the layer that it is for
         self.tuning: dict[str, Any] = {}  # tables of `hqconv warm`
         self._layers: list[Filled] = []
-        self._filling: Filling | None = None
+        self._filling: ParameterFiller | None = None
         self._buffers: Buffers | None = None
         self._paths: dict[str, Path] = {}
         self._has_kernels = False
@@ -255,7 +255,7 @@ class Loader:
         if self._buffers is None and device.type == "cuda":
             self._buffers = Buffers(device)
 
-    def path(self, served: Served, name: str, *, alone: bool, cache_dir: str | None) -> Path:
+    def path(self, served: ArtifactView, name: str, *, alone: bool, cache_dir: str | None) -> Path:
         """Where a rank file lies on this machine; from the Hub all files of its rank come at once, or it `alone`.
 
         Raises as `Place.fetch`.
@@ -272,7 +272,7 @@ class Loader:
         """Return when a layer's parameters are full. Raises VerificationError for a file that is damaged."""
         if self._filling is None or layer not in self._filling:
             digests = os.environ.get(VERIFY) == "1"
-            self._filling = Filling(self._due(layer), digests=digests, buffers=self._buffers)
+            self._filling = ParameterFiller(self._due(layer), digests=digests, buffers=self._buffers)
         self._filling.wait(layer)
         layer.is_filled = True
         if self._filling.is_done:
@@ -283,7 +283,7 @@ class Loader:
             # What is full is the model's alone: nothing here keeps it when the model goes.
             self._layers = [one for one in self._layers if not one.is_filled]
 
-    def take_kernels(self, served: Served) -> None:
+    def take_kernels(self, served: ArtifactView) -> None:
         """Once in a process: have Humming find what `hqconv warm` compiled, where the environment asks for it."""
         if self._has_kernels or not os.environ.get(VARIABLE):
             return
@@ -300,9 +300,9 @@ class Loader:
             self.tuning = tuning_tables(folder)
             logger.info("Kernels that were compiled beforehand are in use")
 
-    def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[Target]]]:
+    def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[LoadTarget]]]:
         """A layer, and those after it that can be filled beside: on the same device, where nothing will move them."""
-        due: list[tuple[Filled, RankFile, Sequence[Target]]] = [(first, first.file, first.targets())]
+        due: list[tuple[Filled, RankFile, Sequence[LoadTarget]]] = [(first, first.file, first.targets())]
         device = due[0][2][0].tensor.device
         for layer in self._layers:
             targets = layer.targets()

@@ -13,9 +13,9 @@ from hqconv.errors import InputError, VerificationError
 from hqconv.humming_layout.layer_config import resolve
 from hqconv.io.safetensors_header import read_header
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef
-from hqconv.serving.artifact_view import Served
+from hqconv.serving.artifact_view import ArtifactView
 
 _AGAIN = "Copy the artifact again from where it is whole, or convert the model again."
 
@@ -31,7 +31,7 @@ class RankFile:
     configs: dict[str, dict[str, Any]]
 
 
-def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFile:
+def open_rank_file(served: ArtifactView, path: Path, block: str, name: str) -> RankFile:
     """Read the header of the rank file `name` of a block, which lies at `path`.
 
     Raises VerificationError where it is not what the manifest says: its size, its tensors, its LayerConfigs.
@@ -55,13 +55,13 @@ def open_rank_file(served: Served, path: Path, block: str, name: str) -> RankFil
         tensors[own] = ref
     configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
     for gemm, config in configs.items():
-        expected = {**served.blocks[block].shapes[gemm], **_activation_words(served.blocks[block].kind)}
+        expected = {**served.blocks[block].shapes[gemm], **_activation_fields(served.blocks[block].kind)}
         _check_input_scale(name, gemm, served.blocks[block].kind, tensors)
         _check_config(name, gemm, config, expected, tensors)
     return RankFile(path, name, sha256, tensors, configs)
 
 
-def _activation_words(kind: KernelKind) -> dict[str, Any]:
+def _activation_fields(kind: KernelSpec) -> dict[str, Any]:
     """What a LayerConfig says of activations, for those of the manifest."""
     layer = resolve(kind)
     return {
@@ -116,7 +116,7 @@ def _check_config(
             raise _damaged(name, f"{key} of {config.get('num_experts')} experts", list(ref.shape))
 
 
-def _check_input_scale(name: str, gemm: str, kind: KernelKind, tensors: Mapping[str, TensorRef]) -> None:
+def _check_input_scale(name: str, gemm: str, kind: KernelSpec, tensors: Mapping[str, TensorRef]) -> None:
     """A GEMM has the scale of its activations exactly where the manifest says that it was measured beforehand."""
     key = f"{gemm}_{names.INPUT_SCALE}"
     ref = tensors.get(key)

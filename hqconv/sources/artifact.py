@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.artifact.expert_reader import BlockReader, Matrix
+from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader
 from hqconv.errors import InputError
 from hqconv.formats.coded import Coded, dequantize
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.quantization import bit_codec
 from hqconv.quantization.hadamard import rotate
 from hqconv.schemas.dtypes import code_of, torch_dtype
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.artifact_headers import ArtifactHeaders, as_source
 from hqconv.sources.safetensors import SafetensorsSource
 
@@ -33,14 +33,14 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
     def __init__(self, root: Path, **words: Any) -> None:
         """Read manifest and headers, as `ArtifactHeaders`, whose `words` they are."""
         super().__init__(root, **words)
-        self._readers: dict[str, BlockReader] = {}
+        self._readers: dict[str, ExpertReader] = {}
 
     reads_ahead = False
 
     @as_source()
     def read_expert(
         self,
-        block: ExpertBlock,
+        block: MoeLayer,
         expert: int,
         roles: Sequence[str],
         device: torch.device,
@@ -48,9 +48,9 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
     ) -> dict[str, SourceMatrix]:
         """Projections of one expert, put together from all TP ranks. Raises InputError for what cannot be decoded."""
         if block.name not in self._readers:
-            self._readers[block.name] = BlockReader(self.artifact, block, self._refuse)
+            self._readers[block.name] = ExpertReader(self.artifact, block, self._refuse)
         reader = self._readers[block.name]
-        found: dict[str, Matrix] = {}
+        found: dict[str, ExpertMatrix] = {}
         for gemm, of_gemm in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             if set(of_gemm).intersection(roles):
                 found |= reader.read(gemm, expert, self._refuse)
@@ -65,7 +65,7 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
         where = str(self.root / where)
         raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
 
-    def _coded(self, block: ExpertBlock, where: str, matrix: Matrix, device: torch.device) -> SourceMatrix:
+    def _coded(self, block: MoeLayer, where: str, matrix: ExpertMatrix, device: torch.device) -> SourceMatrix:
         if matrix.flushed is not None and bool(matrix.flushed.any()):
             raise InputError(
                 "The artifact lost scales when it was made for float16: its source's values cannot be told.",
@@ -92,13 +92,17 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
     def _param_code(self) -> str:
         return code_of(self.artifact.param_dtype)
 
-    def _zero_point(self, matrix: Matrix, schema: TargetSchema, device: torch.device) -> torch.Tensor | None:
+    def _zero_point(
+        self, matrix: ExpertMatrix, schema: WeightSchema, device: torch.device
+    ) -> torch.Tensor | None:
         if matrix.zero_point is None:
             return None
         code = self._param_code if schema.is_fp_zero_point else "U8"
         return _tensor(matrix.zero_point, code, device)
 
-    def _scale_2(self, matrix: Matrix, schema: TargetSchema, device: torch.device) -> torch.Tensor | None:
+    def _scale_2(
+        self, matrix: ExpertMatrix, schema: WeightSchema, device: torch.device
+    ) -> torch.Tensor | None:
         if matrix.scale_2 is None:
             return None
         is_tensor = schema.weight_scale_2_type == "tensor"

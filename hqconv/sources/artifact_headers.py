@@ -14,7 +14,7 @@ from hqconv.formats.source_format import LAID_OUT, SourceFormat
 from hqconv.humming_layout.layer_config import resolve
 from hqconv.io.hub import Listing
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import ExpertBlock, InputScales, PartSource
+from hqconv.models.moe_layer import InputScales, MoeLayer, TensorSlice
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.safetensors_headers import SafetensorsHeaders
@@ -36,12 +36,14 @@ def _refuse_fused(artifact: Artifact) -> None:
     """mxfp4 for fp8 or int8 activations has other codes on every TP rank; what they were is lost."""
     if artifact.manifest["layout"] != names.KERNEL:
         return
-    folded = next((n for n in artifact.blocks if resolve(artifact.kind_of(n)).use_fused_e8m0_scale), None)
+    folded = next(
+        (n for n in artifact.blocks if resolve(artifact.kernel_spec_of(n)).use_fused_e8m0_scale), None
+    )
     if folded is not None:
         raise RequestError(
             "The exponents were folded into the codes: the artifact cannot be a source.",
             where=f"{artifact.root}: {folded}",
-            found=str(artifact.kind_of(folded)),
+            found=str(artifact.kernel_spec_of(folded)),
             remedy="Convert the original again.",
         )
 
@@ -111,7 +113,7 @@ class ArtifactHeaders(SafetensorsHeaders):
         left = self.artifact.left  # among the copied tensors
         return ExpertMap(self.artifact.family.name, because, blocks, converted, copied, dropped, left)
 
-    def _block(self, name: str) -> ExpertBlock:
+    def _block(self, name: str) -> MoeLayer:
         block = self.artifact.expert_block(name)
         parts = {role: self._parts(name, "w2" if role == "w2" else "w13") for role in block.roles}
         homes = self.artifact.grid.homes(block.num_experts)
@@ -131,7 +133,7 @@ class ArtifactHeaders(SafetensorsHeaders):
 
     def _input_scales(self, block: str) -> InputScales:
         """The static scales of activations in all ranks' files."""
-        inputs = self.artifact.kind_of(block).inputs
+        inputs = self.artifact.kernel_spec_of(block).inputs
         if not inputs.is_static:
             return InputScales()
         refs = {}
@@ -145,7 +147,7 @@ class ArtifactHeaders(SafetensorsHeaders):
             refs[gemm] = tuple(self.tensors[one] for one in full)
         return InputScales(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
 
-    def _parts(self, block: str, gemm: str) -> dict[str, PartSource]:
+    def _parts(self, block: str, gemm: str) -> dict[str, TensorSlice]:
         """The rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
         parts = {}
         for index, rank in enumerate(self.artifact.grid.ranks):
@@ -159,10 +161,10 @@ class ArtifactHeaders(SafetensorsHeaders):
                 if ref.name.startswith(prefix) and not names.is_input_scale(full):
                     part = ref.name.removeprefix(prefix)
                     key = part if index == 0 else f"{part}@tp{rank[0]}-ep{rank[1]}"
-                    parts[key] = PartSource(ref.name, ref.dtype, ref.shape)
+                    parts[key] = TensorSlice(ref.name, ref.dtype, ref.shape)
         return parts
 
-    def _share(self, part: PartSource, home: tuple[int, int]) -> TensorRef:
+    def _share(self, part: TensorSlice, home: tuple[int, int]) -> TensorRef:
         """An expert's bytes in a rank tensor, for counting: of the EP rank that holds it, none of the others."""
         ref = self.tensors[part.template]
         ep_rank, local = home

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hqconv.errors import InputError, NetworkError, RequestError, first_few
 from hqconv.io import checkpoint_files, hub, hub_snapshot
-from hqconv.io.file_snapshot import Guard
+from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.open_files import Descriptors
 from hqconv.io.protocols import SourceFile
 from hqconv.io.ranges import adjoining, fill
 from hqconv.io.safetensors_header import parse_header, read_header
-from hqconv.io.sidecar_files import Loose
+from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.io.source_names import refuse_what_is_no_model
 from hqconv.schemas.artifact_names import INDEX, SINGLE
 from hqconv.schemas.tensors import TensorRef
@@ -54,7 +54,7 @@ class Checkpoint:
     ) -> None:
         """Reads and checks config, index and headers of the folder `root`; see `open`."""
         self.root, self.name, self.repo_id, self.revision = root, name, repo_id, revision
-        self.listing, self.guard = listing, Guard(root)
+        self.listing, self.guard = listing, FileSnapshot(root)
         checkpoint_files.check_regular(root)
         self.guard.look_if_there(
             name for name in hub_snapshot.WORDS if name != INDEX or not self._has(SINGLE)
@@ -70,7 +70,9 @@ class Checkpoint:
             checkpoint_files.check_weight_map(
                 weight_map, self.tensors, tuple(file.name for file in self.files)
             )
-        self.loose = Loose.of_folder(root) if listing is None else Loose.of_listing(listing.sizes, root)
+        self.loose = (
+            SidecarFiles.of_folder(root) if listing is None else SidecarFiles.of_listing(listing.sizes, root)
+        )
         self.other_files = self.loose.names
         self.guard.look_if_there(self.other_files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())

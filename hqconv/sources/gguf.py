@@ -14,7 +14,7 @@ import torch
 
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.gguf_headers import GgufHeaders, dequantize, open_with_gguf_as
 from hqconv.sources.safetensors import SafetensorsSource
@@ -34,7 +34,7 @@ class GgufSource(GgufHeaders, SafetensorsSource):
 
     def read_expert(
         self,
-        block: ExpertBlock,
+        block: MoeLayer,
         expert: int,
         roles: Sequence[str],
         device: torch.device,

@@ -16,13 +16,13 @@ from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub_snapshot import is_repo_id, look
 from hqconv.io.source_names import named
 from hqconv.schemas.artifact_names import KERNEL
-from hqconv.schemas.gpu_target import Target, parse_target
+from hqconv.schemas.gpu_target import GpuTarget, parse_target
 from hqconv.sources.artifact_headers import as_source
 
 if TYPE_CHECKING:
-    from hqconv.models.protocols import Headers, Source
+    from hqconv.models.protocols import Source, SourceHeaders
 
-Opened = TypeVar("Opened", bound="Headers")
+Opened = TypeVar("Opened", bound="SourceHeaders")
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def without_gc() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """Where a source lies, and what it is: kind is artifact, gguf or safetensors.
 
     words: of a repo on the Hub, as `Checkpoint` takes them; none of a folder.
@@ -54,7 +54,7 @@ class Place:
         return self.words["repo_id"].split("/")[1] if self.words else self.root.resolve().name
 
 
-def find(src: str | Path, revision: str | None = None) -> Place:
+def locate_source(src: str | Path, revision: str | None = None) -> SourceLocation:
     """Where a folder or a repo lies; of a repo the words are downloaded. Raises as `open_headers`."""
     root, words = Path(src), {}
     if str(src) and not root.exists() and is_repo_id(str(src)):
@@ -68,9 +68,9 @@ def find(src: str | Path, revision: str | None = None) -> Place:
         )
     is_plain = bool(words) or revision is None  # a folder has no revisions, which opening it says
     if is_plain and is_artifact(root) and read_manifest(root)["layout"] == KERNEL:
-        return Place(root, "artifact", words)
+        return SourceLocation(root, "artifact", words)
     is_gguf = bool(str(src)) and revision is None and not words and holds_gguf(root)
-    return Place(root, "gguf" if is_gguf else "safetensors", words)
+    return SourceLocation(root, "gguf" if is_gguf else "safetensors", words)
 
 
 def _held(source: Opened, *, is_whole: bool = True) -> Opened:
@@ -99,7 +99,7 @@ def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool =
 
     with readable(src), as_source():
         src, revision = named(str(src), revision)
-        place = find(src, revision)
+        place = locate_source(src, revision)
         if place.kind == "artifact":
             from hqconv.sources.artifact import ArtifactSource
 
@@ -114,13 +114,13 @@ def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool =
 
 
 @without_gc()
-def open_headers(src: str | Path, revision: str | None = None) -> Headers:
+def open_headers(src: str | Path, revision: str | None = None) -> SourceHeaders:
     """Opens it as `open_source` does, for a look: loads no torch, and of a repo downloads no weights."""
     from hqconv.sources.safetensors_headers import SafetensorsHeaders
 
     with readable(src), as_source():
         src, revision = named(str(src), revision)
-        place = find(src, revision)
+        place = locate_source(src, revision)
         if place.kind == "artifact":
             from hqconv.sources.artifact_headers import ArtifactHeaders
 
@@ -136,7 +136,7 @@ def open_headers(src: str | Path, revision: str | None = None) -> Headers:
         return _held(SafetensorsHeaders.open(src, revision))
 
 
-def own_target(source: Headers) -> Target | None:
+def own_target(source: SourceHeaders) -> GpuTarget | None:
     """The target that an artifact in the kernel layout was made for; None of any other source."""
     if not is_artifact(source.root):
         return None

@@ -9,7 +9,7 @@ import torch
 
 from hqconv.formats.decode_matrix import SourceMatrix, decode_matrix
 from hqconv.models.expert_bytes import RawExperts, stored_shape
-from hqconv.models.moe_layer import ExpertBlock, View
+from hqconv.models.moe_layer import MoeLayer, View
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.safetensors_headers import SafetensorsHeaders
@@ -27,7 +27,7 @@ class SafetensorsSource(SafetensorsHeaders):
 
     def read_expert(
         self,
-        block: ExpertBlock,
+        block: MoeLayer,
         expert: int,
         roles: Sequence[str],
         device: torch.device,

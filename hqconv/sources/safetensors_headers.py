@@ -7,7 +7,7 @@ from hqconv.sources.checkpoint import Checkpoint
 
 
 class SafetensorsHeaders(Checkpoint):
-    """A checkpoint whose experts are tensors of its own. See `hqconv.models.protocols.Headers`."""
+    """A checkpoint whose experts are tensors of its own. See `hqconv.models.protocols.SourceHeaders`."""
 
     def map_experts(self) -> ExpertMap:
         """The experts, from the tensors' names, shapes and the config."""

@@ -11,13 +11,13 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.formats.source_format import KNOWN_BY_SOURCE, conversion_of
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.input_scales import is_static
 from hqconv.verification.recorded_errors import check_changes
-from hqconv.verification.result import CheckResult, compare_names, compare_words
+from hqconv.verification.result import CheckResult, compare_dicts, compare_names
 
 _FACTS = {
     "layer": "layer",
@@ -34,7 +34,7 @@ Placed = tuple[str, TensorRef]  # file of the artifact, and where in it
 
 def check_accounting(
     artifact: Artifact,
-    blocks: Mapping[str, ExpertBlock],
+    blocks: Mapping[str, MoeLayer],
     copied: Mapping[str, Placed],
     config: Mapping[str, Any] | None,
     result: CheckResult,
@@ -56,18 +56,18 @@ def check_accounting(
             seen[name] = kind
     compare_names(f"{where}: copied", "tensor", words["copied"], copied, result)
     _check_converted(artifact, blocks, words["converted"], result)
-    for name, block_words in artifact.blocks.items():
-        order = ["gate", "up"] if block_words["gated"] else ["up"]
-        if block_words.get("w13_order") != order:
-            where, found = f"{names.MANIFEST}: {name}: w13_order", block_words.get("w13_order")
+    for name, layer_to_dict in artifact.blocks.items():
+        order = ["gate", "up"] if layer_to_dict["gated"] else ["up"]
+        if layer_to_dict.get("w13_order") != order:
+            where, found = f"{names.MANIFEST}: {name}: w13_order", layer_to_dict.get("w13_order")
             result.add(where, "The rows of w13 are in another order.", order, found)
-        check_changes(name, block_words, artifact.param_dtype, result)
+        check_changes(name, layer_to_dict, artifact.param_dtype, result)
     # The tensors of rank files and GGUF files say nothing by their names: only a source of that kind can map them.
     if config is not None and any(_is_known_by_names(block) for block in blocks.values()):
         _map_again(artifact, blocks, words, copied, config, result)
 
 
-def _is_known_by_names(block: ExpertBlock) -> bool:
+def _is_known_by_names(block: MoeLayer) -> bool:
     """Whether the block came from a checkpoint, whose tensors lie in the block's module."""
     templates = (part.template for parts in block.parts.values() for part in parts.values())
     inside = any(template.startswith(f"{block.name}.") for template in templates)
@@ -75,7 +75,7 @@ def _is_known_by_names(block: ExpertBlock) -> bool:
 
 
 def _check_converted(
-    artifact: Artifact, blocks: Mapping[str, ExpertBlock], converted: Mapping[str, str], result: CheckResult
+    artifact: Artifact, blocks: Mapping[str, MoeLayer], converted: Mapping[str, str], result: CheckResult
 ) -> None:
     where = f"{names.MANIFEST}: tensors: converted"
     by_block: dict[str, set[str]] = {name: set() for name in artifact.blocks}
@@ -121,7 +121,7 @@ def _accounting(artifact: Artifact, result: CheckResult) -> dict[str, Any] | Non
 
 def _map_again(
     artifact: Artifact,
-    blocks: Mapping[str, ExpertBlock],
+    blocks: Mapping[str, MoeLayer],
     words: Mapping[str, Any],
     copied: Mapping[str, Placed],
     config: Mapping[str, Any],
@@ -148,7 +148,7 @@ def _map_again(
         )
 
 
-def source_tensors(block: ExpertBlock) -> dict[str, TensorRef]:
+def source_tensors(block: MoeLayer) -> dict[str, TensorRef]:
     """A block's source tensors by name, as the manifest describes them; file and offset mean nothing."""
     return {
         part.template.format(expert=e): TensorRef(
@@ -196,28 +196,28 @@ def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: 
             )
             continue
         facts = _facts(block, artifact)
-        found = {key: words[key] for key in facts} | _activation_words(words)
-        facts |= block.activation.words(block.gated)
+        found = {key: words[key] for key in facts} | _activation_fields(words)
+        facts |= block.activation.to_dict(block.gated)
         what = f"A block's fact is not that of {origin}."
-        compare_words(f"{names.MANIFEST}: {name}", what, facts, found, result)
+        compare_dicts(f"{names.MANIFEST}: {name}", what, facts, found, result)
 
 
-def _activation_words(words: Mapping[str, Any]) -> dict[str, Any]:
+def _activation_fields(words: Mapping[str, Any]) -> dict[str, Any]:
     """What a block's words say of its activation, older ones by its name alone."""
     try:
-        return Activation.of_words(words).words(words["gated"])
+        return Activation.from_dict(words).to_dict(words["gated"])
     except ValueError:
         keys = ("activation", "activation_parameters")
         return {key: words[key] for key in keys}
 
 
-def _facts(block: ExpertBlock, artifact: Artifact) -> dict[str, Any]:
+def _facts(block: MoeLayer, artifact: Artifact) -> dict[str, Any]:
     """What the manifest must say of a mapped block."""
     facts = {key: getattr(block, attribute) for key, attribute in _FACTS.items()}
-    facts["source_format"] = block.format.words()
-    facts["source_parts"] = block.parts_words()
+    facts["source_format"] = block.format.to_dict()
+    facts["source_parts"] = block.parts_to_dict()
     with suppress(VerificationError):  # reported already
-        request = artifact.request
-        words = (block.format, artifact.schema_of(block.name), request.param_dtype)
-        facts["conversion"] = conversion_of(*words, round_scales=request.round_scales)
+        spec = artifact.spec
+        words = (block.format, artifact.schema_of(block.name), spec.param_dtype)
+        facts["conversion"] = conversion_of(*words, round_scales=spec.round_scales)
     return facts

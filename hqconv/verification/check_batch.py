@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hqconv.artifact.batch_reader import StackReader, differs, unpack_stack
+from hqconv.artifact.batch_reader import BatchReader, differs, unpack_stack
 from hqconv.conversion.devices import host_buffer
 from hqconv.conversion.encode import EncodedBatch, encode_batch
 from hqconv.errors import HqconvError
-from hqconv.layout_decoder.stacks import Stack
+from hqconv.layout_decoder.stacks import MatrixStack
 from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.quantization.hadamard import rotate
-from hqconv.quantization.quantize import Cost, quantize_stacks
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.quantization.quantize import ErrorSums, quantize_stacks
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.check_expert import Job, Original, Outcome
 from hqconv.verification.comparison import hash_of_rows, printed_rows
 from hqconv.verification.content_sums import stack_totals
@@ -39,7 +39,7 @@ _NUM_COLUMNS = 10  # of one projection: `measure_stack`, and whether it is wrong
 
 
 @dataclass(frozen=True)
-class Staging:
+class BatchStaging:
     """How experts are dealt to a device: so many batches at once are read, each into `slot_bytes` of host memory."""
 
     device: torch.device
@@ -58,7 +58,7 @@ def entered(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) -> Staging | None:
+def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) -> BatchStaging | None:
     """As many readers as there are threads and memory for; None where there is no memory for one."""
     slot_bytes = 1 << max(
         0, min(_BATCH_BYTES, max_host_bytes).bit_length() - 1
@@ -70,10 +70,10 @@ def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) ->
         free, _ = torch.cuda.mem_get_info(device)
         gpu_bytes = int(free * _GPU_FREE_SHARE)
     num_readers = max(1, min(num_threads, _MAX_READERS, max_host_bytes // slot_bytes))
-    return Staging(device, num_readers, slot_bytes, gpu_bytes)
+    return BatchStaging(device, num_readers, slot_bytes, gpu_bytes)
 
 
-def why_not(schema: TargetSchema, param_dtype: str, dtype: torch.dtype, device: torch.device) -> str:
+def why_not(schema: WeightSchema, param_dtype: str, dtype: torch.dtype, device: torch.device) -> str:
     """Quantize a small matrix on the device, which compiles Humming's ops; "" or what keeps them from it."""
     n = max(64, schema.weight_scale_group_size_n)
     k = max(128, schema.weight_scale_group_size, schema.rotation)
@@ -91,7 +91,7 @@ def _in_short(error: Exception) -> str:
 
 
 @dataclass
-class Shared:
+class SharedState:
     """What the blocks of one check share: the device's turn, each thread's memory, and why batches failed."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,7 +102,7 @@ class Shared:
 class BatchedJob:
     """One block's check by stacks of experts. `run` may be called from any thread; the device works for one of them."""
 
-    def __init__(self, job: Job, staging: Staging, shared: Shared) -> None:
+    def __init__(self, job: Job, staging: BatchStaging, shared: SharedState) -> None:
         """Of one check, all blocks share `shared`."""
         self.job, self._staging, self._shared = job, staging, shared
         self._reader = _stack_reader(job)
@@ -138,7 +138,7 @@ class BatchedJob:
             self._shared.errors.append(_in_short(error))
             return unknown
 
-    def _judge(self, reader: StackReader, experts: range) -> list[Outcome | None]:
+    def _judge(self, reader: BatchReader, experts: range) -> list[Outcome | None]:
         original, device = self.job.original, self._staging.device
         stored = reader.plan(experts)
         raw_layout = None if original is None else RawLayout(original.block, experts)
@@ -166,7 +166,7 @@ class BatchedJob:
         return slot
 
     def _compare(
-        self, experts: range, raw: RawExperts | None, stacks: dict[str, Stack]
+        self, experts: range, raw: RawExperts | None, stacks: dict[str, MatrixStack]
     ) -> list[Outcome | None]:
         """Launch all there is to do, and wait once for the figures of all of it."""
         job, original = self.job, self.job.original
@@ -194,7 +194,7 @@ class BatchedJob:
         note_totals(outcomes, totals)
         return outcomes
 
-    def _expected(self, done: EncodedBatch | None) -> dict[str, Stack]:
+    def _expected(self, done: EncodedBatch | None) -> dict[str, MatrixStack]:
         """The source's projections, quantized, as the artifact has them."""
         if done is None:
             return {}
@@ -206,8 +206,8 @@ class BatchedJob:
         self,
         index: int,
         row: Sequence[float],
-        stacks: dict[str, Stack],
-        costs: dict[str, list[Cost]],
+        stacks: dict[str, MatrixStack],
+        costs: dict[str, list[ErrorSums]],
         hashes: dict[str, list[bytes]],
     ) -> Outcome | None:
         """One expert's, if all is as it should be; `row` holds `_NUM_COLUMNS` of each role."""
@@ -231,13 +231,13 @@ class BatchedJob:
         return outcome
 
 
-def _stack_reader(job: Job) -> StackReader | None:
+def _stack_reader(job: Job) -> BatchReader | None:
     """A reader of stacks, for a block that this way covers and of whose headers nothing is known to be wrong."""
     is_read_ahead = job.original is None or job.original.source.reads_ahead
     if job.reader is None or job.findings or not is_read_ahead:
         return None
     try:
-        return StackReader(job.artifact, job.block, job.reader.good)
+        return BatchReader(job.artifact, job.block, job.reader.good)
     except (HqconvError, OSError):
         return None
 

@@ -9,24 +9,24 @@ from functools import partial
 
 import torch
 
-from hqconv.artifact.expert_reader import BlockReader, Matrix
+from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader
 from hqconv.artifact.packed_reader import read_packed_expert, unpack
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode import encode
 from hqconv.errors import HqconvError
 from hqconv.formats.decode_matrix import SourceMatrix
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.planning.encoding import Encoding
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import Quantized
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of_torch
-from hqconv.schemas.weight_schema import TargetSchema
-from hqconv.verification.comparison import GemmPlace, compare, fingerprint
+from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.verification.comparison import GemmPosition, compare, fingerprint
 from hqconv.verification.content_sums import Totals, totals_of
 from hqconv.verification.figures import Figures, measure
-from hqconv.verification.fused_exponents import Folding, folding_of, misread_code
+from hqconv.verification.fused_exponents import FusedExponents, folding_of, misread_code
 from hqconv.verification.result import Finding
 
 _CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ class Original:
     """A block as the source has it, and how it becomes the artifact's."""
 
     source: Source
-    block: ExpertBlock
+    block: MoeLayer
     encoding: Encoding
 
 
@@ -64,18 +64,18 @@ class Job:
     """One block's check: `run` is called once per expert, from any thread. `findings` are of the block as a whole."""
 
     def __init__(
-        self, artifact: Artifact, block: ExpertBlock, original: Original | None, shards: Mapping[str, str]
+        self, artifact: Artifact, block: MoeLayer, original: Original | None, shards: Mapping[str, str]
     ) -> None:
         """`shards`: tensor name → file, of the checkpoint layout. Looks at the headers of all ranks."""
         self.artifact, self.block, self.original = artifact, block, original
         self.shards, self.schema = shards, artifact.schema_of(block.name)
         self.findings: list[Finding] = []
-        is_kernel = artifact.request.layout == names.KERNEL
-        self.reader = BlockReader(artifact, block, self._note) if is_kernel else None
+        is_kernel = artifact.spec.layout == names.KERNEL
+        self.reader = ExpertReader(artifact, block, self._note) if is_kernel else None
         self.folding = self._folding()
         self.misread = misread_code(artifact, block.name)
 
-    def _folding(self) -> Folding | None:
+    def _folding(self) -> FusedExponents | None:
         """How exponents are fused into the codes; without headers that are good there is nothing to compare."""
         if self.original is None or self.reader is None or not self.reader.good:
             return None
@@ -113,7 +113,9 @@ class Job:
             self._compare(found, results, gemm, expert, outcome)
         return outcome
 
-    def _read(self, gemm: str, roles: Sequence[str], expert: int, outcome: Outcome) -> dict[str, Matrix]:
+    def _read(
+        self, gemm: str, roles: Sequence[str], expert: int, outcome: Outcome
+    ) -> dict[str, ExpertMatrix]:
         if self.reader is not None:
             return self.reader.read(gemm, expert, outcome.note)
         read = partial(read_packed_expert, self.artifact, self.block, shards=self.shards, note=outcome.note)
@@ -127,7 +129,7 @@ class Job:
 
     def _compare(
         self,
-        found: Mapping[str, Matrix],
+        found: Mapping[str, ExpertMatrix],
         results: Mapping[str, Quantized],
         gemm: str,
         expert: int,
@@ -135,19 +137,19 @@ class Job:
     ) -> None:
         expected = {role: as_matrix(one, self.schema) for role, one in results.items()}
         expected = expected if self.folding is None else self.folding.matrices(expected)
-        place = GemmPlace(self.artifact, self.block, gemm, expert, self.shards)
+        place = GemmPosition(self.artifact, self.block, gemm, expert, self.shards)
         for role, matrix in expected.items():
             outcome.expected[role] = fingerprint(matrix.codes)
             if role in found and not compare(found, expected, role, place, outcome.note):
                 outcome.found[role] = fingerprint(found[role].codes)
 
 
-def _rotated(values: torch.Tensor, schema: TargetSchema) -> torch.Tensor:
+def _rotated(values: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     """What is quantized of a source's weights."""
     return rotate(values, schema.rotation) if schema.rotation else values
 
 
-def as_matrix(quantized: Quantized, schema: TargetSchema) -> Matrix:
+def as_matrix(quantized: Quantized, schema: WeightSchema) -> ExpertMatrix:
     """What the quantizer made, unpacked by code of this side's own."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     bits = {

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hqconv.artifact.expert_reader import Array, Matrix, Note
+from hqconv.artifact.expert_reader import Array, ExpertMatrix, Note
 from hqconv.artifact.reader import Artifact
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.grid import tp_share
 
@@ -24,11 +24,11 @@ _TENSOR_OF = {
 
 
 @dataclass(frozen=True)
-class GemmPlace:
+class GemmPosition:
     """Where one GEMM of one expert lies in the artifact."""
 
     artifact: Artifact
-    block: ExpertBlock
+    block: MoeLayer
     gemm: str
     expert: int
     shards: Mapping[str, str]
@@ -58,7 +58,11 @@ class GemmPlace:
 
 
 def compare(
-    found: Mapping[str, Matrix], expected: Mapping[str, Matrix], role: str, place: GemmPlace, note: Note
+    found: Mapping[str, ExpertMatrix],
+    expected: Mapping[str, ExpertMatrix],
+    role: str,
+    place: GemmPosition,
+    note: Note,
 ) -> bool:
     """Note every kind of value in which a projection differs from the expected one; True if none does."""
     ours, theirs = found[role], expected[role]
@@ -110,7 +114,11 @@ def _are_same_bytes(left: Array, right: Array) -> bool:
 
 
 def diagnose(
-    found: Mapping[str, Matrix], expected: Mapping[str, Matrix], role: str, field: str, place: GemmPlace
+    found: Mapping[str, ExpertMatrix],
+    expected: Mapping[str, ExpertMatrix],
+    role: str,
+    field: str,
+    place: GemmPosition,
 ) -> str:
     """What happened to a matrix that is not as expected, where that is certain; starts with a colon."""
     left, right = getattr(found[role], field), getattr(expected[role], field)
@@ -141,7 +149,9 @@ def _slice(axis: int, begin: int, end: int) -> tuple[slice, ...]:
     return (slice(None),) * axis + (slice(begin, end),)
 
 
-def _is_interleaved(found: Mapping[str, Matrix], expected: Mapping[str, Matrix], field: str, tp: int) -> bool:
+def _is_interleaved(
+    found: Mapping[str, ExpertMatrix], expected: Mapping[str, ExpertMatrix], field: str, tp: int
+) -> bool:
     gate, up, gate_right, up_right = (
         getattr(side[role], field) for side in (found, expected) for role in ("w1", "w3")
     )

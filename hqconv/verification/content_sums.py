@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.artifact.expert_reader import Array, Matrix
+from hqconv.artifact.expert_reader import Array, ExpertMatrix
 from hqconv.artifact.reader import Artifact
 from hqconv.jit import compiled
-from hqconv.layout_decoder.stacks import Stack
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.layout_decoder.stacks import MatrixStack
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.content_sums import SUMS, ContentSums, factors, of_expert
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.fused_exponents import is_folded
 from hqconv.verification.result import CheckResult
 
@@ -35,7 +35,7 @@ OTHERS = {"scale": "weight_scale", "scale_2": "weight_scale_2", "bias": "bias"} 
 # --- one expert --------------------------------------------------------------------------------------------
 
 
-def totals_of(matrix: Matrix, schema: TargetSchema) -> Totals:
+def totals_of(matrix: ExpertMatrix, schema: WeightSchema) -> Totals:
     """What each tensor of one projection comes to; of scales that cannot be told any more nothing."""
     totals = {"weight": _of_codes(matrix.codes, schema.num_bits)}
     if matrix.zero_point is not None:
@@ -86,7 +86,7 @@ def _sum_codes(codes_RK, num_bits, factors_W, sums_R):  # type: ignore[no-untype
 # --- many experts ------------------------------------------------------------------------------------------
 
 
-def stack_totals(stack: Stack, schema: TargetSchema) -> dict[str, torch.Tensor]:
+def stack_totals(stack: MatrixStack, schema: WeightSchema) -> dict[str, torch.Tensor]:
     """`totals_of` of each expert, int64 [E] on the device; of flushed scales what means nothing."""
     totals = {"weight": _sum_stack(_words(stack.codes, schema.num_bits))}
     if stack.zero_point is not None:
@@ -129,7 +129,7 @@ def has_sums(artifact: Artifact, block: str) -> bool:
     return SUMS in artifact.blocks[block] and not is_folded(artifact, block)
 
 
-def against(artifact: Artifact, blocks: Sequence[ExpertBlock], source: object | None) -> str:
+def against(artifact: Artifact, blocks: Sequence[MoeLayer], source: object | None) -> str:
     """What the blocks are compared with."""
     if source is not None:
         return "compared with the source"
@@ -175,7 +175,7 @@ def _sum(each: Sequence[int]) -> str:
     sums = ContentSums()
     for expert, total in enumerate(each):
         sums.add("", "", expert, total)
-    return sums.words()[""][""]
+    return sums.to_dict()[""][""]
 
 
 def _because(each: Sequence[int], expected: Any) -> str:

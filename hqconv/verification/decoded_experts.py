@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from hqconv.artifact.batch_reader import StackReader, decode
-from hqconv.artifact.expert_reader import BlockReader
+from hqconv.artifact.batch_reader import BatchReader, decode
+from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.load import expert_floats, refuse
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.devices import host_buffer
@@ -20,7 +20,7 @@ from hqconv.errors import HqconvError
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.layout_decoder.stack_scales import float_values
 from hqconv.layout_decoder.unrotate import unrotated
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.schemas.dtypes import code_of
 from hqconv.verification.reference import Expert
@@ -63,7 +63,7 @@ class InOrder(Generic[T]):
 
 
 def decoded_experts(
-    artifact: Artifact, block: ExpertBlock, device: torch.device, pool: ThreadPoolExecutor
+    artifact: Artifact, block: MoeLayer, device: torch.device, pool: ThreadPoolExecutor
 ) -> InOrder[Expert]:
     """The artifact's experts on the device: `w1` (if gated), `w3` [I, H], `w2` [H, I], and biases; float32.
 
@@ -71,9 +71,9 @@ def decoded_experts(
 
     Raises VerificationError, here or when it is asked for an expert, for what no conversion writes.
     """
-    reader = BlockReader(artifact, block, refuse)
+    reader = ExpertReader(artifact, block, refuse)
     try:
-        stacks: StackReader | None = StackReader(artifact, block, reader.good)
+        stacks: BatchReader | None = BatchReader(artifact, block, reader.good)
     except HqconvError:  # the reader of single experts says it in words
         stacks = None
 
@@ -90,7 +90,7 @@ def decoded_experts(
 
 
 def _load_stacks(
-    reader: StackReader, experts: range, device: torch.device
+    reader: BatchReader, experts: range, device: torch.device
 ) -> tuple[dict[int, Expert], Sequence[int]]:
     """Experts by number, and those that must be looked at by themselves."""
     stored = reader.plan(experts)
@@ -112,7 +112,7 @@ def _load_stacks(
 
 
 def source_experts(
-    source: Source, block: ExpertBlock, device: torch.device, pool: ThreadPoolExecutor
+    source: Source, block: MoeLayer, device: torch.device, pool: ThreadPoolExecutor
 ) -> InOrder[dict[str, SourceMatrix]]:
     """The source's experts, as `Source.read_expert` gives them."""
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from hqconv.artifact.batch_reader import decode
-from hqconv.artifact.expert_reader import Array, Matrix, decoded_rows
+from hqconv.artifact.expert_reader import Array, ExpertMatrix, decoded_rows
 from hqconv.conversion.quant_error import relative_error
 from hqconv.jit import compiled_sums
-from hqconv.layout_decoder.stacks import Stack
-from hqconv.quantization.quantize import Cost
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.layout_decoder.stacks import MatrixStack
+from hqconv.quantization.quantize import ErrorSums
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 @compiled_sums
@@ -76,7 +76,7 @@ class Figures:
     num_flushed: int = 0
     num_misread: int = 0
     has_source: bool = False
-    quantizer: Cost | None = None
+    quantizer: ErrorSums | None = None
     is_folded: bool = False
 
     def recorded_sums(self) -> tuple[float, float]:
@@ -91,9 +91,9 @@ class Figures:
 
 
 def measure(
-    matrix: Matrix,
+    matrix: ExpertMatrix,
     source: torch.Tensor | None,
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     misread: int | None = None,
 ) -> Figures:
@@ -134,9 +134,9 @@ def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple
 
 
 def measure_stack(
-    stack: Stack,
+    stack: MatrixStack,
     source: torch.Tensor | None,
-    schema: TargetSchema,
+    schema: WeightSchema,
     param_dtype: str,
     misread: int | None = None,
 ) -> torch.Tensor:
@@ -166,7 +166,7 @@ def measure_stack(
 
 
 def figures_of(
-    row: Sequence[float], num_scales: int, num_groups: int, *, has_source: bool, quantizer: Cost | None
+    row: Sequence[float], num_scales: int, num_groups: int, *, has_source: bool, quantizer: ErrorSums | None
 ) -> Figures:
     """One expert's figures from its row of `measure_stack`; `num_groups` are in a row of the matrix."""
     error, power, dot, decoded_power, ratio, index, *counts = row

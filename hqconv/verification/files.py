@@ -15,14 +15,14 @@ from typing import Any
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.conversion.progress import Meter
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
 from hqconv.verification.input_scales import check_rank_scales
 from hqconv.verification.rank_headers import SUFFIX, check_packed, check_ranks
-from hqconv.verification.result import CheckResult, compare_names, compare_words, read_json
+from hqconv.verification.result import CheckResult, compare_dicts, compare_names, read_json
 from hqconv.verification.sidecar_files import check_beside, check_manifest
 
 _METADATA = {"format": "pt"}  # of an ordinary shard
@@ -123,7 +123,7 @@ def _check_disk(
 # --- the layout that the manifest's facts imply ------------------------------------------------------------
 
 
-def _blocks(artifact: Artifact, result: CheckResult) -> dict[str, ExpertBlock]:
+def _blocks(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
     """The manifest's blocks, as many as can be true."""
     blocks = {}
     for name in artifact.blocks:
@@ -134,17 +134,17 @@ def _blocks(artifact: Artifact, result: CheckResult) -> dict[str, ExpertBlock]:
     if blocks:
         what, fields = "The manifest does not spell out its schema.", artifact.schema.humming_fields()
         where = f"{names.MANIFEST}: weight_schema"
-        compare_words(where, what, fields, artifact.manifest["weight_schema"], result)
+        compare_dicts(where, what, fields, artifact.manifest["weight_schema"], result)
     return blocks
 
 
-def _check_importance(artifact: Artifact, blocks: Mapping[str, ExpertBlock], result: CheckResult) -> None:
+def _check_importance(artifact: Artifact, blocks: Mapping[str, MoeLayer], result: CheckResult) -> None:
     """What the search was weighted with is there as the manifest says, and is something to weight it with."""
     if not artifact.has_importance:
         return
     where = f"{names.MANIFEST}: importance"
     listed = artifact.manifest["files"].get(names.IMPORTANCE, {}).get("sha256", "not listed")
-    expected, words = names.importance_words(listed), artifact.manifest["importance"]
+    expected, words = names.importance_to_dict(listed), artifact.manifest["importance"]
     if words != expected:
         result.add(where, "The manifest does not name the artifact's importance file.", expected, words)
     try:
@@ -199,16 +199,16 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
     found = index.get("weight_map")
     weight_map = {name: path for path, (entries, _) in shards.items() for name in entries}
     what = "The index and the shards disagree."
-    compare_words(f"{names.INDEX}: weight_map", what, weight_map, found, result)
+    compare_dicts(f"{names.INDEX}: weight_map", what, weight_map, found, result)
     size = sum(ref.num_bytes for entries, _ in shards.values() for ref in entries.values())
-    compare_words(f"{names.INDEX}: metadata", what, {"total_size": size}, index.get("metadata"), result)
+    compare_dicts(f"{names.INDEX}: metadata", what, {"total_size": size}, index.get("metadata"), result)
 
 
 def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Placed]:
     """Every tensor of the shards by name; each is in one of them, and all say that they are torch's."""
     inside: dict[str, Placed] = {}
     for path, (entries, metadata) in shards.items():
-        compare_words(
+        compare_dicts(
             f"{path}: metadata", "A shard's metadata are not a conversion's.", _METADATA, metadata, result
         )
         for name, entry in entries.items():
@@ -231,25 +231,25 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
         return None
     where = f"{names.CONFIG}: quantization_config"
     try:
-        request = artifact.request
+        spec = artifact.spec
     except VerificationError:  # reported already
         return config
     own = artifact.manifest["source"].get("quantization_config")
-    expected = names.hqconv_quantization_config(request.kind, own, is_mixed=artifact.is_mixed)
-    if request.layout == names.CHECKPOINT:
+    expected = names.hqconv_quantization_config(spec.kind, own, is_mixed=artifact.is_mixed)
+    if spec.layout == names.CHECKPOINT:
         blocks = list(artifact.blocks)
-        expected = names.humming_quantization_config(request.schema, blocks, artifact.left)
+        expected = names.humming_quantization_config(spec.schema, blocks, artifact.left)
     what = "The config does not describe the manifest's quantization."
-    compare_words(where, what, expected, config.get("quantization_config"), result)
+    compare_dicts(where, what, expected, config.get("quantization_config"), result)
     plain = config
-    if request.layout == names.KERNEL:
+    if spec.layout == names.KERNEL:
         plain = names.admit_transformers(config)
         if config != plain:
             what = "The config does not keep transformers away from all of the model."
-            compare_words(names.CONFIG, what, names.refuse_transformers(plain), config, result)
+            compare_dicts(names.CONFIG, what, names.refuse_transformers(plain), config, result)
     if source is not None:
         ours, theirs = (
             {k: v for k, v in c.items() if k != "quantization_config"} for c in (plain, source.config)
         )
-        compare_words(names.CONFIG, "The config is not the source's.", theirs, ours, result)
+        compare_dicts(names.CONFIG, "The config is not the source's.", theirs, ours, result)
     return config

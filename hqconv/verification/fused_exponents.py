@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hqconv.artifact.expert_reader import Matrix
+from hqconv.artifact.expert_reader import ExpertMatrix
 from hqconv.artifact.reader import Artifact
 from hqconv.humming_layout.layer_config import resolve
 from hqconv.layout_decoder.stack_scales import float_values, look_up
-from hqconv.layout_decoder.stacks import Stack
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.layout_decoder.stacks import MatrixStack
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.grid import TpSlice, tp_slices
 
@@ -32,8 +32,8 @@ _CHUNK_NUMBERS = 1 << 20  # shifted at once
 
 def is_folded(artifact: Artifact, block: str) -> bool:
     """Whether a block's codes have exponents of their scales in them."""
-    is_kernel = artifact.request.layout == names.KERNEL
-    return is_kernel and resolve(artifact.kind_of(block)).use_fused_e8m0_scale
+    is_kernel = artifact.spec.layout == names.KERNEL
+    return is_kernel and resolve(artifact.kernel_spec_of(block)).use_fused_e8m0_scale
 
 
 def misread_code(artifact: Artifact, block: str) -> int | None:
@@ -43,12 +43,12 @@ def misread_code(artifact: Artifact, block: str) -> int | None:
     minus zero it takes one from the next weight of its word. Its own conversion replaces the source's minus zeros, but
     not those that arise where a small negative weight is folded. See docs/kernels.md.
     """
-    is_int8 = artifact.kind_of(block).a_dtype == "int8"
+    is_int8 = artifact.kernel_spec_of(block).a_dtype == "int8"
     return _MINUS_ZERO if is_int8 and is_folded(artifact, block) else None
 
 
 @dataclass(frozen=True)
-class Folding:
+class FusedExponents:
     """One block's: largest distance of exponents, of one row or of a rank's expert, and whether ranks' rows are padded.
 
     is_padded: GEMM → for each TP rank.
@@ -59,16 +59,16 @@ class Folding:
     slices: tuple[TpSlice, ...]
     is_padded: Mapping[str, tuple[bool, ...]]
 
-    def stacks(self, expected: Mapping[str, Stack]) -> dict[str, Stack]:
+    def stacks(self, expected: Mapping[str, MatrixStack]) -> dict[str, MatrixStack]:
         """Quantized projections by role as the ranks hold them, put together again."""
-        folded: dict[str, Stack] = {}
+        folded: dict[str, MatrixStack] = {}
         for gemm, roles in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             of_gemm = {role: expected[role] for role in roles if role in expected}
             if of_gemm:
                 folded |= self._gemm(gemm, of_gemm)
         return folded
 
-    def matrices(self, expected: Mapping[str, Matrix]) -> dict[str, Matrix]:
+    def matrices(self, expected: Mapping[str, ExpertMatrix]) -> dict[str, ExpertMatrix]:
         """`stacks` of one expert's projections."""
         found = self.stacks({role: _as_stack(one) for role, one in expected.items()})
         return {
@@ -81,7 +81,7 @@ class Folding:
             for role, one in expected.items()
         }
 
-    def _gemm(self, gemm: str, expected: Mapping[str, Stack]) -> dict[str, Stack]:
+    def _gemm(self, gemm: str, expected: Mapping[str, MatrixStack]) -> dict[str, MatrixStack]:
         axis = 2 if gemm == "w2" else 1
         codes = {role: torch.empty_like(one.codes) for role, one in expected.items()}
         scales = {role: torch.empty_like(one.scale) for role, one in expected.items()}
@@ -100,7 +100,7 @@ class Folding:
         }
 
     def _least_exponents(
-        self, gemm: str, expected: Mapping[str, Stack], part: TpSlice
+        self, gemm: str, expected: Mapping[str, MatrixStack], part: TpSlice
     ) -> dict[str, torch.Tensor]:
         """The smallest exponents that a rank's slice keeps, int32 [E, N, 1] or [E, 1, 1], by role."""
         axis = 2 if gemm == "w2" else 1
@@ -113,7 +113,7 @@ class Folding:
         return dict.fromkeys(slices, largest - self.max_range)
 
 
-def folding_of(artifact: Artifact, block: ExpertBlock) -> Folding | None:
+def folding_of(artifact: Artifact, block: MoeLayer) -> FusedExponents | None:
     """How a block's codes are folded; None where they are not. Raises VerificationError for a damaged file."""
     if not is_folded(artifact, block.name):
         return None
@@ -124,12 +124,12 @@ def folding_of(artifact: Artifact, block: ExpertBlock) -> Folding | None:
         )
         for gemm in names.GEMMS
     }
-    is_int8 = artifact.kind_of(block.name).a_dtype == "int8"
+    is_int8 = artifact.kernel_spec_of(block.name).a_dtype == "int8"
     slices = tp_slices(block.intermediate_size, artifact.grid.tp, artifact.schema_of(block.name))
-    return Folding(3 if is_int8 else 11, is_int8, slices, is_padded)
+    return FusedExponents(3 if is_int8 else 11, is_int8, slices, is_padded)
 
 
-def folding_bytes(artifact: Artifact, block: ExpertBlock) -> int:
+def folding_bytes(artifact: Artifact, block: MoeLayer) -> int:
     """Memory that one expert's folding needs: other codes of gate and up, and the table's indices of a chunk."""
     weights = 2 * block.hidden_size * block.intermediate_size
     return weights + 16 * _CHUNK_NUMBERS if is_folded(artifact, block.name) else 0
@@ -162,7 +162,7 @@ def _shifted() -> np.ndarray:
     return np.concatenate((magnitude, negative), 1)
 
 
-def _as_stack(matrix: Matrix) -> Stack:
+def _as_stack(matrix: ExpertMatrix) -> MatrixStack:
     codes, scale = torch.from_numpy(matrix.codes)[None], torch.from_numpy(matrix.scale)[None]
     value = torch.from_numpy(matrix.scale_value)[None]
-    return Stack(codes, scale, matrix.scale_dtype, value, torch.zeros(1, dtype=torch.bool))
+    return MatrixStack(codes, scale, matrix.scale_dtype, value, torch.zeros(1, dtype=torch.bool))

@@ -12,7 +12,7 @@ import numpy as np
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.input_scales import InputScales, reduced
 from hqconv.errors import HqconvError
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.verification.result import CheckResult
@@ -23,12 +23,12 @@ _WHAT = "A static activation scale is not the {}."
 def is_static(artifact: Artifact, block: str) -> bool:
     """Whether a block's activations have static scales; a manifest that cannot be true has none."""
     try:
-        return artifact.kind_of(block).inputs.is_static
+        return artifact.kernel_spec_of(block).inputs.is_static
     except HqconvError:  # reported where the manifest is looked at
         return False
 
 
-def check_rank_scales(artifact: Artifact, blocks: Iterable[ExpertBlock], result: CheckResult) -> None:
+def check_rank_scales(artifact: Artifact, blocks: Iterable[MoeLayer], result: CheckResult) -> None:
     """For the `files` check: the manifest's numbers can be scales, and all ranks have them."""
     for block in blocks:
         if not is_static(artifact, block.name):
@@ -45,9 +45,9 @@ def check_rank_scales(artifact: Artifact, blocks: Iterable[ExpertBlock], result:
 
 def check_source_scales(
     artifact: Artifact,
-    blocks: Iterable[ExpertBlock],
+    blocks: Iterable[MoeLayer],
     source: Source,
-    sources: Mapping[str, ExpertBlock],
+    sources: Mapping[str, MoeLayer],
     result: CheckResult,
 ) -> None:
     """For the `weights` check: manifest and ranks have what the source's scales come to."""

@@ -26,7 +26,7 @@ from hqconv.humming_layout.fused_moe import (
     load_gemm,
 )
 from hqconv.layout_decoder.unrotate import unrotated
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
@@ -36,8 +36,8 @@ from hqconv.verification.block_inputs import BlockInputs
 from hqconv.verification.decoded_experts import decoded_experts, source_experts
 from hqconv.verification.reference import EXACT, Expert, is_known, moe_forward, moe_forwards
 from hqconv.verification.result import CheckResult
-from hqconv.verification.token_batches import Batch, local_ids, make_batch, together
-from hqconv.verification.tolerances import Limits, Tally, judge, relative_error, worst
+from hqconv.verification.token_batches import TokenBatch, local_ids, make_batch, together
+from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures, relative_error, worst
 
 KNOWN_BY_NAME = "an activation that is known by name only: nothing to hold the kernel to"
 
@@ -61,7 +61,7 @@ def check_kernel(
     are, the check is skipped.
     """
     result = CheckResult("kernel")
-    of_kind = {k.inputs: Limits.of(k.inputs, artifact.param_dtype) for k in artifact.request.kinds}
+    of_kind = {k.inputs: Tolerances.of(k.inputs, artifact.param_dtype) for k in artifact.spec.kinds}
     result.notes += [limits.note() for limits in of_kind.values()]
     of_source = {} if source is None else {block.name: block for block in source.map_experts().blocks}
     unknown: list[str] = []
@@ -75,7 +75,7 @@ def check_kernel(
             measured = _measure(artifact, block, batches, source, of_source, pool)
             result.measured[block] = measured
             recorded = {p: _recorded(e) for p, e in words["quantization_error"].items()}
-            judge(result, block, measured, of_kind[artifact.kind_of(block).inputs], recorded)
+            check_figures(result, block, measured, of_kind[artifact.kernel_spec_of(block).inputs], recorded)
             result.notes += [
                 f"{block}.{gemm}: its scale cuts off {share:.2%} of these tokens' activations"
                 for gemm, share in measured.get("clipped", {}).items()
@@ -100,9 +100,9 @@ def _begin_thread(device: torch.device) -> None:
 def _measure(
     artifact: Artifact,
     block: str,
-    batches: list[Batch],
+    batches: list[TokenBatch],
     source: Source | None,
-    of_source: Mapping[str, ExpertBlock],
+    of_source: Mapping[str, MoeLayer],
     pool: ThreadPoolExecutor,
 ) -> dict[str, Any]:
     """All figures of one block."""
@@ -128,7 +128,7 @@ def _measure(
 def _compare_kernel(
     artifact: Artifact,
     block: str,
-    batches: list[Batch],
+    batches: list[TokenBatch],
     expected: list[tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
 ) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ def _compare_kernel(
     routes = [count * words["top_k"] for count in counts]
     split = [(torch.split(out, counts), torch.split(hidden, routes)) for out, hidden in expected]
     outputs = [torch.zeros_like(reference) for reference in split[0][0]]
-    tallies = [{"output": Tally()} for _ in expected]
+    tallies = [{"output": ErrorStats()} for _ in expected]
     schema = artifact.schema_of(block)
     slices = tp_slices(words["intermediate_size"], artifact.grid.tp, schema)
     tuned_for_m = _tuned_for_m(artifact, block, counts)
@@ -159,7 +159,7 @@ def _compare_kernel(
             out += part.double()
             mine = (ids >= 0).reshape(-1)
             for tally, (_, hiddens) in zip(tallies, split, strict=True):
-                of_rank = tally.setdefault(f"tp{tp_rank}-ep{ep_rank}, intermediate", Tally())
+                of_rank = tally.setdefault(f"tp{tp_rank}-ep{ep_rank}, intermediate", ErrorStats())
                 if mine.any():
                     # w2's inputs are rotated where its weights are; turning back is the same as turning
                     reference = unrotated(hiddens[index][mine, begin:end], schema.rotation)
@@ -208,7 +208,7 @@ def _tuned_for_m(artifact: Artifact, block: str, tokens: Sequence[int]) -> int:
 
 def _compare_source(
     activation: Activation,
-    batch: Batch,
+    batch: TokenBatch,
     found: torch.Tensor,
     decoded: Callable[[int], Expert],
     original: Callable[[int], Mapping[str, SourceMatrix]],

@@ -15,7 +15,7 @@ from hqconv.errors import HqconvError
 from hqconv.humming_layout.layer_config import needs_cuda
 from hqconv.humming_layout.runtime import compiler_version, humming
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.verification.kernel import compile_ahead
 
 
@@ -63,12 +63,12 @@ def other_layout(artifact: Artifact) -> str:
     Where the layout depends on the compiler, Humming is asked what it is with the one here. Raises VerificationError
     for facts that cannot be true.
     """
-    firsts = {artifact.kind_of(name): name for name in reversed(artifact.blocks)}
+    firsts = {artifact.kernel_spec_of(name): name for name in reversed(artifact.blocks)}
     for kind, name in firsts.items():
         if not needs_cuda(kind):
             continue
         try:
-            here = Target(kind.target.sm_version, compiler_version())
+            here = GpuTarget(kind.target.sm_version, compiler_version())
         except (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             return f"its layout depends on the CUDA compiler, and Humming finds none here ({error})"
         block = artifact.expert_block(name)

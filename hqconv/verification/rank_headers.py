@@ -11,18 +11,18 @@ from hqconv.artifact.manifest_digest import DIGEST
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.errors import VerificationError
 from hqconv.humming_layout.gemm_forms import KernelForm
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.verification.input_scales import is_static
-from hqconv.verification.result import CheckResult, compare_names, compare_words
+from hqconv.verification.result import CheckResult, compare_dicts, compare_names
 
 SUFFIX = ".safetensors"
 T = TypeVar("T")
 Stored = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
-def _forms(of_block: Callable[[ExpertBlock], T], block: ExpertBlock, result: CheckResult) -> T | None:
+def _forms(of_block: Callable[[MoeLayer], T], block: MoeLayer, result: CheckResult) -> T | None:
     """Humming's layout of a block; None where Humming is not here (noted) or has none (a finding)."""
     try:
         return of_block(block)
@@ -36,14 +36,14 @@ def _forms(of_block: Callable[[ExpertBlock], T], block: ExpertBlock, result: Che
 
 
 def check_ranks(
-    artifact: Artifact, blocks: Mapping[str, ExpertBlock], headers: Mapping[str, Header], result: CheckResult
+    artifact: Artifact, blocks: Mapping[str, MoeLayer], headers: Mapping[str, Header], result: CheckResult
 ) -> None:
     """Every rank has one file of every block, with the tensors and LayerConfigs that the facts imply."""
     expected_paths: set[str] = set()
     for block in blocks.values():
         grid, form = artifact.grid, _forms(artifact.kernel_forms, block, result)
         if form is not None:
-            _check_gemm_words(artifact, block, form, result)
+            _check_gemm_metadata(artifact, block, form, result)
         for tp_rank, ep_rank in grid.ranks:
             path = names.rank_file(block.name, tp_rank, ep_rank)
             num_local = len(grid.local_experts(block.num_experts, ep_rank))
@@ -79,8 +79,8 @@ def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
     return forms
 
 
-def _check_gemm_words(
-    artifact: Artifact, block: ExpertBlock, form: Mapping[str, KernelForm], result: CheckResult
+def _check_gemm_metadata(
+    artifact: Artifact, block: MoeLayer, form: Mapping[str, KernelForm], result: CheckResult
 ) -> None:
     sizes = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
     for gemm, one in form.items():
@@ -92,7 +92,7 @@ def _check_gemm_words(
             found = {**found, **found["flags"]}
             del found["flags"]
         where = f"{names.MANIFEST}: {block.name}: {gemm}"
-        compare_words(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
+        compare_dicts(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
 
 
 def _compare_with_form(
@@ -121,7 +121,7 @@ def _compare_with_form(
             result.add(where, "The file holds no LayerConfig.", "a JSON object", repr(error))
             continue
         what = "A LayerConfig is not the one of the manifest's facts."
-        compare_words(where, what, {**one.config, "num_experts": num_local}, words, result)
+        compare_dicts(where, what, {**one.config, "num_experts": num_local}, words, result)
 
 
 def _check_rank(path: str, metadata: Mapping[str, str], says: bool, result: CheckResult) -> None:
@@ -145,7 +145,7 @@ def _compare_tensors(path: str, header: Header, expected: Mapping[str, Stored], 
 
 def check_packed(
     artifact: Artifact,
-    blocks: Mapping[str, ExpertBlock],
+    blocks: Mapping[str, MoeLayer],
     inside: Mapping[str, tuple[str, Any]],
     result: CheckResult,
 ) -> set[str]:

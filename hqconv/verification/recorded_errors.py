@@ -10,19 +10,19 @@ from hqconv import __version__
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.quant_error import requantized_counts, scale_changes
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.encoding import RTN, SEARCH_VERSION
-from hqconv.quantization.quantize import Cost
+from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas import artifact_names as names
 from hqconv.verification.figures import Figures, summarize
-from hqconv.verification.result import CheckResult, compare_words
+from hqconv.verification.result import CheckResult, compare_dicts
 
 _DECODED = 2.0**-20  # of a weight: what float32 products may add to its scale's change
 _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
 
 
 def check_recorded(
-    block: ExpertBlock,
+    block: MoeLayer,
     recorded: Mapping[str, Any],
     figures: Mapping[str, Sequence[Figures]],
     is_coded: bool,
@@ -61,7 +61,7 @@ def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: Che
 
 def check_search(artifact: Artifact, result: CheckResult) -> None:
     """Whether the search that chose the scales is this hqconv's, and so can be repeated."""
-    if artifact.request.quantizer == RTN or artifact.search_version == SEARCH_VERSION:
+    if artifact.spec.quantizer == RTN or artifact.search_version == SEARCH_VERSION:
         return
     result.add(
         f"{names.MANIFEST}: quantizer_version",
@@ -94,12 +94,12 @@ def check_changes(block: str, words: Mapping[str, Any], param_dtype: str, result
 
 
 def _check_counts(
-    where: str, words: Mapping[str, Any], costs: Sequence[Cost], is_coded: bool, result: CheckResult
+    where: str, words: Mapping[str, Any], costs: Sequence[ErrorSums], is_coded: bool, result: CheckResult
 ) -> None:
     """The manifest's counts of what was quantized anew, of what came out without an error, and how far scales moved."""
     expected = (requantized_counts(costs) if is_coded else {}) | scale_changes(costs)
     known = {"relative_error", "worst_expert", "worst_relative_error"}
-    compare_words(
+    compare_dicts(
         where, "The recorded count is not the counted one.", expected, _without(words, known), result
     )
 

@@ -68,7 +68,7 @@ def compare_names(
         result.add(f"{where}, {kind} {name}", f"A {kind} does not belong here.", "absent", "present")
 
 
-def compare_words(
+def compare_dicts(
     where: str, what: str, expected: Mapping[str, Any], found: Any, result: CheckResult
 ) -> None:
     """Two JSON objects key by key; one finding for each key that differs."""
@@ -114,7 +114,7 @@ class VerificationReport:
         ran = [r for r in self.results if not r.skipped or r.findings]
         return bool(ran) and all(r.status != FAIL for r in ran)
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The report as JSON words."""
         checks = {
             r.name: {
@@ -137,3 +137,7 @@ class VerificationReport:
             "passed": self.passed,
             "checks": checks,
         }
+
+    def words(self) -> dict[str, Any]:
+        """`to_dict`, by its name of version 0.1."""
+        return self.to_dict()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hqconv.artifact.error_summary import check_max_error, over_limit
-from hqconv.artifact.reader import Artifact, Facts
+from hqconv.artifact.reader import Artifact, ManifestFacts
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.io.digests import sha256_of
@@ -20,7 +20,7 @@ from hqconv.io.hub import Listing
 from hqconv.models.protocols import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.kernel_spec import KernelKind
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.verification.check_batch import why_not
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
@@ -34,7 +34,7 @@ from hqconv.verification.weights import check_weights
 MAX_ERROR = "max_error"
 
 
-def check_error(artifact: Facts, weights: CheckResult | None, limit: float) -> CheckResult:
+def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: float) -> CheckResult:
     """One finding for each projection whose relative error is larger than `limit`.
 
     weights: the result of the weights check, if it ran: what it measured against the source counts as well, for an
@@ -60,7 +60,7 @@ _MAX_TOKENS = 999_999
 
 
 @dataclass(frozen=True)
-class Options:
+class VerifyOptions:
     """What to verify, and with what. `checks`: None for all that can run here; `layers`: None for the defaults."""
 
     checks: tuple[str, ...] | None
@@ -77,7 +77,7 @@ class Options:
 
 
 def verify(
-    root: Path, source: Source | None, options: Options, listing: Listing | None = None
+    root: Path, source: Source | None, options: VerifyOptions, listing: Listing | None = None
 ) -> VerificationReport:
     """Run the checks on the artifact at `root`, against `source` where it is given.
 
@@ -120,14 +120,18 @@ def verify(
 
 
 def _tasks(
-    artifact: Artifact, source: Source | None, options: Options, asked: Collection[str], layers: list[str]
+    artifact: Artifact,
+    source: Source | None,
+    options: VerifyOptions,
+    asked: Collection[str],
+    layers: list[str],
 ) -> list[Callable[[], object]]:
     """What the checks on a GPU need compiled, to be done beside the first of them; nothing where none will run."""
     tasks: list[Callable[[], object]] = []
     with suppress(HqconvError, OSError):  # the checks come upon it
         device = _weights_device(options.device)
         if "weights" in asked and source is not None and device is not None:
-            schemas = {kind.schema: None for kind in artifact.request.kinds}
+            schemas = {kind.schema: None for kind in artifact.spec.kinds}
             words = (artifact.param_dtype, torch.bfloat16, device)
             tasks += [partial(why_not, schema, *words) for schema in schemas]
         device, _ = _kernel_device(artifact, options.device) if "kernel" in asked else (None, "")
@@ -136,7 +140,7 @@ def _tasks(
     return tasks
 
 
-def _meter(check: str, artifact: Artifact, options: Options) -> Meter | None:
+def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | None:
     """Counts the bytes of the files that a check looks at, where somebody listens."""
     listener = options.progress
     if listener is None:
@@ -151,7 +155,7 @@ def _meter(check: str, artifact: Artifact, options: Options) -> Meter | None:
     return Meter(sum(sizes.values()), len(sizes), partial(listener, check))
 
 
-def _sample(artifact: Artifact, blocks: list[str], options: Options) -> list[str]:
+def _sample(artifact: Artifact, blocks: list[str], options: VerifyOptions) -> list[str]:
     """The blocks for the kernel, if no layers were asked for: the first, middle and last, and one of each kind."""
     if options.layers is not None or len(blocks) <= 3:
         return blocks
@@ -163,11 +167,11 @@ def _sample(artifact: Artifact, blocks: list[str], options: Options) -> list[str
     return [name for name in blocks if name in chosen]
 
 
-def _kind_of(artifact: Artifact, block: str) -> tuple[KernelKind, Activation]:
-    return artifact.kind_of(block), artifact.activation_of(block)
+def _kind_of(artifact: Artifact, block: str) -> tuple[KernelSpec, Activation]:
+    return artifact.kernel_spec_of(block), artifact.activation_of(block)
 
 
-def _check_options(options: Options) -> None:
+def _check_options(options: VerifyOptions) -> None:
     """Refuse what is no check, no batch and no error, and what would look at nothing and pass."""
     check_max_error(options.max_error)
     for option, values in (
@@ -233,7 +237,7 @@ def _weights_device(wanted: torch.device | None) -> torch.device | None:
     return wanted if wanted is not None and wanted.type == "cuda" else None
 
 
-def _weights(artifact: Artifact, source: Source | None, options: Options) -> CheckResult:
+def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) -> CheckResult:
     """The check, where the artifact's codes can be the source's."""
     obstacle = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
     if obstacle and options.checks and "weights" in options.checks:
@@ -250,7 +254,7 @@ def _weights(artifact: Artifact, source: Source | None, options: Options) -> Che
 def _kernel(
     artifact: Artifact,
     source: Source | None,
-    options: Options,
+    options: VerifyOptions,
     blocks: list[str],
     finish: Callable[[], None],
 ) -> CheckResult:
@@ -283,7 +287,7 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
     if major * 10 + minor != artifact.sm_version:
         return None, f"the artifact is for sm{artifact.sm_version}, this device is sm{major}{minor}"
     with suppress(VerificationError):  # the check itself comes upon it
-        for kind in artifact.request.kinds:
+        for kind in artifact.spec.kinds:
             if kind_of_inputs(kind.inputs) is None:
                 return None, f"there is no reference for {kind.inputs.a_dtype} activations"
         if obstacle := other_layout(artifact):

@@ -13,7 +13,7 @@ import torch
 
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.progress import Meter, metered
-from hqconv.verification.check_batch import BatchedJob, Shared, Staging
+from hqconv.verification.check_batch import BatchedJob, BatchStaging, SharedState
 from hqconv.verification.check_expert import Job, Outcome
 from hqconv.verification.result import CheckResult
 
@@ -63,13 +63,13 @@ def each_expert(
 
 def in_batches(
     jobs: Iterable[Job],
-    staging: Staging,
+    staging: BatchStaging,
     pool: ThreadPoolExecutor,
     result: CheckResult,
     meter: Meter | None,
 ) -> Iterator[Judged]:
     """Batches on a device, and by itself, on the CPU, each expert that must be looked at again."""
-    shared, num_again, num_all = Shared(), 0, 0
+    shared, num_again, num_all = SharedState(), 0, 0
     batched = (BatchedJob(job, staging, shared) for job in jobs)
     tasks = ((one, experts) for one in batched for experts in one.batches())
     with worker_pool(staging.num_readers) as readers:

@@ -21,7 +21,7 @@ from hqconv.verification.reference import Routing, cover_all_experts, route
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """Tokens of the parameter dtype and their routes, on the device."""
 
     x: torch.Tensor
@@ -29,7 +29,7 @@ class Batch:
     routed_by: str
 
 
-def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.device) -> Batch:
+def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.device) -> TokenBatch:
     """Seeded tokens, routed by the block's own router where the artifact holds it, and every expert hit."""
     words = artifact.blocks[block]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{block}/{num_tokens}".encode()))
@@ -46,7 +46,7 @@ def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.de
         routed_by = "the checkpoint's router"
     routing = cover_all_experts(routing, words["num_experts"])
     moved = Routing(routing.ids.to(device), routing.weights.float().to(device))
-    return Batch(x.to(device), moved, routed_by)
+    return TokenBatch(x.to(device), moved, routed_by)
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
@@ -71,11 +71,11 @@ def _copied(artifact: Artifact, name: str) -> torch.Tensor | None:
     return None
 
 
-def together(batches: list[Batch]) -> Batch:
+def together(batches: list[TokenBatch]) -> TokenBatch:
     """All batches as one, so that the reference decodes every expert once."""
     ids = torch.cat([b.routing.ids for b in batches])
     weights = torch.cat([b.routing.weights for b in batches])
-    return Batch(torch.cat([b.x for b in batches]), Routing(ids, weights), batches[0].routed_by)
+    return TokenBatch(torch.cat([b.x for b in batches]), Routing(ids, weights), batches[0].routed_by)
 
 
 def local_ids(artifact: Artifact, ids: torch.Tensor, num_experts: int, ep_rank: int) -> torch.Tensor:

@@ -70,7 +70,7 @@ def kind_of_inputs(inputs: InputSchema) -> str | None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Tolerances:
     """What decides, for one artifact. `rounded…`: None where activations are not rounded.
 
     A scale that was measured beforehand suits a model's tokens, not ours: nothing is said then against exact
@@ -83,7 +83,7 @@ class Limits:
     rounded_channel: float | None = None
 
     @classmethod
-    def of(cls, inputs: InputSchema, param_dtype: str) -> Limits:
+    def of(cls, inputs: InputSchema, param_dtype: str) -> Tolerances:
         """The limits for activations of an input schema and parameters of a dtype. KeyError where none are known."""
         expected = KERNEL_ERROR[kind_of_inputs(inputs) or "", param_dtype]
         exact = math.inf if inputs.is_static else expected.exact
@@ -102,8 +102,8 @@ class Limits:
         return f"fails above {rounded}" + ("" if math.isinf(self.kernel) else f", and above {words}")
 
 
-def judge(
-    result: CheckResult, block: str, measured: dict[str, Any], limits: Limits, recorded: dict[str, float]
+def check_figures(
+    result: CheckResult, block: str, measured: dict[str, Any], limits: Tolerances, recorded: dict[str, float]
 ) -> None:
     """Add findings for the figures of one block that are too large. NaN never passes.
 
@@ -159,7 +159,7 @@ def _judge_source(
 MIN_ROWS_PER_CHANNEL = 16
 
 
-class Tally:
+class ErrorStats:
     """Squared differences and squares per column over several batches of rows."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Tally:
         return float(errors[column]), column
 
 
-def worst(tallies: dict[str, Tally]) -> dict[str, Any]:
+def worst(tallies: dict[str, ErrorStats]) -> dict[str, Any]:
     """The worst error over output and ranks, the worst single channel and the worst single batch."""
 
     def key(error: float) -> float:

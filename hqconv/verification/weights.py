@@ -14,12 +14,12 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import relative_error
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.planning.encoding import RTN, encoding_of
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.check_batch import plan_staging, why_not
 from hqconv.verification.check_expert import Job, Original, Outcome
 from hqconv.verification.content_sums import against, check_content
@@ -58,7 +58,7 @@ def check_weights(
             f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent"
         )
     needs = (
-        _working_bytes(b, artifact.schema_of(b.name), artifact.request.quantizer) + folding_bytes(artifact, b)
+        _working_bytes(b, artifact.schema_of(b.name), artifact.spec.quantizer) + folding_bytes(artifact, b)
         for b in blocks
     )
     if source is not None:
@@ -97,17 +97,17 @@ def _check_memory(need: int, max_memory_bytes: int) -> None:
 # --- what to look at ---------------------------------------------------------------------------------------
 
 
-def _obstacle(artifact: Artifact, sources: Mapping[str, ExpertBlock] | None, device: torch.device) -> str:
+def _obstacle(artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device: torch.device) -> str:
     """Why the source cannot be quantized on the device; "" where it can, or there is none."""
     of_source = next(iter((sources or {}).values()), None)
     if of_source is None:
         return ""
     dtype = torch_dtype(of_source.dtype) if of_source.format.is_float else torch.float32
-    reasons = (why_not(k.schema, artifact.param_dtype, dtype, device) for k in artifact.request.kinds)
+    reasons = (why_not(k.schema, artifact.param_dtype, dtype, device) for k in artifact.spec.kinds)
     return next(filter(None, reasons), "")
 
 
-def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckResult) -> list[ExpertBlock]:
+def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckResult) -> list[MoeLayer]:
     chosen = [name for name, words in artifact.blocks.items() if layers is None or words["layer"] in layers]
     blocks = []
     for name in chosen:
@@ -120,7 +120,7 @@ def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckRes
 
 def _source_blocks(
     artifact: Artifact, source: Source | None, result: CheckResult
-) -> dict[str, ExpertBlock] | None:
+) -> dict[str, MoeLayer] | None:
     if source is None:
         return None
     if Lineage.of(artifact, source).is_own:
@@ -139,9 +139,9 @@ def _source_blocks(
 
 def _job(
     artifact: Artifact,
-    block: ExpertBlock,
+    block: MoeLayer,
     source: Source | None,
-    sources: Mapping[str, ExpertBlock] | None,
+    sources: Mapping[str, MoeLayer] | None,
     shards: Mapping[str, str],
 ) -> Job:
     """The block's check: against the source's block, if it has this one and the artifact says how it was made."""
@@ -155,7 +155,7 @@ def _job(
 
 
 def _original(
-    artifact: Artifact, block: ExpertBlock, source: Source, found: ExpertBlock | None, findings: list[Finding]
+    artifact: Artifact, block: MoeLayer, source: Source, found: MoeLayer | None, findings: list[Finding]
 ) -> Original | None:
     sizes = ("num_experts", "hidden_size", "intermediate_size", "gated")
     if found is None or any(getattr(found, size) != getattr(block, size) for size in sizes):
@@ -164,7 +164,7 @@ def _original(
         ]
         findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
-    request, lineage = artifact.request, Lineage.of(artifact, source)
+    spec, lineage = artifact.spec, Lineage.of(artifact, source)
     try:
         importance = artifact.importance if lineage.is_own else None
         if importance is not None:
@@ -175,7 +175,7 @@ def _original(
     encoding = encoding_of(
         found.format,
         artifact.schema_of(block.name),
-        request.param_dtype,
+        spec.param_dtype,
         round_scales=lineage.round_scales,
         quantizer=lineage.quantizer,
         importance=None if importance is None else importance.of_block(block.name),
@@ -189,7 +189,7 @@ def _original(
     return Original(source, found, encoding)
 
 
-def _working_bytes(block: ExpertBlock, schema: TargetSchema, quantizer: str) -> int:
+def _working_bytes(block: MoeLayer, schema: WeightSchema, quantizer: str) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
     numbers = block.intermediate_size * block.hidden_size
     # Read, and widened to float32; a fused share is read as a whole, codes are unpacked on the way.
@@ -240,7 +240,7 @@ def _misread_notes(result: CheckResult) -> list[str]:
     return [f"{count} {what}"] if count else []
 
 
-def _name_swapped(block: ExpertBlock, outcomes: Sequence[Outcome], result: CheckResult) -> None:
+def _name_swapped(block: MoeLayer, outcomes: Sequence[Outcome], result: CheckResult) -> None:
     """Name the expert whose weights another one has."""
     owners = {(role, print_): e for e, o in enumerate(outcomes) for role, print_ in o.expected.items()}
     for expert, outcome in enumerate(outcomes):

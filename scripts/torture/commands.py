@@ -34,7 +34,7 @@ class Watch:
     source: Path | None = None
     no_exchange: bool = False
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {**asdict(self), "below": str(self.below), "source": str(self.source or "")}
 
@@ -108,7 +108,7 @@ class Zygote:
         for number, job in enumerate(jobs):
             for old in self._work.glob(f"{number}.*"):
                 old.unlink()
-            watch = job.watch and job.watch.words()
+            watch = job.watch and job.watch.to_dict()
             words.append({**vars(job), "watch": watch, "said": str(self._work / str(number))})
         self._say(words)
 

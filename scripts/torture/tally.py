@@ -41,7 +41,7 @@ class Tally:
         """Count something else that happened."""
         self.counts[what] += 1
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "suite": self.suite,
@@ -54,4 +54,4 @@ class Tally:
         }
 
     def __str__(self) -> str:
-        return json.dumps(self.words(), indent=2)
+        return json.dumps(self.to_dict(), indent=2)

@@ -20,8 +20,8 @@ import hqconv
 from hqconv.errors import HqconvError, InputError, VerificationError
 from hqconv.io import digests
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import open_served
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import open_artifact_view
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -116,7 +116,7 @@ def test_an_altered_manifest_is_neither_loaded_nor_served(made: dict[str, Path],
     calls: tuple[Callable[[], object], ...] = (
         lambda: hqconv.load(out, block=BLOCK),
         lambda: hqconv.dequantize(out, block=BLOCK),
-        lambda: open_served(Place(str(out))),
+        lambda: open_artifact_view(ArtifactLocation(str(out))),
     )
     for call in calls:
         call()
@@ -134,7 +134,7 @@ def test_an_older_manifest_has_no_digest_and_is_as_good(made: dict[str, Path], t
     del words["digest"]
     (out / "hqconv.json").write_text(json.dumps(words, indent=2) + "\n")
     assert hqconv.load(out, block=BLOCK)
-    assert open_served(Place(str(out))).blocks
+    assert open_artifact_view(ArtifactLocation(str(out))).blocks
     run(out, tmp_path / "again", "source")
     (out / "hqconv.json").write_text(json.dumps({**words, "more": 1}))
     with pytest.raises(VerificationError, match="does not end as one does"):

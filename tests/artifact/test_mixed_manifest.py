@@ -12,8 +12,8 @@ import pytest
 import hqconv
 from hqconv.errors import InputError, VerificationError
 from hqconv.schemas.recipe import load_recipe
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import open_served
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import open_artifact_view
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 
@@ -45,7 +45,7 @@ def readers(out: Path) -> dict[str, Callable[[], object]]:
         "inspect": lambda: hqconv.inspect(out),
         "dequantize": lambda: hqconv.dequantize(out, block=PLAIN),
         "load": lambda: hqconv.load(out, block=PLAIN),
-        "the plugin": lambda: open_served(Place(str(out))),
+        "the plugin": lambda: open_artifact_view(ArtifactLocation(str(out))),
         "as a source": lambda: hqconv.plan(out, schema="int4", target="sm90"),
     }
 
@@ -139,4 +139,4 @@ def test_a_size_that_is_no_number_is_refused_by_the_plugin(made: Path, tmp_path:
     """Python's JSON has infinity."""
     out = edited(made, tmp_path / "out", lambda w: own(w)["w13"].update(shape_n=float("inf")))
     with pytest.raises(VerificationError, match="describes what cannot be"):
-        open_served(Place(str(out)))
+        open_artifact_view(ArtifactLocation(str(out)))

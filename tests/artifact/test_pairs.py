@@ -20,7 +20,7 @@ from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.runtime import resident, target_facts
 from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.artifacts import make_source
@@ -127,7 +127,7 @@ def packed_of(src: Path, schema: str, dtype: str) -> dict[str, dict[str, torch.T
 def decoded_of(src: Path, schema: str, dtype: str) -> dict[str, torch.Tensor]:
     """By Humming's own dequantization, before any layout."""
     found = {}
-    with resident(torch.device("cpu")), target_facts(Target(90)):
+    with resident(torch.device("cpu")), target_facts(GpuTarget(90)):
         for role, packed in packed_of(src, schema, dtype).items():
             flat = {k: v.squeeze(1) if v.shape[1:] == (1,) else v for k, v in packed.items()}
             found[role] = humming_schema(resolve_schema(schema)).dequant_tensors(flat).float()

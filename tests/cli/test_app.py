@@ -30,8 +30,8 @@ from hqconv.conversion import run as conversion
 from hqconv.conversion.options import default_out, parse_bytes
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError
-from hqconv.planning.spec import Request
-from hqconv.schemas.gpu_target import Target, parse_target
+from hqconv.planning.spec import ConversionSpec
+from hqconv.schemas.gpu_target import GpuTarget, parse_target
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS
 from hqconv.schemas.weight_schema import resolve_schema
@@ -208,7 +208,7 @@ def test_sizes_that_are_none(text: str) -> None:
 
 def test_targets() -> None:
     assert [parse_target(f"sm{sm}").sm_version for sm in (75, 90, 120)] == [75, 90, 120]
-    assert parse_target("sm100", "13.2") == Target(100, (13, 2))
+    assert parse_target("sm100", "13.2") == GpuTarget(100, (13, 2))
     for text in ("sm70", "sm87", "sm110", "sm9", "90a", "sm90a", "H100", ""):
         with pytest.raises(RequestError, match="--target"):
             parse_target(text)
@@ -221,7 +221,7 @@ def test_default_out() -> None:
 
     def name(schema: str = "mxfp4", sm: int = 90, dtype: str = "bfloat16", **words: Any) -> str:
         cuda = words.pop("cuda", None)
-        request = Request(resolve_schema(schema), dtype, Target(sm, cuda), **words)
+        request = ConversionSpec(resolve_schema(schema), dtype, GpuTarget(sm, cuda), **words)
         return str(default_out("m", schema, request))
 
     assert name() == "m-mxfp4"
@@ -385,7 +385,7 @@ def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pyt
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 9 - 3 * index))
     for device, target in (("cpu", "sm89"), ("auto", "sm89"), ("cuda:1", "sm86")):
-        assert hqconv.plan(model, schema="int4", device=device).request.target.name == target
+        assert hqconv.plan(model, schema="int4", device=device).spec.target.name == target
 
 
 def test_corrupt_source_exits_with_3(model: Path, tmp_path: Path) -> None:

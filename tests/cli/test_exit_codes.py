@@ -213,7 +213,7 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
     class Report:
         passed = False
 
-        def words(self) -> dict[str, Any]:
+        def to_dict(self) -> dict[str, Any]:
             return {}
 
     monkeypatch.setattr(cli, "_show", fail)

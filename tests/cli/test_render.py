@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from hqconv.cli.app import app
 from hqconv.cli.json_documents import print_json
 from hqconv.cli.progress import ShownProgress
-from hqconv.cli.text import printable_words
+from hqconv.cli.text import printable_document
 from hqconv.conversion.progress import Progress
 from hqconv.errors import printable
 from tests.make.conversions import run
@@ -84,8 +84,8 @@ def test_verify_prints_json_whatever_it_measures(tmp_path: Path) -> None:
 def test_control_characters_are_written_out(text: str, shown: str) -> None:
     assert printable(text) == shown
     line = shown.replace("\n", "\\n")
-    assert printable_words({text: [text, 1, None]}) == {line: [line, 1, None]}
-    assert printable_words({"notes": [text], "obstacle": text}) == {"notes": [shown], "obstacle": shown}
+    assert printable_document({text: [text, 1, None]}) == {line: [line, 1, None]}
+    assert printable_document({"notes": [text], "obstacle": text}) == {"notes": [shown], "obstacle": shown}
 
 
 def hostile(model: Path) -> Path:

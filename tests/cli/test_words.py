@@ -19,7 +19,7 @@ from hqconv.cli.progress import line_of
 from hqconv.conversion.progress import Progress
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.io.source_names import named
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from hqconv.sources.opening import open_headers
@@ -153,7 +153,7 @@ def test_a_recut_takes_the_artifacts_own_target(model: Path, tmp_path: Path) -> 
     ]
     assert CliRunner().invoke(app, again).exit_code == 0
     assert manifest(tmp_path / "tp2")["target"] == "sm80"
-    assert hqconv.plan(tmp_path / "sm80", schema="source").request.target == Target(80)
+    assert hqconv.plan(tmp_path / "sm80", schema="source").spec.target == GpuTarget(80)
     done = CliRunner().invoke(
         app, ["convert", str(tmp_path / "sm80"), "--schema", "int4", "-o", str(tmp_path / "x")]
     )

@@ -17,8 +17,8 @@ from hqconv.cli import phrases
 from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_layout.fused_moe import Gemm, layer_config
 from hqconv.schemas.activation import Activation
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import open_served
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import open_artifact_view
 from hqconv.verification import kernel as module
 from hqconv.verification.result import CheckResult
 from hqconv.verification.run import _kernel_device, _sample
@@ -270,7 +270,7 @@ def test_numbers_that_are_none_are_a_damaged_manifest(
     with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"):
         hqconv.inspect(out)
     with pytest.raises(VerificationError, match=r"describes what cannot be(.|\n)*activation_parameters"):
-        open_served(Place(str(out)))
+        open_artifact_view(ArtifactLocation(str(out)))
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid, tp_slices
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.models import MODELS, save_model
@@ -107,7 +107,7 @@ class Loose:
 
 
 def quantized_stack(
-    parts: dict[str, list[torch.Tensor]], schema: TargetSchema, dtype: str
+    parts: dict[str, list[torch.Tensor]], schema: WeightSchema, dtype: str
 ) -> dict[str, Loose]:
     """Every expert quantized at full size: by Humming's `quant_tensor`, or the contract's recipe if coupled."""
     target = humming_schema(schema)
@@ -125,7 +125,7 @@ def quantized_stack(
     return {role: _loosen(stack, schema) for role, stack in packed.items()}
 
 
-def _loosen(experts: list[Tensors], schema: TargetSchema) -> Loose:
+def _loosen(experts: list[Tensors], schema: WeightSchema) -> Loose:
     def stack(name: str) -> torch.Tensor | None:
         if name not in experts[0]:
             return None
@@ -150,7 +150,7 @@ def _join(first: Any, second: Any) -> Any:
     return torch.cat([words_of(first), words_of(second)], dim=1).view(first.dtype)
 
 
-def _tighten(loose: Loose, schema: TargetSchema) -> Tensors:
+def _tighten(loose: Loose, schema: WeightSchema) -> Tensors:
     tensors = {
         "weight": cpu_ops.pack_weight(torch.from_numpy(np.ascontiguousarray(loose.codes)), schema.num_bits),
         "weight_scale": loose.scale.contiguous(),
@@ -165,7 +165,7 @@ def _tighten(loose: Loose, schema: TargetSchema) -> Tensors:
     return tensors
 
 
-def humming_kernel(loose: Loose, schema: TargetSchema, dtype: str) -> tuple[str, Tensors]:
+def humming_kernel(loose: Loose, schema: WeightSchema, dtype: str) -> tuple[str, Tensors]:
     """(LayerConfig as JSON, kernel tensors) of a whole stack, by Humming's own functions, in vLLM's order."""
     lib, tensors = humming(), _tighten(loose, schema)
     num_experts, n, k = loose.codes.shape
@@ -179,7 +179,7 @@ def humming_kernel(loose: Loose, schema: TargetSchema, dtype: str) -> tuple[str,
         "torch_dtype": torch_dtype_of(dtype),
         "device": -1,
     }
-    with resident(CPU), target_facts(Target(90)):
+    with resident(CPU), target_facts(GpuTarget(90)):
         if not (schema.bs_dtype == "float8e8m0" and dtype == "float16"):
             config, kernel = lib.transform.prepare_and_transform_humming_tensors(tensors, **words)
             return config.to_str(), kernel
@@ -193,7 +193,7 @@ def humming_kernel(loose: Loose, schema: TargetSchema, dtype: str) -> tuple[str,
 
 
 def expected_kernel(
-    src: Path, schema: TargetSchema, dtype: str, tp: int
+    src: Path, schema: WeightSchema, dtype: str, tp: int
 ) -> dict[tuple[str, int, str], tuple[str, Tensors]]:
     """(block, tp rank, gemm) → what Humming makes of all experts at once."""
     expected = {}
@@ -208,7 +208,7 @@ def expected_kernel(
     return expected
 
 
-def check_against_humming(src: Path, out: Path, schema: TargetSchema, dtype: str, grid: Grid) -> None:
+def check_against_humming(src: Path, out: Path, schema: WeightSchema, dtype: str, grid: Grid) -> None:
     """Every byte and every LayerConfig of every rank file."""
     for (block, tp_rank, gemm), (config, kernel) in expected_kernel(src, schema, dtype, grid.tp).items():
         num_experts = kernel["weight"].size(0)
@@ -230,7 +230,7 @@ def check_against_humming(src: Path, out: Path, schema: TargetSchema, dtype: str
 
 def check_layer_config(text: str) -> None:
     """Humming takes the words back and, asked again, says the same."""
-    with target_facts(Target(90)):
+    with target_facts(GpuTarget(90)):
         config = humming().config.LayerConfig(**json.loads(text))
         assert json.loads(config.to_str()) == json.loads(text)
 
@@ -238,7 +238,7 @@ def check_layer_config(text: str) -> None:
 # --- kernel layout -----------------------------------------------------------------------------------------
 
 
-def tp_sizes(schema: TargetSchema, inner: int) -> list[int]:
+def tp_sizes(schema: WeightSchema, inner: int) -> list[int]:
     period = max(32, schema.weight_scale_group_size, schema.weight_scale_group_size_n)
     return [tp for tp in (1, 2, 3) if inner % (tp * period) == 0]
 
@@ -373,7 +373,7 @@ def test_checkpoint_layout_of_every_family(family: str, name: str, model: ModelO
     check_artifact(model(family), tmp_path / "out")
 
 
-def check_checkpoint_layout(src: Path, out: Path, schema: TargetSchema, dtype: str) -> None:
+def check_checkpoint_layout(src: Path, out: Path, schema: WeightSchema, dtype: str) -> None:
     """Names, dtypes and shapes are `get_tensors_attrs`'s, and values the quantizer's; nothing besides."""
     source, target = load_all(src), humming_schema(schema)
     expected: Tensors = {}

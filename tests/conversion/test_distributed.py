@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from hqconv.conversion.distributed import Share, Team
+from hqconv.conversion.distributed import ProcessGroup, ProcessShare
 from hqconv.conversion.journal import Journal, JournalEntry
 from hqconv.conversion.output_folder import OutputFolder
-from hqconv.conversion.torchrun import in_team, is_first, local_place
+from hqconv.conversion.torchrun import is_distributed, is_rank_zero, local_rank
 from hqconv.errors import OutputError
 from hqconv.io.durable_files import FileRecord
 from hqconv.schemas.artifact_names import JOURNAL, member_journal
@@ -142,7 +142,7 @@ def test_every_item_is_dealt_once() -> None:
     store, taken = HashStore(), list[tuple[int, int]]()
 
     def work(rank: int) -> None:
-        for item in Team(store, rank, 4).deal(range(100)):
+        for item in ProcessGroup(store, rank, 4).deal(range(100)):
             taken.append((item, rank))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
@@ -155,7 +155,7 @@ def test_every_item_is_dealt_once() -> None:
 
 def test_who_waits_hears_that_another_failed() -> None:
     store = HashStore()
-    first, second = (Team(store, rank, 2) for rank in range(2))
+    first, second = (ProcessGroup(store, rank, 2) for rank in range(2))
     second.fail(ValueError("the disk is gone\nand more"))
     first.fail(ValueError("because of that"))  # the first failure is the one that is told
     for wait in (
@@ -176,7 +176,7 @@ def test_a_store_that_is_gone_is_one_message_and_hides_no_other() -> None:
 
         add = set = get = check  # type: ignore[assignment]
 
-    team = Team(Gone(), 1, 2)
+    team = ProcessGroup(Gone(), 1, 2)
     for call in (lambda: team.hear("x"), lambda: next(team.deal([1])), lambda: team.say("x", 1)):
         with pytest.raises(OutputError, match="lost each other") as caught:
             call()
@@ -189,19 +189,19 @@ def test_only_torchrun_makes_a_team(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert (in_team(), is_first(), local_place()) == (False, True, (0, 1))
+    assert (is_distributed(), is_rank_zero(), local_rank()) == (False, True, (0, 1))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert (in_team(), is_first(), local_place()) == (True, False, (1, 4))
+    assert (is_distributed(), is_rank_zero(), local_rank()) == (True, False, (1, 4))
 
 
 def test_what_was_finished_arrives_whole() -> None:
     store = HashStore()
     entry = JournalEntry("block", [FileRecord("a", 3, "ab")], {"w1": {"relative_error": 0.1}})
-    Team(store, 1, 3).hand_in([entry])
-    Team(store, 2, 3).hand_in([])
-    assert list(Team(store, 0, 3).collect()) == [entry]
+    ProcessGroup(store, 1, 3).hand_in([entry])
+    ProcessGroup(store, 2, 3).hand_in([])
+    assert list(ProcessGroup(store, 0, 3).collect()) == [entry]
 
 
 # --- journals ----------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def unfinished(root: Path) -> JournalEntry:
     """A folder that rank 0 began, and in which rank 1 finished a group."""
     with OutputFolder(root, IDENTITY, ["a.safetensors"]) as folder:
         folder.start(100)
-        with Share(root, 1) as share:
+        with ProcessShare(root, 1) as share:
             (root / "a.safetensors").write_bytes(b"abc")
             digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
             entry = JournalEntry("a", [FileRecord("a.safetensors", 3, digest)], {})

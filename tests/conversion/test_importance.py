@@ -266,7 +266,7 @@ def test_it_is_said(src: Path, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run(src, out, "mxfp4", quantizer="mse", importance=file)
     words = {"sha256": manifest(out)["files"][FILE]["sha256"], "file": FILE}
-    assert report.words()["importance"] == words
+    assert report.to_dict()["importance"] == words
     assert hqconv.inspect(out)["importance"] == words
     by_flags = ["--schema", "mxfp4", "--target", "sm90", "--quantizer", "mse", "--importance", str(file)]
     for command in (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.conversion.output_writer import GroupWriter
+from hqconv.conversion.output_writer import UnitWriter
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.qwen import write_qwen3_moe
@@ -64,7 +64,7 @@ def test_they_convert_and_verify(
 def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are finished although nothing is ever written to them, and not before they are made."""
 
-    class Slow(GroupWriter):
+    class Slow(UnitWriter):
         def __init__(self, *arguments: Any) -> None:
             time.sleep(0.2)
             super().__init__(*arguments)

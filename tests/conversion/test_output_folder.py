@@ -21,7 +21,7 @@ from hqconv.artifact import manifest as manifest_module
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.output_folder import OutputFolder, parked_folder, place_of_work, side_folder
-from hqconv.conversion.output_writer import GroupWriter
+from hqconv.conversion.output_writer import UnitWriter
 from hqconv.errors import OutputError
 from hqconv.io import exchange_folders as exchange_module
 from hqconv.planning.output_units import build_file
@@ -48,7 +48,7 @@ def opened(root: Path, identity: dict[str, Any] = IDENTITY, **modes: bool) -> It
 
 def record_group(folder: OutputFolder, path: str, content: bytes = b"") -> None:
     file = build_file(path, [TensorSpec("t", "U8", (64,))], {})
-    writer = GroupWriter(folder.root, (file,))
+    writer = UnitWriter(folder.root, (file,))
     writer.write_at(0, file.tensors["t"].offset_bytes, (content or path.encode()).ljust(64))
     folder.record(JournalEntry(path, finished_files(writer, (file,)), {"w1": {"relative_error": 0.1}}))
 

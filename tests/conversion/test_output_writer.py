@@ -17,7 +17,7 @@ import safetensors
 
 from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.output_folder import OutputFolder
-from hqconv.conversion.output_writer import GroupWriter
+from hqconv.conversion.output_writer import UnitWriter
 from hqconv.errors import OutputError
 from hqconv.io import digests
 from hqconv.io.digests import sha256_of
@@ -38,7 +38,7 @@ def two_files() -> tuple[OutFile, OutFile]:
     )
 
 
-def write_all(writer: GroupWriter, files: tuple[OutFile, ...], shuffle: int = 0) -> dict[str, bytes]:
+def write_all(writer: UnitWriter, files: tuple[OutFile, ...], shuffle: int = 0) -> dict[str, bytes]:
     """Fill every tensor with random bytes, in pieces, in a random order."""
     generator = random.Random(shuffle)
     contents, jobs = {}, []
@@ -63,7 +63,7 @@ def names(root: Path) -> list[str]:
 
 def test_files_appear_whole_and_only_at_the_end(tmp_path: Path) -> None:
     files = two_files()
-    writer = GroupWriter(tmp_path, files)
+    writer = UnitWriter(tmp_path, files)
     partials = [file.path + ".partial" for file in files]
     assert names(tmp_path) == partials
     assert [(tmp_path / p).stat().st_size for p in partials] == [file.size_bytes for file in files]
@@ -102,7 +102,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     files = two_files()
     with OutputFolder(tmp_path, IDENTITY, [file.path for file in files]) as folder:
         folder.start(1000)
-        writer = GroupWriter(tmp_path, files)
+        writer = UnitWriter(tmp_path, files)
         write_all(writer, files)
         folder.record(JournalEntry("b", finished(writer, files), {}))
         folder.seal(b"{}\n")
@@ -134,7 +134,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:37], offset))
     files = two_files()
-    writer = GroupWriter(tmp_path, files)
+    writer = UnitWriter(tmp_path, files)
     contents = write_all(writer, files, 1)
     finished(writer, files)
     parsed = dict(safetensors.deserialize((tmp_path / files[0].path).read_bytes()))
@@ -143,7 +143,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_many_threads_write_at_once(tmp_path: Path) -> None:
     file = build_file("x.safetensors", [TensorSpec(f"t{i}", "U8", (5000,)) for i in range(16)], {})
-    writer = GroupWriter(tmp_path, (file,))
+    writer = UnitWriter(tmp_path, (file,))
 
     def fill(number: int) -> None:
         tensor = file.tensors[f"t{number}"]
@@ -168,7 +168,7 @@ def test_what_fails_on_creation_leaves_no_file_and_no_descriptor(
     fail_at(monkeypatch, os, call, at, errno.ENOSPC)
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(OutputError, match="The disk is full") as caught:
-        GroupWriter(tmp_path, two_files())
+        UnitWriter(tmp_path, two_files())
     assert caught.value.exit_code == 4
     assert names(tmp_path) == []
     monkeypatch.undo()
@@ -196,7 +196,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, cod
 def test_an_error_of_the_disk_is_an_output_error(
     code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = GroupWriter(tmp_path, two_files())
+    writer = UnitWriter(tmp_path, two_files())
     fail_at(monkeypatch, os, "pwrite", 1, code)
     with pytest.raises(OutputError, match=said) as caught:
         writer.write_at(0, 500, b"abc")

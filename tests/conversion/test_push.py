@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hqconv.api import push
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
-from hqconv.io.hub_upload import Repo, State, git_digest
+from hqconv.io.hub_upload import BranchFiles, HubBranch, git_digest
 from hqconv.schemas.grid import Grid
 from tests.make import hub_server
 from tests.make.conversions import assert_verified, run
@@ -217,15 +217,15 @@ def test_somebody_else_pushes_meanwhile(
     made: Path, out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest comes only if the branch is what was looked at."""
-    real = Repo.state
+    real = HubBranch.state
 
-    def state(self: Repo) -> State:
+    def state(self: HubBranch) -> BranchFiles:
         found = real(self)
         if hub.messages:
             hub.commits["main"].append(hub.tree() | {"model.safetensors": hub.tree()["README.md"]})
         return found
 
-    monkeypatch.setattr(Repo, "state", state)
+    monkeypatch.setattr(HubBranch, "state", state)
     with pytest.raises(RequestError, match="Somebody else changed the repo"):
         push(out, REPO)
     assert "hqconv.json" not in there(hub)

@@ -174,7 +174,7 @@ def test_a_conversion_is_not_resumed_by_another_search(
 
 def test_it_is_said(src: Path, tmp_path: Path) -> None:
     report = run(src, tmp_path / "out", "mxfp4", quantizer="mse")
-    assert report.words()["quantizer"] == "mse"
+    assert report.to_dict()["quantizer"] == "mse"
     assert hqconv.inspect(tmp_path / "out")["quantizer"] == "mse"
     for command in (
         ["inspect", str(tmp_path / "out")],

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import hqconv
 from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.recipe import Choice, assign, load_recipe
+from hqconv.schemas.recipe import LayerChoice, assign, load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
@@ -87,7 +87,7 @@ def test_what_is_left_is_copied(model: Path, mixed: tuple[Path, Grid]) -> None:
 def test_it_verifies_and_faults_are_found(model: Path, mixed: tuple[Path, Grid]) -> None:
     out, _ = mixed
     report = check(out, model, "files", "weights")
-    assert report.passed, report.words()
+    assert report.passed, report.to_dict()
     assert check(out, None, "files", "weights").passed
     path = out / "hqconv.json"
     good = path.read_text()
@@ -141,7 +141,7 @@ def test_later_overrides_win() -> None:
     assert found["b"].inputs is not None
     assert found["b"].inputs.name == "int8"
     back = load_recipe_text(text + '[[override]]\nblocks = "c"\nschema = "int4"\n')
-    assert assign(back, layers)["c"] == Choice(int4)
+    assert assign(back, layers)["c"] == LayerChoice(int4)
 
 
 def load_recipe_text(text: str) -> tuple[object, ...]:  # type: ignore[type-arg]

@@ -259,27 +259,27 @@ def test_an_interrupt_waits_for_the_workers_and_can_be_resumed(
     src: Path, whole: tuple[dict[str, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while workers write: none of them may write after the files were closed and removed."""
-    from hqconv.conversion.output_writer import GroupWriter
+    from hqconv.conversion.output_writer import UnitWriter
 
     out, late, abandoned = tmp_path / "out", [], []
-    real_write, real_abandon = GroupWriter.write_at, GroupWriter.abandon
+    real_write, real_abandon = UnitWriter.write_at, UnitWriter.abandon
 
-    def write(self: GroupWriter, file: int, offset_bytes: int, data: Any) -> None:
+    def write(self: UnitWriter, file: int, offset_bytes: int, data: Any) -> None:
         _thread.interrupt_main()
         torch.empty(400_000).normal_()  # still at it when the main thread wakes
         if self in abandoned:
             late.append(offset_bytes)
         real_write(self, file, offset_bytes, data)
 
-    def abandon(self: GroupWriter) -> None:
+    def abandon(self: UnitWriter) -> None:
         abandoned.append(self)
         real_abandon(self)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(GroupWriter, "write_at", write)
-            patch.setattr(GroupWriter, "abandon", abandon)
+            patch.setattr(UnitWriter, "write_at", write)
+            patch.setattr(UnitWriter, "abandon", abandon)
             with pytest.raises(KeyboardInterrupt):
                 run(src, out, "mxfp4", GRID)
     finally:

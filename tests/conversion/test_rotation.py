@@ -20,7 +20,7 @@ from hqconv.layout_decoder.unrotate import unrotated
 from hqconv.quantization.hadamard import rotate
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification import decoded_experts, kernel
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
@@ -51,8 +51,8 @@ ROTATED = {
 GRIDS = {"int4": Grid(2, 2), "nvfp4": Grid(4), "int8": Grid(2), "fp8-block": Grid()}
 
 
-def schema_of(name: str, **words: Any) -> TargetSchema:
-    return TargetSchema(f"{name}-rotated", **{**ROTATED[name], **words})
+def schema_of(name: str, **words: Any) -> WeightSchema:
+    return WeightSchema(f"{name}-rotated", **{**ROTATED[name], **words})
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_codes_of_a_source_are_not_kept(tmp_path: Path) -> None:
     src = small.save(tmp_path / "src", small.gpt_oss_mxfp4(256))
     words = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32}
     for name, block in (("plain", 0), ("rotated", 64)):
-        run(src, tmp_path / name, TargetSchema(name, hadamard_block_size=block, **words))
+        run(src, tmp_path / name, WeightSchema(name, hadamard_block_size=block, **words))
     assert_verified(tmp_path / "rotated", src)
     block = next(iter(manifest(tmp_path / "plain")["blocks"]))
     conversions = [manifest(tmp_path / n)["blocks"][block]["conversion"] for n in ("plain", "rotated")]

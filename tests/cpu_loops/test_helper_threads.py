@@ -12,7 +12,7 @@ from hqconv.cpu_loops.helper_threads import Helpers, in_parts
 from hqconv.humming_layout.transform import kernel_form, to_kernel
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.weight_schema import resolve_schema
-from tests.make.conversions import kind_of
+from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.tensors import assert_same, same_bits
 
@@ -70,7 +70,7 @@ def test_helpers_change_no_bit(name: str) -> None:
     stacks = [
         torch.stack([hard_matrix(256, 384, torch.bfloat16, 7 * i + e) for e in range(3)]) for i in range(2)
     ]
-    form = kernel_form(256, 384, kind_of(schema, "bfloat16", 90))
+    form = kernel_form(256, 384, kernel_spec_of(schema, "bfloat16", 90))
 
     def convert() -> list[object]:
         made = quantize_stacks(stacks, schema, "bfloat16", count_exact=True)

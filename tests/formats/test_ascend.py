@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.quant_config import declared_formats
-from hqconv.schemas.ascend import patterns, quantization_words
+from hqconv.schemas.ascend import ascend_quantization_config, patterns
 from hqconv.sources.checkpoint import Checkpoint
 from tests.make import conversions
 from tests.make.formats import write
@@ -38,7 +38,7 @@ def of_model(num_layers: int, num_experts: int, **others: str) -> Schemes:
 
 
 def words_of(description: dict[str, Any]) -> dict[str, Any]:
-    words = quantization_words({}, description)
+    words = ascend_quantization_config({}, description)
     assert words is not None
     return json.loads(json.dumps(words))  # a manifest repeats them
 
@@ -109,7 +109,7 @@ def test_a_scheme_of_experts_that_cannot_be_read_is_refused_by_its_name() -> Non
 def test_where_nothing_known_is_said_nothing_stands_for_a_config(
     config: dict[str, Any], description: dict[str, Any]
 ) -> None:
-    assert quantization_words(config, description) is None
+    assert ascend_quantization_config(config, description) is None
 
 
 # --- in a folder -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError
-from hqconv.formats.resolve import PART_NAMES, Completed, complete, logical_shape
+from hqconv.formats.resolve import PART_NAMES, ResolvedFormat, logical_shape, resolve_format
 from hqconv.formats.source_format import ANY, PLAIN, SourceFormat
 from hqconv.schemas.tensors import TensorSpec
 from tests.make.coded import Case, cases
@@ -28,7 +28,7 @@ def parts(**headers: tuple[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
 
 def refused(declared: SourceFormat, headers: dict[str, TensorSpec], n: int, k: int, *texts: str) -> None:
     with pytest.raises(InputError) as info:
-        complete(declared, headers, n, k)
+        resolve_format(declared, headers, n, k)
     for text in texts:
         assert text in str(info.value)
 
@@ -46,7 +46,7 @@ def test_every_case_is_complete(name: str) -> None:
     assert ANY not in (done.format.group_n, done.format.group_k)
     assert done.format.scale_dtype
     assert logical_shape(one.declared, one.headers()) == one.shape
-    assert complete(done.format, one.headers(), *one.shape) == done
+    assert resolve_format(done.format, one.headers(), *one.shape) == done
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_fp8_groups_come_from_the_scale(
     scale: tuple[int, ...], groups: tuple[int, int], code: str, dtype: str
 ) -> None:
     headers = parts(weight=("F8_E5M2", (64, 32)), scale=(code, scale), input_scale=("F32", ()))
-    done = complete(FP8, headers, 64, 32)
+    done = resolve_format(FP8, headers, 64, 32)
     expected = replace(FP8, b_dtype="float8e5m2", scale_dtype=dtype, group_n=groups[0], group_k=groups[1])
     reason = "activation scale, not used by 16-bit activations"
-    assert done == Completed(expected, {"weight": "weight", "scale": "scale"}, {"input_scale": reason})
+    assert done == ResolvedFormat(expected, {"weight": "weight", "scale": "scale"}, {"input_scale": reason})
 
 
 @settings(max_examples=50, deadline=None)
@@ -71,7 +71,7 @@ def test_ragged_fp8_blocks(n: int, quarters: int, block_n: int, block_k: int) ->
     rows, columns = -(-n // block_n), -(-k // block_k)
     declared = replace(FP8, group_n=block_n, group_k=block_k)
     headers = parts(weight=("F8_E4M3", (n, k)), weight_scale_inv=("F32", (rows, columns)))
-    assert complete(declared, headers, n, k).format.group_n == block_n
+    assert resolve_format(declared, headers, n, k).format.group_n == block_n
     wrong = parts(weight=("F8_E4M3", (n, k)), weight_scale_inv=("F32", (rows + 1, columns)))
     refused(declared, wrong, n, k, "m.weight_scale_inv", str(rows), str(rows + 1))
 
@@ -97,7 +97,7 @@ def test_desc_act_is_permuted_unless_there_is_one_group() -> None:
         "scales": TensorSpec("m.scales", "F16", (1, one.shape[0])),
         "qzeros": TensorSpec("m.qzeros", "I32", (1, one.shape[0] // 8)),
     }
-    assert not complete(channel, headers, *one.shape).format.is_permuted
+    assert not resolve_format(channel, headers, *one.shape).format.is_permuted
 
 
 def test_a_reciprocal_is_float32() -> None:
@@ -109,13 +109,13 @@ def test_fp4_elements_and_bytes() -> None:
     declared = ALL["mxfp4"].declared
     for code, columns in (("U8", 32), ("I8", 32), ("F4", 32), ("F4", 64)):
         headers = parts(weight=(code, (16, columns)), scale=("F8_E8M0", (16, 2)))
-        assert complete(declared, headers, 16, 64).used == {"weight": "weight", "scale": "scale"}
+        assert resolve_format(declared, headers, 16, 64).used == {"weight": "weight", "scale": "scale"}
         assert logical_shape(declared, headers) == (16, 64)
 
 
 def test_plain_floats() -> None:
-    done = complete(PLAIN, parts(weight=("BF16", (3, 5)), bias=("F32", (3,))), 3, 5)
-    assert done == Completed(PLAIN, {"weight": "weight", "bias": "bias"}, {})
+    done = resolve_format(PLAIN, parts(weight=("BF16", (3, 5)), bias=("F32", (3,))), 3, 5)
+    assert done == ResolvedFormat(PLAIN, {"weight": "weight", "bias": "bias"}, {})
 
 
 def test_bitsandbytes() -> None:
@@ -129,7 +129,7 @@ def test_bitsandbytes() -> None:
         weight__quant_state__bitsandbytes__nf4=("U8", (90,)),
     )
     headers["weight.quant_state.bitsandbytes__nf4"] = headers.pop("weight.quant_state.bitsandbytes.nf4")
-    done = complete(declared, headers, 2, 64)
+    done = resolve_format(declared, headers, 2, 64)
     assert done.used["quant_state"] == "weight.quant_state.bitsandbytes__nf4"
     assert logical_shape(declared, headers) is None
     del headers["weight.nested_absmax"]
@@ -165,7 +165,7 @@ def test_every_shape_and_dtype_is_checked(name: str) -> None:
             replace(part, dtype="F64"),
         ):
             with pytest.raises(InputError, match=rf"where: e\.{raw}"):
-                complete(one.declared, {**one.headers(), raw: wrong}, *one.shape)
+                resolve_format(one.declared, {**one.headers(), raw: wrong}, *one.shape)
 
 
 @pytest.mark.parametrize("name", ALL)

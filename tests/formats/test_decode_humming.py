@@ -16,7 +16,7 @@ from hqconv.formats.source_format import why_not_direct
 from hqconv.formats.to_target import _spread, express
 from hqconv.humming_layout.runtime import humming, resident
 from hqconv.quantization.bit_codec import pack_along_rows
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from tests.make.coded import Case, cases
 from tests.make.tensors import same_bits
 
@@ -51,11 +51,11 @@ def loaded(one: Case, schema: Any, device: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def target_of(schema: Any) -> TargetSchema:
+def target_of(schema: Any) -> WeightSchema:
     """Humming's schema as ours."""
     scale_type = schema.weight_scale_type.value
     bs_dtype = None if schema.bs_dtype is None else str(schema.bs_dtype)
-    return TargetSchema(
+    return WeightSchema(
         name="theirs",
         b_dtype=str(schema.b_dtype),
         bs_dtype="float32" if scale_type in ("block", "tensor") else bs_dtype,
@@ -68,7 +68,7 @@ def target_of(schema: Any) -> TargetSchema:
     )
 
 
-def rounded(coded: Coded, target: TargetSchema, theirs: torch.Tensor) -> torch.Tensor:
+def rounded(coded: Coded, target: WeightSchema, theirs: torch.Tensor) -> torch.Tensor:
     """Our scales spread over the target's groups and cast as Humming casts them."""
     rows, columns = (size or whole for size, whole in zip(target.scale_group(), coded.shape, strict=True))
     scale = scale_values(coded.scale)
@@ -77,7 +77,7 @@ def rounded(coded: Coded, target: TargetSchema, theirs: torch.Tensor) -> torch.T
     return _spread(scale, coded, rows, columns).to(theirs.dtype).reshape(theirs.shape)
 
 
-def compare(one: Case, theirs: dict[str, torch.Tensor], target: TargetSchema, device: str) -> None:
+def compare(one: Case, theirs: dict[str, torch.Tensor], target: WeightSchema, device: str) -> None:
     coded = one.coded(device)
     fmt, param = one.completed().format, param_dtype(one)
     why = why_not_direct(fmt, target, param)

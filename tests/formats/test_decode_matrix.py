@@ -20,7 +20,7 @@ from hqconv.formats.source_format import SourceFormat, why_not_direct
 from hqconv.formats.to_target import express, share_scale
 from hqconv.humming_layout import cpu_ops
 from hqconv.quantization.bit_codec import pack, pack_along_rows, unpack, unpack_along_rows
-from hqconv.schemas.weight_schema import PRESETS, TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 from tests.make.coded import Case, Draw, cases, humming_format
 from tests.make.tensors import same_bits
 
@@ -169,10 +169,10 @@ SCHEMAS = (
     resolve_schema("int4-g32-zp"),
     resolve_schema("int4-g64"),
     resolve_schema("int2-g16-zp"),
-    TargetSchema("fp8-64", "float8e4m3", "float32", "block", 64, 64),
-    TargetSchema("fp8-g32", "float8e4m3", None, "group", 32),
-    TargetSchema("mxfp4-wide", "float4e2m1", None, "group", 16),
-    TargetSchema("ternary", "float2e0m1", "float32", "tensor"),
+    WeightSchema("fp8-64", "float8e4m3", "float32", "block", 64, 64),
+    WeightSchema("fp8-g32", "float8e4m3", None, "group", 32),
+    WeightSchema("mxfp4-wide", "float4e2m1", None, "group", 16),
+    WeightSchema("ternary", "float2e0m1", "float32", "tensor"),
 )
 
 
@@ -196,13 +196,13 @@ def test_express_keeps_every_weight(name: str) -> None:
                     express(coded, schema, param)
 
 
-def fits(schema: TargetSchema, shape: tuple[int, int]) -> bool:
+def fits(schema: WeightSchema, shape: tuple[int, int]) -> bool:
     rows, columns = schema.weight_scale_group_size_n or 1, schema.weight_scale_group_size or 1
     return shape[0] % rows == 0 and shape[1] % columns == 0
 
 
 def check_attributes(
-    tensors: dict[str, torch.Tensor], schema: TargetSchema, shape: tuple[int, int], param: str
+    tensors: dict[str, torch.Tensor], schema: WeightSchema, shape: tuple[int, int], param: str
 ) -> None:
     from hqconv.humming_layout.transform import humming_schema
 

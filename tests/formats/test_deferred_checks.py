@@ -10,7 +10,7 @@ import torch
 
 from hqconv.conversion import executor
 from hqconv.errors import InputError
-from hqconv.formats.deferred_checks import assuming_good, is_any
+from hqconv.formats.deferred_checks import deferring_checks, is_any
 from hqconv.sources.opening import open_source
 from tests.make.conversions import run
 from tests.make.formats import write
@@ -19,7 +19,7 @@ from tests.make.formats import write
 def test_a_check_inside_finds_nothing_and_is_put_down() -> None:
     bad, good = torch.tensor([False, True]), torch.tensor([False])
     assert is_any(bad)
-    with assuming_good() as doubts:
+    with deferring_checks() as doubts:
         assert doubts.all() is None
         assert not is_any(good)
         assert not is_any(bad)

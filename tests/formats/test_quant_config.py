@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.formats.quant_config import Declared, declared_formats
+from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import ANY, PLAIN, SourceFormat
 
 EXPERT = "model.layers.3.mlp.experts.7.gate_proj"
@@ -22,12 +22,12 @@ ROUTER = "model.layers.3.mlp.gate"
 Json = dict[str, Any]
 
 
-def declared(words: Json | None, **text: Any) -> Declared:
+def declared(words: Json | None, **text: Any) -> DeclaredFormats:
     """What a config declares; it must come through JSON unchanged and be left as it was."""
     before = copy.deepcopy(words)
     found = declared_formats(words, text)
     assert words == before
-    json.dumps([found.of(EXPERT).words()])
+    json.dumps([found.of(EXPERT).to_dict()])
     return found
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hqconv.errors import InputError
 from hqconv.formats.coded import Coded, dequantize
-from hqconv.formats.deferred_checks import assuming_good
+from hqconv.formats.deferred_checks import deferring_checks
 from hqconv.formats.scale_rounding import _sums_of_rows, _sums_of_tensors, round_scales
 from hqconv.quantization import bit_codec
 from tests.make.coded import Draw, cases
@@ -67,7 +67,7 @@ def test_every_scale_is_the_nearest_or_refused(dtype: str, value: float) -> None
             round_scales(coded, dtype, {"scale": "e.scale", "weight": "e.weight"})
         assert caught.value.where == "e.scale"
         assert "at [0, 0]" in caught.value.found
-        with assuming_good() as doubts:
+        with deferring_checks() as doubts:
             round_scales(coded, dtype, {})
         assert [bool(doubt) for doubt in doubts.masks] == [True]
         return

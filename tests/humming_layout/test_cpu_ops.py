@@ -13,7 +13,7 @@ from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import kernel_form, to_kernel
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.schemas.weight_schema import resolve_schema
-from tests.make.conversions import kind_of
+from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.tensors import same_bits
 
@@ -53,7 +53,7 @@ def test_quantize_and_layout_are_the_same_bits(name: str, source: torch.dtype, p
                     for x in names
                 }
             )
-        form = kernel_form(n, k, kind_of(schema, param_dtype, 90))
+        form = kernel_form(n, k, kernel_spec_of(schema, param_dtype, 90))
         assert not differences(*(to_kernel(form, stack) for stack in stacks)), (n, k)
 
 
@@ -72,7 +72,7 @@ def test_stacks_are_the_same_bits(name: str, param_dtype: str) -> None:
     ]
     on_cpu = quantize_stacks(stacks, schema, param_dtype, count_exact=True)
     on_gpu = quantize_stacks([s.cuda() for s in stacks], schema, param_dtype, count_exact=True)
-    form = kernel_form(256, 640, kind_of(schema, param_dtype, 90))
+    form = kernel_form(256, 640, kernel_spec_of(schema, param_dtype, 90))
     for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
         assert not differences(cpu.tensors, gpu.tensors)
         assert repr(cpu.costs()) == repr(gpu.costs())  # NaN among them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hqconv.humming_layout.fused_moe import Gemm, activation_words, fused_moe
+from hqconv.humming_layout.fused_moe import Gemm, fused_moe, humming_activation
 from hqconv.humming_layout.rank_slices import gemm_tensors
 from hqconv.humming_layout.runtime import humming, resident
 from hqconv.humming_layout.transform import humming_schema, kernel_form, layer_config, to_kernel
@@ -15,7 +15,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.verification.reference import Routing, activate, moe_forward
-from tests.make.conversions import kind_of
+from tests.make.conversions import kernel_spec_of
 from tests.make.formulas import GATED, UNGATED
 
 pytestmark = [
@@ -32,7 +32,7 @@ NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2
 )
 def test_activation_expressions(activation: Activation, gated: bool) -> None:
     x = torch.randn(33, 2 * 192 if gated else 192, device="cuda").mul(4).bfloat16()
-    found, _, _ = humming().ops.process_input(x, **activation_words(activation, gated))
+    found, _, _ = humming().ops.process_input(x, **humming_activation(activation, gated))
     gate, up = x.double().chunk(2, -1) if gated else (None, x.double())
     wanted = activate(activation, gate, up)
     assert found.shape == wanted.shape
@@ -72,7 +72,7 @@ def test_biases_and_ungated_experts_over_tp_ranks(name: str) -> None:
             "w2": (HIDDEN, INNER // TP),
         }.items():
             joined = {name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]}
-            form = kernel_form(n, k, kind_of(schema, "bfloat16", 90), has_bias=True)
+            form = kernel_form(n, k, kernel_spec_of(schema, "bfloat16", 90), has_bias=True)
             config = layer_config(form.config_json(NUM_EXPERTS))
             gemms[gemm] = Gemm(config, to_kernel(form, joined))
         total += fused_moe(gemms, x, ids, routing.weights, activation, gated, 130)[0]

@@ -16,12 +16,12 @@ from hqconv.humming_layout import gemm_forms, transform
 from hqconv.humming_layout.compatibility import why_incompatible, why_not
 from hqconv.humming_layout.layer_config import needs_cuda
 from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
-from hqconv.schemas.gpu_target import TARGETS, Target
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.input_schema import A_DTYPES, INPUT_PRESETS, INPUT_SCALE_DTYPES, QUANT_MODES, InputSchema
-from hqconv.schemas.kernel_spec import KernelKind
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, TargetSchema
-from tests.make.conversions import kind_of, run, schema_of
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
+from tests.make.conversions import kernel_spec_of, run, schema_of
 from tests.make.qwen import write_qwen3_moe
 
 SCALES = (
@@ -36,21 +36,21 @@ CODES = (
 SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
 
 
-def all_schemas() -> Iterator[TargetSchema]:
-    """Every combination of fields that `TargetSchema` takes, with group sizes below, at and above the padding."""
+def all_schemas() -> Iterator[WeightSchema]:
+    """Every combination of fields that `WeightSchema` takes, with group sizes below, at and above the padding."""
     zeros = ((False, False), (True, False), (True, True))
     second = ("none", "tensor", "channel")
     for code, scale, (kind, *sizes), scale_2, zero in itertools.product(
         CODES, (None, *SCALE_DTYPES), SCALES, second, zeros
     ):
         try:
-            yield TargetSchema("any", code, scale, kind, *sizes, scale_2, *zero)
+            yield WeightSchema("any", code, scale, kind, *sizes, scale_2, *zero)
         except RequestError:
             continue
 
 
 @pytest.fixture(scope="module")
-def schemas() -> list[TargetSchema]:
+def schemas() -> list[WeightSchema]:
     found = list(all_schemas())
     fields = [schema.humming_fields() for schema in found]
     presets = (*PRESETS.values(), *map(schema_of, ("int4-g128-zp", "int3-c-fpzp", "int8-g32")))
@@ -71,7 +71,7 @@ def all_inputs() -> Iterator[InputSchema]:
             continue
 
 
-def is_well_typed(schema: TargetSchema, param_dtype: str) -> bool:
+def is_well_typed(schema: WeightSchema, param_dtype: str) -> bool:
     """What `check_request` asks of scales."""
     return schema.bs_dtype not in PARAM_DTYPES or schema.bs_dtype == param_dtype
 
@@ -79,14 +79,14 @@ def is_well_typed(schema: TargetSchema, param_dtype: str) -> bool:
 COMPILERS = ((11, 0), (12, 0), (13, 0), (13, 2))  # on both sides of every bound
 
 
-def kinds(schemas: list[TargetSchema], count: int, seed: int) -> list[KernelKind]:
+def kinds(schemas: list[WeightSchema], count: int, seed: int) -> list[KernelSpec]:
     """Kinds at random, of all there can be: weights, parameters, activations, GPUs, compilers."""
     dice, inputs = random.Random(seed), list(all_inputs())
     found = [
-        KernelKind(
+        KernelSpec(
             dice.choice(schemas),
             dice.choice(PARAM_DTYPES),
-            Target(dice.choice(TARGETS), dice.choice(COMPILERS)),
+            GpuTarget(dice.choice(TARGETS), dice.choice(COMPILERS)),
             dice.choice(inputs),
         )
         for _ in range(count)
@@ -94,7 +94,7 @@ def kinds(schemas: list[TargetSchema], count: int, seed: int) -> list[KernelKind
     return [kind for kind in found if is_well_typed(kind.schema, kind.param_dtype)]
 
 
-def presets() -> Iterator[KernelKind]:
+def presets() -> Iterator[KernelSpec]:
     """Every pair that people name, on every target."""
     names = (
         *PRESETS,
@@ -108,19 +108,19 @@ def presets() -> Iterator[KernelKind]:
         "int8-zp",
     )
     for name, inputs, sm, param in itertools.product(names, INPUT_PRESETS.values(), TARGETS, PARAM_DTYPES):
-        yield KernelKind(schema_of(name), param, Target(sm, (13, 0)), inputs)
+        yield KernelSpec(schema_of(name), param, GpuTarget(sm, (13, 0)), inputs)
 
 
-def test_humming_runs_every_schema_with_16_bit_activations(schemas: list[TargetSchema]) -> None:
+def test_humming_runs_every_schema_with_16_bit_activations(schemas: list[WeightSchema]) -> None:
     for schema, param_dtype, target in itertools.product(schemas, PARAM_DTYPES, TARGETS):
-        kind = KernelKind(schema, param_dtype, Target(target, (13, 0)))
+        kind = KernelSpec(schema, param_dtype, GpuTarget(target, (13, 0)))
         expected = is_well_typed(schema, param_dtype) and (target > 75 or param_dtype == "float16")
         assert transform.is_compatible(kind) == expected, (schema, kind)
         if expected:
             assert why_not(kind) is None, kind
 
 
-def test_the_rule_is_hummings(schemas: list[TargetSchema]) -> None:
+def test_the_rule_is_hummings(schemas: list[WeightSchema]) -> None:
     """Which pairs run on which GPU; and what else we refuse, Humming's own configuration or kernels refuse."""
     num_compatible = 0
     for kind in (*presets(), *kinds(schemas, 20_000, seed=1)):
@@ -133,7 +133,7 @@ def test_the_rule_is_hummings(schemas: list[TargetSchema]) -> None:
     assert num_compatible > 2000
 
 
-def test_forms_are_hummings_for_every_pair_and_gpu(schemas: list[TargetSchema]) -> None:
+def test_forms_are_hummings_for_every_pair_and_gpu(schemas: list[WeightSchema]) -> None:
     """Of every kind that runs: names, order, shapes, dtypes, config and flags of its tensors."""
     chosen = [kind for kind in (*presets(), *kinds(schemas, 20_000, seed=2)) if why_not(kind) is None]
     flags = set()
@@ -148,7 +148,7 @@ def test_forms_are_hummings_for_every_pair_and_gpu(schemas: list[TargetSchema]) 
     assert flags == set(gemm_forms.LAYOUT_FLAGS), "a layout that nothing here met"
 
 
-def test_the_compiler_is_asked_for_where_it_decides(schemas: list[TargetSchema]) -> None:
+def test_the_compiler_is_asked_for_where_it_decides(schemas: list[WeightSchema]) -> None:
     for kind in kinds(schemas, 5_000, seed=3):
         if why_not(kind) is not None:
             continue
@@ -162,14 +162,14 @@ def test_the_compiler_is_asked_for_where_it_decides(schemas: list[TargetSchema])
 
 
 @pytest.mark.parametrize(("rows", "columns", "has_bias"), [(1, 1, True), (3, 5, False), (24, 40, True)])
-def test_forms_are_hummings(schemas: list[TargetSchema], rows: int, columns: int, has_bias: bool) -> None:
+def test_forms_are_hummings(schemas: list[WeightSchema], rows: int, columns: int, has_bias: bool) -> None:
     """Of one scale group, of some that need padding, of many; 16-bit activations on sm90, every schema."""
     chosen = schemas if rows < 24 else [*PRESETS.values(), *schemas[::29]]
     for schema, param_dtype in itertools.product(chosen, PARAM_DTYPES):
         if not is_well_typed(schema, param_dtype):
             continue
         shape = (rows * slice_unit(schema), columns * slice_unit(schema))
-        words = (*shape, kind_of(schema, param_dtype), has_bias)
+        words = (*shape, kernel_spec_of(schema, param_dtype), has_bias)
         planned, real = gemm_forms.planned_kernel_form(*words), transform.kernel_form(*words)
         assert planned == real, words
         assert list(planned.tensors) == list(real.tensors), words
@@ -201,7 +201,7 @@ def test_another_humming_is_noticed_before_anything_is_written(
 
 def test_a_tensor_that_is_not_as_planned_is_not_written() -> None:
     schema = PRESETS["int4"]
-    form = transform.kernel_form(256, 256, kind_of(schema, "bfloat16", 90))
+    form = transform.kernel_form(256, 256, kernel_spec_of(schema, "bfloat16", 90))
     packed = transform.packed_form(256, 256, schema, "bfloat16")
     tensors = {
         "weight": torch.zeros(2, *packed["weight"].shape, dtype=torch.int32),

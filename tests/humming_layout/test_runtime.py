@@ -14,9 +14,9 @@ from safetensors import safe_open
 
 from hqconv.humming_layout.runtime import humming, target_facts
 from hqconv.humming_layout.transform import is_compatible, kernel_form, layer_config
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import kind_of, run, schema_of
+from tests.make.conversions import kernel_spec_of, run, schema_of
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -55,7 +55,7 @@ with target_facts(Target(90)):  # the kernels that convert are compiled for the 
 import hqconv
 hqconv.convert(sys.argv[1], sys.argv[2], schema=sys.argv[3], target="sm90", tp=2, device="cpu")
 report = hqconv.verify(sys.argv[2], sys.argv[1], device="cpu", checks=["files", "weights"])
-assert report.passed, report.words()
+assert report.passed, report.to_dict()
 """
 
 
@@ -81,7 +81,7 @@ def test_the_target_is_of_the_thread_that_asks() -> None:
     module = sys.modules["humming.transform"]
 
     def ask(sm_version: int) -> None:
-        with target_facts(Target(sm_version)):
+        with target_facts(GpuTarget(sm_version)):
             start.wait()
             for _ in range(200):
                 seen[sm_version].append(module.current_device.sm_version)  # type: ignore[attr-defined]
@@ -97,9 +97,9 @@ def test_the_target_is_of_the_thread_that_asks() -> None:
 
 def test_a_form_is_of_its_target() -> None:
     schema = schema_of("int4")
-    form = kernel_form(128, 256, kind_of(schema, "bfloat16", 90))
+    form = kernel_form(128, 256, kernel_spec_of(schema, "bfloat16", 90))
     assert (form.config["sm_version"], layer_config(form.config_json(1)).sm_version) == (90, 90)
-    assert is_compatible(kind_of(schema, "bfloat16", 90))
+    assert is_compatible(kernel_spec_of(schema, "bfloat16", 90))
 
 
 @pytest.mark.cuda

@@ -51,7 +51,7 @@ class Client:
             command, env=environment, cwd=self.home, capture_output=True, text=True, check=False
         )
 
-    def words(self, *arguments: object) -> Any:
+    def to_dict(self, *arguments: object) -> Any:
         done = self.call(*arguments, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -16,14 +16,14 @@ from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.compatibility import why_not
 from hqconv.humming_layout.gemm_forms import planned_kernel_form
 from hqconv.humming_layout.transform import kernel_form, to_kernel
-from hqconv.layout_decoder.layout_form import KernelTensors, read_config
+from hqconv.layout_decoder.layout_form import LayoutForm, read_config
 from hqconv.layout_decoder.numbers import FUSED_FP8, FUSED_INT8
-from hqconv.layout_decoder.read import Unpacked, unlayout
-from hqconv.schemas.gpu_target import TARGETS, Target
+from hqconv.layout_decoder.read import DecodedStack, unlayout
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
-from hqconv.schemas.kernel_spec import KernelKind
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, TargetSchema, resolve_schema
-from tests.make.conversions import kind_of
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema, resolve_schema
+from tests.make.conversions import kernel_spec_of
 from tests.make.kernel_tensors import (
     assert_is_packed,
     assert_is_twin,
@@ -65,7 +65,7 @@ CODES = (
 )
 
 
-def schemas() -> Iterator[TargetSchema]:
+def schemas() -> Iterator[WeightSchema]:
     """The presets, every type of code with the usual scales, and every sort of scales, with and without zero points."""
     yield from map(resolve_schema, NAMES)
     zeros = ({}, {"has_zero_point": True}, {"has_zero_point": True, "is_fp_zero_point": True})
@@ -73,7 +73,7 @@ def schemas() -> Iterator[TargetSchema]:
     facts = (*itertools.product(CODES, usual), *itertools.product(("uint4", "float4e2m1"), SCALES))
     for (code, scale), zero in itertools.product(facts, zeros):
         try:
-            yield TargetSchema(f"{code} {scale} {zero}", code, **scale, **zero)
+            yield WeightSchema(f"{code} {scale} {zero}", code, **scale, **zero)
         except RequestError:
             continue
 
@@ -85,21 +85,21 @@ def inputs() -> Iterator[InputSchema]:
     yield InputSchema("nvfp4 per tensor", "float4e2m1", 16, "float8e4m3", "static_tensor_dynamic_group")
 
 
-def size_of(schema: TargetSchema) -> tuple[int, int]:
+def size_of(schema: WeightSchema) -> tuple[int, int]:
     """A small matrix that is padded along N, and along K where its groups allow it."""
     group = schema.weight_scale_group_size
     return (128 if schema.weight_scale_type == "block" else 192), {128: 256, 64: 192}.get(group, 160)
 
 
-def form_of(kind: KernelKind) -> KernelTensors:
+def form_of(kind: KernelSpec) -> LayoutForm:
     form = planned_kernel_form(*size_of(kind.schema), kind, True)
     return read_config(form.config, form.flags)
 
 
 @functools.cache
-def each_path(names_inputs: str) -> list[KernelKind]:
+def each_path(names_inputs: str) -> list[KernelSpec]:
     """One kind of every form that there is for an activation: another number format, order, or tile."""
-    found: dict[KernelTensors, KernelKind] = {}
+    found: dict[LayoutForm, KernelSpec] = {}
     of_name = [one for one in inputs() if one.name == names_inputs]
     facts = itertools.product(schemas(), PARAM_DTYPES, TARGETS, COMPILERS, of_name)
     for schema, param, sm_version, cuda, one in facts:
@@ -107,7 +107,7 @@ def each_path(names_inputs: str) -> list[KernelKind]:
             continue
         if one.a_dtype is None and sm_version not in (75, 90, 89, 100):
             continue  # `tests.layout_decoder.test_layout_decoder` has these: only the order of a word can be another
-        kind = KernelKind(schema, param, Target(sm_version, cuda), one)
+        kind = KernelSpec(schema, param, GpuTarget(sm_version, cuda), one)
         if why_not(kind) is None and schema.bs_dtype not in set(PARAM_DTYPES) - {param}:
             found.setdefault(form_of(kind), kind)
     return list(found.values())
@@ -116,7 +116,7 @@ def each_path(names_inputs: str) -> list[KernelKind]:
 class Laid:
     """Random packed tensors and their kernel form, as the transform makes it."""
 
-    def __init__(self, kind: KernelKind, seed: int = 0, **sizes: int) -> None:
+    def __init__(self, kind: KernelSpec, seed: int = 0, **sizes: int) -> None:
         n, k = size_of(kind.schema)
         n, k = sizes.get("n", n), sizes.get("k", k)
         self.kind, self.size = kind, (n, k)
@@ -125,7 +125,7 @@ class Laid:
         self.config, self.flags = json.loads(form.config_json(NUM_EXPERTS)), form.flags
         self.kernel = {name: raw(one) for name, one in to_kernel(form, self.packed).items()}
 
-    def read(self, kernel: dict[str, np.ndarray] | None = None) -> Unpacked:
+    def read(self, kernel: dict[str, np.ndarray] | None = None) -> DecodedStack:
         return unlayout(self.config, kernel or self.kernel, self.flags)
 
 
@@ -200,7 +200,7 @@ def test_a_flipped_bit_changes_one_value_or_is_reported(
     schema: str, inputs: str, sm_version: int, cuda: tuple[int, int] | None
 ) -> None:
     """Each bit of weight, scale and bias belongs to one value, or to padding; the stacks see the same."""
-    laid = Laid(kind_of(schema, "bfloat16", sm_version, inputs, cuda))
+    laid = Laid(kernel_spec_of(schema, "bfloat16", sm_version, inputs, cuda))
     clean = laid.read()
     random = np.random.default_rng(len(schema))
     for tensor, field in (("weight", "codes"), ("weight_scale", "weight_scale"), ("bias", "bias")):
@@ -248,7 +248,7 @@ def fused_reference(laid: Laid) -> tuple[np.ndarray, np.ndarray]:
     return value(shifted, kept), value(laid.packed["weight"], bytes_ENG)
 
 
-def assert_is_fused(laid: Laid, unpacked: Unpacked) -> None:
+def assert_is_fused(laid: Laid, unpacked: DecodedStack) -> None:
     """The values are those of the shifted codes, and off the source's by at most half a step of e2m1's subnormals."""
     assert unpacked.problems == ()
     decoded = values_of(unpacked, laid.kind.schema, laid.kind.param_dtype).astype(np.float64)
@@ -274,7 +274,7 @@ FUSED = (
 def test_fused_weights_are_what_the_shift_leaves(
     inputs: str, sm_version: int, param: str, size: tuple[int, int]
 ) -> None:
-    laid = Laid(kind_of("mxfp4", param, sm_version, inputs), n=size[0], k=size[1])
+    laid = Laid(kernel_spec_of("mxfp4", param, sm_version, inputs), n=size[0], k=size[1])
     unpacked = laid.read()
     assert_is_fused(laid, unpacked)
     stack = stack_of(laid.config, laid.kernel, laid.flags)
@@ -286,7 +286,7 @@ def test_fused_weights_are_what_the_shift_leaves(
 
 @pytest.mark.parametrize("inputs", ["fp8", "int8"])
 def test_exponents_that_no_fused_kernel_can_add_are_reported(inputs: str) -> None:
-    laid = Laid(kind_of("mxfp4", "bfloat16", 90, inputs))
+    laid = Laid(kernel_spec_of("mxfp4", "bfloat16", 90, inputs))
     for value in (13, 255) if inputs == "fp8" else (4, 255):
         scale = laid.kernel["weight_scale"].copy()
         scale[1, 2, 8] = value  # stored row 8 is row 1
@@ -297,7 +297,7 @@ def test_exponents_that_no_fused_kernel_can_add_are_reported(inputs: str) -> Non
 
 def test_rows_whose_second_scale_float16_cannot_hold_are_zero() -> None:
     """Their exponents are not known any more; the kernel multiplies by 0."""
-    laid = Laid(kind_of("mxfp4", "float16", 80, "int8"))
+    laid = Laid(kernel_spec_of("mxfp4", "float16", 80, "int8"))
     small = laid.packed["weight_scale"].view(torch.uint8).clone()
     small[0, 3] = 100  # 2 ** (100 - 128) is no float16
     laid.packed["weight_scale"] = small.view(torch.float8_e8m0fnu)
@@ -328,14 +328,14 @@ def test_rows_whose_second_scale_float16_cannot_hold_are_zero() -> None:
 def test_words_that_cannot_be_together_are_refused(
     schema: str, inputs: str, words: dict[str, object], flags: dict[str, object], message: str
 ) -> None:
-    laid = Laid(kind_of(schema, "bfloat16", 90, inputs))
+    laid = Laid(kernel_spec_of(schema, "bfloat16", 90, inputs))
     with pytest.raises(VerificationError, match=message):
         unlayout({**laid.config, **words}, laid.kernel, {**laid.flags, **flags})
 
 
 def test_padding_of_words_of_scales_is_checked() -> None:
     """Tensor memory takes four groups at once: three are filled up with a one."""
-    laid = Laid(kind_of("mxfp4", "bfloat16", 100, "fp8"), n=256, k=128)
+    laid = Laid(kernel_spec_of("mxfp4", "bfloat16", 100, "fp8"), n=256, k=128)
     config = {**laid.config, "shape_k": 64, "pad_shape_k": 0}
     kernel = {**laid.kernel, "weight": laid.kernel["weight"][:, :, :8].copy()}
     unpacked = unlayout(config, kernel, laid.flags)
@@ -356,7 +356,7 @@ def test_padding_is_checked_in_every_order() -> None:
         *(("int4", "fp8", 90), ("int4", "int8", 90), ("fp8", "fp8", 100), ("mxfp4", "fp8", 120)),
         *(("nvfp4", "nvfp4", 100), ("int3-g64", "int4", 89), ("mxfp4", "fp8", 90), ("mxfp4", "int8", 90)),
     ):
-        laid = Laid(kind_of(schema, "bfloat16", sm_version, inputs_name), n=512, k=512)
+        laid = Laid(kernel_spec_of(schema, "bfloat16", sm_version, inputs_name), n=512, k=512)
         laid.config = {**laid.config, "pad_shape_n": 128, "pad_shape_k": 128}
         unpacked = laid.read()
         reported = {line.split(":")[0] for line in unpacked.problems}
@@ -367,7 +367,7 @@ def test_padding_is_checked_in_every_order() -> None:
 
 def test_a_kind_is_read_back_from_its_plan_alone() -> None:
     """What `planned_kernel_form` says is enough, and so is any slice of experts."""
-    kind = kind_of("int4", "bfloat16", 90, "fp8")
+    kind = kernel_spec_of("int4", "bfloat16", 90, "fp8")
     laid = Laid(kind)
     one = {name: array[1:] for name, array in laid.kernel.items()}
     planned = planned_kernel_form(*laid.size, kind, True)

@@ -23,9 +23,9 @@ from hqconv.layout_decoder.numbers import PADDED_E5M0, to_float32
 from hqconv.layout_decoder.read import e8m0_exponents, unlayout
 from hqconv.layout_decoder.stack_scales import unpack_fields
 from hqconv.quantization.quantize import quantize
-from hqconv.schemas.gpu_target import Target
-from hqconv.schemas.weight_schema import PARAM_DTYPES, TargetSchema, resolve_schema
-from tests.make.conversions import kind_of
+from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema, resolve_schema
+from tests.make.conversions import kernel_spec_of
 from tests.make.kernel_tensors import (
     assert_is_packed,
     assert_is_twin,
@@ -41,27 +41,27 @@ from tests.make.places import GOLDEN
 NUM_EXPERTS = 3
 SIZES = ((320, 1184), (256, 416), (32, 96), (640, 1024))
 RARE = (
-    TargetSchema("e0m3", "float4e0m3", weight_scale_group_size=32),
-    TargetSchema("e0m7", "float8e0m7", weight_scale_type="channel"),
-    TargetSchema("e2m2", "float5e2m2", weight_scale_group_size=16),
-    TargetSchema("e3m3-e4m3", "float7e3m3", bs_dtype="float8e4m3", weight_scale_group_size=32),
-    TargetSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=16),
-    TargetSchema("uint8-e5m2-channel", "uint8", bs_dtype="float8e5m2", weight_scale_type="channel"),
-    TargetSchema(
+    WeightSchema("e0m3", "float4e0m3", weight_scale_group_size=32),
+    WeightSchema("e0m7", "float8e0m7", weight_scale_type="channel"),
+    WeightSchema("e2m2", "float5e2m2", weight_scale_group_size=16),
+    WeightSchema("e3m3-e4m3", "float7e3m3", bs_dtype="float8e4m3", weight_scale_group_size=32),
+    WeightSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=16),
+    WeightSchema("uint8-e5m2-channel", "uint8", bs_dtype="float8e5m2", weight_scale_type="channel"),
+    WeightSchema(
         "int8-fpzp", "uint8", weight_scale_group_size=32, has_zero_point=True, is_fp_zero_point=True
     ),
-    TargetSchema("int8-c-zp", "uint8", weight_scale_type="channel", has_zero_point=True),
-    TargetSchema("int7-c-zp", "uint7", weight_scale_type="channel", has_zero_point=True),
-    TargetSchema("int3-zp", "uint3", weight_scale_group_size=32, has_zero_point=True),
-    TargetSchema("int6-zp", "uint6", weight_scale_group_size=32, has_zero_point=True),
-    TargetSchema(
+    WeightSchema("int8-c-zp", "uint8", weight_scale_type="channel", has_zero_point=True),
+    WeightSchema("int7-c-zp", "uint7", weight_scale_type="channel", has_zero_point=True),
+    WeightSchema("int3-zp", "uint3", weight_scale_group_size=32, has_zero_point=True),
+    WeightSchema("int6-zp", "uint6", weight_scale_group_size=32, has_zero_point=True),
+    WeightSchema(
         "block-64x32",
         "float8e5m2",
         weight_scale_type="block",
         weight_scale_group_size=32,
         weight_scale_group_size_n=64,
     ),
-    TargetSchema(
+    WeightSchema(
         "e2m1-channel-2",
         "float4e2m1",
         bs_dtype="float8e4m3",
@@ -76,13 +76,13 @@ ALL = {**{name: resolve_schema(name) for name in SCHEMAS}, **{schema.name: schem
 class Case:
     """One stack of experts: packed tensors, and their kernel form as raw bits with its LayerConfig words."""
 
-    schema: TargetSchema
+    schema: WeightSchema
     packed: dict[str, torch.Tensor]
     config: dict[str, Any]
     kernel: dict[str, np.ndarray]
 
     def reference(self) -> np.ndarray:
-        with resident(torch.device("cpu")), target_facts(Target(90)):
+        with resident(torch.device("cpu")), target_facts(GpuTarget(90)):
             return humming_schema(self.schema).dequant_tensors(dict(self.packed)).numpy()
 
 
@@ -111,7 +111,7 @@ def forward(
     packed["bias"] = torch.randn(NUM_EXPERTS, n, generator=torch.Generator().manual_seed(9)).to(
         getattr(torch, param_dtype)
     )
-    form = kernel_form(n, k, kind_of(schema, param_dtype, sm_version), has_bias=True)
+    form = kernel_form(n, k, kernel_spec_of(schema, param_dtype, sm_version), has_bias=True)
     kernel = {key: raw(tensor) for key, tensor in to_kernel(form, packed).items()}
     return Case(schema, packed, json.loads(form.config_json(NUM_EXPERTS)), kernel)
 
@@ -184,10 +184,10 @@ def test_the_second_scale_of_e8m0_is_a_power_of_two() -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.npz")))
 def test_recordings_of_a_real_gpu(name: str) -> None:
     schema = resolve_schema(name)
-    form = kernel_form(128, 128, kind_of(schema, "bfloat16", 90))
+    form = kernel_form(128, 128, kernel_spec_of(schema, "bfloat16", 90))
     with np.load(GOLDEN / f"{name}.npz") as arrays:
         recorded = {key: arrays[key] for key in arrays.files}
-    with target_facts(Target(90)):
+    with target_facts(GpuTarget(90)):
         attrs = humming_schema(schema).get_tensors_attrs(128, 128, torch.bfloat16, num_experts=1)
     packed = {
         key: torch.from_numpy(recorded[f"packed.0.{key}"]).view(a["dtype"]).reshape(a["shape"])
@@ -200,7 +200,7 @@ def test_recordings_of_a_real_gpu(name: str) -> None:
     unpacked = unlayout(form.config, kernel, form.flags)
     assert_is_packed(unpacked, packed, schema)
     assert_is_twin(stack_of(form.config, kernel, form.flags), unpacked)
-    with resident(torch.device("cpu")), target_facts(Target(90)):
+    with resident(torch.device("cpu")), target_facts(GpuTarget(90)):
         expected = humming_schema(schema).dequant_tensors(packed).numpy()
     values = values_of(unpacked, schema, "bfloat16")
     assert np.array_equal(values.view(np.uint32), expected.view(np.uint32))
@@ -209,7 +209,7 @@ def test_recordings_of_a_real_gpu(name: str) -> None:
 # --- one flipped bit, one difference -----------------------------------------------------------------------
 
 
-def differing(left: module.Unpacked, right: module.Unpacked) -> dict[str, np.ndarray]:
+def differing(left: module.DecodedStack, right: module.DecodedStack) -> dict[str, np.ndarray]:
     names = ("codes", "weight_scale", "zero_point", "weight_scale_2", "bias")
     pairs = {
         name: (getattr(left, name), getattr(right, name)) for name in names if getattr(left, name) is not None

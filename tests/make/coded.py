@@ -14,11 +14,11 @@ import torch
 from hqconv.formats.coded import Coded
 from hqconv.formats.decode_matrix import SourceMatrix, decode_matrix
 from hqconv.formats.quant_config import declared_formats
-from hqconv.formats.resolve import Completed, complete
+from hqconv.formats.resolve import ResolvedFormat, resolve_format
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.quantization.quantize import quantize
 from hqconv.schemas.tensors import TensorSpec
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 
 N, K = 128, 256
 CODES = {
@@ -52,9 +52,9 @@ class Case:
             raw: TensorSpec(f"e.{raw}", CODES[t.dtype], tuple(t.shape)) for raw, t in self.tensors.items()
         }
 
-    def completed(self) -> Completed:
+    def completed(self) -> ResolvedFormat:
         """The declared format, completed."""
-        return complete(self.declared, self.headers(), *self.shape)
+        return resolve_format(self.declared, self.headers(), *self.shape)
 
     def parts(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         """The tensors by canonical name."""
@@ -88,7 +88,7 @@ class Draw:
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
-    def words(self, *shape: int) -> torch.Tensor:
+    def to_dict(self, *shape: int) -> torch.Tensor:
         """int32 words of random bits."""
         return self.integers(-(2**31), 2**31, *shape, dtype=torch.int32)
 
@@ -451,7 +451,7 @@ HUMMING = (
 )
 
 
-def humming_format(schema: TargetSchema) -> SourceFormat:
+def humming_format(schema: WeightSchema) -> SourceFormat:
     """Humming's checkpoint layout of a schema, as its config declares it."""
     return declared_formats({"quant_method": "humming", **schema.humming_fields()}, {}).of("any")
 

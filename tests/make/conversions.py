@@ -10,47 +10,47 @@ from typing import Any
 
 import hqconv
 from hqconv.artifact.manifest_digest import sealed
-from hqconv.conversion.output_writer import GroupWriter
+from hqconv.conversion.output_writer import UnitWriter
 from hqconv.conversion.run import ConversionReport
 from hqconv.io.durable_files import FileRecord
 from hqconv.models.protocols import Source
 from hqconv.planning.output_units import OutFile
-from hqconv.planning.plan import Plan, make_plan
-from hqconv.planning.spec import make_request
-from hqconv.schemas.gpu_target import Target
+from hqconv.planning.plan import ConversionPlan, make_plan
+from hqconv.planning.spec import make_spec
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.kernel_spec import KernelKind
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.sources.opening import open_source
 from hqconv.verification.result import VerificationReport
 
 
 @functools.cache
-def schema_of(name: str) -> TargetSchema:
+def schema_of(name: str) -> WeightSchema:
     return resolve_schema(name)
 
 
 def open_plan(
     src: Path,
-    schema: str | TargetSchema,
+    schema: str | WeightSchema,
     grid: Grid | None = None,
     layout: str = "kernel",
     dtype: str | None = None,
-) -> tuple[Source, Plan]:
+) -> tuple[Source, ConversionPlan]:
     """Open a folder and plan its conversion; the source is the caller's to close."""
     source = open_source(src)
     experts = source.map_experts()
-    chosen = schema if isinstance(schema, TargetSchema) else None if schema == "source" else schema_of(schema)
-    words: dict[str, Any] = {"target": Target(90), "layout": layout}
-    request = make_request(experts, source.config, chosen, dtype, grid or Grid(), **words)
+    chosen = schema if isinstance(schema, WeightSchema) else None if schema == "source" else schema_of(schema)
+    words: dict[str, Any] = {"target": GpuTarget(90), "layout": layout}
+    request = make_spec(experts, source.config, chosen, dtype, grid or Grid(), **words)
     return source, make_plan(source, experts, request)
 
 
 def run(
     src: Path,
     out: Path,
-    schema: str | TargetSchema,
+    schema: str | WeightSchema,
     grid: Grid | None = None,
     *,
     threads: int = 2,
@@ -92,20 +92,20 @@ def assert_verified(out: Path, source: Path | None = None) -> None:
         assert report.passed, [f for result in report.results for f in result.findings]
 
 
-def finished(writer: GroupWriter, files: Sequence[OutFile]) -> list[FileRecord]:
+def finished(writer: UnitWriter, files: Sequence[OutFile]) -> list[FileRecord]:
     """Flush and publish a group's files, one after the other."""
     records = [writer.finish_file(file) for file in files]
     writer.publish()
     return records
 
 
-def kind_of(
-    schema: TargetSchema | str,
+def kernel_spec_of(
+    schema: WeightSchema | str,
     param_dtype: str = "bfloat16",
     sm_version: int = 90,
     inputs: str = "a16",
     cuda: tuple[int, int] | None = None,
-) -> KernelKind:
+) -> KernelSpec:
     """What decides a kernel layout, in short words."""
     weights = resolve_schema(schema) if isinstance(schema, str) else schema
-    return KernelKind(weights, param_dtype, Target(sm_version, cuda), resolve_inputs(inputs))
+    return KernelSpec(weights, param_dtype, GpuTarget(sm_version, cuda), resolve_inputs(inputs))

@@ -27,7 +27,7 @@ from hqconv.schemas.grid import tp_slices
 from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
-from tests.make.conversions import kind_of
+from tests.make.conversions import kernel_spec_of
 
 BLOCK = "model.layers.0.mlp.experts"
 GIB = 1 << 30
@@ -132,7 +132,7 @@ class Damaged:
     def rebuild(self, gemm: str, matrices: Tensors, tp_rank: int, local: int = 0) -> None:
         """Overwrite one expert of `tp{tp_rank}-ep1` by what Humming makes of the given matrices."""
         with Artifact(self.root) as artifact:
-            block, schema, request = artifact.expert_block(BLOCK), artifact.schema, artifact.request
+            block, schema, request = artifact.expert_block(BLOCK), artifact.schema, artifact.spec
         coupled = [role for role in ("w1", "w3") if role in matrices]
         packed = {}
         for roles in (coupled, ["w2"]):
@@ -141,7 +141,9 @@ class Damaged:
         cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), 2, schema)[tp_rank])[
             gemm
         ]
-        form = kernel_form(*gemm_shapes(block, 2, schema)[gemm], kind_of(schema, request.param_dtype, 90))
+        form = kernel_form(
+            *gemm_shapes(block, 2, schema)[gemm], kernel_spec_of(schema, request.param_dtype, 90)
+        )
         path = self.rank_file(BLOCK, tp_rank, 1)
         for name, tensor in to_kernel(form, cut).items():
             slot = self.expert_bytes(path, f"{BLOCK}.{gemm}_{name}", local)

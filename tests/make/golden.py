@@ -9,7 +9,7 @@ import torch
 from hqconv.humming_layout.transform import kernel_form, to_kernel
 from hqconv.quantization.quantize import quantize
 from hqconv.schemas.weight_schema import resolve_schema
-from tests.make.conversions import kind_of
+from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import hard_matrix
 
 SHAPES = ((128, 128), (384, 1152))
@@ -36,6 +36,6 @@ def outputs(
         tensors |= {f"packed.{i}.{key}": value for key, value in q.tensors.items()}
     first = quantized[0].tensors
     one = {key: value if value.shape == (1,) else value.unsqueeze(0) for key, value in first.items()}
-    kernel = to_kernel(kernel_form(*shape, kind_of(schema, param_dtype, 90)), one)
+    kernel = to_kernel(kernel_form(*shape, kernel_spec_of(schema, param_dtype, 90)), one)
     tensors |= {f"kernel.{key}": value for key, value in kernel.items()}
     return tensors, [[q.cost.error.hex(), q.cost.power.hex()] for q in quantized]

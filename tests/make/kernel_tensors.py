@@ -12,14 +12,14 @@ from hqconv.artifact.expert_reader import floats, to_matrix
 from hqconv.humming_layout.gemm_forms import planned_packed_form
 from hqconv.layout_decoder.layout_form import read_config
 from hqconv.layout_decoder.numbers import PADDED_E5M0
-from hqconv.layout_decoder.read import Unpacked, e8m0_exponents
-from hqconv.layout_decoder.stacks import Stack, read_stack
+from hqconv.layout_decoder.read import DecodedStack, e8m0_exponents
+from hqconv.layout_decoder.stacks import MatrixStack, read_stack
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 
 
 def random_packed(
-    n: int, k: int, schema: TargetSchema, param_dtype: str, num_experts: int, seed: int
+    n: int, k: int, schema: WeightSchema, param_dtype: str, num_experts: int, seed: int
 ) -> dict[str, torch.Tensor]:
     """Every code, scales of every size that float16 holds beside a second one, zero points, biases."""
     random = np.random.default_rng(seed)
@@ -61,7 +61,7 @@ def flipped(kernel: dict[str, np.ndarray], name: str, bit: int) -> dict[str, np.
     return arrays
 
 
-def stack_of(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> Stack:
+def stack_of(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> MatrixStack:
     """The inverse for stacks, of raw bits."""
     signed = {
         key: array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
@@ -70,7 +70,7 @@ def stack_of(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any =
     return read_stack(read_config(config, flags or {}), {k: torch.from_numpy(v) for k, v in signed.items()})
 
 
-def one_of(unpacked: Unpacked, expert: int) -> Unpacked:
+def one_of(unpacked: DecodedStack, expert: int) -> DecodedStack:
     """One expert's part."""
     arrays = ("codes", "weight_scale", "zero_point", "weight_scale_2", "bias")
     parts = {
@@ -79,13 +79,13 @@ def one_of(unpacked: Unpacked, expert: int) -> Unpacked:
     return dataclasses.replace(unpacked, **parts)
 
 
-def values_of(unpacked: Unpacked, schema: TargetSchema, param_dtype: str) -> np.ndarray:
+def values_of(unpacked: DecodedStack, schema: WeightSchema, param_dtype: str) -> np.ndarray:
     """The decoded weights [E, N, K] of a stack."""
     each = [to_matrix(one_of(unpacked, e)) for e in range(len(unpacked.codes))]
     return np.stack([floats(matrix, schema, param_dtype) for matrix in each])
 
 
-def assert_is_packed(unpacked: Unpacked, packed: dict[str, torch.Tensor], schema: TargetSchema) -> None:
+def assert_is_packed(unpacked: DecodedStack, packed: dict[str, torch.Tensor], schema: WeightSchema) -> None:
     """Every array equals the packed tensor it came from, and nothing was left over."""
     assert unpacked.problems == ()
     assert np.array_equal(unpacked.codes, field_codes(packed["weight"].numpy(), schema.num_bits))
@@ -110,7 +110,7 @@ def assert_is_packed(unpacked: Unpacked, packed: dict[str, torch.Tensor], schema
         assert np.array_equal(unpacked.bias, raw(packed["bias"]))
 
 
-def assert_is_twin(stack: Stack, unpacked: Unpacked) -> None:
+def assert_is_twin(stack: MatrixStack, unpacked: DecodedStack) -> None:
     """Every expert's matrix, bit for bit."""
     for e in range(len(unpacked.codes)):
         matrix = to_matrix(one_of(unpacked, e))

@@ -14,11 +14,11 @@ from hqconv.humming_layout.gemm_forms import planned_packed_form
 from hqconv.humming_layout.layer_config import needs_cuda, resolve
 from hqconv.humming_layout.transform import kernel_form, to_kernel
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.gpu_target import TARGETS, Target
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.input_schema import INPUT_PRESETS
-from hqconv.schemas.kernel_spec import KernelKind
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, TargetSchema, resolve_schema
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema, resolve_schema
 
 NUM_EXPERTS = 3
 NAMES = (
@@ -29,30 +29,30 @@ NAMES = (
 FLOATS = tuple(f"float{1 + e + m}e{e}m{m}" for e in (0, 2, 3, 4) for m in range(1, 8 - e) if 1 + e + m >= 3)
 
 
-def schemas() -> Iterator[TargetSchema]:
+def schemas() -> Iterator[WeightSchema]:
     """Those that people name, every float type in groups and per channel, and rare scales."""
     yield from map(resolve_schema, NAMES)
     for code in (*FLOATS, "float8e5m2"):
-        yield TargetSchema(f"{code}-mx", code, "float8e8m0", "group", 32)
-        yield TargetSchema(f"{code}-c", code, None, "channel")
+        yield WeightSchema(f"{code}-mx", code, "float8e8m0", "group", 32)
+        yield WeightSchema(f"{code}-c", code, None, "channel")
     for scale in ("float8e4m3", "float8e5m2", "float8e5m3"):
-        yield TargetSchema(f"e2m1-{scale}", "float4e2m1", scale, "group", 16)
-    yield TargetSchema("e2m1-e4m3-channel", "float4e2m1", "float8e4m3", "group", 16, 0, "channel")
-    yield TargetSchema("e0m3-g16", "float4e0m3", "float8e8m0", "group", 16)
+        yield WeightSchema(f"e2m1-{scale}", "float4e2m1", scale, "group", 16)
+    yield WeightSchema("e2m1-e4m3-channel", "float4e2m1", "float8e4m3", "group", 16, 0, "channel")
+    yield WeightSchema("e0m3-g16", "float4e0m3", "float8e8m0", "group", 16)
 
 
 @functools.cache
-def cases() -> dict[str, KernelKind]:
+def cases() -> dict[str, KernelSpec]:
     """A kind for every layout that differs from those before it, by a name that says which."""
-    found: dict[str, KernelKind] = {}
+    found: dict[str, KernelSpec] = {}
     seen: set[tuple[object, ...]] = set()
     for schema, inputs, sm_version, param in itertools.product(
         list(schemas()), INPUT_PRESETS.values(), TARGETS, PARAM_DTYPES
     ):
-        kind = KernelKind(schema, param, Target(sm_version, (13, 0)), inputs)
+        kind = KernelSpec(schema, param, GpuTarget(sm_version, (13, 0)), inputs)
         compilers = ((11, 0), (13, 2)) if needs_cuda(kind) else (None,)
         for cuda in compilers:
-            one = replace(kind, target=Target(sm_version, cuda))
+            one = replace(kind, target=GpuTarget(sm_version, cuda))
             if why_not(one):
                 continue
             layer = replace(resolve(one), as_dtype=None, input_quant_mode="")
@@ -64,7 +64,7 @@ def cases() -> dict[str, KernelKind]:
     return found
 
 
-def packed(kind: KernelKind, seed: int) -> tuple[tuple[int, int], dict[str, torch.Tensor]]:
+def packed(kind: KernelSpec, seed: int) -> tuple[tuple[int, int], dict[str, torch.Tensor]]:
     """Sizes that need padding, and packed tensors [E, …] of random bits, on the CPU; scales are finite and varied."""
     generator = torch.Generator().manual_seed(seed)
     unit = slice_unit(kind.schema)
@@ -86,7 +86,7 @@ def packed(kind: KernelKind, seed: int) -> tuple[tuple[int, int], dict[str, torc
     return (n, k), tensors
 
 
-def laid_out(kind: KernelKind, seed: int, device: str) -> dict[str, torch.Tensor]:
+def laid_out(kind: KernelSpec, seed: int, device: str) -> dict[str, torch.Tensor]:
     """The kernel tensors of a case, by Humming's transform on a device."""
     (n, k), tensors = packed(kind, seed)
     form = kernel_form(n, k, kind, True)

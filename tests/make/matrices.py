@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 
 SCHEMAS = (
     "mxfp4",
@@ -72,22 +72,22 @@ def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int) 
 RARE_SCHEMAS = {
     schema.name: schema
     for schema in (
-        TargetSchema(
+        WeightSchema(
             "e2m1-row",
             "float4e2m1",
             bs_dtype="float8e4m3",
             weight_scale_group_size=16,
             weight_scale_2_type="channel",
         ),
-        TargetSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=32),
-        TargetSchema("uint4-e4m3", "uint4", bs_dtype="float8e4m3", weight_scale_group_size=32),
-        TargetSchema("uint4-e8m0", "uint4", bs_dtype="float8e8m0", weight_scale_group_size=32),
-        TargetSchema("e4m3-e5m2", "float8e4m3", bs_dtype="float8e5m2", weight_scale_group_size=32),
-        TargetSchema("e0m3", "float4e0m3", weight_scale_group_size=32),
+        WeightSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=32),
+        WeightSchema("uint4-e4m3", "uint4", bs_dtype="float8e4m3", weight_scale_group_size=32),
+        WeightSchema("uint4-e8m0", "uint4", bs_dtype="float8e8m0", weight_scale_group_size=32),
+        WeightSchema("e4m3-e5m2", "float8e4m3", bs_dtype="float8e5m2", weight_scale_group_size=32),
+        WeightSchema("e0m3", "float4e0m3", weight_scale_group_size=32),
     )
 }
 
 
-def any_schema(name: str) -> TargetSchema:
+def any_schema(name: str) -> WeightSchema:
     """A schema by the name that a test is called after."""
     return RARE_SCHEMAS.get(name) or resolve_schema(name)

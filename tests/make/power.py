@@ -16,7 +16,7 @@ from unittest.mock import patch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import hqconv.io.exchange_folders
-from hqconv.conversion.distributed import Team
+from hqconv.conversion.distributed import ProcessGroup
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, is_member_journal
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
@@ -145,14 +145,14 @@ def run_together(src: Path, out: Path, num: int = 2) -> None:
     store, place, errors = HashStore(), threading.local(), list[BaseException]()
 
     def work(rank: int) -> None:
-        place.team = Team(store, rank, num)
+        place.team = ProcessGroup(store, rank, num)
         try:
             run(src, out, SCHEMA, GRID, in_team=True, threads=1)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num)]
-    with patch.object(Team, "of_environment", lambda: place.team):
+    with patch.object(ProcessGroup, "of_environment", lambda: place.team):
         for thread in threads:
             thread.start()
         for thread in threads:

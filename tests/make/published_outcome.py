@@ -10,7 +10,7 @@ import hqconv
 from hqconv.errors import HqconvError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.models.expert_map import ExpertMap
-from hqconv.planning.plan import Plan
+from hqconv.planning.plan import ConversionPlan
 from tests.make.published import DATA, Published, write_sparse
 from tests.make.twins import Sizes, write_twin
 
@@ -21,7 +21,7 @@ _NUM_BLOCK_TYPES = 3  # named in a row; more would not fit
 class Outcome:
     """Of one model. `refused`: what was said instead of a plan; `twin`: schema → whether it converted and verified."""
 
-    plan: Plan | None = None
+    plan: ConversionPlan | None = None
     refused: str = ""
     twin: dict[str, bool] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ import vllm.platforms as platforms
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 from hqconv.humming_layout.runtime import humming, resident, target_facts
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 
 
 class Pretended(Platform):
@@ -86,7 +86,7 @@ def humming_on_cpu(sm_version: int = 90) -> Iterator[None]:
     """Humming as on a GPU of this SM, with its weight ops on the CPU."""
     humming()
     with (
-        target_facts(Target(sm_version)),
+        target_facts(GpuTarget(sm_version)),
         resident(torch.device("cpu")),
         patch("torch.cuda.device", _NoDevice),
     ):

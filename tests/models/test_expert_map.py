@@ -16,7 +16,7 @@ from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.formats.source_format import PLAIN
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, FAMILIES, UNSUPPORTED, Family
-from hqconv.models.moe_layer import ExpertBlock, PartSource, View
+from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.tensors import TensorRef
@@ -161,7 +161,7 @@ def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) 
     ]
 
 
-def _check_sources(block: ExpertBlock, family: Family, form: str) -> None:
+def _check_sources(block: MoeLayer, family: Family, form: str) -> None:
     """Every projection of every expert is found under its own name, or in its own stack, with its own shape."""
     for e, roles in enumerate(block.sources):
         assert set(roles) == set(family.projections) == set(block.roles)
@@ -608,7 +608,7 @@ def test_gate_and_up_in_one_tensor_are_refused_where_their_order_is_not_known() 
 def test_a_run_of_an_experts_own_tensor_is_narrowed_to_its_bytes() -> None:
     tensors, _ = quarks_gpt_oss()
     ref = tensors[f"{BLOCK}.2.gate_up_proj.weight"]
-    source = PartSource("{expert}", ref.dtype, ref.shape, View(False, 1, 2))
+    source = TensorSlice("{expert}", ref.dtype, ref.shape, View(False, 1, 2))
     half = ref.num_bytes // 2
     expected = ref._replace(shape=(INTER, H), offset_bytes=ref.offset_bytes + half, num_bytes=half)
     assert source.ref(ref, 2, E) == expected

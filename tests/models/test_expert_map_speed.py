@@ -13,7 +13,7 @@ from hqconv.errors import InputError, RequestError
 from hqconv.models import expert_map, family_choice
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import Family
-from hqconv.models.moe_layer import PartSource
+from hqconv.models.moe_layer import TensorSlice
 from hqconv.schemas.tensors import TensorRef
 
 H, INTER = 64, 32
@@ -142,8 +142,8 @@ def test_a_look_works_out_no_shares_of_stacks(monkeypatch: pytest.MonkeyPatch) -
             full = f"model.layers.{layer}.mlp.experts.{word}"
             tensors[full] = TensorRef(full, "BF16", shape, 0, 0, 2 * shape[0] * shape[1] * shape[2])
     calls: list[int] = []
-    ref = PartSource.ref
-    monkeypatch.setattr(PartSource, "ref", lambda part, *rest: calls.append(rest[1]) or ref(part, *rest))
+    ref = TensorSlice.ref
+    monkeypatch.setattr(TensorSlice, "ref", lambda part, *rest: calls.append(rest[1]) or ref(part, *rest))
     block = map_experts(tensors, config | {"num_hidden_layers": 4}).blocks[0]
     assert not calls
     assert block.sources[5] == block.sources[5]

@@ -23,7 +23,7 @@ from hqconv.errors import InputError
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_MODEL_TYPE, UNSUPPORTED, Family, Stack
 from hqconv.models.families import FUSED as FUSED_STACKS
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.schemas.activation import Activation
 from hqconv.verification.reference import Routing, is_known, moe_forward
@@ -51,7 +51,7 @@ class Read(NamedTuple):
     found: ExpertMap
     experts: dict[str, list[dict[str, torch.Tensor]]]
 
-    def only(self, layer: int) -> tuple[ExpertBlock, list[dict[str, torch.Tensor]]]:
+    def only(self, layer: int) -> tuple[MoeLayer, list[dict[str, torch.Tensor]]]:
         (block,) = (block for block in self.found.blocks if block.layer == layer)
         return block, self.experts[block.name]
 
@@ -65,7 +65,7 @@ def read(folder: Path) -> Read:
     return Read(found, experts)
 
 
-def _expert(source: Source, block: ExpertBlock, expert: int) -> dict[str, torch.Tensor]:
+def _expert(source: Source, block: MoeLayer, expert: int) -> dict[str, torch.Tensor]:
     matrices = {}
     for role, stored in source.read_expert(block, expert, block.roles, CPU).items():
         matrices[role] = stored.values().double()

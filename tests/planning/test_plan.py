@@ -21,19 +21,19 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from hqconv.errors import RequestError
-from hqconv.io.sidecar_files import Loose
+from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.planning import output_units as groups_module
-from hqconv.planning.output_units import PlannedBlock, PlannedCopy, build_file
-from hqconv.planning.plan import Plan, make_plan
-from hqconv.planning.spec import Request, default_param_dtype
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, build_file
+from hqconv.planning.plan import ConversionPlan, make_plan
+from hqconv.planning.spec import ConversionSpec, default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import DTYPES, num_bits
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from tests.make.conversions import open_plan, schema_of
 from tests.make.matrices import SCHEMAS
 from tests.make.models import MODELS, save_model
@@ -85,7 +85,7 @@ def synthetic(
         metadata=(),
         index_sha256=None,
         other_files=("tokenizer.json",),
-        loose=Loose(("tokenizer.json",)),
+        loose=SidecarFiles(("tokenizer.json",)),
         total_bytes=sum(ref.num_bytes for ref in tensors.values()),
     )
     return checkpoint, map_experts(tensors, checkpoint.config)
@@ -93,14 +93,14 @@ def synthetic(
 
 def plan_of(
     source: tuple[Any, ExpertMap],
-    schema: str | TargetSchema = "mxfp4",
+    schema: str | WeightSchema = "mxfp4",
     grid: Grid | None = None,
     layout: str = "kernel",
     **more: Any,
-) -> Plan:
-    words: dict[str, Any] = {"param_dtype": "bfloat16", "target": Target(90), **more}
+) -> ConversionPlan:
+    words: dict[str, Any] = {"param_dtype": "bfloat16", "target": GpuTarget(90), **more}
     target = schema_of(schema) if isinstance(schema, str) else schema
-    return make_plan(*source, Request(schema=target, grid=grid or Grid(), layout=layout, **words))
+    return make_plan(*source, ConversionSpec(schema=target, grid=grid or Grid(), layout=layout, **words))
 
 
 # --- files -------------------------------------------------------------------------------------------------
@@ -160,10 +160,10 @@ def test_a_planned_file_of_torch_types(tmp_path: Path) -> None:
 # --- places ------------------------------------------------------------------------------------------------
 
 
-def all_places(group: PlannedBlock, plan: Plan) -> Iterable[tuple[str, TensorRef]]:
+def all_places(group: MoeLayerPlan, plan: ConversionPlan) -> Iterable[tuple[str, TensorRef]]:
     """Every write of a block that the pipeline will make: (tensor name, place)."""
-    block, grid = group.block, plan.request.grid
-    if plan.request.layout == artifact_names.KERNEL:
+    block, grid = group.block, plan.spec.grid
+    if plan.spec.layout == artifact_names.KERNEL:
         for tp_rank, ep_rank in grid.ranks:
             for indices, local in group.neighbours(range(block.num_experts)).get(ep_rank, []):
                 for name, tensor in group.rank_tensors(tp_rank, ep_rank).items():
@@ -180,7 +180,7 @@ def all_places(group: PlannedBlock, plan: Plan) -> Iterable[tuple[str, TensorRef
                     yield source + name, group.packed_place(expert, projection, name)
 
 
-def check_tiling(group: PlannedBlock, plan: Plan) -> None:
+def check_tiling(group: MoeLayerPlan, plan: ConversionPlan) -> None:
     """Each file's bytes behind its header are written exactly once, each place inside its own tensor."""
     spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for name, place in all_places(group, plan):
@@ -248,7 +248,7 @@ def test_copied_tensors_are_all_there_in_bounded_shards(limit: int, monkeypatch:
     monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
     source = synthetic()
     plan = plan_of(source)
-    copies = [group for group in plan.groups if isinstance(group, PlannedCopy)]
+    copies = [group for group in plan.groups if isinstance(group, CopiedShardPlan)]
     assert [ref.name for group in copies for ref in group.refs] == list(source[1].copied)
     for group in copies:
         sizes = [tensor.num_bytes for tensor in group.files[0].tensors.values()]
@@ -278,7 +278,7 @@ def test_sizes_in_the_plan_add_up() -> None:
     sizes = {file.path: file.size_bytes for group in plan.groups for file in group.files}
     assert plan.num_bytes_out == sum(sizes.values())
     ranks = plan.rank_bytes()
-    assert sorted(ranks) == sorted(f"experts/tp{t}-ep{p}" for t, p in plan.request.grid.ranks)
+    assert sorted(ranks) == sorted(f"experts/tp{t}-ep{p}" for t, p in plan.spec.grid.ranks)
     for folder, total in ranks.items():
         assert total == sum(size for path, size in sizes.items() if path.startswith(folder + "/"))
     assert plan.source.bytes_of["converted"] == 2 * 5 * 3 * 128 * 256 * 2
@@ -315,8 +315,11 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        ({"target": Target(75)}, "sm75 has no bfloat16"),
-        ({"target": Target(75), "inputs": INPUT_PRESETS["fp8"], "param_dtype": "float16"}, "begin with sm89"),
+        ({"target": GpuTarget(75)}, "sm75 has no bfloat16"),
+        (
+            {"target": GpuTarget(75), "inputs": INPUT_PRESETS["fp8"], "param_dtype": "float16"},
+            "begin with sm89",
+        ),
         (
             {"inputs": INPUT_PRESETS["fp8"], "schema": schema_of("nvfp4")},
             "nvfp4 with --input-schema a16; fp8 activations with --schema mxfp4",
@@ -325,12 +328,12 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
             {"inputs": InputSchema("x", "float8e4m3", input_quant_mode="static_tensor")},
             "has no static activation scales",
         ),
-        ({"target": Target(100), "param_dtype": "float16"}, "--cuda"),
+        ({"target": GpuTarget(100), "param_dtype": "float16"}, "--cuda"),
         ({"layout": "checkpoint", "grid": Grid(tp=2)}, "--layout checkpoint"),
         ({"layout": "checkpoint", "grid": Grid(redundant=1)}, "--redundant-experts"),
-        ({"schema": TargetSchema("odd", "uint4", "float16", "channel")}, "bs_dtype"),
+        ({"schema": WeightSchema("odd", "uint4", "float16", "channel")}, "bs_dtype"),
         (
-            {"schema": TargetSchema("odd", "uint4", "bfloat16", "channel"), "param_dtype": "float16"},
+            {"schema": WeightSchema("odd", "uint4", "bfloat16", "channel"), "param_dtype": "float16"},
             "bs_dtype",
         ),
     ],
@@ -465,7 +468,7 @@ def test_ignore_spares_the_experts_and_nothing_else() -> None:
 def test_ignore_of_models_that_transformers_wrote(family: str, tmp_path: Path) -> None:
     checkpoint, plan = open_plan(save_model(tmp_path / "m", family), "mxfp4", layout="checkpoint")
     blocks = [block.name for block in plan.experts.blocks]
-    [entry] = artifact_names.humming_quantization_config(plan.request.schema, blocks)["ignore"]
+    [entry] = artifact_names.humming_quantization_config(plan.spec.schema, blocks)["ignore"]
     pattern = re.compile(entry.removeprefix("re:"))
     assert [name for name in blocks if pattern.match(name)] == []
     modules = {name.rsplit(".", 1)[0] for name in plan.experts.copied}

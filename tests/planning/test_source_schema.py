@@ -17,12 +17,12 @@ from hqconv.models.expert_map import map_experts
 from hqconv.planning.source_schema import direct_schemas, named, source_schemas
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.tensors import TensorRef
-from hqconv.schemas.weight_schema import PRESETS, TargetSchema
+from hqconv.schemas.weight_schema import PRESETS, WeightSchema
 from tests.make import conversions
 from tests.make.formats import write
 
 
-def schema_of(folder: Path, tp: int, dtype: str = "bfloat16") -> TargetSchema:
+def schema_of(folder: Path, tp: int, dtype: str = "bfloat16") -> WeightSchema:
     with open_source(folder) as source:
         (schema,) = set(source_schemas(source.map_experts().blocks, dtype, tp).values())
         return schema
@@ -84,7 +84,7 @@ def test_direct_schemas_are_those_that_convert_directly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*PRESETS, "int4-g32", "int3-c", "int8-g64-zp", "int4-g128-fpzp"])
 def test_known_schemas_get_their_names_back(name: str) -> None:
     schema = conversions.schema_of(name)
-    assert named(TargetSchema(name="source", **schema.humming_fields())).name == name
+    assert named(WeightSchema(name="source", **schema.humming_fields())).name == name
 
 
 def test_scales_of_another_parameter_dtype_are_pointed_out(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_experts_come_in_any_order_but_are_not_interchangeable() -> None:
         sums = ContentSums()
         for expert in order:
             sums.add("w1", "weight", expert, totals[expert])
-        return sums.words()
+        return sums.to_dict()
 
     totals = [5, -(1 << 63), (1 << 63) - 1, 7]
     assert words([0, 1, 2, 3], totals) == words([3, 1, 0, 2], totals)

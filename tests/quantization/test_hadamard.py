@@ -15,7 +15,7 @@ from hqconv.layout_decoder.unrotate import unrotated
 from hqconv.quantization.hadamard import averaged, rotate
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.quantization.quantized import Quantizer
-from hqconv.schemas.weight_schema import ROTATIONS, TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import ROTATIONS, WeightSchema, resolve_schema
 from tests.make.matrices import hard_matrix
 from tests.make.tensors import assert_same, raw
 
@@ -50,7 +50,7 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     return [name for name in one if raw(one[name].cpu()) != raw(other[name].cpu())]
 
 
-def rotated_schema(name: str, block: int) -> TargetSchema:
+def rotated_schema(name: str, block: int) -> WeightSchema:
     return replace(resolve_schema(name), name=f"{name}-rotated", hadamard_block_size=block)
 
 

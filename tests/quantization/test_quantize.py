@@ -17,7 +17,7 @@ from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.quantize import Quantized, quantize
 from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.tensors import assert_same
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 PLAIN = [s for s in SCHEMAS if not resolve_schema(s).is_coupled]
 COUPLED = [s for s in SCHEMAS if resolve_schema(s).is_coupled]
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-NVFP4_PER_ROW = TargetSchema(
+NVFP4_PER_ROW = WeightSchema(
     "nvfp4-channel",
     "float4e2m1",
     bs_dtype="float8e4m3",
@@ -85,7 +85,7 @@ def spread_over(small: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     return small.repeat(shape[0] // small.shape[0], 0).repeat(shape[1] // small.shape[1], 1)
 
 
-def decode(tensors: dict[str, torch.Tensor], schema: TargetSchema) -> np.ndarray:
+def decode(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> np.ndarray:
     """float32 (code - zero) * scale * scale_2, computed without Humming and without hqconv."""
     codes = unpack(tensors["weight"], schema.num_bits)
     scale = tensors["weight_scale"].float().numpy()
@@ -106,7 +106,7 @@ def decode(tensors: dict[str, torch.Tensor], schema: TargetSchema) -> np.ndarray
 
 
 def humming_quant_tensor(
-    matrix: torch.Tensor, schema: TargetSchema, param_dtype: str
+    matrix: torch.Tensor, schema: WeightSchema, param_dtype: str
 ) -> dict[str, torch.Tensor]:
     """Humming's own schema code, which runs over our CPU twins of its six ops."""
     target = humming_schema(schema)
@@ -114,7 +114,7 @@ def humming_quant_tensor(
         return dict(target.quant_tensor(matrix, target, torch_dtype_of(param_dtype)))
 
 
-def check_sums(matrix: torch.Tensor, result: Quantized, schema: TargetSchema) -> None:
+def check_sums(matrix: torch.Tensor, result: Quantized, schema: WeightSchema) -> None:
     """The error against ours, in float64: exact sums, and once more in the GPU's own folding order."""
     values, decoded = matrix.double().numpy(), decode(result.tensors, schema).astype(np.float64)
     for found, terms in ((result.cost.error, values - decoded), (result.cost.power, values)):

@@ -18,9 +18,9 @@ from hqconv.planning.encoding import SEARCH_VERSION
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, QuantizedStack, Quantizer
-from hqconv.quantization.scale_candidates import Scales
-from hqconv.quantization.scale_search import Start, search
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.quantization.scale_candidates import CandidateScales
+from hqconv.quantization.scale_search import SearchStart, search
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
 from tests.make.tensors import assert_same, same_bits
 
@@ -57,14 +57,14 @@ def plain_matrix(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
-def decoded(stack: QuantizedStack, schema: TargetSchema) -> np.ndarray:
+def decoded(stack: QuantizedStack, schema: WeightSchema) -> np.ndarray:
     """By Humming's own code, which `test_quantize` holds to a decoder of its own."""
     with resident(CPU):
         return humming_schema(schema).dequant_tensors(dict(stack.tensors)).double().numpy()
 
 
 def scope_errors(
-    stacks: list[torch.Tensor], done: list[QuantizedStack], schema: TargetSchema, weights: np.ndarray | None
+    stacks: list[torch.Tensor], done: list[QuantizedStack], schema: WeightSchema, weights: np.ndarray | None
 ) -> list[np.ndarray]:
     """What is lost under each scale, summed by numpy in its own order: [E, R, G] of each stack, or of all."""
     rows, columns = schema.scale_group()
@@ -79,7 +79,7 @@ def scope_errors(
 
 
 def assert_never_worse(
-    stacks: list[torch.Tensor], schema: TargetSchema, param_dtype: str, weights: torch.Tensor | None = None
+    stacks: list[torch.Tensor], schema: WeightSchema, param_dtype: str, weights: torch.Tensor | None = None
 ) -> None:
     plain = quantize_stacks(stacks, schema, param_dtype)
     best = quantize_stacks(stacks, schema, param_dtype, quantizer=Quantizer("mse", weights))
@@ -286,22 +286,24 @@ def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_t
     """Errors as said here, whatever the weights: of rtn 1, of the candidates one after the other."""
     schema = resolve_schema("int8-g128")  # the same scale, 127/128 and 129/128, 126/128 and 130/128 of it
     stored = torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
-    start = Scales(stored, stored.float(), None, None)
+    start = CandidateScales(stored, stored.float(), None, None)
     for errors, chosen in (
         ((1.0, 1 - 2.0**-21, 1.0, 2.0, 1.0), None),
         ((1.0, 1 - 2.0**-19, 1.0, 2.0, 1.0), 1),
         ((1.0, 0.5, 0.25, 0.25, 0.3), 2),
         ((np.nan, np.inf, np.nan, 0.9, 0.9), 3),
     ):
-        tried: list[Scales] = []
+        tried: list[CandidateScales] = []
 
         def score(
-            scales: Scales, tried: list[Scales] = tried, errors: tuple[float, ...] = errors
+            scales: CandidateScales, tried: list[CandidateScales] = tried, errors: tuple[float, ...] = errors
         ) -> torch.Tensor:
             tried.append(scales)
             return torch.full((1, 1, 1), errors[len(tried) - 1], dtype=torch.float64)
 
-        [found] = search([Start(start, torch.ones(1, 1, 1, dtype=torch.float64), score)], schema, "bfloat16")
+        [found] = search(
+            [SearchStart(start, torch.ones(1, 1, 1, dtype=torch.float64), score)], schema, "bfloat16"
+        )
         assert bool(found.changed) is (chosen is not None)
         expected = start if chosen is None else tried[chosen]
         assert float(found.scales.scale) == float(expected.scale)

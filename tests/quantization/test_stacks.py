@@ -15,7 +15,7 @@ from hqconv.quantization import cpu, cuda
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack, stack_tensors
 from hqconv.schemas.weight_schema import resolve_schema
-from tests.make.conversions import kind_of
+from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.tensors import assert_same, same_bits
 
@@ -93,7 +93,7 @@ def test_a_stack_is_laid_out_like_its_experts(name: str, param_dtype: str) -> No
     # One expert's scales leave float16's range and need a second scale, the others' do not.
     stack = hard_stacks(torch.bfloat16)[0] * torch.tensor([1.0, 2.0**-24, 1.0]).bfloat16().view(-1, 1, 1)
     [quantized] = quantize_stacks([stack], schema, param_dtype)
-    form = kernel_form(*SHAPE, kind_of(schema, param_dtype, 90))
+    form = kernel_form(*SHAPE, kernel_spec_of(schema, param_dtype, 90))
     whole = to_kernel(form, quantized.tensors)
     for e in range(NUM_EXPERTS):
         alone = to_kernel(form, {key: tensor[e : e + 1] for key, tensor in quantized.tensors.items()})

@@ -10,7 +10,7 @@ import pytest
 
 import hqconv
 from hqconv.reports.page import page
-from hqconv.reports.page_document import report_words
+from hqconv.reports.page_document import page_document
 from tests.make.browser import Browser, browser, needs_browser
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
@@ -39,7 +39,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words["blocks"]["model.layers.2.mlp.experts"]["layer"] = -1  # shown by its name, which is long
     write_manifest(folder / "out", words)
     place = folder / "page.html"
-    place.write_text(page(report_words(folder / "out", verified.words(), of_experts)), encoding="utf-8")
+    place.write_text(page(page_document(folder / "out", verified.to_dict(), of_experts)), encoding="utf-8")
     return place
 
 

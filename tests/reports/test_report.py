@@ -17,7 +17,7 @@ from hqconv.artifact.lineage import derived_from
 from hqconv.cli.app import app
 from hqconv.reports.html import figure, number
 from hqconv.reports.page import page
-from hqconv.reports.page_document import entropy_bits, report_words
+from hqconv.reports.page_document import entropy_bits, page_document
 from hqconv.reports.plots import heat_plot, lines_plot, ticks
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import read_tree, write_qwen3_moe
@@ -99,7 +99,7 @@ def read(path: Path) -> Page:
 
 
 def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
-    words, shown = manifest(made), Page(page(report_words(made)))
+    words, shown = manifest(made), Page(page(page_document(made)))
     for name, block in words["blocks"].items():
         for role, error in block["quantization_error"].items():
             row = [
@@ -126,7 +126,7 @@ def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
 
 
 def test_without_the_source_no_errors_of_experts_are_made_up(made: Path) -> None:
-    words = report_words(made)
+    words = page_document(made)
     assert words["experts"]["measure"] == "root mean square"
     rows = words["usage"]["rms"]
     assert words["experts"]["values"] == {role: [rows[name][role] for name in rows] for role in ROLES}
@@ -175,20 +175,20 @@ def test_results_of_the_kernel_are_on_the_page(made: Path) -> None:
     check = {"status": "pass", "skipped_because": "", "notes": ["a note"], "findings": []}
     check["measured"] = {"model.layers.0.mlp.experts": measured}
     verification = {"passed": True, "source": None, "checks": {"kernel": check}}
-    shown = Page(page(report_words(made, verification)))
+    shown = Page(page(page_document(made, verification)))
     expected = ["model.layers.0.mlp.experts", "0.004000", "–", "0.02000", "0.005100", "0.1170", "made up"]
     assert expected in shown.rows
     assert "a note" in shown.text
 
 
 def test_the_same_input_gives_the_same_page(made: Path) -> None:
-    pages = {page(report_words(made, num_threads=count)) for count in (1, 2, 2)}
+    pages = {page(page_document(made, num_threads=count)) for count in (1, 2, 2)}
     assert len(pages) == 1
 
 
 def test_the_page_names_no_folder_of_this_machine(made: Path, model: Path) -> None:
     verified = hqconv.verify(made, model, checks=["weights"], device="cpu")
-    text = page(report_words(made, verified.words()))
+    text = page(page_document(made, verified.to_dict()))
     assert str(made.parent) not in text
     assert str(model.parent) not in text
     assert f"Held against {model.name}." in text
@@ -196,7 +196,7 @@ def test_the_page_names_no_folder_of_this_machine(made: Path, model: Path) -> No
 
 
 def test_counts_are_on_the_page(made: Path) -> None:
-    words = report_words(made, sample=3)
+    words = page_document(made, sample=3)
     text = page(words)
     assert "a sample: 6 of 8 experts" in Page(text).text
     used = words["usage"]["schemas"]["int4-g64-zp"]["w1"]
@@ -209,7 +209,7 @@ def test_counts_are_on_the_page(made: Path) -> None:
 @pytest.mark.parametrize("inputs", ["a16", "int8"])
 def test_exponents_that_are_fused_into_codes_are_told(inputs: str, model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4", input_schema=inputs)
-    words = report_words(tmp_path / "out")
+    words = page_document(tmp_path / "out")
     said = "In 2 blocks the scales' exponents are fused into the codes"
     assert (said in Page(page(words)).text) == (inputs == "int8")
 
@@ -218,7 +218,7 @@ def test_where_nothing_was_lost_no_errors_are_drawn(tmp_path: Path) -> None:
     model = save(tmp_path / "model", gpt_oss_mxfp4())
     run(model, tmp_path / "out", "source")
     verified = hqconv.verify(tmp_path / "out", model, checks=["weights"], device="cpu")
-    words = report_words(tmp_path / "out", verified.words(), verified.results[0].of_experts)
+    words = page_document(tmp_path / "out", verified.to_dict(), verified.results[0].of_experts)
     shown = Page(page(words))
     assert words["experts"]["worst"] == []
     assert shown.text.count("No weight differs from the source's") == 2
@@ -235,7 +235,7 @@ def test_blocks_of_several_schemas_and_blocks_that_were_left(model: Path, tmp_pa
         "convert", tmp_path / "three", "-o", tmp_path / "out", "--config", tmp_path / "recipe.toml", "-q"
     )
     assert done.exit_code == 0, done.stderr
-    words = report_words(tmp_path / "out")
+    words = page_document(tmp_path / "out")
     assert words["usage"]["schemas"].keys() == {"fp8", "mxfp4"}
     shown = Page(page(words))
     assert "1 are fp8, a16 activations" in shown.text
@@ -250,7 +250,7 @@ def test_warnings_and_lineage_of_a_manifest(own: Path) -> None:
         "derived_from": derived_from(words, "ab12"),
     }
     write_manifest(own, words)
-    text = page(report_words(own))
+    text = page(page_document(own))
     assert "Beware of &lt;this&gt;." in text
     assert "manifest_sha256 ab12" in text
 
@@ -259,7 +259,7 @@ def test_warnings_and_lineage_of_a_manifest(own: Path) -> None:
 
 
 def test_nothing_is_loaded_and_nothing_runs(made: Path) -> None:
-    text = page(report_words(made))
+    text = page(page_document(made))
     shown = Page(text)
     assert not re.findall(r"https?://|//\w|@import|url\(", text)
     tags = {tag for tag, _ in shown.attributes}
@@ -299,7 +299,7 @@ def test_hostile_names_come_out_as_text(own: Path) -> None:
     checks = {"weights": check, "kernel": kernel, HOSTILE: check}
     errors = {HOSTILE: {HOSTILE: [0.5]}, "model.layers.0.mlp.experts": {"w1": [0.1, float("nan"), 0.2, 0.3]}}
     verification = {"passed": False, "source": HOSTILE, "checks": checks}
-    text = page(report_words(own, verification, errors))
+    text = page(page_document(own, verification, errors))
     shown = Page(text)
     assert {tag for tag, _ in shown.attributes}.isdisjoint({"script", "img"})
     assert not [name for _, attributes in shown.attributes for name in attributes if name.startswith("on")]
@@ -461,4 +461,4 @@ def test_figures() -> None:
 
 def test_programs_can_make_a_page(made: Path) -> None:
     verified = hqconv.verify(made, checks=["files"], device="cpu")
-    assert "passed" in Page(page(report_words(made, verified.words()))).text
+    assert "passed" in Page(page(page_document(made, verified.to_dict()))).text

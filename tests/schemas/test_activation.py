@@ -30,15 +30,15 @@ OLDER = {
 
 @pytest.mark.parametrize("label", OLDER)
 def test_older_artifacts_say_the_name_only(label: str) -> None:
-    found = Activation.of_words({"activation": label, "gated": True})
+    found = Activation.from_dict({"activation": label, "gated": True})
     assert found == Activation.of_label(label) == OLDER[label]
     assert found.label == found.describe() == label
 
 
 @pytest.mark.parametrize("activation", GATED, ids=Activation.describe)
 def test_words_are_read_back(activation: Activation) -> None:
-    words = json.loads(json.dumps(activation.words(gated=True)))
-    assert Activation.of_words(words) == activation
+    words = json.loads(json.dumps(activation.to_dict(gated=True)))
+    assert Activation.from_dict(words) == activation
     assert words == {"activation": activation.label} | (
         {"activation_parameters": activation.numbers} if activation.numbers else {}
     )
@@ -46,16 +46,16 @@ def test_words_are_read_back(activation: Activation) -> None:
 
 @pytest.mark.parametrize("activation", [one for one in UNKNOWN if one.name != "swigluoai" or one.numbers])
 def test_words_say_where_nothing_but_the_name_is_known(activation: Activation) -> None:
-    words = activation.words(gated=True)
+    words = activation.to_dict(gated=True)
     assert words["activation_is_known"] is False
-    assert Activation.of_words(words) == activation
+    assert Activation.from_dict(words) == activation
 
 
 @given(st.floats(min_value=0, exclude_min=True, allow_infinity=False))
 def test_a_limit_is_in_the_label_with_all_its_digits(limit: float) -> None:
     activation = Activation("silu_clamp", limit)
     assert re.fullmatch(r"silu_clamp\d+(\.\d+)?", activation.label)
-    assert Activation.of_label(activation.label) == activation == Activation.of_words(activation.words(True))
+    assert Activation.of_label(activation.label) == activation == Activation.from_dict(activation.words(True))
 
 
 def test_people_see_the_numbers_that_the_label_does_not_say() -> None:
@@ -81,7 +81,7 @@ DAMAGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", DAMAGED)
 def test_numbers_that_cannot_be_are_refused(what: str) -> None:
     with pytest.raises(ValueError, match="activation_parameters"):
-        Activation.of_words(DAMAGED[what])
+        Activation.from_dict(DAMAGED[what])
 
 
 def test_the_table_names_models_that_exist() -> None:

@@ -7,15 +7,15 @@ import torch
 
 from hqconv.humming_layout.transform import kernel_form
 from hqconv.quantization.quantize import quantize
-from hqconv.schemas.weight_schema import TargetSchema, load_schema, resolve_schema
-from tests.make.conversions import kind_of
+from hqconv.schemas.weight_schema import WeightSchema, load_schema, resolve_schema
+from tests.make.conversions import kernel_spec_of
 from tests.make.places import CONFIGS
 
 EXPECTED = {
-    "int4-g64-zp": TargetSchema("int4-g64-zp", "uint4", weight_scale_group_size=64, has_zero_point=True),
-    "w3-g64": TargetSchema("w3-g64", "uint3", weight_scale_group_size=64),
-    "fp8-block-64": TargetSchema("fp8-block-64", "float8e4m3", "float32", "block", 64, 64),
-    "nvfp4-channel": TargetSchema(
+    "int4-g64-zp": WeightSchema("int4-g64-zp", "uint4", weight_scale_group_size=64, has_zero_point=True),
+    "w3-g64": WeightSchema("w3-g64", "uint3", weight_scale_group_size=64),
+    "fp8-block-64": WeightSchema("fp8-block-64", "float8e4m3", "float32", "block", 64, 64),
+    "nvfp4-channel": WeightSchema(
         "nvfp4-channel", "float4e2m1", "float8e4m3", "group", 16, weight_scale_2_type="channel"
     ),
 }
@@ -49,4 +49,4 @@ def test_recipe_can_be_converted(name: str) -> None:
     assert result.cost.is_finite
     limit = {3: 0.25, 4: 0.12, 8: 0.03}[schema.num_bits]
     assert 0 < (result.cost.error / result.cost.power) ** 0.5 < limit
-    assert "weight" in kernel_form(256, 512, kind_of(schema, "bfloat16", 90)).tensors
+    assert "weight" in kernel_form(256, 512, kernel_spec_of(schema, "bfloat16", 90)).tensors

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.schemas.weight_schema import PRESETS, TargetSchema, load_schema, resolve_schema
+from hqconv.schemas.weight_schema import PRESETS, WeightSchema, load_schema, resolve_schema
 
 # b_dtype, bs_dtype, scale type, group size along K, along N, second scale: "Target schemas" of the contract.
 PRESET_TABLE = {
@@ -64,7 +64,7 @@ def test_preset(name: str) -> None:
 def test_shorthand(
     text: str, b_dtype: str, group_size: int, has_zero_point: bool, is_fp_zero_point: bool
 ) -> None:
-    assert resolve_schema(text) == TargetSchema(
+    assert resolve_schema(text) == WeightSchema(
         name=text,
         b_dtype=b_dtype,
         weight_scale_type="group" if group_size else "channel",
@@ -204,8 +204,8 @@ def test_impossible_combinations_name_field_expected_and_found(
 ) -> None:
     base = {"name": "mine", "b_dtype": "float4e2m1", "weight_scale_group_size": 64}
     with pytest.raises(RequestError) as error:
-        TargetSchema(**(base | words))  # type: ignore[arg-type]
-    found = (base | words).get(field, {f.name: f.default for f in dataclasses.fields(TargetSchema)}[field])
+        WeightSchema(**(base | words))  # type: ignore[arg-type]
+    found = (base | words).get(field, {f.name: f.default for f in dataclasses.fields(WeightSchema)}[field])
     assert (error.value.where, error.value.found) == (field, repr(found))
     assert expected in error.value.expected
     for part in ("'mine'", f"where: {field}", f"found: {found!r}", expected):
@@ -214,7 +214,7 @@ def test_impossible_combinations_name_field_expected_and_found(
 
 @pytest.mark.parametrize("size", [0, 1, 16, 512])
 def test_weights_may_be_rotated(size: int) -> None:
-    schema = TargetSchema("mine", "uint4", weight_scale_group_size=64, hadamard_block_size=size)
+    schema = WeightSchema("mine", "uint4", weight_scale_group_size=64, hadamard_block_size=size)
     assert schema.rotation == (size if size > 1 else 0)
     words = schema.describe().partition(", columns rotated in blocks of ")
     assert words[2] == (str(size) if size > 1 else "")
@@ -238,7 +238,7 @@ def test_toml_with_every_field(tmp_path: Path) -> None:
         is_fp_zero_point = true
         hadamard_block_size = 0
     """
-    expected = TargetSchema("recipe", "uint4", "bfloat16", "group", 128, 0, "none", True, True, 0)
+    expected = WeightSchema("recipe", "uint4", "bfloat16", "group", 128, 0, "none", True, True, 0)
     assert resolve_schema(str(write(tmp_path, words))) == expected
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import hqconv
 from hqconv.errors import RequestError
-from hqconv.models.moe_layer import ExpertBlock
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.sources.opening import open_headers
 from scripts.make_importance import collect, experts_modules, main, matched, token_batches
 from tests.make.families import make_family, moe_blocks, save_family
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "granitemoe")
 
 
-def blocks_of(folder: Path) -> tuple[ExpertBlock, ...]:
+def blocks_of(folder: Path) -> tuple[MoeLayer, ...]:
     with open_headers(folder, None) as source:
         return source.map_experts().blocks
 

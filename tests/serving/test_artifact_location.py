@@ -10,9 +10,9 @@ import pytest
 
 from hqconv.errors import HqconvError, NetworkError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import open_served
-from hqconv.serving.parameter_loader import Loader
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import open_artifact_view
+from hqconv.serving.parameter_loader import ParameterLoader
 from tests.make.conversions import run
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
 from tests.make.qwen import write_qwen3_moe
@@ -44,7 +44,7 @@ def hub(out: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loc
 
 
 def test_a_folders_files_are_where_they_lie(out: Path) -> None:
-    place = Place(str(out))
+    place = ArtifactLocation(str(out))
     assert place.is_folder
     assert place.fetch("hqconv.json") == out / "hqconv.json"
     assert place.fetch_all([NAME, "config.json"]) == {NAME: out / NAME, "config.json": out / "config.json"}
@@ -54,19 +54,19 @@ def test_a_folder_that_lacks_a_file_names_it(out: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(out, tmp_path / "copy")
     (copy / NAME).unlink()
     with pytest.raises(VerificationError, match="folder lacks a file") as caught:
-        Place(str(copy)).fetch_all(["config.json", NAME])
+        ArtifactLocation(str(copy)).fetch_all(["config.json", NAME])
     assert (caught.value.where, caught.value.expected) == (str(copy), NAME)
 
 
 def test_of_a_repo_the_manifest_comes_alone(out: Path, hub: LocalHub, cache: Path) -> None:
-    served = open_served(Place("org/name"))
-    assert served.blocks == open_served(Place(str(out))).blocks
+    served = open_artifact_view(ArtifactLocation("org/name"))
+    assert served.blocks == open_artifact_view(ArtifactLocation(str(out))).blocks
     assert hub.fetched == cached(cache) == {"hqconv.json"}
 
 
 def test_then_the_files_of_this_rank_and_no_others(out: Path, hub: LocalHub, cache: Path) -> None:
     """At once, when the first of them is wanted; then nothing more is asked."""
-    served, loader = open_served(Place("org/name")), Loader()
+    served, loader = open_artifact_view(ArtifactLocation("org/name")), ParameterLoader()
     path = loader.path(served, NAME, alone=False, cache_dir=None)
     assert path.read_bytes() == (out / NAME).read_bytes()
     assert hub.fetched == cached(cache) == {"hqconv.json", *OURS}
@@ -80,23 +80,23 @@ def test_then_the_files_of_this_rank_and_no_others(out: Path, hub: LocalHub, cac
 
 def test_alone_a_file_comes_by_itself(hub: LocalHub, cache: Path) -> None:
     """Of a process that has only some of the layers."""
-    served = open_served(Place("org/name"))
-    Loader().path(served, NAME, alone=True, cache_dir=None)
+    served = open_artifact_view(ArtifactLocation("org/name"))
+    ParameterLoader().path(served, NAME, alone=True, cache_dir=None)
     assert hub.fetched == cached(cache) == {"hqconv.json", NAME}
 
 
 def test_rank_1_is_not_rank_10(hub: LocalHub) -> None:
     """A rank's folder is a whole name, not the beginning of one."""
-    served = open_served(Place("org/name"))
+    served = open_artifact_view(ArtifactLocation("org/name"))
     files = dict(served.files) | {name.replace("tp1-ep0", "tp1-ep01"): (1, "") for name in OURS}
     object.__setattr__(served, "files", files)
-    Loader().path(served, NAME, alone=False, cache_dir=None)
+    ParameterLoader().path(served, NAME, alone=False, cache_dir=None)
     assert hub.fetched == {"hqconv.json", *OURS}
 
 
 def test_a_folder_of_vllms_for_downloads_is_used(hub: LocalHub, cache: Path, tmp_path: Path) -> None:
-    served = open_served(Place("org/name"))
-    path = Loader().path(served, NAME, alone=False, cache_dir=str(tmp_path / "own"))
+    served = open_artifact_view(ArtifactLocation("org/name"))
+    path = ParameterLoader().path(served, NAME, alone=False, cache_dir=str(tmp_path / "own"))
     assert path.is_relative_to(tmp_path / "own")
     assert cached(tmp_path / "own") == OURS
     assert cached(cache) == {"hqconv.json"}
@@ -104,15 +104,17 @@ def test_a_folder_of_vllms_for_downloads_is_used(hub: LocalHub, cache: Path, tmp
 
 def test_what_is_cached_is_not_sent_again(out: Path, hub: LocalHub) -> None:
     for _ in range(2):
-        Loader().path(open_served(Place("org/name")), NAME, alone=False, cache_dir=None)
+        ParameterLoader().path(
+            open_artifact_view(ArtifactLocation("org/name")), NAME, alone=False, cache_dir=None
+        )
     assert {name: hub.sent[name] for name in hub.fetched} == {
         name: (out / name).stat().st_size for name in ("hqconv.json", *OURS)
     }
 
 
 def test_the_revision_is_asked_for(hub: LocalHub) -> None:
-    served = open_served(Place("org/name", "a-tag"))
-    Loader().path(served, NAME, alone=False, cache_dir=None)
+    served = open_artifact_view(ArtifactLocation("org/name", "a-tag"))
+    ParameterLoader().path(served, NAME, alone=False, cache_dir=None)
     asked = [line for line in hub.requests if "/revision/" in line]
     assert asked
     assert all("/revision/a-tag" in line for line in asked)
@@ -121,11 +123,11 @@ def test_the_revision_is_asked_for(hub: LocalHub) -> None:
 
 
 def test_offline_the_cache_is_enough(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place("org/name")
-    Loader().path(open_served(place), NAME, alone=False, cache_dir=None)
+    place = ArtifactLocation("org/name")
+    ParameterLoader().path(open_artifact_view(place), NAME, alone=False, cache_dir=None)
     before = len(hub.requests)
     use(monkeypatch, hub.url, cache, offline=True)
-    assert Loader().path(open_served(place), NAME, alone=False, cache_dir=None).is_file()
+    assert ParameterLoader().path(open_artifact_view(place), NAME, alone=False, cache_dir=None).is_file()
     assert len(hub.requests) == before
 
 
@@ -134,10 +136,10 @@ def test_a_cache_that_lacks_files_is_called_that(
     hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
 ) -> None:
     """Offline, and where the Hub does not answer. Some versions of its library raise, some give what they have."""
-    served = open_served(Place("org/name", "main"))
+    served = open_artifact_view(ArtifactLocation("org/name", "main"))
     use(monkeypatch, "http://127.0.0.1:9", cache, offline=offline)  # the discard port: nobody listens
     with pytest.raises((RequestError, NetworkError), match=r"lacks (a file|\(part of\) the repo)") as caught:
-        Loader().path(served, NAME, alone=True, cache_dir=None)
+        ParameterLoader().path(served, NAME, alone=True, cache_dir=None)
     assert caught.value.where == "org/name, revision main"
     assert ("HF_HUB_OFFLINE" if offline else "connection") in caught.value.message()
 
@@ -147,7 +149,7 @@ def test_an_incomplete_copy_of_a_repo_is_no_incomplete_folder(
 ) -> None:
     monkeypatch.setattr("hqconv.serving.artifact_location.fetch", lambda *_, **__: tmp_path)
     with pytest.raises(RequestError, match=r"copy of the Hub repo(.|\n)*HF_HUB_OFFLINE") as caught:
-        Place("org/name", "main").fetch(NAME)
+        ArtifactLocation("org/name", "main").fetch(NAME)
     assert (caught.value.where, caught.value.expected) == ("org/name, revision main", NAME)
 
 
@@ -160,7 +162,7 @@ def test_an_empty_cache_and_no_hub(
 ) -> None:
     use(monkeypatch, "http://127.0.0.1:9", cache, offline=offline)
     with pytest.raises(kind, match=text):
-        open_served(Place("org/name"))
+        open_artifact_view(ArtifactLocation("org/name"))
 
 
 def test_a_repo_without_the_file_is_refused(
@@ -170,9 +172,9 @@ def test_a_repo_without_the_file_is_refused(
     (copy / NAME).unlink()
     with serve(copy) as hub:
         use(monkeypatch, hub.url, cache)
-        served = open_served(Place("org/name"))
+        served = open_artifact_view(ArtifactLocation("org/name"))
         with pytest.raises(RequestError, match=r"lacks a file(.|\n)*upload the artifact again") as caught:
-            Loader().path(served, NAME, alone=False, cache_dir=None)
+            ParameterLoader().path(served, NAME, alone=False, cache_dir=None)
         assert caught.value.expected == NAME
 
 
@@ -182,7 +184,7 @@ def test_a_repo_that_is_no_artifact_is_refused(
     with serve(write_qwen3_moe(tmp_path / "model")) as hub:
         use(monkeypatch, hub.url, cache)
         with pytest.raises(RequestError, match=r"hqconv\.json"):
-            open_served(Place("org/name"))
+            open_artifact_view(ArtifactLocation("org/name"))
         with pytest.raises(RequestError, match="no such repo on the Hub"):
-            open_served(Place("org/other"))
+            open_artifact_view(ArtifactLocation("org/other"))
         assert hub.fetched == set()

@@ -16,8 +16,8 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16, INPUT_PRESETS
 from hqconv.schemas.weight_schema import resolve_schema
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import Served, open_served
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 
@@ -40,13 +40,13 @@ def out(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(made / "hqconv.json", tmp_path / "out")).parent
 
 
-def opened(out: Path) -> Served:
-    return open_served(Place(str(out)))
+def opened(out: Path) -> ArtifactView:
+    return open_artifact_view(ArtifactLocation(str(out)))
 
 
 def test_the_facts_are_the_manifests(made: Path) -> None:
     served, words = opened(made), manifest(made)
-    assert served.place == Place(str(made))
+    assert served.place == ArtifactLocation(str(made))
     assert (served.source_name, served.kind.schema, served.grid) == (
         "original",
         resolve_schema("mxfp4"),

@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
-from hqconv.schemas.gpu_target import TARGETS, Target
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.serving import compatibility
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import Served, ServedBlock, open_served
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, open_artifact_view
 from hqconv.serving.compatibility import (
-    Asked,
+    ServerLayer,
     check_block,
     check_dtype,
     check_flags,
@@ -36,7 +36,7 @@ from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
 BLOCK = "model.layers.0.mlp.experts"
-ASKED = Asked(
+ASKED = ServerLayer(
     num_experts=4,
     hidden_size=128,
     has_bias=False,
@@ -66,12 +66,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(out: Path | str) -> Served:
-    return open_served(Place(str(out)))
+def opened(out: Path | str) -> ArtifactView:
+    return open_artifact_view(ArtifactLocation(str(out)))
 
 
 @pytest.fixture
-def served(work: Path) -> Served:
+def served(work: Path) -> ArtifactView:
     return opened(work / "tp1")
 
 
@@ -93,7 +93,7 @@ def command_in(error: HqconvError) -> list[str]:
     return shlex.split(command)
 
 
-def follow(command: list[str]) -> Served:
+def follow(command: list[str]) -> ArtifactView:
     """Do what a remedy says, and open what comes of it."""
     assert command[:2] == ["hqconv", "convert"]
     more = ["--device", "cpu", "--threads", "1", "-q"]
@@ -145,7 +145,7 @@ def test_what_it_was_cut_for_is_served(work: Path, name: str) -> None:
     check_block(served, served.blocks[BLOCK], asked)
 
 
-def test_one_ep_rank_has_no_placement(work: Path, served: Served) -> None:
+def test_one_ep_rank_has_no_placement(work: Path, served: ArtifactView) -> None:
     """vLLM has a word for it all the same."""
     check_ranks(served, replace(ASKED, placement="round_robin"))
 
@@ -163,7 +163,7 @@ def test_copies_that_only_the_server_wants_need_no_new_artifact(work: Path) -> N
         (Grid(tp=2, ep=2), "no start of vLLM"),
     ],
 )
-def test_the_other_way_is_to_serve_it_as_it_was_cut(served: Served, grid: Grid, options: str) -> None:
+def test_the_other_way_is_to_serve_it_as_it_was_cut(served: ArtifactView, grid: Grid, options: str) -> None:
     assert options in refused(check_ranks, replace(served, grid=grid), ASKED).remedy
 
 
@@ -190,19 +190,19 @@ def test_the_command_names_the_folder_one_stands_in(
     assert Path(os.path.abspath(command[4])) == tmp_path / "tp1-sm90-tp2-ep1"  # noqa: PTH100
 
 
-def test_a_repo_is_downloaded_first(served: Served) -> None:
-    there = replace(served, place=Place("org/name", "a branch"))
+def test_a_repo_is_downloaded_first(served: ArtifactView) -> None:
+    there = replace(served, place=ArtifactLocation("org/name", "a branch"))
     assert recut(there, tp=2) == (
         "`hf download org/name --revision 'a branch' --local-dir name && "
         "hqconv convert name -o name-sm90-tp2-ep1 --schema source --target sm90 --tp 2`"
     )
-    assert "--revision" not in recut(replace(served, place=Place("org/name")))
+    assert "--revision" not in recut(replace(served, place=ArtifactLocation("org/name")))
 
 
-def test_rotated_weights_are_cut_again_from_the_original(served: Served) -> None:
+def test_rotated_weights_are_cut_again_from_the_original(served: ArtifactView) -> None:
     """No `--schema source` keeps their codes."""
     rotated = made(served, schema=replace(served.kind.schema, name="mine", hadamard_block_size=64))
-    command = recut(replace(rotated, place=Place("org/name"), source_name="org/model"), tp=2)
+    command = recut(replace(rotated, place=ArtifactLocation("org/name"), source_name="org/model"), tp=2)
     assert command == (
         "`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 "
         f"--dtype {served.dtype}`"
@@ -228,18 +228,18 @@ def test_another_dtype_is_one_command_away_from_the_original(
     )
 
 
-def made(served: Served, **words: Any) -> Served:
+def made(served: ArtifactView, **words: Any) -> ArtifactView:
     """The same artifact of another kind, in all blocks."""
     kind = replace(served.kind, **words)
     return replace(served, kind=kind, blocks={n: replace(b, kind=kind) for n, b in served.blocks.items()})
 
 
-def of_inputs(block: ServedBlock, inputs: InputSchema) -> ServedBlock:
+def of_inputs(block: ArtifactLayer, inputs: InputSchema) -> ArtifactLayer:
     return replace(block, kind=replace(block.kind, inputs=inputs))
 
 
 def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(
-    served: Served,
+    served: ArtifactView,
 ) -> None:
     """It cannot be cut for them; nor can one whose exponents are in its codes. Blocks that are left stay so."""
     assert recut(replace(served, left=("mtp.0.experts",))) == recut(served)
@@ -254,7 +254,7 @@ def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its
     assert " --schema mxfp4 --input-schema fp8 " in folded
 
 
-def test_a_schema_of_a_file_is_named_by_its_file(served: Served) -> None:
+def test_a_schema_of_a_file_is_named_by_its_file(served: ArtifactView) -> None:
     own = made(served, schema=replace(resolve_schema("mxfp4"), name="mine"))
     command = command_in(refused(check_dtype, own, "float16"))
     assert command[command.index("--schema") + 1] == "mine.toml"
@@ -263,7 +263,7 @@ def test_a_schema_of_a_file_is_named_by_its_file(served: Served) -> None:
     assert command[command.index("--schema") + 1] == "mxfp4.toml"
 
 
-def test_activations_are_in_the_commands(served: Served) -> None:
+def test_activations_are_in_the_commands(served: ArtifactView) -> None:
     assert "--input-schema" not in recut(served)
     for inputs, word in (
         (INPUT_PRESETS["fp8-g128"], "fp8-g128"),
@@ -275,7 +275,7 @@ def test_activations_are_in_the_commands(served: Served) -> None:
             assert f"--input-schema {word} " in command
 
 
-def test_groups_that_vllm_quantizes_itself_must_be_its_own(served: Served) -> None:
+def test_groups_that_vllm_quantizes_itself_must_be_its_own(served: ArtifactView) -> None:
     """It does so for 128 columns, in e4m3 alone, and leaves no columns over."""
     block = served.blocks[BLOCK]
     wide, odd = replace(block, hidden_size=384), replace(block, hidden_size=192)
@@ -289,12 +289,12 @@ def test_groups_that_vllm_quantizes_itself_must_be_its_own(served: Served) -> No
     assert error.found == "float8e5m2"
 
 
-def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(served: Served) -> None:
+def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(served: ArtifactView) -> None:
     error = refused(check_machine, served, 110)
     assert (error.expected, error.found) == ("sm90", "sm110")
     known = ", ".join(f"sm{sm}" for sm in TARGETS)
     assert error.remedy == f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
-    error = refused(check_machine, made(served, target=Target(100)), 90)
+    error = refused(check_machine, made(served, target=GpuTarget(100)), 90)
     command = command_in(error)
     assert command[command.index("--target") + 1] == "sm90"
     assert "-sm90-" in command[4]
@@ -308,7 +308,7 @@ def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(served: S
         ({"gated": False}, "gated"),
     ],
 )
-def test_another_layer_is_refused(served: Served, words: dict[str, Any], what: str) -> None:
+def test_another_layer_is_refused(served: ArtifactView, words: dict[str, Any], what: str) -> None:
     error = refused(check_block, served, served.blocks[BLOCK], replace(ASKED, **words))
     assert error.where == f"{served.place.name}: {BLOCK}: {what}"
     ((name, value),) = words.items()
@@ -316,7 +316,7 @@ def test_another_layer_is_refused(served: Served, words: dict[str, Any], what: s
     assert error.found == f"{value} in vLLM's model"
 
 
-def test_weighed_inputs_are_refused(served: Served) -> None:
+def test_weighed_inputs_are_refused(served: ArtifactView) -> None:
     with pytest.raises(RequestError, match=f"weigh the experts' inputs(.|\n)*{BLOCK}(.|\n)*original"):
         check_block(served, served.blocks[BLOCK], replace(ASKED, router_weight_on_input=True))
 
@@ -332,14 +332,14 @@ def test_another_layout_of_humming_names_the_version_that_fits(here: dict[str, b
     check_flags("out: w13", "0.1.19", "0.2.0", here, dict(here))
 
 
-def test_a_layer_without_experts_lists_the_blocks(served: Served) -> None:
+def test_a_layer_without_experts_lists_the_blocks(served: ArtifactView) -> None:
     error = refused_as(compatibility.no_block(served, "model.layers.7.mlp.experts"))
     assert (error.expected, error.found) == (BLOCK, "model.layers.7.mlp.experts")
     many = replace(served, blocks={f"b{i}": served.blocks[BLOCK] for i in range(9)})
     assert compatibility.no_block(many, "x").expected == "b0, b1, b2 …"
 
 
-def test_a_model_without_layers_and_a_deployment_without_kernels(served: Served) -> None:
+def test_a_model_without_layers_and_a_deployment_without_kernels(served: ArtifactView) -> None:
     assert "--moe-backend" in refused_as(compatibility.no_layers(served)).remedy
     error = refused_as(compatibility.no_deployment(served, served.blocks[BLOCK], "ep 2 with deepep"))
     assert error.found == "ep 2 with deepep"

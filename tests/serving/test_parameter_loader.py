@@ -12,9 +12,9 @@ import torch
 from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.serving import parameter_loader as loading
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import Served, open_served
-from hqconv.serving.parameter_loader import VERIFY, Loader, Target
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
+from hqconv.serving.parameter_loader import VERIFY, LoadTarget, ParameterLoader
 from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.warm.kernel_store import VARIABLE
 from tests.make.conversions import run
@@ -22,16 +22,18 @@ from tests.make.qwen import write_qwen3_moe
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Served:
+def served(tmp_path: Path) -> ArtifactView:
     source = write_qwen3_moe(tmp_path / "original", num_layers=3, intermediate_size=256)
     run(source, tmp_path / "out", "mxfp4", Grid())
-    return open_served(Place(str(tmp_path / "out")))
+    return open_artifact_view(ArtifactLocation(str(tmp_path / "out")))
 
 
 class Layer:
     """As a layer of vLLM's."""
 
-    def __init__(self, loader: Loader, served: Served, number: int, device: str = "cpu") -> None:
+    def __init__(
+        self, loader: ParameterLoader, served: ArtifactView, number: int, device: str = "cpu"
+    ) -> None:
         block = f"model.layers.{number}.mlp.experts"
         name = f"experts/tp0-ep0/{block}.safetensors"
         path = loader.path(served, name, alone=False, cache_dir=None)
@@ -43,8 +45,8 @@ class Layer:
         }
         loader.add(self)
 
-    def targets(self) -> list[Target]:
-        return [Target(ref, self.tensors[key]) for key, ref in self.file.tensors.items()]
+    def targets(self) -> list[LoadTarget]:
+        return [LoadTarget(ref, self.tensors[key]) for key, ref in self.file.tensors.items()]
 
     @property
     def is_right(self) -> bool:
@@ -57,10 +59,13 @@ class Layer:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_layers_are_full_when_asked_for_and_said_to_be(
-    served: Served, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: ArtifactView,
+    order: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
-    loader = Loader()
+    loader = ParameterLoader()
     layers = [Layer(loader, served, number) for number in range(3)]
     with caplog.at_level(logging.INFO, loading.logger.name):
         for number in order:
@@ -72,9 +77,9 @@ def test_layers_are_full_when_asked_for_and_said_to_be(
     assert record.getMessage().startswith(f"Experts: {total / 1e9:.3f} GB in ")
 
 
-def test_layers_that_are_made_or_asked_for_later_are_filled_too(served: Served) -> None:
+def test_layers_that_are_made_or_asked_for_later_are_filled_too(served: ArtifactView) -> None:
     """vLLM may load a draft after the model, and a model again in place."""
-    loader = Loader()
+    loader = ParameterLoader()
     first = Layer(loader, served, 0)
     loader.fill(first)
     later = [Layer(loader, served, number) for number in (1, 2)]
@@ -87,9 +92,9 @@ def test_layers_that_are_made_or_asked_for_later_are_filled_too(served: Served) 
     assert all(layer.is_right for layer in (first, *later))
 
 
-def test_layers_elsewhere_are_left_alone(served: Served) -> None:
+def test_layers_elsewhere_are_left_alone(served: ArtifactView) -> None:
     """Of a model that is being put back, some have no memory yet."""
-    loader = Loader()
+    loader = ParameterLoader()
     there, nowhere = Layer(loader, served, 0), Layer(loader, served, 1, "meta")
     loader.fill(there)
     assert there.is_right
@@ -101,9 +106,9 @@ def test_layers_elsewhere_are_left_alone(served: Served) -> None:
 
 @pytest.mark.parametrize(("value", "is_checked"), [(None, False), ("0", False), ("1", True)])
 def test_all_files_are_hashed_first_where_the_environment_asks(
-    served: Served, monkeypatch: pytest.MonkeyPatch, value: str | None, is_checked: bool
+    served: ArtifactView, monkeypatch: pytest.MonkeyPatch, value: str | None, is_checked: bool
 ) -> None:
-    loader = Loader()
+    loader = ParameterLoader()
     layers = [Layer(loader, served, number) for number in range(2)]
     data = bytearray(layers[1].file.path.read_bytes())
     data[-1] ^= 1
@@ -121,8 +126,8 @@ def test_all_files_are_hashed_first_where_the_environment_asks(
     assert layers[0].is_filled != is_checked
 
 
-def test_a_file_that_was_cut_off_since_fails_its_own_layer(served: Served) -> None:
-    loader = Loader()
+def test_a_file_that_was_cut_off_since_fails_its_own_layer(served: ArtifactView) -> None:
+    loader = ParameterLoader()
     layers = [Layer(loader, served, number) for number in range(2)]
     path = layers[1].file.path
     path.write_bytes(path.read_bytes()[:-1])
@@ -133,7 +138,7 @@ def test_a_file_that_was_cut_off_since_fails_its_own_layer(served: Served) -> No
 
 
 def test_kernels_are_taken_once_and_only_if_asked_for(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
     asked: list[tuple[Path, int]] = []
@@ -144,12 +149,12 @@ def test_kernels_are_taken_once_and_only_if_asked_for(
 
     monkeypatch.setattr(loading, "use_warm_kernels", use)
     monkeypatch.delenv(VARIABLE, raising=False)
-    loader = Loader()
+    loader = ParameterLoader()
     with caplog.at_level(logging.INFO, loading.logger.name):
         loader.take_kernels(served)
         assert asked == []
         monkeypatch.setenv(VARIABLE, "1")
-        for one in (loader, loader, Loader()):
+        for one in (loader, loader, ParameterLoader()):
             one.take_kernels(served)
     assert asked == [(Path(f"{served.place.name}-kernels"), 90)] * 2
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
@@ -157,12 +162,12 @@ def test_kernels_are_taken_once_and_only_if_asked_for(
 
 
 def test_beside_a_model_on_the_hub_there_are_no_kernels(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder of that name below the server's own would be somebody else's."""
     monkeypatch.setattr(loading.logger, "propagate", True)
     monkeypatch.setattr(loading, "use_warm_kernels", lambda *_: pytest.fail("looked for"))
     monkeypatch.setenv(VARIABLE, "1")
     with caplog.at_level(logging.INFO, loading.logger.name):
-        Loader().take_kernels(replace(served, place=Place("org/model")))
+        ParameterLoader().take_kernels(replace(served, place=ArtifactLocation("org/model")))
     assert "must name a folder" in caplog.records[0].getMessage()

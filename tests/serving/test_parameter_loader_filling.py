@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hqconv.errors import VerificationError
 from hqconv.schemas.tensors import TensorRef
 from hqconv.serving import parameter_loader
-from hqconv.serving.parameter_loader import Filling, Target
+from hqconv.serving.parameter_loader import LoadTarget, ParameterFiller
 from hqconv.serving.rank_file import RankFile
 
 DTYPES = {"U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
@@ -44,17 +44,17 @@ def plain(path: Path, *sizes: int) -> RankFile:
     return make_file(path, [("U8", (size,), 0) for size in sizes])
 
 
-def targets(file: RankFile) -> list[Target]:
+def targets(file: RankFile) -> list[LoadTarget]:
     """Empty tensors, each byte of which differs from the one it shall have."""
     data = torch.frombuffer(bytearray(file.path.read_bytes()), dtype=torch.uint8)
     found = []
     for ref in file.tensors.values():
         wrong = data[ref.offset_bytes : ref.offset_bytes + ref.num_bytes] ^ 0xFF
-        found.append(Target(ref, wrong.clone().view(DTYPES[ref.dtype]).view(ref.shape)))
+        found.append(LoadTarget(ref, wrong.clone().view(DTYPES[ref.dtype]).view(ref.shape)))
     return found
 
 
-def is_full(file: RankFile, filled: Sequence[Target]) -> bool:
+def is_full(file: RankFile, filled: Sequence[LoadTarget]) -> bool:
     data = file.path.read_bytes()
     return all(
         bytes(t.as_bytes().numpy()) == data[t.ref.offset_bytes : t.ref.offset_bytes + t.ref.num_bytes]
@@ -105,7 +105,7 @@ def test_every_byte_arrives_once(tmp_path: Path, data: Any, layouts: list[Layout
     jobs = [(file.name, file, data.draw(st.permutations(targets(file)))) for file in files]
     order, threads = data.draw(st.permutations(jobs)), data.draw(st.integers(1, 4))
     with pieces(size, threads) as read:  # nothing is drawn from here on: what is begun must be waited for
-        begun = Filling(jobs)
+        begun = ParameterFiller(jobs)
         for owner, file, wanted in order:
             assert owner in begun
             begun.wait(owner)
@@ -121,7 +121,7 @@ def test_a_piece_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     """Small tensors that adjoin are read at once, a large one in pieces; a gap is not read."""
     file = make_file(tmp_path / "f", [("U8", (10,), 0), ("U8", (0,), 0), ("I32", (5,), 0), ("U8", (250,), 7)])
     with pieces(100, 1) as read:
-        Filling([("a", file, targets(file)[::-1])]).wait("a")
+        ParameterFiller([("a", file, targets(file)[::-1])]).wait("a")
     assert read == [30, 100, 100, 50]
 
 
@@ -129,7 +129,7 @@ def test_tensors_that_are_not_asked_for_are_not_read(tmp_path: Path) -> None:
     file = plain(tmp_path / "f", 10, 20, 30)
     wanted = targets(file)[1:2]
     with pieces(1000) as read:
-        Filling([("a", file, wanted)]).wait("a")
+        ParameterFiller([("a", file, wanted)]).wait("a")
     assert read == [20]
     assert is_full(file, wanted)
 
@@ -137,7 +137,7 @@ def test_tensors_that_are_not_asked_for_are_not_read(tmp_path: Path) -> None:
 def test_an_owner_of_nothing_is_full_at_once(tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", [("I32", (3, 0), 0)])
     with pieces(8) as read:
-        begun = Filling([("empty", file, targets(file)), ("none", file, [])])
+        begun = ParameterFiller([("empty", file, targets(file)), ("none", file, [])])
         begun.wait("empty")
         begun.wait("none")
     assert begun.is_done
@@ -147,7 +147,7 @@ def test_an_owner_of_nothing_is_full_at_once(tmp_path: Path) -> None:
 def test_files_are_read_in_the_order_given(tmp_path: Path) -> None:
     files = [plain(tmp_path / str(size), size) for size in (3, 2, 1)]
     with pieces(8, 1) as read:
-        begun = Filling([(file.name, file, targets(file)) for file in files])
+        begun = ParameterFiller([(file.name, file, targets(file)) for file in files])
         begun.wait("1")
     assert read == [3, 2, 1]
     assert 0 <= begun.begun_s <= begun.ended_s <= time.perf_counter()
@@ -156,9 +156,9 @@ def test_files_are_read_in_the_order_given(tmp_path: Path) -> None:
 
 def test_a_tensor_of_another_size_is_a_bug_and_leaves_no_threads(tmp_path: Path) -> None:
     file = plain(tmp_path / "f", 10)
-    wrong = Target(file.tensors["t0"], torch.empty(9, dtype=torch.uint8))
+    wrong = LoadTarget(file.tensors["t0"], torch.empty(9, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="9 bytes for 10") as caught:
-        Filling([("a", file, targets(file)), ("b", file, [wrong])])
+        ParameterFiller([("a", file, targets(file)), ("b", file, [wrong])])
     assert has_ended()
     assert caught  # who holds the error holds all that it came from: nothing ends by being forgotten
 
@@ -176,7 +176,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
             patch.object(parameter_loader, "fill", cutting),
             pytest.raises(VerificationError, match="cut off or lost") as caught,
         ):
-            Filling([("a", file, targets(file))]).wait("a")
+            ParameterFiller([("a", file, targets(file))]).wait("a")
     error = caught.value
     assert (error.where, error.expected, error.found) == ("f", "216 bytes or more", "166 bytes")
     assert "start the server again" in error.remedy
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, kind: str) -> None:
     file.path.unlink()
     if kind == "a folder":
         file.path.mkdir()
-    begun = Filling([("a", file, wanted)])
+    begun = ParameterFiller([("a", file, wanted)])
     with pytest.raises(VerificationError, match=r"cut off or lost(.|\n)*where: f\n(.|\n)*a readable file"):
         begun.wait("a")
 
@@ -207,7 +207,7 @@ def test_what_fails_reaches_its_waiter_and_stops_the_rest(tmp_path: Path) -> Non
             return own(descriptor, views, offset)
 
         with patch.object(parameter_loader, "fill", slow):
-            begun = Filling(jobs)
+            begun = ParameterFiller(jobs)
             begun.wait("first")
             assert is_full(first, jobs[0][2])
             with pytest.raises(VerificationError, match="where: second"):
@@ -228,12 +228,12 @@ def test_digests_are_found_right_before_a_byte_is_loaded(tmp_path: Path) -> None
         for _ in range(2):
             jobs = [(file.name, file, targets(file)) for file in (good, bad)]
             with pytest.raises(VerificationError, match=r"damaged(.|\n)*where: bad(.|\n)*sha256"):
-                Filling(jobs, digests=True)
+                ParameterFiller(jobs, digests=True)
             assert has_ended()
         assert read == []
-        begun = Filling(jobs)  # without digests nobody knows
+        begun = ParameterFiller(jobs)  # without digests nobody knows
         begun.wait("bad")
         assert is_full(bad, jobs[1][2])
-        begun = Filling(jobs[:1], digests=True)
+        begun = ParameterFiller(jobs[:1], digests=True)
         begun.wait("good")
         assert is_full(good, jobs[0][2])

@@ -34,10 +34,10 @@ from hqconv.humming_layout.compatibility import why_not
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small
-from tests.make.conversions import kind_of, run, write_manifest
+from tests.make.conversions import kernel_spec_of, run, write_manifest
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 from tests.make.vllm_cpu import build_layer, parallel
@@ -180,7 +180,7 @@ def test_rotated_inputs_are_asked_for(
     """vLLM's experts hand the block size to Humming before both GEMMs, of every rank."""
     grid, ranks = GRIDS[name]
     for block in (0, 64):
-        schema = TargetSchema("rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=block)
+        schema = WeightSchema("rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=block)
         run(sources["bfloat16"], tmp_path / f"{block}", schema, grid)
         for rank in ranks:
             groups = 2 if grid.placement == "round_robin" else None
@@ -241,7 +241,7 @@ QUANTIZED = [
     for inputs in ("fp8", "fp8-g128", "fp8-e5m2", "int8")
     for schema in SCHEMAS
     for dtype in ("bfloat16", "float16")
-    if why_not(kind_of(schema, dtype, inputs=inputs)) is None
+    if why_not(kernel_spec_of(schema, dtype, inputs=inputs)) is None
 ]
 
 

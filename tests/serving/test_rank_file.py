@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import Served, open_served
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
 from hqconv.serving.rank_file import RankFile, check_digest, open_rank_file
 from tests.make import input_scales, small
 from tests.make.conversions import run, write_manifest
@@ -48,7 +48,7 @@ def name_of(block: str = FIRST, tp_rank: int = 0, ep_rank: int = 0) -> str:
 
 def opened(out: Path, block: str = FIRST, *rank: int) -> RankFile:
     name = name_of(block, *rank)
-    return open_rank_file(open_served(Place(str(out))), out / name, block, name)
+    return open_rank_file(open_artifact_view(ArtifactLocation(str(out))), out / name, block, name)
 
 
 def is_damaged(found: pytest.ExceptionInfo[VerificationError]) -> VerificationError:
@@ -188,7 +188,7 @@ def test_a_file_that_is_gone_or_no_file_is_refused(out: Path) -> None:
 
 
 def test_a_file_that_the_manifest_does_not_list_is_refused(made: Path) -> None:
-    served: Served = replace(open_served(Place(str(made))), files={})
+    served: ArtifactView = replace(open_artifact_view(ArtifactLocation(str(made))), files={})
     with pytest.raises(VerificationError, match="a file that the manifest lists") as caught:
         open_rank_file(served, made / name_of(), FIRST, name_of())
     is_damaged(caught)

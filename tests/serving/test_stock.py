@@ -24,7 +24,7 @@ from hqconv.artifact.load import load_block
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, TargetSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
 from hqconv.serving.vllm.limits import stock_vllm_obstacle
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
@@ -86,8 +86,8 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _own(name: str) -> TargetSchema:
-    return TargetSchema(name=name, **{"weight_scale_type": "group", **WORDS[name]})
+def _own(name: str) -> WeightSchema:
+    return WeightSchema(name=name, **{"weight_scale_type": "group", **WORDS[name]})
 
 
 SCHEMAS = {name: schema_of(name) for name in (*PRESETS, *INTEGERS)} | {name: _own(name) for name in WORDS}
@@ -150,7 +150,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_served(
-    source: Path, folder: Path, sizes: tuple[int, int], schema: TargetSchema, dtype: str, grid: Grid
+    source: Path, folder: Path, sizes: tuple[int, int], schema: WeightSchema, dtype: str, grid: Grid
 ) -> bool:
     """Whether every rank of a stock vLLM ends with what the kernel layout of the same conversion holds."""
     packed, kernel = folder / "checkpoint", folder / "kernel"

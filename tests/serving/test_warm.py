@@ -22,14 +22,14 @@ from hqconv.serving.warm.kernel_requests import (
     CONTIGUOUS,
     INDEXED,
     MASKED,
-    Asking,
-    activation_words,
+    ServerSettings,
     gemm_kernels,
+    humming_activation,
     input_kernels,
     standing_in,
     tuning_table,
 )
-from hqconv.serving.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_words
+from hqconv.serving.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_store_manifest
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
@@ -67,7 +67,7 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
     assert compiler.num_compiled == words["num_compiled"] == words["num_kernels"] > 10
     num = words["num_kernels"]
     assert told == [f"Compiling {num} of {num} kernels for NVIDIA H200 with FakeCompiler fake+13.0."]
-    manifest = read_words(folder)
+    manifest = read_store_manifest(folder)
     kernels = read_kernels(folder, manifest)
     assert len(kernels) == words["num_kernels"]
     assert {path.name for path in folder.iterdir()} == {MANIFEST} | {
@@ -101,7 +101,7 @@ def test_another_compiler_replaces_all(
     newer = use_compiler(monkeypatch, fake_compiler("13.1"))
     words = warm(artifact, gpu="h20", kernels=folder)
     assert newer.num_compiled == words["num_kernels"] == len(list(folder.glob("*.cubin")))
-    assert read_words(folder)["compiler"] == "FakeCompiler fake+13.1"
+    assert read_store_manifest(folder)["compiler"] == "FakeCompiler fake+13.1"
 
 
 def test_an_interrupted_run_lists_nothing(artifact: Path, compiler: Any, tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError
     stray.mkdir()
     (stray / "thesis.tex").write_text("years")
     odd = tmp_path / "gpu.json"
-    odd.write_text(json.dumps({**KNOWN["h200"].words(), "sm_count": "many"}))
+    odd.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_count": "many"}))
     other = tmp_path / "other.json"
-    other.write_text(json.dumps({**KNOWN["h200"].words(), "sm_version": 120}))
+    other.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 120}))
     return {
         "a folder of others": ({"kernels": stray}, OutputError, "thesis.tex"),
         "no GPU": ({"gpu": None}, RequestError, "no GPU here"),
@@ -160,7 +160,7 @@ def test_the_checkpoint_layout_has_no_kernels(tmp_path: Path) -> None:
 
 def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
     facts = tmp_path / "gpu.json"
-    facts.write_text(json.dumps(KNOWN["h100"].words()))
+    facts.write_text(json.dumps(KNOWN["h100"].to_dict()))
     folder = tmp_path / "kernels"
     command = ["warm", str(artifact), "--gpu", str(facts), "--kernels", str(folder), "--jobs", "2"]
     done = CliRunner().invoke(app, command)
@@ -171,24 +171,27 @@ def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
 
 
 def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (Asking.as_vllm(False), Asking.as_vllm(True)) == (Asking(INDEXED), Asking(CONTIGUOUS))
+    assert (ServerSettings.as_vllm(False), ServerSettings.as_vllm(True)) == (
+        ServerSettings(INDEXED),
+        ServerSettings(CONTIGUOUS),
+    )
     monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "grouped")
     monkeypatch.setenv("VLLM_HUMMING_USE_F16_ACCUM", "1")
-    assert Asking.as_vllm(False) == Asking(CONTIGUOUS, use_f16_accum=True)
+    assert ServerSettings.as_vllm(False) == ServerSettings(CONTIGUOUS, use_f16_accum=True)
     monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "magic")
     with pytest.raises(RequestError, match="no such GEMM"):
-        Asking.as_vllm(False)
+        ServerSettings.as_vllm(False)
 
 
 def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> None:
     found = {}
     for name, gpu in KNOWN.items():
         with standing_in(gpu):
-            found[name] = {kernel.name for kernel in gemm_kernels(WORDS, Asking(INDEXED))}
+            found[name] = {kernel.name for kernel in gemm_kernels(WORDS, ServerSettings(INDEXED))}
     assert found["h200"] == found["h100"] != found["h20"]
     with standing_in(KNOWN["h200"]):
         for kind in (CONTIGUOUS, MASKED):
-            assert not found["h200"] & {kernel.name for kernel in gemm_kernels(WORDS, Asking(kind))}
+            assert not found["h200"] & {kernel.name for kernel in gemm_kernels(WORDS, ServerSettings(kind))}
 
 
 def test_tokens_that_come_quantized_need_no_kernel() -> None:
@@ -196,10 +199,10 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
     fp8 = {**WORDS, "a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"}
     static = {**fp8, "input_quant_mode": "static_tensor"}
     grouped = {**fp8, "input_quant_mode": "dynamic_group", "input_scale_group_size": 128}
-    silu = activation_words(Activation("silu"), gated=True)
+    silu = humming_activation(Activation("silu"), gated=True)
     with standing_in(KNOWN["h200"]):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
-            asking = Asking(kind)
+            asking = ServerSettings(kind)
             assert input_kernels(fp8, asking, None, 2)
             assert input_kernels(static, asking, None, 2)
             assert not input_kernels(grouped, asking, None, 2)
@@ -213,12 +216,15 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
 
 def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
     """Both GEMMs', whichever way inputs are dealt; without rotation w13's inputs need none where they are not dealt."""
-    words = activation_words(Activation("silu"), gated=True)
+    words = humming_activation(Activation("silu"), gated=True)
     with standing_in(KNOWN["h200"]):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             for activation in (None, words):
                 plain, rotated = (
-                    {kernel.code for kernel in input_kernels(WORDS, Asking(kind), activation, 8, rotation)}
+                    {
+                        kernel.code
+                        for kernel in input_kernels(WORDS, ServerSettings(kind), activation, 8, rotation)
+                    }
                     for rotation in (0, 128)
                 )
                 assert rotated
@@ -273,24 +279,24 @@ def test_groups_that_are_no_powers_of_two_do_not_run(compiler: Any) -> None:
     with standing_in(KNOWN["h200"]):
         for group in (96, 160, 192, 320, 384, 640):
             with pytest.raises(AssertionError, match=f"weight scale group={group} do not nest"):
-                tuning_table({**words, "weight_scale_group_size": group}, Asking(INDEXED))
+                tuning_table({**words, "weight_scale_group_size": group}, ServerSettings(INDEXED))
         _, table = tuning_table(
-            {**words, "a_dtype": "float8e4m3", "weight_scale_group_size": 192}, Asking(INDEXED)
+            {**words, "a_dtype": "float8e4m3", "weight_scale_group_size": 192}, ServerSettings(INDEXED)
         )
     tiles = {entry["block_shape"][2] for *_, entry in table}
     assert any(192 % tile and tile % 192 for tile in tiles)
 
 
 def test_activations_are_those_of_the_families() -> None:
-    assert activation_words(Activation("silu"), gated=True) == {
+    assert humming_activation(Activation("silu"), gated=True) == {
         "activation_type": "binary_split",
         "activation_impl": "(a / (1.f + expf(-a))) * b",
     }
-    clamped = activation_words(Activation("silu_clamp", 10.0), gated=True)
+    clamped = humming_activation(Activation("silu_clamp", 10.0), gated=True)
     assert clamped is not None
     assert "fminf(a, (10.0f))" in clamped["activation_impl"]
-    assert activation_words(Activation("relu2"), gated=False) is not None
-    assert activation_words(Activation("sine"), gated=True) is None
+    assert humming_activation(Activation("relu2"), gated=False) is not None
+    assert humming_activation(Activation("sine"), gated=True) is None
 
 
 def test_standing_in_leaves_no_trace() -> None:
@@ -309,7 +315,7 @@ def test_the_real_compiler_needs_no_gpu(kind: str, monkeypatch: pytest.MonkeyPat
     with standing_in(KNOWN["h200"]):
         try:
             with toolkit():
-                kernels = [*gemm_kernels(WORDS, Asking(INDEXED))][:1]
+                kernels = [*gemm_kernels(WORDS, ServerSettings(INDEXED))][:1]
                 agreed = identity(90)
                 made = {compile_kernel(kernel, kernel_compiler()) for kernel in kernels * 2}
         except RequestError as error:

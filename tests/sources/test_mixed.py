@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hqconv import dequantize, inspect, load
 from hqconv.cli.app import app
-from hqconv.conversion.output_writer import GroupWriter
+from hqconv.conversion.output_writer import UnitWriter
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
@@ -160,16 +160,16 @@ def test_an_artifact_of_it_is_such_a_source_again(mixed: Mixed, tmp_path: Path) 
 
 def test_resuming(mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failure at the second group of files: the same bytes. Of another request's it is refused."""
-    out, whole, publish, calls = tmp_path / "out", tmp_path / "whole", GroupWriter.publish, []
+    out, whole, publish, calls = tmp_path / "out", tmp_path / "whole", UnitWriter.publish, []
 
-    def fail(writer: GroupWriter) -> None:
+    def fail(writer: UnitWriter) -> None:
         calls.append(1)
         if len(calls) > 1:
             raise OutputError("The disk is full.")
         publish(writer)
 
     with monkeypatch.context() as patched:
-        patched.setattr(GroupWriter, "publish", fail)
+        patched.setattr(UnitWriter, "publish", fail)
         with pytest.raises(OutputError, match="disk is full"):
             conversions.run(mixed.folder, out, "source")
     assert not (out / "hqconv.json").exists()

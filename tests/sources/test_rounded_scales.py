@@ -200,13 +200,13 @@ def expert_files(out: Path) -> dict[str, bytes]:
 def test_codes_are_kept_and_scales_rounded(name: str, dtype: str, get: Get, tmp_path: Path) -> None:
     folder, (schema, own) = get(name), CASES[name]
     report = conversions.run(folder, tmp_path / "out", schema, Grid(2), dtype=dtype)
-    assert set(report.words()["conversion"]) == {ROUNDED}
+    assert set(report.to_dict()["conversion"]) == {ROUNDED}
     assert "float32 scales rounded to " + dtype in report.warnings[0]
     assert all(b["conversion"] == ROUNDED for b in conversions.manifest(tmp_path / "out")["blocks"].values())
     assert_as_the_oracle_says(tmp_path / "out", folder, dtype)
     conversions.assert_verified(tmp_path / "out", folder)
     source = conversions.run(folder, tmp_path / "source", "source", Grid(2), dtype=dtype, round_scales=True)
-    assert source.plan.request.schema.name == own
+    assert source.plan.spec.schema.name == own
     if own == schema:
         assert not any("rounded" in warning for warning in source.warnings)
         assert expert_files(tmp_path / "source") == expert_files(tmp_path / "out")
@@ -216,7 +216,7 @@ def test_codes_are_kept_and_scales_rounded(name: str, dtype: str, get: Get, tmp_
             words.pop("warnings", None)
         assert manifests[0] == manifests[1]
     else:  # float32 blocks hold the scale as it is: nothing is rounded that need not be
-        assert source.words()["conversion"] == {"direct": 1}
+        assert source.to_dict()["conversion"] == {"direct": 1}
 
 
 def test_every_format_that_is_rounded_is_a_case() -> None:
@@ -251,7 +251,7 @@ def test_the_checkpoint_layout_and_artifacts_as_sources(get: Get, tmp_path: Path
     for through in (packed, cut):
         again = tmp_path / f"from-{through.name}"
         report = conversions.run(through, again, "source")
-        assert report.words()["conversion"] == {"direct": 1}
+        assert report.to_dict()["conversion"] == {"direct": 1}
         assert expert_files(again) == expert_files(out)
         conversions.assert_verified(again, through)
 
@@ -276,8 +276,8 @@ def test_hummings_own_layout_with_float32_scales(get: Get, tmp_path: Path) -> No
             tensors[name] = tensors[name].float() * (1 + 2.0**-10)  # which rounds to what it was
         save_file(tensors, path, {"format": "pt"})
     report = conversions.run(packed, out, "fp8")
-    assert report.words()["conversion"] == {ROUNDED: 1}
-    assert set(report.words()["largest_scale_change"].values()) == {2.0**-10 / (1 + 2.0**-10)}
+    assert report.to_dict()["conversion"] == {ROUNDED: 1}
+    assert set(report.to_dict()["largest_scale_change"].values()) == {2.0**-10 / (1 + 2.0**-10)}
     conversions.assert_verified(out, packed)
     conversions.run(get("fused-fbgemm-fp8"), tmp_path / "short", "fp8")
     assert expert_files(out) == expert_files(tmp_path / "short")
@@ -290,7 +290,7 @@ def test_without_the_flag_source_is_refused_and_names_it(get: Get, tmp_path: Pat
         "Add --round-scales: codes kept, scales rounded to bfloat16; or name another schema to requantize to."
     )
     report = conversions.run(get("quark-int8"), tmp_path / "other", "int4")  # other codes: as ever
-    assert report.words()["conversion"] == {"requantized": 1}
+    assert report.to_dict()["conversion"] == {"requantized": 1}
     assert report.warnings == ()
 
 
@@ -304,7 +304,7 @@ def test_the_plan_and_inspect_say_so(get: Get, tmp_path: Path) -> None:
     words = hqconv.inspect(tmp_path / "out")
     assert words["conversion"] == {ROUNDED: 1}
     changes = words["largest_scale_change"]
-    assert changes == report.words()["largest_scale_change"]
+    assert changes == report.to_dict()["largest_scale_change"]
     assert changes.keys() == WORDS.keys()
 
 
@@ -318,10 +318,10 @@ def test_float16_scales_are_rounded_to_bfloat16_where_asked(tmp_path: Path) -> N
     for schema in ("int4-g128-zp", "source"):
         out = tmp_path / schema
         report = conversions.run(written.folder, out, schema, dtype="bfloat16", round_scales=True)
-        assert report.words()["conversion"] == {ROUNDED: 1}
+        assert report.to_dict()["conversion"] == {ROUNDED: 1}
         assert report.warnings == ()
         assert conversions.manifest(out)["round_scales"] is True
-        assert all(change <= 2.0**-8 for change in report.words()["largest_scale_change"].values())
+        assert all(change <= 2.0**-8 for change in report.to_dict()["largest_scale_change"].values())
         conversions.assert_verified(out, written.folder)
         for block, truth in written.truth.items():
             found = dequantize(out, block=block)
@@ -331,7 +331,7 @@ def test_float16_scales_are_rounded_to_bfloat16_where_asked(tmp_path: Path) -> N
     with pytest.raises(OutputError, match="differs from this request in: round_scales"):
         conversions.run(written.folder, tmp_path / "source", "int4-g128-zp", dtype="bfloat16", resume=True)
     exact = conversions.run(written.folder, tmp_path / "f16", "source", round_scales=True)  # the source's own
-    assert exact.words()["conversion"] == {"direct": 1}
+    assert exact.to_dict()["conversion"] == {"direct": 1}
     assert "round_scales" not in conversions.manifest(tmp_path / "f16")
 
 
@@ -339,7 +339,7 @@ def test_bfloat16_scales_fit_float16_or_are_refused(tmp_path: Path) -> None:
     """float16 has more digits and a smaller range: nothing moves, or a scale is named."""
     folder = write(tmp_path / "src", "ct-w8-channel").folder
     report = conversions.run(folder, tmp_path / "out", "source", dtype="float16", round_scales=True)
-    assert set(report.words()["largest_scale_change"].values()) == {0.0}
+    assert set(report.to_dict()["largest_scale_change"].values()) == {0.0}
     conversions.assert_verified(tmp_path / "out", folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -490,7 +490,7 @@ def test_zero_scales_stay_zero(tmp_path: Path) -> None:
     tensors[name.removesuffix("_scale")][3] = 0
     save_file(tensors, path, {"format": "pt"})
     report = conversions.run(folder, tmp_path / "out", "int8")
-    assert set(report.words()["conversion"]) == {ROUNDED}
+    assert set(report.to_dict()["conversion"]) == {ROUNDED}
     block = next(iter(conversions.manifest(tmp_path / "out")["blocks"]))
     assert not dequantize(tmp_path / "out", block=block)["w3"][0, 3].any()
     conversions.assert_verified(tmp_path / "out", folder)

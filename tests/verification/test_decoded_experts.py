@@ -24,8 +24,8 @@ from hqconv.verification.kernel import _compare_source, _recorded
 from hqconv.verification.precompile import begun, kernel_tasks
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
-from hqconv.verification.token_batches import Batch
-from hqconv.verification.tolerances import Limits, judge
+from hqconv.verification.token_batches import TokenBatch
+from hqconv.verification.tolerances import Tolerances, check_figures
 from tests.make.artifacts import make_source
 from tests.make.conversions import run
 from tests.make.damage import BLOCK, Damaged
@@ -78,7 +78,7 @@ def test_errors_of_decoded_weights_are_plain_arithmetic(src: Path, tmp_path: Pat
     run(src, tmp_path / "out", "mxfp4", Grid(2, 1))
     generator = torch.Generator().manual_seed(0)
     ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(16)])
-    batch = Batch(
+    batch = TokenBatch(
         torch.randn(16, 128, generator=generator).bfloat16(), Routing(ids, torch.rand(16, 2)), "seeded"
     )
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
@@ -103,7 +103,9 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
     run(src, tmp_path / "out", "int8")
     generator = torch.Generator().manual_seed(expert)
     ids = torch.full((16, 1), expert)
-    batch = Batch(torch.randn(16, 384, generator=generator).bfloat16(), Routing(ids, torch.ones(16, 1)), "")
+    batch = TokenBatch(
+        torch.randn(16, 384, generator=generator).bfloat16(), Routing(ids, torch.ones(16, 1)), ""
+    )
     good = {"kernel": 0.0, "channel": 0.0, "batch": 0.0, "worst_rank": "-", "worst_channel": "-"}
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
         block = source.map_experts().blocks[0]
@@ -119,8 +121,8 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
     for factor in (1.0, 1.3 * 2.0**-8 / max(measured["weights_against_source"].values())):
         worse = {role: factor * e for role, e in measured["weights_against_source"].items()}
         result = CheckResult("kernel")
-        limits = Limits.of(A16, "bfloat16")
-        judge(result, block.name, {**measured, "weights_against_source": worse}, limits, recorded)
+        limits = Tolerances.of(A16, "bfloat16")
+        check_figures(result, block.name, {**measured, "weights_against_source": worse}, limits, recorded)
         assert bool(result.findings) == (factor > 1), result.findings
 
 

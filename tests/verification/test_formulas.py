@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hqconv.humming_layout.fused_moe import activation_words
+from hqconv.humming_layout.fused_moe import humming_activation
 from hqconv.schemas.activation import SWIGLUOAI, Activation
 from hqconv.verification.reference import ACTIVATIONS, activate, is_known
 from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c
@@ -29,7 +29,7 @@ def test_with_a_gate(activation: Activation) -> None:
     gate, up = draw(2, 400)
     expected = [by_definition(activation, a, b) for a, b in zip(gate.tolist(), up.tolist(), strict=True)]
     assert np.allclose(activate(activation, gate, up), expected, rtol=1e-7, atol=1e-12)
-    words = activation_words(activation, gated=True)
+    words = humming_activation(activation, gated=True)
     assert words["activation_type"] == "binary_split"
     found = run_c(words["activation_impl"], gate.numpy(), up.numpy())
     assert np.allclose(found, expected, rtol=1e-7, atol=1e-12)
@@ -42,7 +42,7 @@ def test_without_a_gate(activation: Activation) -> None:
     up = draw(400)
     expected = [by_definition(activation, value, 1.0) for value in up.tolist()]
     assert np.allclose(activate(activation, None, up), expected, rtol=1e-7, atol=1e-12)
-    words = activation_words(activation, gated=False)
+    words = humming_activation(activation, gated=False)
     assert words["activation_type"] == "unary"
     assert np.allclose(run_c(words["activation_impl"], up.numpy(), None), expected, rtol=1e-7, atol=1e-12)
     assert is_known(activation, gated=False)
@@ -57,7 +57,7 @@ def test_what_is_known_by_name_only_is_computed_nowhere(activation: Activation) 
         with pytest.raises(KeyError):
             activate(activation, x if gated else None, x)
         with pytest.raises(KeyError):
-            activation_words(activation, gated)
+            humming_activation(activation, gated)
 
 
 @pytest.mark.parametrize("activation", [a for a in GATED if a not in UNGATED], ids=Activation.describe)
@@ -67,7 +67,7 @@ def test_most_need_a_gate(activation: Activation) -> None:
     with pytest.raises(KeyError):
         activate(activation, None, torch.zeros(1))
     with pytest.raises(KeyError):
-        activation_words(activation, gated=False)
+        humming_activation(activation, gated=False)
 
 
 @pytest.mark.parametrize("name", [activation.name for activation in UNGATED])

@@ -16,15 +16,15 @@ import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification import run as module
 from hqconv.verification.result import CheckResult, VerificationReport
-from hqconv.verification.tolerances import Limits, Tally, judge
+from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures
 from tests.make.conversions import run
 from tests.make.models import save_model
 
 BLOCK = "model.layers.1.mlp.experts"
-ROTATED = TargetSchema("rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=64)
+ROTATED = WeightSchema("rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=64)
 cuda = pytest.mark.cuda
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 6}
@@ -52,10 +52,10 @@ def rewrite(path: Path, change: Any) -> None:
 @needs_gpu
 @pytest.mark.parametrize("schema", ["mxfp4", "int4-g64-zp", "nvfp4", "fp8", ROTATED], ids=str)
 @pytest.mark.parametrize("grid", [Grid(), Grid(2, 2), Grid(1, 4, "round_robin", 2)], ids=str)
-def test_good_artifacts_pass(source: Path, tmp_path: Path, schema: str | TargetSchema, grid: Grid) -> None:
+def test_good_artifacts_pass(source: Path, tmp_path: Path, schema: str | WeightSchema, grid: Grid) -> None:
     run(source, tmp_path / "out", schema, grid)
     report = check(tmp_path / "out", source, layers=[1])
-    assert report.passed, report.words()
+    assert report.passed, report.to_dict()
     (measured,) = report.results[0].measured.values()
     assert 0 < measured["kernel"] < 0.0105
     assert measured["routed_by"] == "the checkpoint's router"
@@ -145,7 +145,7 @@ def test_what_is_asked_for_must_exist(source: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_number_never_passes() -> None:
     """NaN compares false with everything, so each comparison must be written the other way round."""
-    tally = Tally()
+    tally = ErrorStats()
     wanted = torch.ones(32, 4, dtype=torch.float64)
     tally.add(wanted, wanted)
     assert (tally.error(), tally.worst_batch) == (0.0, 0.0)
@@ -153,11 +153,11 @@ def test_what_is_no_number_never_passes() -> None:
     good = {"kernel": 0.001, "channel": 0.001, "batch": 0.001, "worst_rank": "-", "worst_channel": "-"}
     source = {"against_source": 0.1, "weights_against_source": {"w2": 0.1}}
     bad = {"kernel": tally.error(), "channel": tally.worst_channel()[0], "batch": tally.worst_batch}
-    limits, recorded = Limits.of(A16, "bfloat16"), {"w2": 0.1}
+    limits, recorded = Tolerances.of(A16, "bfloat16"), {"w2": 0.1}
 
     def findings(**words: Any) -> int:
         result = CheckResult("kernel")
-        judge(result, BLOCK, {**good, **source, **words}, limits, recorded)
+        check_figures(result, BLOCK, {**good, **source, **words}, limits, recorded)
         return len(result.findings)
 
     assert findings() == 0

@@ -23,7 +23,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
 from hqconv.humming_layout import rank_slices
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.sidecar_files import check_manifest
@@ -341,7 +341,7 @@ def test_a_rank_file_that_names_no_rank(copy: Damaged) -> None:
 
 # --- the padding of an uneven last rank ------------------------------------------------------------------------
 
-TWICE = TargetSchema(
+TWICE = WeightSchema(
     name="twice",
     b_dtype="float4e2m1",
     bs_dtype="float8e4m3",
@@ -356,7 +356,7 @@ def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: i
     pad = rank_slices._pad
 
     def damaged(
-        tensors: dict[str, Any], schema: TargetSchema, along: int, size: int, share: int
+        tensors: dict[str, Any], schema: WeightSchema, along: int, size: int, share: int
     ) -> dict[str, Any]:
         padded = pad(tensors, schema, along, size, share)
         one, length = padded[tensor], tensors[tensor].size(along) if tensors[tensor].ndim > along else 0

@@ -25,10 +25,10 @@ from hqconv.verification.reference import Routing, moe_forwards
 from hqconv.verification.result import CheckResult
 from hqconv.verification.rounding import Rounding
 from hqconv.verification.run import _kernel_device
-from hqconv.verification.tolerances import KERNEL_ERROR, Limits, kind_of_inputs
+from hqconv.verification.tolerances import KERNEL_ERROR, Tolerances, kind_of_inputs
 from scripts.shared import SCHEMAS
 from tests.make import standin
-from tests.make.conversions import kind_of, run
+from tests.make.conversions import kernel_spec_of, run
 from tests.make.models import save_model
 
 NUM_EXPERTS, HIDDEN, INNER = 4, 256, 128
@@ -246,8 +246,8 @@ def test_static_scales_are_read_and_what_they_cut_off_is_told(
             return {gemm: replace(one, input_scale=static[gemm]) for gemm, one in gemms.items()}
 
         monkeypatch.setattr(artifact, "layer_config", config)
-        inputs = replace(artifact.request.inputs, input_quant_mode="static_tensor")
-        monkeypatch.setattr(artifact, "request", replace(artifact.request, inputs=inputs))
+        inputs = replace(artifact.spec.inputs, input_quant_mode="static_tensor")
+        monkeypatch.setattr(artifact, "request", replace(artifact.spec, inputs=inputs))
         found = BlockInputs.of(artifact, BLOCK, torch.device("cpu"))
         assert found is not None
         assert {gemm: scale.tolist() for gemm, scale in found.static.items()} == {
@@ -271,29 +271,29 @@ def test_activations_without_a_reference_are_skipped(tmp_path: Path, monkeypatch
         device = torch.device("cuda", 0)
         assert _kernel_device(artifact, device) == (device, "")
         inputs = InputSchema("x", "float8e3m4")
-        monkeypatch.setattr(artifact, "request", replace(artifact.request, inputs=inputs))
+        monkeypatch.setattr(artifact, "request", replace(artifact.spec, inputs=inputs))
         assert _kernel_device(artifact, device) == (None, "there is no reference for float8e3m4 activations")
 
 
 def test_every_preset_has_limits() -> None:
     for name, inputs in INPUT_PRESETS.items():
         assert kind_of_inputs(inputs) == name
-        limits = Limits.of(inputs, "bfloat16")
+        limits = Tolerances.of(inputs, "bfloat16")
         assert limits.kernel < limits.channel
         assert (limits.rounded is None) == (name == "a16")
         assert limits.rounded is None or limits.rounded < limits.kernel
-    static = Limits.of(InputSchema("x", "int8", input_quant_mode="static_tensor"), "float16")
+    static = Tolerances.of(InputSchema("x", "int8", input_quant_mode="static_tensor"), "float16")
     assert static.kernel == float("inf")
-    assert static.rounded == Limits.of(INPUT_PRESETS["int8"], "float16").rounded
+    assert static.rounded == Tolerances.of(INPUT_PRESETS["int8"], "float16").rounded
     with pytest.raises(KeyError):
-        Limits.of(InputSchema("x", "float8e3m4"), "bfloat16")
+        Tolerances.of(InputSchema("x", "float8e3m4"), "bfloat16")
 
 
 PAIRS = [
     (inputs, schema)
     for inputs in ("fp8", "fp8-g128", "fp8-e5m2", "int8")
     for schema in SCHEMAS
-    if why_not(kind_of(schema, inputs=inputs)) is None
+    if why_not(kernel_spec_of(schema, inputs=inputs)) is None
 ]
 
 
@@ -307,6 +307,6 @@ def test_the_production_kernel(inputs: str, schema: str, tmp_path: Path) -> None
     source = save_model(tmp_path / "source", "qwen3_moe", **SIZES)
     run(source, tmp_path / "out", schema, Grid(2, 2), input_schema=inputs)
     report = hqconv.verify(tmp_path / "out", source, checks=["kernel"], layers=[1])
-    assert report.passed, report.words()
+    assert report.passed, report.to_dict()
     (measured,) = report.results[0].measured.values()
     assert 0 < measured["rounded_kernel"] < measured["kernel"]

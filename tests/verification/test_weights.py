@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hqconv.api import open_source
-from hqconv.artifact.expert_reader import Home, Matrix, decoded_rows, join
+from hqconv.artifact.expert_reader import ExpertMatrix, GemmLocation, decoded_rows, join
 from hqconv.artifact.packed_reader import unpack
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
@@ -23,7 +23,7 @@ from hqconv.humming_layout.transform import humming_schema
 from hqconv.layout_decoder.packed import packed_shapes, unpack_codes
 from hqconv.quantization.quantize import quantize
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
-from hqconv.schemas.weight_schema import TargetSchema, resolve_schema
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.verification.check_expert import as_matrix
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
@@ -54,7 +54,7 @@ def weights_of(
 # --- figures -----------------------------------------------------------------------------------------------
 
 
-def plain_figures(src: Path, schema: TargetSchema, role: str) -> dict[str, Any]:
+def plain_figures(src: Path, schema: WeightSchema, role: str) -> dict[str, Any]:
     """By Humming's own dequantization and numpy, all experts at once."""
     tensors = load_file(src / "model.safetensors")
     sources, decoded = [], []
@@ -179,14 +179,17 @@ def test_redundant_copies_are_identical(placement: str, src: Path, tmp_path: Pat
         )
 
 
-def piece(**fields: Any) -> Matrix:
+def piece(**fields: Any) -> ExpertMatrix:
     one = {"codes": np.zeros((2, 4), np.uint8), "scale": np.zeros((2, 1), np.uint16), "scale_dtype": "BF16"}
-    return Matrix(**{**one, "scale_value": np.ones((2, 1), np.float32), **fields})
+    return ExpertMatrix(**{**one, "scale_value": np.ones((2, 1), np.float32), **fields})
 
 
 def test_the_w2_bias_is_on_the_first_rank_only() -> None:
     notes: list[Any] = []
-    schema, home = resolve_schema("fp8"), Home(BLOCK, "w2", 3, 1, 0, lambda *words: notes.append(words), 2)
+    schema, home = (
+        resolve_schema("fp8"),
+        GemmLocation(BLOCK, "w2", 3, 1, 0, lambda *words: notes.append(words), 2),
+    )
     bias, zero = np.array([1, 2], np.uint16), np.zeros(2, np.uint16)
     whole = join([piece(bias=bias), piece(bias=zero)], 1, schema, home)
     assert whole.bias is not None

@@ -17,10 +17,10 @@ from vllm.platforms import current_platform
 
 from hqconv.errors import RequestError
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
-from hqconv.serving.artifact_location import Place
-from hqconv.serving.artifact_view import Served, open_served
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
 from hqconv.serving.compatibility import check_machine, no_block, no_layers
-from hqconv.serving.parameter_loader import Loader
+from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.vllm.layer_names import find_block
 from hqconv.serving.vllm.other_layers import dense_config
 
@@ -32,7 +32,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     """`quant_method: hqconv`. Experts come from rank files; every other layer is the source's own quantization's."""
 
     packed_modules_mapping: Any
-    served: Served | None = None
+    served: ArtifactView | None = None
     dense: QuantizationConfig | None = None
 
     def __init__(self, words: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         super().__init__()
         self.words = words
         self.renamed: dict[str, str] = {}  # what vLLM's model may call a block → the block
-        self.loader = Loader()
+        self.loader = ParameterLoader()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """vLLM sends and copies configs; what a process has loaded stays there."""
@@ -87,10 +87,10 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     ) -> None:
         """Called by vLLM once it knows the model's folder or repo: read the manifest, refuse what cannot be served.
 
-        Raises as `open_served` and `check_machine`.
+        Raises as `open_artifact_view` and `check_machine`.
         """
         warn_of_untested()
-        self.served = open_served(Place(model_name, revision))
+        self.served = open_artifact_view(ArtifactLocation(model_name, revision))
         capability = current_platform.get_device_capability()
         if capability is not None:
             check_machine(self.served, capability.to_int())
@@ -158,7 +158,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 def _restored(state: dict[str, Any]) -> HqconvConfig:
     """A config that was sent or copied."""
     config = HqconvConfig.__new__(HqconvConfig)
-    config.__dict__.update(state, loader=Loader())
+    config.__dict__.update(state, loader=ParameterLoader())
     return config
 
 

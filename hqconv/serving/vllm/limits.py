@@ -7,13 +7,13 @@ import shlex
 
 from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
-from hqconv.schemas.kernel_spec import KernelKind
-from hqconv.schemas.weight_schema import TargetSchema
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import WeightSchema
 
 _WEIGHS_INPUTS = ("llama4",)
 
 
-def why_no_server(kind: KernelKind) -> str | None:
+def why_no_server(kind: KernelSpec) -> str | None:
     """What is known to keep every server from computing with such weights, whatever loads them; None for nothing.
 
     docs/kernels.md: e5m2 codes of up to 57344 are summed before the scale is applied.
@@ -97,7 +97,7 @@ _FAMILIES: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def stock_vllm_obstacle(schema: TargetSchema, param_dtype: str) -> str | None:
+def stock_vllm_obstacle(schema: WeightSchema, param_dtype: str) -> str | None:
     """Why it cannot serve the checkpoint layout of this schema, of whatever family; None where it can."""
     if schema.has_zero_point:
         return "its weight loader has no scale_type for zero points (ValueError)"
@@ -114,7 +114,7 @@ def stock_vllm_obstacle(schema: TargetSchema, param_dtype: str) -> str | None:
     return None
 
 
-def _selects_kernel(schema: TargetSchema) -> bool:
+def _selects_kernel(schema: WeightSchema) -> bool:
     """Whether a float type is on the list of its experts classes (`_supports_quant_scheme`)."""
     kind = schema.weight_scale_type
     if schema.b_dtype in _FLOAT4:
@@ -129,7 +129,7 @@ def _selects_kernel(schema: TargetSchema) -> bool:
     }[kind]
 
 
-def stock_vllm_family_obstacle(family: str, block: str, schema: TargetSchema) -> str | None:
+def stock_vllm_family_obstacle(family: str, block: str, schema: WeightSchema) -> str | None:
     """Why it cannot serve a block of this family from the checkpoint layout; None where nothing is known against it."""
     for name, pattern, scale_dtype, reason in _FAMILIES:
         if family == name and re.search(pattern, block) and scale_dtype in ("", schema.bs_dtype):

@@ -22,9 +22,9 @@ from hqconv.errors import RequestError
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.serving.artifact_view import Served, ServedBlock
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 from hqconv.serving.compatibility import (
-    Asked,
+    ServerLayer,
     check_block,
     check_dtype,
     check_flags,
@@ -33,7 +33,7 @@ from hqconv.serving.compatibility import (
     no_deployment,
     other_model,
 )
-from hqconv.serving.parameter_loader import Target
+from hqconv.serving.parameter_loader import LoadTarget
 from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.vllm.activations import agreed
 from hqconv.serving.vllm.tuning import remembered
@@ -49,7 +49,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     supports_pre_processed_weights = True  # of vLLM's weight cache, whose tensors are these
 
     def __init__(
-        self, config: HqconvConfig, served: Served, block: ServedBlock, layer: RoutedExperts
+        self, config: HqconvConfig, served: ArtifactView, block: ArtifactLayer, layer: RoutedExperts
     ) -> None:
         """Hold the layer to the artifact. Raises RequestError or VerificationError before a byte is loaded."""
         moe = layer.moe_config
@@ -110,9 +110,9 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
                 routing_tables=layer._expert_routing_tables(),
             )
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[LoadTarget]:
         """The parameters as they are now, with their places in the rank's file."""
-        return [Target(ref, getattr(self.layer, name)) for name, ref in self.file.tensors.items()]
+        return [LoadTarget(ref, getattr(self.layer, name)) for name, ref in self.file.tensors.items()]
 
     def _fill(self) -> None:
         if self.vllm_config is not None and self.vllm_config.load_config.load_format == "dummy":
@@ -136,10 +136,10 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _asked(layer: RoutedExperts, hidden_size: int | None = None) -> Asked:
+def _asked(layer: RoutedExperts, hidden_size: int | None = None) -> ServerLayer:
     """What vLLM's layer is, as it stands before or after vLLM has padded its sizes."""
     moe, ranks = layer.moe_config, layer.moe_config.moe_parallel_config
-    return Asked(
+    return ServerLayer(
         num_experts=moe.num_logical_experts,
         hidden_size=moe.hidden_dim if hidden_size is None else hidden_size,
         has_bias=moe.has_bias,
@@ -153,7 +153,7 @@ def _asked(layer: RoutedExperts, hidden_size: int | None = None) -> Asked:
     )
 
 
-def _set_activation(served: Served, block: ServedBlock, layer: RoutedExperts) -> None:
+def _set_activation(served: ArtifactView, block: ArtifactLayer, layer: RoutedExperts) -> None:
     """Have the layer do what was converted. Raises RequestError where its model means something else."""
     moe, is_situ = layer.moe_config, layer.activation is MoEActivation.SITU
     asked = Activation(
@@ -171,7 +171,7 @@ def _set_activation(served: Served, block: ServedBlock, layer: RoutedExperts) ->
         layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = found.limit, found.alpha, found.beta
 
 
-def _layer_config(served: Served, block: ServedBlock, gemm: str, words: dict[str, Any]) -> Any:
+def _layer_config(served: ArtifactView, block: ArtifactLayer, gemm: str, words: dict[str, Any]) -> Any:
     """Humming's LayerConfig of one GEMM. Raises RequestError where this Humming would lay the weights out otherwise."""
     where, here = f"{served.place.name}: {block.name}: {gemm}", version("humming-kernels")
     try:
@@ -184,7 +184,12 @@ def _layer_config(served: Served, block: ServedBlock, gemm: str, words: dict[str
 
 
 def _check_local(
-    served: Served, block: ServedBlock, file: RankFile, configs: dict[str, Any], asked: Asked, num_local: int
+    served: ArtifactView,
+    block: ArtifactLayer,
+    file: RankFile,
+    configs: dict[str, Any],
+    asked: ServerLayer,
+    num_local: int,
 ) -> None:
     """Refuse a file whose experts or biases are not this rank's."""
     found = {

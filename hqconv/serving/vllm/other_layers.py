@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from hqconv.schemas import artifact_names as names
-from hqconv.serving.artifact_location import Place
+from hqconv.serving.artifact_location import ArtifactLocation
 
 # Methods that take over a checkpoint of another one's name, in the order in which vLLM 0.33 asks them
 # (config/model.py, `_verify_quantization`).
@@ -22,7 +22,7 @@ _OVERRIDES = (
 )
 
 
-def dense_config(words: Mapping[str, Any], place: Place, hf_config: Any) -> QuantizationConfig:
+def dense_config(words: Mapping[str, Any], place: ArtifactLocation, hf_config: Any) -> QuantizationConfig:
     """vLLM's config of the source's `quantization_config`. Raises what vLLM raises for one that it does not know."""
     hf_config = _undrafted(place, hf_config)
     config = {**words, **_heads(words, hf_config)}
@@ -39,7 +39,7 @@ def dense_config(words: Mapping[str, Any], place: Place, hf_config: Any) -> Quan
     return found
 
 
-def _undrafted(place: Place, hf_config: Any) -> Any:
+def _undrafted(place: ArtifactLocation, hf_config: Any) -> Any:
     """The config with the folder's own model_type: vLLM renames it for drafts, and methods are chosen by it."""
     words = json.loads(place.fetch(names.CONFIG).read_text(encoding="utf-8"))
     if hf_config is None or hf_config.model_type == words.get("model_type"):

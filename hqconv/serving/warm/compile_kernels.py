@@ -26,14 +26,14 @@ from hqconv.serving.warm.kernel_store import (
     UnusableError,
     folder_beside,
     read_kernel,
-    read_words,
+    read_store_manifest,
     tuning_tables,
 )
 
 if TYPE_CHECKING:
     from hqconv.artifact.reader import Artifact
     from hqconv.schemas.activation import Activation
-    from hqconv.serving.warm.kernel_requests import Asking, KernelSource
+    from hqconv.serving.warm.kernel_requests import KernelSource, ServerSettings
 
 _OURS = (".cu", ".cubin", ".partial")
 
@@ -102,9 +102,9 @@ def _warm(
     artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]
 ) -> dict[str, Any]:
     from hqconv.serving.warm.compiler import identity, toolkit
-    from hqconv.serving.warm.kernel_requests import Asking, standing_in
+    from hqconv.serving.warm.kernel_requests import ServerSettings, standing_in
 
-    asking = Asking.as_vllm(artifact.grid.ep > 1)
+    asking = ServerSettings.as_vllm(artifact.grid.ep > 1)
     with standing_in(gpu), toolkit():
         agreed = identity(gpu.sm_version)
         sources, unknown = _sources(artifact, asking)
@@ -119,9 +119,9 @@ def _warm(
     manifest = {"format_version": FORMAT_VERSION, **agreed, **lists}
     write_whole(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return {
-        "gpu": gpu.words(),
+        "gpu": gpu.to_dict(),
         "compiler": agreed["compiler"],
-        "asking": asking.words(),
+        "asking": asking.to_dict(),
         "num_kernels": len(sources),
         "num_compiled": len(missing),
         "num_bytes": num_bytes,
@@ -139,19 +139,19 @@ def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, 
                 yield gemm, activation, facts["gated"], facts["top_k"], rotation, config
 
 
-def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource], list[str]]:
+def _sources(artifact: Artifact, asking: ServerSettings) -> tuple[dict[str, KernelSource], list[str]]:
     """The distinct kernels of all blocks and ranks by name, and activations whose kernels are not known here."""
-    from hqconv.serving.warm.kernel_requests import activation_words, gemm_kernels, input_kernels
+    from hqconv.serving.warm.kernel_requests import gemm_kernels, humming_activation, input_kernels
 
     found: dict[str, KernelSource] = {}
     seen: set[str] = set()
     unknown: set[str] = set()
     for gemm, activation, gated, top_k, rotation, config in _layer_configs(artifact):
-        key = json.dumps([gemm, activation.words(gated), gated, top_k, rotation, config], sort_keys=True)
+        key = json.dumps([gemm, activation.to_dict(gated), gated, top_k, rotation, config], sort_keys=True)
         if key in seen:
             continue
         seen.add(key)
-        words = activation_words(activation, gated) if gemm == "w2" else None
+        words = humming_activation(activation, gated) if gemm == "w2" else None
         kernels = gemm_kernels(config, asking)
         if gemm == "w2" and words is None:
             unknown.add(activation.describe())
@@ -161,7 +161,7 @@ def _sources(artifact: Artifact, asking: Asking) -> tuple[dict[str, KernelSource
     return found, sorted(unknown)
 
 
-def _tables(artifact: Artifact, asking: Asking, gpu: Gpu, folder: Path) -> dict[str, Any]:
+def _tables(artifact: Artifact, asking: ServerSettings, gpu: Gpu, folder: Path) -> dict[str, Any]:
     """The tuning of every GEMM, and what the folder has for other GPUs."""
     from hqconv.serving.vllm.tuning import tuning_key
     from hqconv.serving.warm.kernel_requests import tuning_table
@@ -172,14 +172,14 @@ def _tables(artifact: Artifact, asking: Asking, gpu: Gpu, folder: Path) -> dict[
         if (text := json.dumps(words, sort_keys=True)) not in seen:
             seen.add(text)
             config, table = tuning_table(words, asking)
-            found[tuning_key(config, asking.words(), gpu)] = table
+            found[tuning_key(config, asking.to_dict(), gpu)] = table
     return dict(sorted(found.items()))
 
 
 def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:
     """The kernels that a folder already holds, whole; none where they are another compiler's, whose files go."""
     try:
-        words = read_words(folder)
+        words = read_store_manifest(folder)
     except UnusableError:
         return {}
     same = all(words.get(key) == value for key, value in agreed.items())

@@ -35,7 +35,7 @@ class Gpu:
     memory_bus_width: int
     l2_cache_size: int
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return asdict(self)
 
@@ -45,7 +45,7 @@ class Gpu:
         tops = self.sm_count * operations * self.sm_clock_khz / 1e9
         major, minor = divmod(self.sm_version, 10)
         return SimpleNamespace(
-            **self.words(),
+            **self.to_dict(),
             index=0,
             is_ppu=False,
             sm_major=major,
@@ -113,7 +113,7 @@ def _read(path: Path) -> Gpu:
         what, found = "There is no such GPU.", f"{path} ({type(error).__name__}: {error})"
         remedy = "Write the facts with `python -m hqconv.serving.warm.gpus` on a machine that has the GPU."
         raise RequestError(what, where="--gpu", expected=known, found=found, remedy=remedy) from error
-    numbers = [value for name, value in gpu.words().items() if name != "name"]
+    numbers = [value for name, value in gpu.to_dict().items() if name != "name"]
     if not all(type(value) is int and value > 0 for value in numbers) or gpu.sm_version not in _ARCHITECTURES:
         what, expected = "A file of GPU facts makes no sense.", f"positive numbers, sm of {[*_ARCHITECTURES]}"
         raise RequestError(what, where=str(path), expected=expected, found=numbers)
@@ -121,4 +121,4 @@ def _read(path: Path) -> Gpu:
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts_here().words(), indent=2))
+    print(json.dumps(facts_here().to_dict(), indent=2))

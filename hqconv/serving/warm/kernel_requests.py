@@ -89,7 +89,7 @@ def kernel_name(code: str, expression: str, architecture: str, without_fast_math
 
 
 @dataclass(frozen=True)
-class Asking:
+class ServerSettings:
     """How a server asks: `gemm_type` as Humming has it, and what vLLM's environment variables say."""
 
     gemm_type: str
@@ -97,7 +97,7 @@ class Asking:
     use_batch_invariant: bool = False
 
     @classmethod
-    def as_vllm(cls, has_ep: bool) -> Asking:
+    def as_vllm(cls, has_ep: bool) -> ServerSettings:
         """As vLLM with this environment asks, for an artifact with or without expert parallelism."""
         wanted = os.environ.get("VLLM_HUMMING_MOE_GEMM_TYPE", "auto").lower()
         meant = {"auto": CONTIGUOUS if has_ep else INDEXED, "grouped": CONTIGUOUS}.get(wanted, wanted)
@@ -107,7 +107,7 @@ class Asking:
         flags = (os.environ.get(n, "0") for n in ("VLLM_HUMMING_USE_F16_ACCUM", "VLLM_BATCH_INVARIANT"))
         return cls(meant, *(flag not in ("", "0") for flag in flags))
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Humming's compute config, as vLLM writes it."""
         return {
             "use_batch_invariant": self.use_batch_invariant,
@@ -116,7 +116,7 @@ class Asking:
         }
 
 
-def activation_words(activation: Activation, gated: bool) -> dict[str, str] | None:
+def humming_activation(activation: Activation, gated: bool) -> dict[str, str] | None:
     """The activation as vLLM hands it to Humming, or None where it does not, or its text is not known here."""
     text, kind = (
         (_gated_text(activation), "binary_split") if gated else (_UNARY.get(activation.name), "unary")
@@ -189,17 +189,17 @@ def _recorder(kernel: Any, found: list[KernelSource]) -> Any:
     return Noted
 
 
-def gemm_kernels(words: Mapping[str, Any], asking: Asking) -> list[KernelSource]:
+def gemm_kernels(words: Mapping[str, Any], asking: ServerSettings) -> list[KernelSource]:
     """The GEMM kernels for a LayerConfig (as words), of every batch size. Inside `standing_in` only."""
     kernels = importlib.import_module("humming.kernel.humming")
     config, tuning = tuning_table(words, asking)
     found: list[KernelSource] = []
     recorder = _recorder(kernels.HummingKernel, found)
-    recorder.prepare_kernels(config.to_str(), json.dumps(asking.words()), json.dumps(tuning), NO_DEVICE)
+    recorder.prepare_kernels(config.to_str(), json.dumps(asking.to_dict()), json.dumps(tuning), NO_DEVICE)
     return found
 
 
-def tuning_table(words: Mapping[str, Any], asking: Asking) -> tuple[Any, Any]:
+def tuning_table(words: Mapping[str, Any], asking: ServerSettings) -> tuple[Any, Any]:
     """Humming's LayerConfig of words, and its tuning for every batch size. Inside `standing_in` only."""
     config = importlib.import_module("humming.config").LayerConfig(**words)
     tuning = importlib.import_module("humming.tune").get_heuristics_config(
@@ -214,7 +214,7 @@ def tuning_table(words: Mapping[str, Any], asking: Asking) -> tuple[Any, Any]:
 
 def input_kernels(
     words: Mapping[str, Any],
-    asking: Asking,
+    asking: ServerSettings,
     activation: Mapping[str, str] | None,
     top_k: int,
     rotation: int = 0,

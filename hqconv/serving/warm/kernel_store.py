@@ -73,7 +73,7 @@ def use_warm_kernels(folder: Path, sm: int) -> str | None:
     if os.environ.get(VARIABLE, "").lower() in _OFF:
         return f"{VARIABLE} is not set."
     try:
-        words = read_words(folder)
+        words = read_store_manifest(folder)
         _check_agreement(words, sm)
         kernels = read_kernels(folder, words)  # all of them, before the first is used
         for kernel in kernels.values():
@@ -98,7 +98,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
         raise UnusableError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def read_words(folder: Path) -> dict[str, Any]:
+def read_store_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of kernels. Raises UnusableError where there is none, or it is damaged."""
     path = folder / MANIFEST
     try:
@@ -117,7 +117,7 @@ def read_words(folder: Path) -> dict[str, Any]:
 def tuning_tables(folder: Path) -> dict[str, Any]:
     """The tuning tables that lie with the kernels, by name; none where there is nothing to rely on."""
     try:
-        found = read_words(folder).get("tuning")
+        found = read_store_manifest(folder).get("tuning")
     except UnusableError:
         return {}
     return found if isinstance(found, dict) else {}
