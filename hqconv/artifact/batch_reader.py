@@ -1,7 +1,7 @@
 """Whole matrices of many experts at once, from the kernel layout or from packed tensors, on any device.
 
-What `expert_reader` does for one expert, by array operations. Nothing here says what is wrong: `MatrixStack.wrong` marks
-the experts for which those should be asked.
+What `expert_reader` does for one expert, by array operations. Nothing here says what is wrong: `MatrixStack.wrong`
+marks the experts for which those should be asked.
 
 Legend: E experts, N rows, K columns, G groups along K.
 """
