@@ -97,7 +97,7 @@ def test_what_cannot_be_verified(name: str, value: Any, where: str, made: Path) 
 def test_a_plan_is_what_is_converted(model: Path, made: Path) -> None:
     plan = hqconv.plan(model, schema="int4", target="sm90")
     assert sorted(plan.paths) == sorted(snapshot(made))
-    for group in plan.groups:
+    for group in plan.units:
         for file in group.files:
             assert (made / file.path).stat().st_size == file.size_bytes
     assert plan.rank_bytes() == hqconv.inspect(made)["rank_bytes"]

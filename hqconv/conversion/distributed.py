@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,7 +138,7 @@ class ProcessGroup:
 
     def hand_in(self, entries: Sequence[JournalEntry]) -> None:
         """Tell rank 0 what this process finished."""
-        self.say(f"finished/{self.rank}", [asdict(entry) for entry in entries])
+        self.say(f"finished/{self.rank}", [entry.to_dict() for entry in entries])
 
     def collect(self) -> Iterator[JournalEntry]:
         """For rank 0: what all the others finished; waits for them."""

@@ -33,6 +33,11 @@ class JournalEntry:
     sums: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as a journal line holds it: the unit's key is `group`, as in journals of version 0.1."""
+        document = asdict(self)
+        return {"group": document.pop("unit"), **document}
+
 
 def parse_identity(path: Path, line: bytes) -> dict[str, Any]:
     """What a journal's first line says was begun. Raises OutputError where it says nothing that can be read."""
@@ -245,7 +250,7 @@ class Journal:
 
     def record(self, entry: JournalEntry) -> None:
         """Note a finished group; it survives a kill from here on."""
-        self._append(asdict(entry))
+        self._append(entry.to_dict())
 
     def note_fetch(self, name: str) -> None:
         """Note that a file will be fetched; it survives a kill from here on."""

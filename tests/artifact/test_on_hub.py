@@ -69,8 +69,8 @@ def test_inspect_sees_what_the_repo_lacks(server: LocalHub) -> None:
 
 def test_a_plan_reads_headers(server: LocalHub, out: Path) -> None:
     planned = hqconv.plan(NAME, schema="source", target="sm90", tp=4)
-    assert [f.path for g in planned.groups for f in g.files] == [
-        f.path for g in hqconv.plan(out, schema="source", target="sm90", tp=4).groups for f in g.files
+    assert [f.path for g in planned.units for f in g.files] == [
+        f.path for g in hqconv.plan(out, schema="source", target="sm90", tp=4).units for f in g.files
     ]
     assert planned.source.repo_id == NAME
     total = sum(path.stat().st_size for path in out.rglob("*.safetensors"))

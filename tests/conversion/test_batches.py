@@ -36,7 +36,7 @@ def test_batches_are_about_as_large_as_each_other(tmp_path: Path) -> None:
 def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
     source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=2), "mxfp4")
     source.close()
-    copies = [group for group in plan.groups if not isinstance(group, MoeLayerPlan)]
+    copies = [group for group in plan.units if not isinstance(group, MoeLayerPlan)]
     assert copies
     for group in copies:
         for piece_bytes in (1000, 4096, 1 << 20):
@@ -55,7 +55,7 @@ def test_stretches_are_the_spans(tmp_path: Path) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=2)
     source, plan = open_plan(model, "mxfp4")
     source.close()
-    for group in (group for group in plan.groups if not isinstance(group, MoeLayerPlan)):
+    for group in (group for group in plan.units if not isinstance(group, MoeLayerPlan)):
         for piece_bytes in (1000, 4096, 1 << 20):
             for piece in (piece for piece in cut(group, 1, piece_bytes) if isinstance(piece, Piece)):
                 found = {}
@@ -80,7 +80,7 @@ def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
 ) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=2)
     _, plan = open_plan(model, "mxfp4")
-    refs = [ref for group in plan.groups if not isinstance(group, MoeLayerPlan) for ref in group.refs]
+    refs = [ref for group in plan.units if not isinstance(group, MoeLayerPlan) for ref in group.refs]
     victim, real = sorted(refs, key=lambda ref: ref.offset_bytes)[len(refs) // 2], Checkpoint.read_into
 
     def read(self: Checkpoint, ref: TensorRef, buffer: memoryview, start: int = 0) -> None:

@@ -222,7 +222,7 @@ def test_a_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: 
 
     def stopping(self: Executor, job: Any) -> None:
         publish(self, job)
-        if job.group.name == BLOCK:
+        if job.unit.name == BLOCK:
             raise OSError("pulled")
 
     with monkeypatch.context() as patch:

@@ -234,7 +234,7 @@ def test_places_tile_every_shard_of_the_checkpoint_layout(
     plan = plan_of(synthetic(2, 5), name, layout="checkpoint")
     for group in plan.blocks:
         check_tiling(group, plan)
-    files = [file for group in plan.groups for file in group.files]
+    files = [file for group in plan.units for file in group.files]
     names = [name for file in files for name in file.tensors]
     assert len(names) == len(set(names))
     assert plan.weight_map == {name: file.path for file in files for name in file.tensors}
@@ -248,7 +248,7 @@ def test_copied_tensors_are_all_there_in_bounded_shards(limit: int, monkeypatch:
     monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
     source = synthetic()
     plan = plan_of(source)
-    copies = [group for group in plan.groups if isinstance(group, CopiedShardPlan)]
+    copies = [group for group in plan.units if isinstance(group, CopiedShardPlan)]
     assert [ref.name for group in copies for ref in group.refs] == list(source[1].copied)
     for group in copies:
         sizes = [tensor.num_bytes for tensor in group.files[0].tensors.values()]
@@ -275,7 +275,7 @@ def test_a_single_shard_has_an_index_beside_the_experts_folders_only() -> None:
 
 def test_sizes_in_the_plan_add_up() -> None:
     plan = plan_of(synthetic(), "mxfp4", Grid(2, 3))
-    sizes = {file.path: file.size_bytes for group in plan.groups for file in group.files}
+    sizes = {file.path: file.size_bytes for group in plan.units for file in group.files}
     assert plan.num_bytes_out == sum(sizes.values())
     ranks = plan.rank_bytes()
     assert sorted(ranks) == sorted(f"experts/tp{t}-ep{p}" for t, p in plan.spec.grid.ranks)
@@ -309,7 +309,7 @@ def test_a_schema_that_does_not_fit_is_refused() -> None:
 
 def test_more_ep_ranks_than_experts_is_refused() -> None:
     assert "--ep <= 5" in refused(synthetic(experts=5), "mxfp4", Grid(ep=6))
-    assert plan_of(synthetic(experts=5), "mxfp4", Grid(ep=6, redundant=1)).groups
+    assert plan_of(synthetic(experts=5), "mxfp4", Grid(ep=6, redundant=1)).units
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_the_checkpoint_layout_of_a_kimi_sized_model_is_planned_in_seconds() -> 
     started = time.process_time()
     plan = plan_of(source, "mxfp4", layout="checkpoint")
     assert time.process_time() - started < 4
-    assert all(file.size_bytes < 5.01e9 for group in plan.groups for file in group.files)
+    assert all(file.size_bytes < 5.01e9 for group in plan.units for file in group.files)
 
 
 @pytest.mark.parametrize(
