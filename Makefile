@@ -11,13 +11,14 @@ DEMO_CUT := demo/qwen3-moe-tiny-mxfp4-tp4
 CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --target sm90 --tp 2 --overwrite
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vllm torture lint clean
+.PHONY: help install demo test test-all test-vllm torture lint clean
 
 help:
 	@echo "make install   create .venv with hqconv and its development tools"
 	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert, inspect and verify it, cut the artifact"
 	@echo "               for other ranks without the checkpoint (no GPU needed)"
-	@echo "make test      install, lint, run the tests"
+	@echo "make test      install, lint, run the tests, of large grids a sample: some 8 minutes on two processors"
+	@echo "make test-all  make test with every grid whole, small torture and golden artifacts at length; CI runs it"
 	@echo "make test-vllm  unpack vLLM into .venv-vllm, without its compiled parts, and run the plugin in its classes"
 	@echo "make torture   kills, faults, full disks, rivals and hostile files by the thousand (docs/reliability.md)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
@@ -45,6 +46,9 @@ demo: $(STAMP) $(DEMO_SRC)/config.json
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-all: lint
+	HQCONV_TESTS=all $(BIN)/python -m pytest -n $(WORKERS)
 
 # Left out of `make test`: an environment of its own and some minutes.
 test-vllm:

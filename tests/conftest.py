@@ -1,8 +1,9 @@
-"""What holds in every test: an error that is made, wherever and whatever for, speaks in sentences."""
+"""Rules for every test: errors are sentences, and `make test` runs a sample of the large grids."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,25 @@ import pytest
 
 from hqconv.errors import HqconvError
 from hqconv.verification.result import Finding
+from tests.make.effort import ALL
 
 SENTENCE = re.compile(r"[^a-z\s].*[.?!]", re.DOTALL)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect `full` tests and all but one in `every` cases of `sampled` ones, unless all or one case is asked for."""
+    if ALL or any("[" in argument for argument in config.args):
+        return
+    kept, left_out = [], []
+    num_seen: Counter[str] = Counter()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        sampled = item.get_closest_marker("sampled")
+        is_left_out = item.get_closest_marker("full") or (sampled and num_seen[function] % sampled.args[0])
+        num_seen[function] += 1
+        (left_out if is_left_out else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -20,6 +22,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_a_read_only_home_and_installation(tmp_path: Path) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=2)
     words = ["convert", str(model), "-o", str(tmp_path / "out"), "--schema", "int4", "--target", "sm90", "-q"]

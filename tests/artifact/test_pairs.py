@@ -134,6 +134,7 @@ def decoded_of(src: Path, schema: str, dtype: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grid", GRIDS, ids=("one", "tp2-ep2"))
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_artifacts_decode_to_the_quantized_source(
@@ -243,6 +244,7 @@ def test_faults_are_found(
     assert copy.check()[1].findings
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pair", FUSED, ids="-".join)
 def test_every_bit_of_a_fused_second_scale_counts(
     pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], tmp_path: Path

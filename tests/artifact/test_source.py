@@ -41,6 +41,7 @@ def rank_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_another_grid_gives_the_bytes_of_the_original_model(

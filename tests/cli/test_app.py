@@ -704,6 +704,7 @@ def test_verify_of_what_is_no_artifact(model: Path) -> None:
 # --- streams and signals that are not as usual -------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_streams(closed: str, model: Path, tmp_path: Path) -> None:
     words = command("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90")

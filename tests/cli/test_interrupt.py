@@ -63,6 +63,7 @@ def older(model: Path, commands: Commands, tmp_path_factory: pytest.TempPathFact
 # --- conversions -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_conversion_stops_at_any_moment_and_can_be_resumed(
     number: Signals, model: Path, commands: Commands, whole: tuple[Path, float], older: Path, tmp_path: Path

@@ -243,6 +243,7 @@ def tp_sizes(schema: WeightSchema, inner: int) -> list[int]:
     return [tp for tp in (1, 2, 3) if inner % (tp * period) == 0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_rank_files_are_hummings_transform_of_the_whole_stack(
@@ -261,6 +262,7 @@ def test_rank_files_are_hummings_transform_of_the_whole_stack(
         check_against_humming(src, out, schema, dtype, grid)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64", "int4-g32-zp", "fp8"])
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_processes_together_make_the_same_bytes(src: Path, alone: dict[str, str]
     assert os.listdir(tmp_path) == ["out"]  # noqa: PTH208
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", ["begun", "recorded"])
 def test_a_killed_process_is_survived(at: str, src: Path, alone: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"

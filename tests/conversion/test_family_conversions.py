@@ -30,6 +30,7 @@ KERNELS = (
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_converts_and_verifies(model_type: str, tmp_path: Path) -> None:
     check_conversion(model_type, tmp_path, 64)

@@ -26,6 +26,7 @@ def test_every_conversion_is_on_record() -> None:
     assert len(refused) < 0.1 * len(RECORDED["cases"])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SOURCES)
 def test_artifacts_are_those_on_record(name: str, tmp_path: Path) -> None:
     src = make_source(name, tmp_path / "source")
@@ -37,6 +38,7 @@ def test_artifacts_are_those_on_record(name: str, tmp_path: Path) -> None:
         assert found == recorded, conversion
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [name for name in SOURCES if name != "plain"])
 def test_checks_that_are_judged_together_change_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -293,6 +293,7 @@ class Process:
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_kill_loses_nothing(
     server: LocalHub,

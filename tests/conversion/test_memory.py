@@ -128,6 +128,7 @@ def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) 
     return working_bytes(plan.blocks[0], num_experts)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schema", "layout", "tp", "ep"), [("mxfp4", "kernel", 2, 2), ("nvfp4", "checkpoint", 1, 1)]
 )
@@ -145,6 +146,7 @@ def test_memory_stays_under_the_tightest_limit_for_two_workers(
     assert found["files"] <= 8 + 2 * tp * ep + 16
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tiny: Path, models: dict[int, Path], tmp_path: Path) -> None:
     """Without what the C library keeps for later, and with one worker, so that the figures repeat."""
     meter = Meter(tiny, MALLOC_MMAP_THRESHOLD_="65536")
@@ -173,6 +175,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("schema", "source", "tp", "layout"), CASES, ids=str)
 def test_one_worker_needs_no_more_than_planned(
     schema: str, source: torch.dtype, tp: int, layout: str, meter: Meter, tmp_path: Path
@@ -261,6 +264,7 @@ def _rewrite(src: Path, tensors: dict[str, torch.Tensor], words: dict[str, Any])
     return src
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "schema"),
     [

@@ -40,6 +40,7 @@ def write(folder: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.d
     return folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 64, 64), (3, 128, 128), (2, 256, 64), (5, 192, 320)], ids=str)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])

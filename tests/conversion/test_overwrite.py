@@ -93,6 +93,7 @@ def check_killed(
     assert sorted(path.name for path in out.parent.iterdir()) == ["out", "out.count"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("by_renames", [False, True], ids=["exchange", "renames"])
 def test_killed_in_each_of_the_last_steps(
     by_renames: bool, driver: Driver, old: Path, new: Files, num_calls: dict[bool, int], tmp_path: Path

@@ -121,6 +121,7 @@ def test_stopped_anywhere_and_pushed_again(
     assert_only_whole(hub, out)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fail_at", [*range(1, 8), None])
 def test_another_artifact_over_an_old_one(made: Path, out: Path, hub: UploadHub, fail_at: int | None) -> None:
     """Its files that the new one lacks go with its manifest, in one commit; killed, the repo holds no artifact."""

@@ -61,6 +61,7 @@ def convert(
 SCHEMAS = ["mxfp4", "int4-g32", "int4-g32-zp", "int8", "fp8", "int4-g32-fpzp", "nvfp4", "fp8-tensor"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_the_ranks_together_are_the_whole(source: Path, tmp_path: Path, schema: str, dtype: str) -> None:

@@ -17,6 +17,7 @@ from hqconv.formats.deferred_checks import deferring_checks
 from hqconv.formats.scale_rounding import _sums_of_rows, _sums_of_tensors, round_scales
 from hqconv.quantization import bit_codec
 from tests.make.coded import Draw, cases
+from tests.make.effort import num_examples
 
 DTYPES = ("bfloat16", "float16")
 SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -56,7 +57,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(400), deadline=None)
 @given(value=FLOATS)
 def test_every_scale_is_the_nearest_or_refused(dtype: str, value: float) -> None:
     coded, exact = with_scale([value]), np.float32(value)

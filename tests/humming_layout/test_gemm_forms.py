@@ -161,6 +161,7 @@ def test_the_compiler_is_asked_for_where_it_decides(schemas: list[WeightSchema])
         assert needs_cuda(kind) == (len(found) == 2), kind
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rows", "columns", "has_bias"), [(1, 1, True), (3, 5, False), (24, 40, True)])
 def test_forms_are_hummings(schemas: list[WeightSchema], rows: int, columns: int, has_bias: bool) -> None:
     """Of one scale group, of some that need padding, of many; 16-bit activations on sm90, every schema."""

@@ -48,6 +48,7 @@ def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
+@pytest.mark.full
 def test_64_ranks_and_many_shards_with_64_open_files(tmp_path: Path) -> None:
     """128 rank files, and gate, up and down of every expert in shards of their own."""
     out = tmp_path / "out"

@@ -116,6 +116,7 @@ def forward(
     return Case(schema, packed, json.loads(form.config_json(NUM_EXPERTS)), kernel)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
 @pytest.mark.parametrize("name", ALL)
@@ -137,6 +138,7 @@ def test_inverts_the_forward_path(name: str, param_dtype: str, size: tuple[int, 
 # --- the twin for stacks of experts
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
 @pytest.mark.parametrize("name", ALL)
 def test_stacks_mark_the_expert_that_has_a_problem(name: str, param_dtype: str) -> None:

@@ -88,7 +88,7 @@ class Draw:
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
-    def to_dict(self, *shape: int) -> torch.Tensor:
+    def words(self, *shape: int) -> torch.Tensor:
         """int32 words of random bits."""
         return self.integers(-(2**31), 2**31, *shape, dtype=torch.int32)
 

@@ -91,18 +91,3 @@ def circle(found: Imports) -> list[str]:
     except graphlib.CycleError as error:
         return [" -> ".join(reversed(error.args[1]))]
     return []
-
-
-def long_functions(sources: Mapping[str, str], most: int) -> list[str]:
-    """Functions of more than `most` lines, docstring included; of parameters, one a line, only the first counts."""
-    return [
-        f"{name}:{node.lineno} {node.name} has {length} lines, more than {most}"
-        for name, source in sources.items()
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (length := _num_lines(node)) > most
-    ]
-
-
-def _num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    first = node.body[0].lineno
-    return (node.end_lineno or first) - first + 2

@@ -20,6 +20,7 @@ from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.tensors import TensorRef
+from tests.make.effort import num_examples
 
 H, INTER, E, TOP_K, NUM_LAYERS = 64, 48, 3, 2, 12
 SINGLE, STACKED = "single", "stacked"  # experts with tensors of their own, or all in one
@@ -489,7 +490,7 @@ SEGMENTS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     removed=st.sets(st.sampled_from(NAMES), max_size=3),
     renamed=st.dictionaries(

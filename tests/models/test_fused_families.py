@@ -92,6 +92,7 @@ def distance(module: nn.Module, experts: list[dict[str, torch.Tensor]], activati
 ROUNDING = 1e-5
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_experts_are_those_of_the_model(model_type: str, inner: int, tmp_path: Path) -> None:
@@ -210,6 +211,7 @@ DAMAGE: dict[str, Damage] = {
 BIASES = {"no bias": _each(_without_bias), "biases": _swap("b1", "b3")}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model_type", "damage"),
     [(model_type, damage) for model_type in ("mixtral", *FUSED) for damage in DAMAGE]

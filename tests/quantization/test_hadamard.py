@@ -86,6 +86,7 @@ def test_bits_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(matrix, before, "the source")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor", "fp8-block", "int8"])
 def test_quantizing_is_of_the_rotated_matrix(name: str, source: torch.dtype) -> None:

@@ -128,6 +128,7 @@ def check_sums(matrix: torch.Tensor, result: Quantized, schema: WeightSchema) ->
 # --- schemas that Humming decides --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLAIN)
 @few
 @given(given_matrices=matrices(), param_dtype=st.sampled_from(["bfloat16", "float16"]))

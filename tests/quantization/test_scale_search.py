@@ -128,6 +128,7 @@ def test_no_scale_loses_more_than_round_to_nearest(
     assert_never_worse(stacks, any_schema(name), param_dtype, weights)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ALL)
 def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) -> None:
     schema = any_schema(name)

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.make.places import REPO
 
 SCRIPT = """
@@ -63,6 +65,7 @@ def agreements(*words: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.full
 def test_the_kernels_do_what_torch_does() -> None:
     cases = [
         *("nvfp4:float32", "int4-g64-zp:float32"),

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.make.places import REPO
 
 SCRIPT = """
@@ -50,6 +52,7 @@ def sums_agree(*words: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.full
 def test_the_kernel_sums_as_the_loops_do() -> None:
     schemas = ["nvfp4", "int3-g64", "int4-g64-zp", "fp8-tensor"]
     assert sums_agree(*schemas) == [[schema, "True", "True"] for schema in schemas]

@@ -80,6 +80,7 @@ def machine(tmp_path: Path, hubs: BothHubs) -> Machine:
     return Machine(tmp_path, hubs.url)
 
 
+@pytest.mark.full
 def test_the_workflow_from_an_empty_machine_to_a_verified_download(machine: Machine, hubs: BothHubs) -> None:
     plan, publish = machine.workflow()
     assert (plan.returncode, publish.returncode) == (0, 0), plan.stderr + publish.stdout + publish.stderr
@@ -118,6 +119,7 @@ def test_a_request_that_cannot_be_met_ends_with_the_plan(machine: Machine) -> No
     assert "TP sizes that work" in done.stderr
 
 
+@pytest.mark.full
 def test_another_download_than_was_published_is_found(machine: Machine, hubs: BothHubs) -> None:
     """Somebody puts another artifact there, which is good by itself, after the push."""
     other = machine.run("hqconv convert org/source -o other --schema int4 --target sm90 -q")

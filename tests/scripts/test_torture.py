@@ -35,6 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name, suite in SUITES.items() if suite.small])
 def test_small_counts(name: str, place: Place, tmp_path: Path) -> None:
     suite, tally = SUITES[name], Tally(name, seed=1)

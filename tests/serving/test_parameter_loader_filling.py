@@ -22,6 +22,7 @@ from hqconv.schemas.tensors import TensorRef
 from hqconv.serving import parameter_loader
 from hqconv.serving.parameter_loader import LoadTarget, ParameterFiller
 from hqconv.serving.rank_file import RankFile
+from tests.make.effort import num_examples
 
 DTYPES = {"U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
 Layout = list[tuple[str, tuple[int, ...], int]]  # dtype, shape, bytes of other tensors before it
@@ -97,7 +98,9 @@ LAYOUTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), layouts=st.lists(LAYOUTS, min_size=1, max_size=3), size=st.integers(1, 100))
 def test_every_byte_arrives_once(tmp_path: Path, data: Any, layouts: list[Layout], size: int) -> None:
     """Any tensors in any order of any number of files, waited for in any order."""

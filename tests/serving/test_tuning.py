@@ -96,6 +96,7 @@ def test_another_question_is_another_table(artifact: Path, facade: Facade) -> No
     assert facade.num_worked_out == 5, "a question of another kind is Humming's"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "damage", ["", "[", "[[1, 2]]", '[[0, 1, {"block": 1}]]', '[["a", 1, {"block_shape": 1}]]']
 )

@@ -79,6 +79,7 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
     assert str(tmp_path) not in (folder / MANIFEST).read_text()
 
 
+@pytest.mark.full
 def test_what_is_there_stays_and_what_is_damaged_is_made_anew(
     artifact: Path, compiler: Any, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_another_compiler_replaces_all(
     assert read_store_manifest(folder)["compiler"] == "FakeCompiler fake+13.1"
 
 
+@pytest.mark.full
 def test_an_interrupted_run_lists_nothing(artifact: Path, compiler: Any, tmp_path: Path) -> None:
     good, folder = compiler._compile, tmp_path / "kernels"
     compiler._compile = classmethod(lambda cls, *_: (1, "", "x.cu(1): error: no such thing\n"))
@@ -183,6 +185,7 @@ def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         ServerSettings.as_vllm(False)
 
 
+@pytest.mark.full
 def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> None:
     found = {}
     for name, gpu in KNOWN.items():
@@ -309,6 +312,7 @@ def test_standing_in_leaves_no_trace() -> None:
     assert (device._get_device_info_extension, device.current_device._value) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["nvrtc", "nvcc"])
 def test_the_real_compiler_needs_no_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUMMING_COMPILER", kind)

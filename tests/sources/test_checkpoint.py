@@ -35,6 +35,7 @@ from hqconv.io.safetensors_header import read_header
 from hqconv.schemas.dtypes import DTYPES, num_bits
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.checkpoint import Checkpoint
+from tests.make.effort import num_examples
 from tests.make.places import REPO
 
 ONE = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -385,7 +386,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch") / "f.safetensors"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(file=valid_files())
 def test_valid_files_read_as_the_library_reads_them(
     scratch: Path, file: tuple[dict[str, Any], bytes]

@@ -93,6 +93,7 @@ def blocks(out: Path) -> list[dict[str, Any]]:
 # --- kept as they are --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DIRECT)
 def test_source_keeps_codes_and_scales(name: str, get: Get, tmp_path: Path) -> None:
     written = get(name)
@@ -172,6 +173,7 @@ def target_of(written: Written) -> str:
     return "mxfp4" if is_held else written.spec.target
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_requantized_as_the_same_numbers_in_float32(name: str, get: Get, tmp_path: Path) -> None:
     written = get(name)
@@ -343,6 +345,7 @@ def tensors_of_an_expert(written: Written) -> list[str]:
     return [name for name in names if not name.endswith(UNUSED)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_verify_notices_a_changed_bit_of_every_part(name: str, tmp_path: Path) -> None:
     pytest.importorskip(FORMATS[name].needs or "torch")

@@ -25,13 +25,14 @@ from hqconv.errors import HqconvError, RequestError
 from hqconv.formats.resolve import PART_NAMES
 from hqconv.models.expert_map import map_experts
 from hqconv.planning.checks import check_request
-from hqconv.planning.output_units import kernel_group
+from hqconv.planning.output_units import kernel_unit
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import make_spec
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import resolve_schema
+from tests.make.effort import num_examples
 from tests.make.small import BLOCK, GOOD, HIDDEN, INNER, E, Source, Tensors, save
 
 Change = Callable[[Tensors, dict[str, Any]], object]
@@ -753,7 +754,7 @@ def damage(draw: Callable[..., Any], refs: dict[str, TensorRef]) -> None:
             )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), base=st.sampled_from(BASES), num_damages=st.integers(1, 3))
 def test_any_headers_are_mapped_or_refused(data: st.DataObject, base: str, num_damages: int) -> None:
     refs, words = copy.deepcopy(headers(base))
@@ -774,6 +775,6 @@ def test_any_headers_are_mapped_or_refused(data: st.DataObject, base: str, num_d
             with contextlib.suppress(RequestError):
                 request = make_spec(found, words, schema, None, Grid(), target=GpuTarget(90))
                 check_request(found, request)
-                planned = [kernel_group(block, request) for block in found.blocks]
+                planned = [kernel_unit(block, request) for block in found.blocks]
                 assert min(map(working_bytes, planned)) > 0
         direct_schemas(found, "bfloat16")

@@ -195,6 +195,7 @@ def expert_files(out: Path) -> dict[str, bytes]:
 # --- every format ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_codes_are_kept_and_scales_rounded(name: str, dtype: str, get: Get, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from tests.make.conversions import run
 from tests.make.damage import BLOCK, Damaged, found, raw_and_resealed, swapped_experts_are_found
+from tests.make.effort import num_examples
 from tests.make.matrices import SCHEMAS as ALL_SCHEMAS
 from tests.make.matrices import hard_matrix
 from tests.make.qwen import write_qwen3_moe
@@ -351,6 +352,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", EDITS)
 def test_an_edited_manifest(make: Callable[..., Damaged], what: str) -> None:
     copy = make("int4-g64-zp")
@@ -420,7 +422,7 @@ SIZES = st.sampled_from([32, 64, 96, 128, 192, 256, 320])
 
 
 @hypothesis.settings(
-    max_examples=MANY or 40,
+    max_examples=MANY or num_examples(40),
     deadline=None,
     derandomize=not MANY,
     suppress_health_check=list(hypothesis.HealthCheck),

@@ -30,6 +30,7 @@ from hqconv.verification.sidecar_files import check_manifest
 from tests.make import small
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.damage import BLOCK, Damaged, check_both_ways, found
+from tests.make.effort import num_examples
 from tests.make.qwen import write_qwen3_moe
 
 SCHEMA = "int4-g64"
@@ -368,6 +369,7 @@ def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: i
     monkeypatch.setattr(rank_slices, "_pad", damaged)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("gemm", "axis"), [("w13", 1), ("w2", 2)])
 @pytest.mark.parametrize(
@@ -430,7 +432,7 @@ def one_copy(good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return copy_of(good, "kernel", tmp_path_factory.mktemp("one"))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_words_of_a_layer_config_end_in_findings(one_copy: Damaged, data: st.DataObject) -> None:
     """Every value of any kind: a finding, and never an error of ours."""

@@ -99,6 +99,7 @@ def errors(
     return [float((f.double() - w).norm() / w.norm()) for f, w in zip(found, wanted, strict=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to scale reaches the GEMMs as their launcher wants it, and the intermediate comes back decoded."""
@@ -172,6 +173,7 @@ def checked(
     return module.check_kernel(artifact, None, [BLOCK], [1, 24], torch.device("cpu"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grid", [Grid(), Grid(2, 2)], ids=str)
 @pytest.mark.parametrize(
     ("inputs", "schema"), [("fp8", "mxfp4"), ("fp8-g128", "fp8-block"), ("int8", "int4")]
@@ -200,6 +202,7 @@ def slightly_larger(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
     return {**gemms, "w2": replace(gemms["w2"], tensors={"weight": gemms["w2"].tensors["weight"] * 1.06})}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damage", [exchanged, slightly_larger])
 def test_the_check_finds_less_than_the_rounding_hides(
     damage: Damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

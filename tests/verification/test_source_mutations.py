@@ -19,6 +19,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
 from tests.make.conversions import run, write_manifest
 from tests.make.damage import Damaged, found, raw_and_resealed, swapped_experts_are_found
+from tests.make.effort import num_examples
 from tests.make.small import BLOCK, GOOD, INNER, E, Source, save
 
 BASES = {
@@ -306,6 +307,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("with_source", [True, False])
 @pytest.mark.parametrize("what", EDITS)
 def test_an_edited_manifest(what: str, with_source: bool, make: Make) -> None:
@@ -389,7 +391,7 @@ def one_copy(make: Make) -> Damaged:
     return make("gpt_oss_mxfp4", Grid())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_words_on_the_source_are_found_or_harmless(one_copy: Damaged, data: st.DataObject) -> None:
     """No value of any kind ends a check in anything but findings."""
