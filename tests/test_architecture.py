@@ -307,10 +307,10 @@ PLAN = "hqconv.planning.plan"
     ],
 )
 def test_upward_imports_are_found_everywhere(frame: str, statement: str) -> None:
-    files = {"hqconv": "", PLAN: "", "hqconv.formats.coded": frame.format(statement)}
+    files = {"hqconv": "", PLAN: "", "hqconv.quantization.coded_matrix": frame.format(statement)}
     (problem,) = check(wrong_direction, files, "hqconv")
-    assert problem.startswith("hqconv.formats.coded:")
-    assert problem.endswith(f"(floor 5) imports {PLAN}")
+    assert problem.startswith("hqconv.quantization.coded_matrix:")
+    assert problem.endswith(f"(floor 4) imports {PLAN}")
 
 
 def test_rooms_of_one_floor_do_not_import_each_other() -> None:
@@ -352,7 +352,7 @@ def test_a_new_room_needs_a_row() -> None:
         ("hqconv.layout_decoder.loops", "from humming import schema", True),
         (PLAN, "importlib.import_module('humming.schema')", True),
         ("hqconv.humming_layout.transform", "import humming.ops", False),
-        ("hqconv.formats.coded", "from numba import njit", True),
+        ("hqconv.quantization.coded_matrix", "from numba import njit", True),
         ("hqconv.jit", "from numba import njit", False),
         ("hqconv.conversion.run", "import rich.progress", True),
         (PLAN, "import typer", True),

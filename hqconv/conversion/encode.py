@@ -13,13 +13,13 @@ import torch
 
 from hqconv.conversion.passthrough import codes_of, pass_through, stack_kept
 from hqconv.errors import InputError
-from hqconv.formats.coded import Coded
 from hqconv.formats.decode_matrix import SourceMatrix
-from hqconv.formats.deferred_checks import deferring_checks, is_any
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.planning.encoding import Encoding
+from hqconv.quantization.coded_matrix import CodedMatrix
+from hqconv.quantization.deferred_checks import deferring_checks, is_any
 from hqconv.quantization.quantize import ErrorSums, Quantized, QuantizedStack, quantize_stacks
 from hqconv.quantization.quantized import Quantizer, stack_tensors
 from hqconv.schemas.dtypes import torch_dtype_of
@@ -222,7 +222,7 @@ def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
     return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
 
 
-def _scales_per(coded: Coded, group_size: int) -> torch.Tensor:
+def _scales_per(coded: CodedMatrix, group_size: int) -> torch.Tensor:
     """The source's scales as float32, one for every `group_size` columns: [N, K / group_size]."""
     return coded.scale.float().repeat_interleave(coded.group_k // group_size, dim=1)
 

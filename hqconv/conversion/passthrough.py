@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from hqconv.errors import InputError
-from hqconv.formats.coded import Coded
 from hqconv.formats.decode_matrix import SourceMatrix
-from hqconv.formats.scale_rounding import round_scales
-from hqconv.formats.to_target import express, share_scale
 from hqconv.planning.encoding import Encoding
+from hqconv.quantization.coded_matrix import CodedMatrix
+from hqconv.quantization.direct_tensors import express, share_scale
 from hqconv.quantization.quantized import ErrorSums, Quantized, QuantizedStack, stack_direct
+from hqconv.quantization.scale_rounding import round_scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +53,14 @@ def pass_through(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> di
     return None
 
 
-def _kept(coded: Coded, matrix: SourceMatrix, encoding: Encoding) -> PassedThrough:
+def _kept(coded: CodedMatrix, matrix: SourceMatrix, encoding: Encoding) -> PassedThrough:
     if not encoding.rounds_scales:
         return PassedThrough(express(coded, encoding.schema, encoding.param_dtype))
     rounded = round_scales(coded, encoding.param_dtype, matrix.names)
     return PassedThrough(express(rounded.coded, encoding.schema, encoding.param_dtype), rounded.sums)
 
 
-def codes_of(matrix: SourceMatrix) -> Coded:
+def codes_of(matrix: SourceMatrix) -> CodedMatrix:
     """The codes of a matrix whose format has some."""
     assert matrix.coded is not None, f"{matrix.name}: planned to be kept, but its format has no codes"
     return matrix.coded

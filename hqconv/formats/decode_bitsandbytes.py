@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from hqconv.errors import RequestError
-from hqconv.formats.coded import refuse
 from hqconv.formats.decode_floats import Names, Parts, Shape
 from hqconv.formats.source_format import SourceFormat
+from hqconv.quantization.coded_matrix import refuse
 
 
 def decode_bitsandbytes(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> torch.Tensor:

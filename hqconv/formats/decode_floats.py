@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import torch
 
-from hqconv.formats.coded import Coded, checked, refuse
-from hqconv.formats.deferred_checks import is_any
 from hqconv.formats.source_format import SourceFormat
 from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, checked, refuse
+from hqconv.quantization.deferred_checks import is_any
 
 Parts = Mapping[str, torch.Tensor]
 Names = Mapping[str, str]
@@ -39,12 +39,12 @@ def as_e8m0(scale: torch.Tensor, name: str) -> torch.Tensor:
     return exponents.view(torch.float8_e8m0fnu)
 
 
-def _matrix(fmt: SourceFormat, weight: torch.Tensor, scale: torch.Tensor, shape: Shape) -> Coded:
+def _matrix(fmt: SourceFormat, weight: torch.Tensor, scale: torch.Tensor, shape: Shape) -> CodedMatrix:
     packed = bit_codec.as_words(weight.reshape(shape[0], -1))
-    return Coded(fmt.b_dtype, packed, grid(scale, fmt, shape), fmt.group_n, fmt.group_k)
+    return CodedMatrix(fmt.b_dtype, packed, grid(scale, fmt, shape), fmt.group_n, fmt.group_k)
 
 
-def decode_fp8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_fp8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """fp8 weights [N, K] with a scale per tensor, channel, group or block; `weight_scale_inv` multiplies too.
 
     A scale in uint8 is an e8m0 exponent. With scale_fmt ue8m0 (DeepSeek-V3.1) a float scale must be a power of two.
@@ -63,7 +63,7 @@ def decode_fp8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> C
     return checked(_matrix(fmt, parts["weight"], scale, shape), names)
 
 
-def decode_mx(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_mx(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """mxfp4 [N, K / 2] (low nibble first), mxfp6 or mxfp8 with e8m0 scales [N, K / 32].
 
     Source: OCP Microscaling Formats 1.0; transformers, integrations/mxfp4.py, convert_moe_packed_tensors.
@@ -73,7 +73,7 @@ def decode_mx(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Co
     )
 
 
-def decode_nvfp4(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_nvfp4(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """nvfp4 [N, K / 2] with e4m3 scales [N, K / 16] and one float32 second scale.
 
     Option scale_2: "multiplies" (modelopt, weight_scale_2) or "divides" (compressed-tensors, weight_global_scale:
@@ -88,5 +88,6 @@ def decode_nvfp4(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) ->
         second = second.reciprocal()
     coded = _matrix(fmt, parts["weight"], scale, shape)
     return checked(
-        Coded(coded.b_dtype, coded.packed, coded.scale, coded.group_n, coded.group_k, scale_2=second), names
+        CodedMatrix(coded.b_dtype, coded.packed, coded.scale, coded.group_n, coded.group_k, scale_2=second),
+        names,
     )

@@ -5,20 +5,20 @@ Legend: N output rows, K input columns, G groups along K. Parts are one matrix's
 
 from __future__ import annotations
 
-from hqconv.formats.coded import Coded, checked, refuse
 from hqconv.formats.decode_floats import Names, Parts, Shape, as_e8m0, grid
-from hqconv.formats.deferred_checks import is_any
 from hqconv.formats.source_format import SourceFormat
 from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, checked, refuse
+from hqconv.quantization.deferred_checks import is_any
 
 
-def decode_humming(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_humming(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """Humming's own tensors of one matrix. Source: humming, schema/humming.py, get_tensors_attrs."""
     scale = parts["scale"]
     if fmt.scale_dtype == "float8e8m0":
         scale = as_e8m0(scale, names.get("scale", ""))
     scale = grid(scale, fmt, shape)
-    coded = Coded(fmt.b_dtype, parts["weight"].contiguous(), scale, fmt.group_n, fmt.group_k)
+    coded = CodedMatrix(fmt.b_dtype, parts["weight"].contiguous(), scale, fmt.group_n, fmt.group_k)
     zero_point = None
     if fmt.has_zero_point:
         stored = parts["zero_point"].contiguous()
@@ -33,7 +33,7 @@ def decode_humming(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) 
             )
     scale_2 = parts["scale_2"].reshape(-1) if "scale_2" in parts else None
     return checked(
-        Coded(
+        CodedMatrix(
             fmt.b_dtype,
             coded.packed,
             scale,

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 
 from hqconv.cpu_loops import decode
-from hqconv.formats.coded import Coded, checked, refuse
 from hqconv.formats.decode_floats import Names, Parts, Shape, grid
-from hqconv.formats.deferred_checks import is_any
-from hqconv.formats.int4_packing import AWQ_ORDER, reordered_nibbles, transpose_4bit
 from hqconv.formats.source_format import SourceFormat
 from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, checked, refuse
+from hqconv.quantization.deferred_checks import is_any
+from hqconv.quantization.int4_packing import AWQ_ORDER, reordered_nibbles, transpose_4bit
 
 
 def _bits(fmt: SourceFormat) -> int:
     return int(fmt.b_dtype.removeprefix("uint"))
 
 
-def decode_packed_int(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_packed_int(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """compressed-tensors pack-quantized: int32 words along K, codes offset by 2**(b - 1), as Humming's.
 
     Option packing: "dense" (codes straddle words, as in compressed-tensors 0.20) or "padded" (32 // b codes to a
@@ -42,7 +42,7 @@ def decode_packed_int(fmt: SourceFormat, parts: Parts, shape: Shape, names: Name
             zero_point = bit_codec.unpack_along_rows(stored, bits, shape[0])
     columns = _group_index(parts["g_idx"], parts["scale"].size(-1), names) if "g_idx" in parts else None
     scale = grid(parts["scale"], fmt, shape)
-    coded = Coded(
+    coded = CodedMatrix(
         fmt.b_dtype, packed, scale, fmt.group_n, fmt.group_k, zero_point=zero_point, column_groups=columns
     )
     return checked(coded, names)
@@ -55,7 +55,7 @@ def _unpack_padded(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
     return codes.to(torch.uint8).flatten(1)[:, :size].contiguous()
 
 
-def decode_int8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_int8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """Plain int8 weights [N, K] and zero points, as compressed-tensors' int-quantized writes them.
 
     Ascend writes an offset per row beside its scales, float32 zeros: its W8A8_DYNAMIC kernels take none.
@@ -75,10 +75,12 @@ def decode_int8(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> 
         stored = parts["zero_point"].contiguous().view(torch.uint8) ^ 0x80
         zero_point = grid(stored, fmt, shape).expand(shape[0], -1).contiguous()
     scale = grid(parts["scale"], fmt, shape)
-    return checked(Coded(fmt.b_dtype, packed, scale, fmt.group_n, fmt.group_k, zero_point=zero_point), names)
+    return checked(
+        CodedMatrix(fmt.b_dtype, packed, scale, fmt.group_n, fmt.group_k, zero_point=zero_point), names
+    )
 
 
-def decode_gptq(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_gptq(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """GPTQ: qweight int32 [K * b / 32, N] packed along K, qzeros [G, N * b / 32] along N, scales [G, N].
 
     Option zero_offset: 1 where zero - 1 modulo 2**b is stored ("gptq"), 0 for the zero itself ("gptq_v2").
@@ -93,7 +95,9 @@ def decode_gptq(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> 
     columns = None
     if "g_idx" in parts:
         columns = _columns_of(fmt, parts["g_idx"], scale.size(1), shape[1], names)
-    coded = Coded(fmt.b_dtype, packed, scale, 1, fmt.group_k, zero_point=zero_point, column_groups=columns)
+    coded = CodedMatrix(
+        fmt.b_dtype, packed, scale, 1, fmt.group_k, zero_point=zero_point, column_groups=columns
+    )
     return checked(coded, names)
 
 
@@ -154,7 +158,7 @@ def _group_index(index: torch.Tensor, num_groups: int, names: Names) -> torch.Te
     return columns
 
 
-def decode_awq(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_awq(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """AWQ (gemm): qweight int32 [K, N / 8], qzeros [G, N / 8] with nibbles 0 2 4 6 1 3 5 7, scales [G, N].
 
     Source: autoawq, utils/packing_utils.py.
@@ -165,10 +169,10 @@ def decode_awq(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> C
         zero = reordered_nibbles(parts["zero_point"]).t().contiguous()
         zero_point = _zero_or_midpoint(fmt, zero, 4, names)
     scale = parts["scale"].t().contiguous()
-    return checked(Coded(fmt.b_dtype, packed, scale, 1, fmt.group_k, zero_point=zero_point), names)
+    return checked(CodedMatrix(fmt.b_dtype, packed, scale, 1, fmt.group_k, zero_point=zero_point), names)
 
 
-def decode_bitnet(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_bitnet(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """BitNet: uint8 [N / 4, K], whose bits 2i, 2i + 1 are rows i * N / 4 …, as 0, 1, 2 for -1, 0, 1.
 
     Option scale_inverted: BitLinear divides by weight_scale, so the scale is its float32 reciprocal;
@@ -191,4 +195,4 @@ def decode_bitnet(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -
         packed = torch.from_numpy(out.view(np.int32))
     if not is_ternary:
         refuse("A weight is not ternary.", names.get("weight", ""), "2-bit codes 0, 1 and 2", "3")
-    return checked(Coded(fmt.b_dtype, packed, scale, 0, 0), names)
+    return checked(CodedMatrix(fmt.b_dtype, packed, scale, 0, 0), names)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hqconv.formats.coded import Coded, dequantize
 from hqconv.formats.decode_bitsandbytes import decode_bitsandbytes
 from hqconv.formats.decode_floats import Names, Parts, Shape, decode_fp8, decode_mx, decode_nvfp4
 from hqconv.formats.decode_humming import decode_humming
@@ -25,8 +24,9 @@ from hqconv.formats.decode_integers import (
 )
 from hqconv.formats.decode_quark import decode_quark
 from hqconv.formats.source_format import SourceFormat
+from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
 
-DECODERS: dict[str, Callable[[SourceFormat, Parts, Shape, Names], Coded]] = {
+DECODERS: dict[str, Callable[[SourceFormat, Parts, Shape, Names], CodedMatrix]] = {
     "fp8": decode_fp8,
     "mxfp4": decode_mx,
     "mxfp8": decode_mx,
@@ -53,7 +53,7 @@ class SourceMatrix:
     """
 
     names: Mapping[str, str]
-    coded: Coded | None = None
+    coded: CodedMatrix | None = None
     floats: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 

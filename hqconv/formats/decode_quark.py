@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from hqconv.formats.coded import Coded, checked, refuse
 from hqconv.formats.decode_floats import Names, Parts, Shape, as_e8m0, grid
-from hqconv.formats.deferred_checks import is_any
-from hqconv.formats.int4_packing import AWQ_ORDER, PLAIN_ORDER, reordered_nibbles, transpose_4bit
 from hqconv.formats.source_format import SourceFormat
 from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, checked, refuse
+from hqconv.quantization.deferred_checks import is_any
+from hqconv.quantization.int4_packing import AWQ_ORDER, PLAIN_ORDER, reordered_nibbles, transpose_4bit
 from hqconv.schemas.dtypes import code_bits
 
 
-def decode_quark(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> Coded:
+def decode_quark(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
     """Quark: integers (two's complement for intN) per tensor, channel or group; fp4, fp6, fp8; embedded mx blocks.
 
     Integers per group lie transposed, [K, N] with codes packed along N. Source: quark, torch/utils/pack.py.
@@ -32,7 +32,7 @@ def decode_quark(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) ->
     else:
         packed = bit_codec.as_words(parts["weight"].reshape(shape[0], -1))
     scale_2 = parts["scale_2"].float().reshape(-1) if "scale_2" in parts else None
-    coded = Coded(
+    coded = CodedMatrix(
         fmt.b_dtype, packed, scale, fmt.group_n, fmt.group_k, zero_point=zero_point, scale_2=scale_2
     )
     return checked(coded, names)
@@ -88,7 +88,7 @@ def _quark_zero_point(fmt: SourceFormat, stored: torch.Tensor, shape: Shape) -> 
     return codes.reshape(-1)[: shape[0]].reshape(-1, 1).contiguous()
 
 
-def _decode_embedded(fmt: SourceFormat, weight: torch.Tensor, shape: Shape, names: Names) -> Coded:
+def _decode_embedded(fmt: SourceFormat, weight: torch.Tensor, shape: Shape, names: Names) -> CodedMatrix:
     """Quark's old mx blocks: each 32 codes follow their exponent byte, a signed power of two.
 
     mxfp6 keeps the upper two bits of eight codes apart from their lower four. Source: Pack_mxfp4, Pack_mxfp6.
@@ -113,4 +113,6 @@ def _decode_embedded(fmt: SourceFormat, weight: torch.Tensor, shape: Shape, name
         upper = (triples[..., :1] >> shifts) & 3
         lower = torch.stack([triples[..., 1:] >> 4, triples[..., 1:] & 15], dim=-1).flatten(2)
         packed = bit_codec.pack(((upper << 4) | lower).flatten(1), 6)
-    return checked(Coded(fmt.b_dtype, packed, scale, 1, 32), {**names, "scale": names.get("weight", "")})
+    return checked(
+        CodedMatrix(fmt.b_dtype, packed, scale, 1, 32), {**names, "scale": names.get("weight", "")}
+    )

@@ -15,11 +15,11 @@ import torch
 
 from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader
 from hqconv.errors import InputError
-from hqconv.formats.coded import Coded, dequantize
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
 from hqconv.quantization.hadamard import rotate
 from hqconv.schemas.dtypes import code_of, torch_dtype
 from hqconv.schemas.weight_schema import WeightSchema
@@ -73,7 +73,7 @@ class ArtifactSource(ArtifactHeaders, SafetensorsSource):
                 remedy="Convert the original model.",
             )
         schema, format_ = self.artifact.schema_of(block.name), block.format
-        coded = Coded(
+        coded = CodedMatrix(
             b_dtype=schema.b_dtype,
             packed=bit_codec.pack(torch.from_numpy(matrix.codes), schema.num_bits).to(device),
             scale=_tensor(matrix.scale, matrix.scale_dtype, device),

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from hqconv.formats.coded import Coded, scale_values
 from hqconv.formats.source_format import why_not_direct
-from hqconv.formats.to_target import _spread, express
 from hqconv.humming_layout.runtime import humming, resident
 from hqconv.quantization.bit_codec import pack_along_rows
+from hqconv.quantization.coded_matrix import CodedMatrix, scale_values
+from hqconv.quantization.direct_tensors import _spread, express
 from hqconv.schemas.weight_schema import WeightSchema
 from tests.make.coded import Case, cases
 from tests.make.tensors import same_bits
@@ -68,7 +68,7 @@ def target_of(schema: Any) -> WeightSchema:
     )
 
 
-def rounded(coded: Coded, target: WeightSchema, theirs: torch.Tensor) -> torch.Tensor:
+def rounded(coded: CodedMatrix, target: WeightSchema, theirs: torch.Tensor) -> torch.Tensor:
     """Our scales spread over the target's groups and cast as Humming casts them."""
     rows, columns = (size or whole for size, whole in zip(target.scale_group(), coded.shape, strict=True))
     scale = scale_values(coded.scale)

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.coded import Coded, dequantize, scale_values
 from hqconv.formats.decode_matrix import decode_matrix
-from hqconv.formats.int4_packing import transpose_4bit
 from hqconv.formats.source_format import SourceFormat, why_not_direct
-from hqconv.formats.to_target import express, share_scale
 from hqconv.humming_layout import cpu_ops
 from hqconv.quantization.bit_codec import pack, pack_along_rows, unpack, unpack_along_rows
+from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
+from hqconv.quantization.direct_tensors import express, share_scale
+from hqconv.quantization.int4_packing import transpose_4bit
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 from tests.make.coded import Case, Draw, cases, humming_format
 from tests.make.tensors import same_bits
@@ -228,7 +228,7 @@ def test_direct_formats_are_really_direct() -> None:
 
 
 def test_express_refuses_to_round() -> None:
-    coded = Coded("uint4", torch.zeros(32, 4, dtype=torch.int32), torch.full((32, 1), 0.1), 1, 0)
+    coded = CodedMatrix("uint4", torch.zeros(32, 4, dtype=torch.int32), torch.full((32, 1), 0.1), 1, 0)
     with pytest.raises(RequestError, match="rounded"):
         express(coded, resolve_schema("int4-c"), "bfloat16")
 

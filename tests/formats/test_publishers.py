@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hqconv.formats.coded import dequantize
 from hqconv.formats.source_format import SourceFormat
+from hqconv.quantization.coded_matrix import dequantize
 from tests.make.coded import QUARK, Case, Draw, K, N, cases
 
 ALL = {one.name: one for one in cases()}

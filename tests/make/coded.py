@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from hqconv.formats.coded import Coded
 from hqconv.formats.decode_matrix import SourceMatrix, decode_matrix
 from hqconv.formats.quant_config import declared_formats
 from hqconv.formats.resolve import ResolvedFormat, resolve_format
 from hqconv.formats.source_format import ANY, SourceFormat
+from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.quantization.quantize import quantize
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
@@ -68,7 +68,7 @@ class Case:
         """The matrix, decoded."""
         return decode_matrix(self.completed().format, self.parts(device), self.shape, self.names())
 
-    def coded(self, device: str = "cpu") -> Coded:
+    def coded(self, device: str = "cpu") -> CodedMatrix:
         """The matrix as codes and scales."""
         coded = self.matrix(device).coded
         assert coded is not None

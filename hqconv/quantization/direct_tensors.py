@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from hqconv.errors import RequestError
-from hqconv.formats.coded import Coded, scale_values
-from hqconv.formats.deferred_checks import is_any
 from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, scale_values
+from hqconv.quantization.deferred_checks import is_any
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
 
-def express(coded: Coded, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
+def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
     """Humming's packed tensors of one matrix, where `hqconv.formats.source_format.why_not_direct` says "".
 
     `weight` int32 [N, K * bits / 32]; `weight_scale` [N, G], [N, 1], [N / bn, K / bk] or [1]; `zero_point` int32
@@ -52,7 +52,7 @@ def express(coded: Coded, schema: WeightSchema, param_dtype: str) -> dict[str, t
     return tensors
 
 
-def _spread(values: torch.Tensor, coded: Coded, rows: int, columns: int) -> torch.Tensor:
+def _spread(values: torch.Tensor, coded: CodedMatrix, rows: int, columns: int) -> torch.Tensor:
     """Repeat values [source rows, source groups] so that each serves `rows` x `columns` weights."""
     num_rows, num_columns = coded.shape
     bits = values.view(torch.uint8) if values.element_size() == 1 else values
@@ -88,7 +88,7 @@ def _cast(scale: torch.Tensor, dtype: str) -> torch.Tensor:
     return kept
 
 
-def share_scale(coded: Sequence[Coded], schema: WeightSchema) -> bool:
+def share_scale(coded: Sequence[CodedMatrix], schema: WeightSchema) -> bool:
     """Whether matrices can share the schema's tensor-level scale: all of theirs are equal bit for bit."""
     if not schema.is_coupled:
         return True

@@ -14,9 +14,9 @@ import torch
 from hqconv.cpu_loops import decode
 from hqconv.cpu_loops.arithmetic import fold_rows
 from hqconv.cpu_loops.helper_threads import in_parts
-from hqconv.formats.coded import Coded, code_table, dequantize, refuse, scale_values
-from hqconv.formats.deferred_checks import is_any
 from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize, refuse, scale_values
+from hqconv.quantization.deferred_checks import is_any
 from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import torch_dtype_of
 
@@ -31,11 +31,11 @@ class Rounded:
     largest relative change of a scale.
     """
 
-    coded: Coded
+    coded: CodedMatrix
     sums: torch.Tensor
 
 
-def round_scales(coded: Coded, param_dtype: str, names: Mapping[str, str]) -> Rounded:
+def round_scales(coded: CodedMatrix, param_dtype: str, names: Mapping[str, str]) -> Rounded:
     """The same codes with scales in `param_dtype`, to the nearest, ties to even. `names`: part → tensor name.
 
     A scale moves by half a unit in the last place at most. Raises InputError naming the tensor where one cannot:
@@ -66,14 +66,14 @@ def round_scales(coded: Coded, param_dtype: str, names: Mapping[str, str]) -> Ro
     return Rounded(rounded, torch.stack([*sums, relative]))
 
 
-def _sums_of_tensors(coded: Coded, rounded: Coded) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums_of_tensors(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Error and power by torch: the same bits as `_sums_of_rows`."""
     values = dequantize(coded).double()
     difference = values - dequantize(rounded).double()
     return fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
 
 
-def _sums_of_rows(coded: Coded, rounded: Coded) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Error and power on the CPU, a row at a time: no decoded matrix is held."""
     num_rows, num_columns = coded.shape
     zero = torch.zeros(1, 1) if coded.zero_point is None else coded.zero_point.float()

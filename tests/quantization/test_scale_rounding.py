@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError
-from hqconv.formats.coded import Coded, dequantize
-from hqconv.formats.deferred_checks import deferring_checks
-from hqconv.formats.scale_rounding import _sums_of_rows, _sums_of_tensors, round_scales
 from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
+from hqconv.quantization.deferred_checks import deferring_checks
+from hqconv.quantization.scale_rounding import _sums_of_rows, _sums_of_tensors, round_scales
 from tests.make.coded import Draw, cases
 from tests.make.effort import num_examples
 
@@ -36,11 +36,11 @@ def nearest(value: np.float32, dtype: str) -> float:
     return float(np.frombuffer(np.uint32(sign | upper << 16).tobytes(), np.float32)[0])
 
 
-def with_scale(values: list[float]) -> Coded:
+def with_scale(values: list[float]) -> CodedMatrix:
     """int8 codes, a scale a row; one row more, whose scale is 1, so that not all are zero."""
     scale = torch.tensor([*values, 1.0], dtype=torch.float32).reshape(-1, 1)
     codes = Draw(1).integers(0, 256, len(scale), 32)
-    return Coded("uint8", bit_codec.pack(codes, 8), scale, 1, 0)
+    return CodedMatrix("uint8", bit_codec.pack(codes, 8), scale, 1, 0)
 
 
 def edges() -> Iterator[float]:

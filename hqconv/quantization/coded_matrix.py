@@ -17,14 +17,14 @@ import torch
 from hqconv.cpu_loops import arithmetic
 from hqconv.cpu_loops import decode as decode_loops
 from hqconv.errors import InputError
-from hqconv.formats.deferred_checks import is_any
 from hqconv.humming_layout import cpu_ops
 from hqconv.quantization import bit_codec
+from hqconv.quantization.deferred_checks import is_any
 from hqconv.schemas.dtypes import code_bits
 
 
 @dataclass(frozen=True, eq=False)
-class Coded:
+class CodedMatrix:
     """One matrix [N, K] in Humming's packing and conventions.
 
     b_dtype: uintN (offset binary) or a small float such as float4e2m1, float2e0m1 (sign and magnitude).
@@ -93,7 +93,7 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
     return scale.float()
 
 
-def dequantize(coded: Coded) -> torch.Tensor:
+def dequantize(coded: CodedMatrix) -> torch.Tensor:
     """float32 [N, K] = ((code - zero) * scale) * scale_2; the same bits on the CPU and on CUDA."""
     scale = scale_values(coded.scale)
     zero = torch.zeros(1, 1, device=scale.device)
@@ -124,7 +124,7 @@ def dequantize(coded: Coded) -> torch.Tensor:
 
 
 def _dequantize_cuda(
-    coded: Coded, scale: torch.Tensor, zero: torch.Tensor, scale_2: torch.Tensor
+    coded: CodedMatrix, scale: torch.Tensor, zero: torch.Tensor, scale_2: torch.Tensor
 ) -> torch.Tensor:
     table = torch.from_numpy(code_table(coded.b_dtype, coded.zero_point is None).copy()).to(scale.device)
     codes = bit_codec.unpack(coded.packed, coded.num_bits)
@@ -141,14 +141,14 @@ def _dequantize_cuda(
     return values
 
 
-def _column_groups(coded: Coded, num_columns: int) -> torch.Tensor:
+def _column_groups(coded: CodedMatrix, num_columns: int) -> torch.Tensor:
     if coded.column_groups is not None:
         return coded.column_groups
     columns = torch.arange(num_columns, device=coded.packed.device)
     return columns // (coded.group_k or num_columns)
 
 
-def checked(coded: Coded, names: Mapping[str, str]) -> Coded:
+def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
     """`coded`, whose scales, second scales and codes have been looked at.
 
     Raises InputError for a NaN or infinite scale, a negative one under a float type, a zero one under codes that
@@ -184,7 +184,7 @@ def _count(mask: torch.Tensor) -> str:
     return f"{int(mask.sum())} of {mask.numel()}, the first at {list(first)}"
 
 
-def _check_codes(coded: Coded, names: Mapping[str, str]) -> None:
+def _check_codes(coded: CodedMatrix, names: Mapping[str, str]) -> None:
     """Refuse fp8 codes that are no number: e4m3 has one NaN magnitude, e5m2 infinity and three NaNs."""
     mask = {"float8e4m3": 0x7F, "float8e5m2": 0x7C}.get(coded.b_dtype)
     if mask is None:
@@ -203,7 +203,7 @@ def _check_codes(coded: Coded, names: Mapping[str, str]) -> None:
         )
 
 
-def _check_zero_scales(coded: Coded, is_zero: torch.Tensor, where: str) -> None:
+def _check_zero_scales(coded: CodedMatrix, is_zero: torch.Tensor, where: str) -> None:
     """Refuse a zero scale over codes that are not zero: their weights are lost. All-zero groups often have one."""
     num_rows, num_columns = coded.shape
     grid_rows = is_zero.any(1).nonzero().flatten()
