@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import resolve_schema
-from hqconv.serving.vllm.limits import stock_vllm_obstacle
+from hqconv.serving.engine import ENGINE
 from scripts.engines import Engine, run_all
 from scripts.few_kernels import install
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write
@@ -116,7 +116,7 @@ def pairs_of(a: argparse.Namespace) -> dict[str, tuple[Engine, Engine]]:
         stock = [*arguments[:-1], json.dumps({**json.loads(a.words), "moe_backend": "humming"})]
         return {"source against stock vLLM": (mine, Engine("source, stock", source, stock))}
     for schema in a.schemas:
-        is_stock = stock_vllm_obstacle(resolve_schema(schema), a.dtype) is None
+        is_stock = ENGINE.checkpoint_layout_obstacle(resolve_schema(schema), a.dtype) is None
         if a.both and not is_stock:
             continue
         kernel = convert(a, source, schema, "kernel")

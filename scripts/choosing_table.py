@@ -27,7 +27,7 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
-from hqconv.serving.vllm.limits import stock_vllm_obstacle
+from hqconv.serving.engine import ENGINE
 from scripts.quantizer_gains import relative_error, weights
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
@@ -93,7 +93,7 @@ def row(name: str, matrices: Mapping[str, torch.Tensor]) -> str:
     cells = [f"`{name}`", f"{8 * stored_bytes(MODELS[1], schema) / MODELS[1].num_weights:.4g}"]
     cells += [f"{stored_bytes(model, schema) / 1e9:.1f}" for model in MODELS]
     cells += [f"{relative_error(matrix, name, searched=False):.4f}" for matrix in matrices.values()]
-    serves = "yes" if stock_vllm_obstacle(schema, _DTYPE) is None else "no"
+    serves = "yes" if ENGINE.checkpoint_layout_obstacle(schema, _DTYPE) is None else "no"
     return f"| {' | '.join([*cells, activations(schema) or '–', serves])} |\n"
 
 

@@ -25,7 +25,8 @@ FLOORS = {
     "quantization": 4,
     "formats": 5,
     "models": 6,
-    "serving.vllm.limits": 7,
+    "serving.vllm.limits": 2,
+    "serving.engine": 7,
     "planning": 8,
     "artifact": 9,
     "sources": 10,
@@ -80,7 +81,12 @@ LIGHT = (
     *("hqconv.sources.safetensors_headers", "hqconv.sources.opening", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.compatibility"),
     *("hqconv.serving.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
-    *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.limits"),
+    *(
+        "hqconv.serving.vllm.plugin",
+        "hqconv.serving.vllm.tuning",
+        "hqconv.serving.vllm.limits",
+        "hqconv.serving.engine",
+    ),
     *(
         f"hqconv.serving.warm.{name}"
         for name in ("gpus", "kernel_store", "kernel_requests", "compile_kernels")
@@ -92,8 +98,15 @@ HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub"
 # A server serves: planning, conversion, verification and reports stay out of its processes, also in functions.
 # `serving/warm` is no part of a server, its store of compiled kernels aside.
 SERVER_WITHOUT_VLLM = (
-    *("artifact_view", "artifact_location", "compatibility", "rank_file", "parameter_loader"),
-    *("vllm.activations", "vllm.layer_names", "vllm.plugin", "vllm.tuning", "warm.kernel_store"),
+    *("artifact_view", "artifact_location", "compatibility", "engine", "rank_file", "parameter_loader"),
+    *(
+        "vllm.activations",
+        "vllm.layer_names",
+        "vllm.limits",
+        "vllm.plugin",
+        "vllm.tuning",
+        "warm.kernel_store",
+    ),
 )
 WITH_VLLM = ("vllm.config", "vllm.other_layers", "vllm.moe_method")
 SERVER = tuple(f"hqconv.serving.{name}" for name in (*SERVER_WITHOUT_VLLM, *WITH_VLLM))
@@ -245,7 +258,7 @@ def test_every_module_of_serving_is_of_a_server_or_of_warm() -> None:
     }
     packages = {"hqconv.serving", "hqconv.serving.vllm", "hqconv.serving.warm"}
     serving = {name for name in package_files() if is_in(name, "hqconv.serving")} - packages
-    assert serving == {*SERVER, *warm, "hqconv.serving.vllm.limits"}
+    assert serving == {*SERVER, *warm}
 
 
 def loaded_by(code: str) -> set[str]:

@@ -20,6 +20,7 @@ from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.content_sums import SUMS
+from hqconv.serving.engine import ENGINE
 
 # Keys that are there only where they say something.
 _OPTIONAL = (
@@ -48,9 +49,7 @@ def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     words = copy.deepcopy(source.config)
     if spec.layout == artifact_names.CHECKPOINT:
         names = [block.name for block in plan.experts.blocks]
-        words["quantization_config"] = artifact_names.humming_quantization_config(
-            spec.schema, names, plan.experts.left
-        )
+        words["quantization_config"] = ENGINE.checkpoint_config(spec.schema, names, plan.experts.left)
     else:
         words = artifact_names.refuse_transformers(words)
         words["quantization_config"] = artifact_names.hqconv_quantization_config(

@@ -16,7 +16,7 @@ from hqconv.formats.source_format import DIRECT
 from hqconv.io.front_matter import FrontMatter, in_yaml
 from hqconv.schemas.artifact_names import KERNEL, MANIFEST, SUMS
 from hqconv.schemas.grid import Grid
-from hqconv.serving.vllm.limits import serve_command
+from hqconv.serving.engine import ENGINE
 
 _MARKER = b"<!-- hqconv: what follows is the card of the source, as it was -->\n"
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
@@ -57,7 +57,7 @@ def _card_metadata(words: Mapping[str, Any], front: FrontMatter) -> dict[str, An
     if first.get("revision") is not None:
         found |= {"base_model": [str(first["name"])], "base_model_relation": "quantized"}
     tags = [tags] if isinstance(tags, str) else tags
-    return {**found, "library_name": "vllm", "tags": list(dict.fromkeys((*tags, *_TAGS)))}
+    return {**found, "library_name": ENGINE.library_name, "tags": list(dict.fromkeys((*tags, *_TAGS)))}
 
 
 # --- the text
@@ -100,7 +100,7 @@ def _facts(words: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{words['target']}{cuda}; {words['tp']} TP x {words['ep']} EP ranks; no other GPU or ranks",
         )
     else:
-        yield "for", "any GPU and ranks that vLLM's `humming` method serves"
+        yield "for", f"any GPU and ranks that {ENGINE.name}'s `humming` method serves"
     yield "made by", f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}"
 
 
@@ -113,12 +113,12 @@ def _place(source: Mapping[str, Any]) -> str:
 def _serving(words: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", "## Serve it", "")
     grid = Grid(*(words[key] for key in ("tp", "ep", "expert_placement", "redundant_experts")))
-    command = serve_command(_HERE, words["layout"], grid)
+    command = ENGINE.serve_command(_HERE, words["layout"], grid)
     if command is None:
-        yield "vLLM has no start for these ranks."
+        yield f"{ENGINE.name} has no start for these ranks."
         return
     if words["layout"] == KERNEL:
-        yield from ("    pip install 'hqconv[vllm]'", f"    {command}", "")
+        yield from (f"    pip install '{ENGINE.pip_package}'", f"    {command}", "")
         yield f"{_HERE} is this repo or a folder with its files. transformers cannot load the kernel layout."
     else:
         yield from (f"    {command}", "", f"{_HERE} is this repo or a folder with its files.")

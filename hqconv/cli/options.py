@@ -19,6 +19,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
 from hqconv.schemas.config_files import RECIPES, or_shipped, shipped
 from hqconv.schemas.recipe import load_recipe
+from hqconv.serving.engine import ENGINE
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ OPTIONS: dict[str, Option] = {
     "ep": Option(int, "Expert-parallel ranks.", settings=_AT_LEAST_ONE),
     "expert_placement": Option(Literal["linear", "round_robin"], "How experts are dealt to EP ranks."),
     "redundant_experts": Option(int, "Copies of experts, appended.", settings={"min": 0}),
-    "layout": Option(Literal["kernel", "checkpoint"], "Ready for the kernel, or a checkpoint for vLLM."),
+    "layout": Option(
+        Literal["kernel", "checkpoint"], f"Ready for the kernel, or a checkpoint for {ENGINE.name}."
+    ),
     "device": Option(str, "auto, cuda, cuda:N or cpu; the bytes are the same."),
     "max_memory": Option(str, "Host memory for the experts at work: 512MiB, 4GiB, 2GB, bytes."),
     "max_gpu_memory": Option(str | None, "The same on the GPU.  [default: most of what is free]"),

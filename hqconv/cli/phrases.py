@@ -55,8 +55,8 @@ def _blocks(count: int) -> str:
     return f"{count} block{'s' if count > 1 else ''}"
 
 
-def stock_vllm(words: Mapping[str, Any]) -> str:
-    """Whether a stock vLLM serves the checkpoint layout of a schema: `yes`, `with bfloat16`, or why not."""
+def served_param_dtypes(words: Mapping[str, Any]) -> str:
+    """Dtypes with which the engine serves a schema's checkpoint layout: `yes`, `with bfloat16`, or `no: reason`."""
     served = words["stock_vllm_param_dtypes"]
     if not served:
         return f"no: {words['stock_vllm_obstacle']}"

@@ -16,6 +16,7 @@ from hqconv.cli.progress import human_bytes, human_seconds
 from hqconv.cli.text import printable_document
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words
+from hqconv.serving.engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 
@@ -261,7 +262,7 @@ _ROWS: tuple[tuple[str, Any], ...] = (
     ("layout", lambda one: one["layout"]),
     ("target", lambda one: one["target"] if one["layout"] == "kernel" else "every GPU"),
     ("ranks", _ranks),
-    ("vLLM serves it", _served),
+    (f"{ENGINE.name} serves it", _served),
     ("worst blocks", _worst),
 )
 _FIGURES = (("least SQNR (dB)", "least_sqnr_db"), ("least cosine", "least_cosine"))
@@ -441,7 +442,7 @@ def _show_artifact(console: Console, words: Words) -> None:
             ("activations", phrases.input_scales(words["input_scales"])),
             ("experts", phrases.ranks(words["rank_bytes"])),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in words["tensors"].items())),
-            ("serve", words["serve_command"] or "vLLM has no start for these ranks"),
+            ("serve", words["serve_command"] or f"{ENGINE.name} has no start for these ranks"),
             (
                 "made by",
                 f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}",
@@ -498,18 +499,21 @@ def _show_schemas(console: Console, words: Words) -> None:
             schema["name"],
             f"{schema['bits_per_weight']:g}",
             schema["description"],
-            phrases.stock_vllm(schema),
+            phrases.served_param_dtypes(schema),
         )
         for schema in words["presets"]
     ]
     console.print()
     print_table(
-        console, ("schema", "bits per weight", "what it is", "--layout checkpoint runs in vLLM 0.33"), rows
+        console,
+        ("schema", "bits per weight", "what it is", f"--layout checkpoint runs in {ENGINE.release}"),
+        rows,
     )
     short = words["shorthand"]
     console.print(f"\n{short['name']}: {short['description']}")
     print_facts(
-        console, (("  bits per weight", short["bits_per_weight"]), ("  in vLLM", short["stock_vllm"]))
+        console,
+        (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"])),
     )
     console.print("\nFILE.toml: the fields of Humming's HummingWeightSchema.\n")
     inputs = [

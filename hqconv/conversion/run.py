@@ -39,7 +39,7 @@ from hqconv.planning.output_units import MoeLayerPlan, OutputUnit, gemm_shapes
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
-from hqconv.serving.vllm.limits import serve_command
+from hqconv.serving.engine import ENGINE
 
 
 def check_forms(plan: ConversionPlan) -> None:
@@ -128,7 +128,7 @@ class ConversionReport:
             "conversion": dict(Counter(block.encoding.conversion for block in self.plan.blocks)),
             "requantized": requantized(self.errors),
             "largest_scale_change": scale_changes(self.errors),
-            "serve_command": serve_command(str(self.out), spec.layout, spec.grid),
+            "serve_command": ENGINE.serve_command(str(self.out), spec.layout, spec.grid),
         }
 
     def words(self) -> dict[str, Any]:

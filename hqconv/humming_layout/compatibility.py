@@ -42,6 +42,16 @@ def why_incompatible(kind: KernelSpec) -> str | None:
     return next((found for rule in _RULES if (found := rule(kind))), None)
 
 
+def why_overflow(kind: KernelSpec) -> str | None:
+    """Return why Humming's kernel computes NaN with such weights on every engine, or None.
+
+    Sums of e5m2 codes (up to 57344) exceed float16 before the scale is applied: docs/kernels.md.
+    """
+    if kind.schema.b_dtype != "float8e5m2" or kind.a_dtype != "float16":
+        return None
+    return f"Humming's kernel overflows on '{kind.schema.name}' with float16 and gives NaN; use --dtype bfloat16."
+
+
 def nearest(kind: KernelSpec) -> tuple[list[str], list[str]]:
     """Names of input schemas that run with the weights, and of weight schemas that run with the inputs, there."""
     inputs = [name for name, one in INPUT_PRESETS.items() if not why_not(replace(kind, inputs=one))]

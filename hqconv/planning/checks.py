@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from hqconv.errors import RequestError
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
-from hqconv.humming_layout.compatibility import nearest, why_not
+from hqconv.humming_layout.compatibility import nearest, why_not, why_overflow
 from hqconv.humming_layout.layer_config import needs_cuda, resolve
 from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
@@ -18,12 +18,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES
-from hqconv.serving.vllm.limits import (
-    serving_obstacles,
-    stock_vllm_family_obstacle,
-    stock_vllm_obstacle,
-    why_no_server,
-)
+from hqconv.serving.engine import ENGINE
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
@@ -59,7 +54,7 @@ def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Raises RequestError for blocks that no server computes with; what one named server cannot load is a warning."""
     for block in experts.blocks:
         kind = spec.kernel_spec_of(block.name)
-        if (reason := why_no_server(kind)) is not None:
+        if (reason := why_overflow(kind)) is not None:
             raise RequestError(
                 "No server runs these weights.",
                 where=f"--schema {kind.schema.name} --dtype {kind.param_dtype}, {block.name}",
@@ -70,13 +65,13 @@ def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
 
 
 def _check_left(left: Iterable[str]) -> None:
-    """The checkpoint layout's config names experts that are left as they are, as vLLM knows them: by their layer."""
+    """Refuse unquantized experts that an ignore list cannot name: the engine knows them by their layer's number."""
     for name in left:
-        if artifact_names.vllm_pattern(name) is None:
+        if ENGINE.layer_pattern(name) is None:
             raise RequestError(
                 "The checkpoint layout cannot say that these experts are left as they are.",
                 where=f"--layout checkpoint, {name}",
-                expected="experts of a numbered layer, which vLLM knows by the same number",
+                expected=f"experts of a numbered layer, which {ENGINE.name} knows by the same number",
                 remedy="Use --layout kernel, or name a schema for them in a recipe.",
             )
 
@@ -165,12 +160,12 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...
             )
     warnings += _activation_warnings(experts)
     if spec.layout == artifact_names.CHECKPOINT:
-        warnings += _stock_vllm_warnings(experts, spec)
+        warnings += _checkpoint_layout_warnings(experts, spec)
     else:
-        reasons = serving_obstacles(experts.family, spec.grid)
-        warnings += [f"vLLM 0.33 will not serve this artifact: {reason}." for reason in reasons]
+        reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid)
+        warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
     kinds = dict.fromkeys(spec.kernel_spec_of(block.name) for block in experts.blocks)
-    warnings += [reason for kind in kinds if (reason := why_no_server(kind)) is not None]
+    warnings += [reason for kind in kinds if (reason := why_overflow(kind)) is not None]
     if spec.layout == artifact_names.KERNEL:
         warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
     warnings += missing_warnings(static_blocks(experts, spec))
@@ -182,7 +177,7 @@ def _activation_warnings(experts: ExpertMap) -> list[str]:
     unknown = (block.activation.describe() for block in experts.blocks if not block.knows_activation)
     return [
         f"the experts' activation {name} is known by name only: verify's kernel check passes over these blocks, and "
-        "vLLM refuses to serve them from the kernel layout."
+        f"{ENGINE.name} refuses to serve them from the kernel layout."
         for name in dict.fromkeys(unknown)
     ]
 
@@ -237,11 +232,17 @@ def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> Iterator[str]:
         yield f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."
 
 
-def _stock_vllm_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Why a stock vLLM, for which the checkpoint layout is, will not serve it."""
+def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Reasons why the engine without hqconv's plugin will not serve the checkpoint layout."""
     schema = spec.schema
-    of_schema = stock_vllm_obstacle(schema, spec.param_dtype)
-    of_blocks = (stock_vllm_family_obstacle(experts.family, block.name, schema) for block in experts.blocks)
+    of_schema = ENGINE.checkpoint_layout_obstacle(schema, spec.param_dtype)
+    of_blocks = (
+        ENGINE.checkpoint_family_obstacle(experts.family, block.name, schema) for block in experts.blocks
+    )
     of_family = next((reason for reason in of_blocks if reason), None)
     named = ((f"'{schema.name}' with {spec.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
-    return [f"vLLM 0.33 cannot serve {name} from this layout: {reason}." for name, reason in named if reason]
+    return [
+        f"{ENGINE.release} cannot serve {name} from this layout: {reason}."
+        for name, reason in named
+        if reason
+    ]

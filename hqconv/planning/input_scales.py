@@ -13,6 +13,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef
+from hqconv.serving.engine import ENGINE
 
 _MODE = "static_tensor"
 _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
@@ -41,7 +42,7 @@ def check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
 def _check_kind(kind: KernelSpec, spec: ConversionSpec) -> None:
     where = f"input schema {kind.inputs.name}"
     if spec.layout == artifact_names.CHECKPOINT:
-        what = "From the checkpoint layout vLLM cannot load static activation scales of experts."
+        what = f"From the checkpoint layout {ENGINE.name} cannot load static activation scales of experts."
         raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
     if kind.inputs.input_quant_mode != _MODE:
         raise RequestError(

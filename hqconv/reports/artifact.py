@@ -22,7 +22,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.content_sums import SUMS
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.untrusted_files import read_json
-from hqconv.serving.vllm.limits import serve_command
+from hqconv.serving.engine import ENGINE
 
 
 def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing | None = None) -> Words:
@@ -67,7 +67,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         "altered_manifest": altered,
         "is_damaged": bool(missing or altered),
         "warnings": list(manifest.get("warnings", [])),
-        "serve_command": serve_command(repo_id or str(root), manifest["layout"], _grid(manifest)),
+        "serve_command": ENGINE.serve_command(repo_id or str(root), manifest["layout"], _grid(manifest)),
     }
 
 

@@ -14,7 +14,7 @@ from hqconv.reports.artifact import describe_artifact
 from hqconv.reports.documents import Words
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.grid import Grid
-from hqconv.serving.vllm.limits import serving_obstacles, stock_vllm_family_obstacle, stock_vllm_obstacle
+from hqconv.serving.engine import ENGINE
 
 _SIZES = ("num_experts", "hidden_size", "intermediate_size", "gated")
 _NUM_WORST = 10  # blocks and projections of one artifact
@@ -147,13 +147,15 @@ def _expert_bytes(root: Path, manifest: Words) -> int:
 
 
 def _obstacles(root: Path, manifest: Words) -> list[str]:
-    """Why vLLM does not serve it, as far as is known."""
+    """Known reasons why the engine does not serve an artifact."""
     keys = ("tp", "ep", "expert_placement", "redundant_experts")
     if manifest["layout"] == names.KERNEL:
-        return serving_obstacles(manifest["family"], Grid(*(manifest[key] for key in keys)))
+        return ENGINE.kernel_layout_obstacles(manifest["family"], Grid(*(manifest[key] for key in keys)))
     schema = schema_of(root, manifest)
-    reasons = [stock_vllm_obstacle(schema, manifest["dtype"])]
-    reasons += [stock_vllm_family_obstacle(manifest["family"], name, schema) for name in manifest["blocks"]]
+    reasons = [ENGINE.checkpoint_layout_obstacle(schema, manifest["dtype"])]
+    reasons += [
+        ENGINE.checkpoint_family_obstacle(manifest["family"], name, schema) for name in manifest["blocks"]
+    ]
     return list(dict.fromkeys(reason for reason in reasons if reason))
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
-from hqconv.serving.vllm.limits import stock_vllm_obstacle
+from hqconv.serving.engine import ENGINE
 
 Words = dict[str, Any]
 SHAPE_KEYS = (
@@ -66,8 +66,8 @@ def quant_method(quantization: Any) -> Any:
 
 
 def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
-    """A schema, and whether a stock vLLM can load the checkpoint layout of it."""
-    obstacle = stock_vllm_obstacle(schema, param_dtype)
+    """A schema, and whether the engine without hqconv's plugin serves its checkpoint layout."""
+    obstacle = ENGINE.checkpoint_layout_obstacle(schema, param_dtype)
     return {
         "name": schema.name,
         "description": schema.describe(),
@@ -76,7 +76,7 @@ def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
         "stock_vllm_serves_checkpoint_layout": obstacle is None,
         "stock_vllm_obstacle": obstacle,
         "stock_vllm_param_dtypes": [
-            dtype for dtype in PARAM_DTYPES if not stock_vllm_obstacle(schema, dtype)
+            dtype for dtype in PARAM_DTYPES if not ENGINE.checkpoint_layout_obstacle(schema, dtype)
         ],
     }
 

@@ -10,6 +10,7 @@ from hqconv.reports.html import facts, folded, lines, note, number, section, siz
 from hqconv.reports.page_document import PROJECTIONS, ROLES, entropy_bits
 from hqconv.reports.plots import bars_plot, heat_plot, lines_plot
 from hqconv.reports.style import STYLE
+from hqconv.serving.engine import ENGINE
 
 _ALONE = "No check was run for this page: `hqconv verify --report` runs them, `hqconv report --source` that of weights."
 _NUM_SHOWN = 10
@@ -382,7 +383,7 @@ def _made(words: Words) -> str:
         ("parameters", f"{artifact['dtype']}, {artifact['input_schema']} activations"),
         ("layout", _layout(artifact)),
         ("experts", _ranks(artifact["rank_bytes"])),
-        ("serve with", artifact["serve_command"] or "vLLM has no start for these ranks"),
+        ("serve with", artifact["serve_command"] or f"{ENGINE.name} has no start for these ranks"),
     )
     headers = ("blocks", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
     keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k", "activation")

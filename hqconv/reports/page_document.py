@@ -13,7 +13,7 @@ from hqconv.reports.artifact import describe_artifact
 from hqconv.reports.documents import Words
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.grid import Grid
-from hqconv.serving.vllm.limits import serve_command
+from hqconv.serving.engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 ROLES = tuple(PROJECTIONS)
@@ -84,7 +84,7 @@ def _places(root: Path, verification: Words | None) -> dict[str, str]:
 def _at_home(name: str, manifest: Words) -> Words:
     """The folder, and how it is served, by its name only."""
     grid = Grid(*(manifest[key] for key in ("tp", "ep", "expert_placement", "redundant_experts")))
-    return {"folder": name, "serve_command": serve_command(name, manifest["layout"], grid)}
+    return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest["layout"], grid)}
 
 
 def _block(name: str, block: Words, manifest: Words) -> Words:

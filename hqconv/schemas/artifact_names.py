@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hqconv.errors import RequestError
@@ -95,34 +95,6 @@ def shard_name(index: int, total: int) -> str:
     if total == 1:
         return SINGLE
     return f"model-{index:05d}-of-{total:05d}.safetensors"
-
-
-def vllm_pattern(block: str) -> str | None:
-    """What matches vLLM's name of a block in `ignore`, whatever prefix it has there; None where that is not known.
-
-    vLLM puts the modules of an MTP layer one deeper; those that are numbered by themselves it renumbers.
-    """
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(\w+)$", block)
-    if found is None or "mtp" in block.split("."):
-        return None
-    return rf"re:(?:.*\.)?layers\.{found[1]}\.(?:.*\.)?{found[2]}$"
-
-
-def humming_quantization_config(
-    schema: WeightSchema, block_names: list[str], left: Iterable[str] = ()
-) -> dict[str, Any]:
-    """`quantization_config` with which a stock vLLM serves the checkpoint layout.
-
-    Long field names only: vLLM reads the same flat dict as an input schema, whose aliases `dtype`,
-    `group_size` and `scale_dtype` would turn on activation quantization. What the schema leaves out stays out:
-    vLLM knows some schemas only so (`stock_vllm`). `ignore` keeps everything but the experts' modules
-    unquantized, and the experts of blocks `left`: vLLM matches its module names with `re.match` after `re:`.
-    """
-    words = schema.humming_fields()
-    kept = {key: value for key, value in words.items() if value not in (None, 0, False, "none")}
-    experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in block_names})
-    plain = [pattern for name in left if (pattern := vllm_pattern(name)) is not None]
-    return {"quant_method": "humming", **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)", *plain]}
 
 
 def kernel_spec_to_dict(kind: KernelSpec) -> dict[str, Any]:

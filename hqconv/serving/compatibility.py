@@ -19,7 +19,7 @@ from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
-from hqconv.serving.vllm.limits import serve_options
+from hqconv.serving.engine import ENGINE
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _flags(flags: Mapping[str, bool]) -> str:
 
 
 def _fitting(grid: Grid) -> str:
-    options = serve_options(grid)
+    options = ENGINE.serve_options(grid)
     if options is None:
         return "There is no start of vLLM for the artifact's ranks:"
     return f"Serve with {options or '--tensor-parallel-size 1'}, or"

@@ -18,6 +18,7 @@ from hqconv.errors import HqconvError, VerificationError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
 from hqconv.schemas import artifact_names as names
+from hqconv.serving.engine import ENGINE
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
 from hqconv.verification.input_scales import check_rank_scales
@@ -238,7 +239,7 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     expected = names.hqconv_quantization_config(spec.kind, own, is_mixed=artifact.is_mixed)
     if spec.layout == names.CHECKPOINT:
         blocks = list(artifact.blocks)
-        expected = names.humming_quantization_config(spec.schema, blocks, artifact.left)
+        expected = ENGINE.checkpoint_config(spec.schema, blocks, artifact.left)
     what = "The config does not describe the manifest's quantization."
     compare_dicts(where, what, expected, config.get("quantization_config"), result)
     plain = config

@@ -34,6 +34,7 @@ from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.serving.engine import ENGINE
 from tests.make.conversions import open_plan, schema_of
 from tests.make.matrices import SCHEMAS
 from tests.make.models import MODELS, save_model
@@ -455,7 +456,7 @@ OTHERS = (
 
 
 def test_ignore_spares_the_experts_and_nothing_else() -> None:
-    words = artifact_names.humming_quantization_config(schema_of("mxfp4"), ["model.layers.3.mlp.experts"])
+    words = ENGINE.checkpoint_config(schema_of("mxfp4"), ["model.layers.3.mlp.experts"])
     patterns = [entry.removeprefix("re:") for entry in words["ignore"]]
     assert all(entry.startswith("re:") for entry in words["ignore"])
     for name in OTHERS:
@@ -468,7 +469,7 @@ def test_ignore_spares_the_experts_and_nothing_else() -> None:
 def test_ignore_of_models_that_transformers_wrote(family: str, tmp_path: Path) -> None:
     checkpoint, plan = open_plan(save_model(tmp_path / "m", family), "mxfp4", layout="checkpoint")
     blocks = [block.name for block in plan.experts.blocks]
-    [entry] = artifact_names.humming_quantization_config(plan.spec.schema, blocks)["ignore"]
+    [entry] = ENGINE.checkpoint_config(plan.spec.schema, blocks)["ignore"]
     pattern = re.compile(entry.removeprefix("re:"))
     assert [name for name in blocks if pattern.match(name)] == []
     modules = {name.rsplit(".", 1)[0] for name in plan.experts.copied}
@@ -481,7 +482,7 @@ def test_quantization_config_is_hummings_words(name: str) -> None:
     """Humming's own class reads the words back to the same schema; its aliases are not used."""
     from hqconv.humming_layout.transform import humming_schema
 
-    words = artifact_names.humming_quantization_config(schema_of(name), ["a.experts"])
+    words = ENGINE.checkpoint_config(schema_of(name), ["a.experts"])
     assert {"dtype", "group_size", "scale_dtype", "scale_type"}.isdisjoint(words)
     target = humming_schema(schema_of(name))
     assert type(target).from_config(words) == target

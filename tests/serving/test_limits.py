@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from hqconv.schemas.grid import Grid
-from hqconv.serving.vllm.limits import serve_command, serving_obstacles
+from hqconv.serving.engine import ENGINE
 
 COMMANDS = {
     Grid(): "vllm serve out",
@@ -20,22 +20,22 @@ COMMANDS = {
 
 @pytest.mark.parametrize("grid", COMMANDS)
 def test_the_command(grid: Grid) -> None:
-    assert serve_command("out", "kernel", grid) == COMMANDS[grid]
-    assert serve_command("out", "checkpoint", grid) == "vllm serve out"
-    assert serving_obstacles("qwen_moe", grid) == []
+    assert ENGINE.serve_command("out", "kernel", grid) == COMMANDS[grid]
+    assert ENGINE.serve_command("out", "checkpoint", grid) == "vllm serve out"
+    assert ENGINE.kernel_layout_obstacles("qwen_moe", grid) == []
 
 
 @pytest.mark.parametrize("grid", [Grid(tp=2, ep=2), Grid(ep=2, redundant=2)])
 def test_ranks_without_a_start(grid: Grid) -> None:
-    assert serve_command("out", "kernel", grid) is None
-    assert len(serving_obstacles("qwen_moe", grid)) == 1
+    assert ENGINE.serve_command("out", "kernel", grid) is None
+    assert len(ENGINE.kernel_layout_obstacles("qwen_moe", grid)) == 1
 
 
 def test_llama_4_is_not_served() -> None:
-    assert "weighs" in serving_obstacles("llama4", Grid())[0]
+    assert "weighs" in ENGINE.kernel_layout_obstacles("llama4", Grid())[0]
 
 
 def test_a_folder_with_a_space_is_one_word() -> None:
-    command = serve_command("my model", "kernel", Grid())
+    command = ENGINE.serve_command("my model", "kernel", Grid())
     assert command is not None
     assert shlex.split(command) == ["vllm", "serve", "my model"]

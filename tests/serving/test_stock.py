@@ -1,7 +1,7 @@
 """The checkpoint layout through a stock vLLM: its own classes load it, rank by rank.
 
-Every cell (schema × dtype × ranks) must be what `stock_vllm_obstacle` says: the bytes and LayerConfigs of the kernel
-layout of the same conversion, or not served.
+Every cell (schema × dtype × ranks) must be what `ENGINE.checkpoint_layout_obstacle` says: the bytes and LayerConfigs of
+the kernel layout of the same conversion, or not served.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
-from hqconv.serving.vllm.limits import stock_vllm_obstacle
+from hqconv.serving.engine import ENGINE
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
 
@@ -183,7 +183,7 @@ def test_what_is_said_of_a_schema_is_what_happens(
         except RequestError as error:  # a 16-bit scale dtype that is not the parameters'
             assert "16-bit scale dtype" in str(error)  # noqa: PT017
             return
-    assert served == (stock_vllm_obstacle(schema, dtype) is None)
+    assert served == (ENGINE.checkpoint_layout_obstacle(schema, dtype) is None)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
 
 from hqconv.artifact.load import load_block
 from hqconv.models.families import BY_MODEL_TYPE
-from hqconv.serving.vllm.limits import stock_vllm_family_obstacle
+from hqconv.serving.engine import ENGINE
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.families import save_family
 
@@ -100,7 +100,7 @@ def test_what_is_said_of_a_family_is_what_happens(name: str, tmp_path: Path) -> 
     run(tmp_path / "m", kernel, "mxfp4")
     family = BY_MODEL_TYPE[json.loads((packed / "config.json").read_text())["model_type"]].name
     blocks = manifest(packed)["blocks"]
-    said = [stock_vllm_family_obstacle(family, block, schema_of("mxfp4")) for block in blocks]
+    said = [ENGINE.checkpoint_family_obstacle(family, block, schema_of("mxfp4")) for block in blocks]
     assert is_read(packed, kernel) == (not any(said))
 
 

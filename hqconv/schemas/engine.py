@@ -1,0 +1,49 @@
+"""The interface to a serving engine: what planning, reports, model cards and refusals need to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from hqconv.schemas.grid import Grid
+from hqconv.schemas.weight_schema import WeightSchema
+
+
+class Engine(Protocol):
+    """A serving engine, for code that runs outside of its processes. Loads neither torch nor the engine itself.
+
+    Reasons are second halves of sentences, to follow "<release> will not serve this artifact:".
+    """
+
+    name: str  # for messages
+    release: str  # with the version that the facts below were read from and tested with
+    library_name: str  # in the metadata of model cards on the Hub
+    pip_package: str  # hqconv with the extra that installs the engine
+    # Options of a server's command line, `{}` for the value, and remarks for refusals.
+    placement_option: str
+    placement_remark: str
+    dtype_option: str
+    layer_remedy: str
+
+    def serve_options(self, grid: Grid) -> str | None:
+        """Command line options for a grid of ranks, or None if the engine has no such parallelism."""
+
+    def serve_command(self, out: str, layout: str, grid: Grid) -> str | None:
+        """Command that serves an artifact, or None if the engine cannot; the checkpoint layout fits any ranks."""
+
+    def kernel_layout_obstacles(self, family: str, grid: Grid) -> list[str]:
+        """Reasons why the engine does not serve a kernel artifact of this model family and grid."""
+
+    def checkpoint_layout_obstacle(self, schema: WeightSchema, param_dtype: str) -> str | None:
+        """Reason why the engine cannot serve the checkpoint layout of this schema, of any family."""
+
+    def checkpoint_family_obstacle(self, family: str, block: str, schema: WeightSchema) -> str | None:
+        """Reason why the engine cannot serve an MoE layer of this family from the checkpoint layout."""
+
+    def layer_pattern(self, block: str) -> str | None:
+        """Pattern for an ignore list that matches the engine's name of an MoE layer, or None if that is unknown."""
+
+    def checkpoint_config(
+        self, schema: WeightSchema, block_names: Iterable[str], left: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        """`quantization_config` of the checkpoint layout; experts of the layers `left` stay unquantized."""
