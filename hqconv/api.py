@@ -5,13 +5,13 @@ Importing this module loads no torch; a function that needs it does.
 
 from __future__ import annotations
 
+import inspect as inspect_module
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from hqconv.conversion.options import (
-    ConversionOptions,
     cache_use,
     check_modes,
     check_places,
@@ -22,13 +22,11 @@ from hqconv.conversion.options import (
 )
 from hqconv.errors import OutputError, RequestError
 from hqconv.io.hub_snapshot import is_repo_id, look
-from hqconv.schemas.artifact_names import KERNEL
-from hqconv.schemas.grid import LINEAR, Grid
-from hqconv.schemas.input_schema import InputSchema
-from hqconv.schemas.recipe import Override
-from hqconv.schemas.weight_schema import SOURCE, WeightSchema
+from hqconv.planning.options import ConversionOptions
+from hqconv.planning.plan import plan_conversion
+from hqconv.schemas.options import ConversionArguments, conversion_options
 from hqconv.serving.warm.compile_kernels import warm as warm
-from hqconv.sources.opening import open_headers, open_source, own_target, without_gc
+from hqconv.sources.opening import open_headers, open_source, without_gc
 
 if TYPE_CHECKING:
     import torch
@@ -37,68 +35,61 @@ if TYPE_CHECKING:
     from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport
     from hqconv.conversion.run import ConversionReport
-    from hqconv.models.protocols import SourceHeaders
     from hqconv.planning.plan import ConversionPlan
     from hqconv.verification.result import VerificationReport
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _with_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Show each option of a conversion instead of `**options` in a function's signature, annotations and docstring."""
+    signature = inspect_module.signature(function)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+    options = conversion_options().values()
+    shown = [
+        inspect_module.Parameter(
+            option.name,
+            inspect_module.Parameter.KEYWORD_ONLY,
+            default=inspect_module.Parameter.empty if option.is_required else option.default,
+            annotation=option.annotation,
+        )
+        for option in options
+    ]
+    positional = [parameter for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    parameters = [*positional, *shown, *(parameter for parameter in own if parameter not in positional)]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    returned = function.__annotations__["return"]
+    function.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": returned}
+    lines = (f"{option.name}: {option.help}" for option in options)
+    function.__doc__ = "\n    ".join([f"{function.__doc__}\n    Options:\n", *lines])
+    return function
+
+
+@_with_options
 def plan(
     src: str | Path,
     *,
-    schema: str | Path | WeightSchema,
-    target: str | None = None,
-    dtype: str | None = None,
-    tp: int = 1,
-    ep: int = 1,
-    expert_placement: str = LINEAR,
-    redundant_experts: int = 0,
-    layout: str = KERNEL,
-    input_schema: str | Path | InputSchema = "a16",
-    cuda: str | None = None,
-    overrides: Sequence[Override] = (),
-    round_scales: bool = False,
-    quantizer: str = "rtn",
-    importance: str | Path | None = None,
-    allow_unserved: bool = False,
     revision: str | None = None,
     device: str = "auto",
+    **options: Unpack[ConversionArguments],
 ) -> ConversionPlan:
-    """Plans a conversion from headers and config alone: what every output file holds, and where.
+    """Plan a conversion from headers and config alone: the tensors of every output file, and their places.
 
-    src, schema, target, dtype, tp, ep, expert_placement, redundant_experts, layout, input_schema, cuda, overrides,
-    round_scales, quantizer, importance, allow_unserved, revision: as of `convert`; of a Hub repo only headers are read.
-    device: where `target` None takes it from.
-
-    Raises the errors that `convert` raises before it writes.
+    src, revision, options: as of `convert`; of a Hub repo only headers are read. device: the GPU that an open `target`
+    stands for. Raises the errors that `convert` raises before it writes.
     """
-    with open_headers(src, revision) as source:
-        own = own_target(source) if schema == SOURCE else None
-        on = choose_target(target, cuda, layout, choose_device(device), own)
-        grid = Grid(tp, ep, expert_placement, redundant_experts)
-        options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
-        wanted = ConversionOptions(*options, quantizer, importance, allow_unserved)
-        return wanted.plan(source)
+    parsed, device = ConversionOptions.parse(**options), choose_device(device)
+    with open_headers(src, revision) as source, without_gc():
+        return plan_conversion(parsed, source, choose_target(parsed, source, device))
 
 
+@_with_options
 def convert(
     src: str | Path,
     out: str | Path | None = None,
     *,
-    schema: str | Path | WeightSchema,
-    target: str | None = None,
-    dtype: str | None = None,
-    tp: int = 1,
-    ep: int = 1,
-    expert_placement: str = LINEAR,
-    redundant_experts: int = 0,
-    layout: str = KERNEL,
-    input_schema: str | Path | InputSchema = "a16",
-    cuda: str | None = None,
-    overrides: Sequence[Override] = (),
-    round_scales: bool = False,
-    quantizer: str = "rtn",
-    importance: str | Path | None = None,
-    allow_unserved: bool = False,
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -109,51 +100,49 @@ def convert(
     source_digests: bool = False,
     on_plan: Callable[[ConversionPlan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    distributed: bool = False,
     in_team: bool = False,
     cache_limit: str | int | None = None,
     keep_source: bool = False,
+    **options: Unpack[ConversionArguments],
 ) -> ConversionReport:
-    """Converts a model's experts: `src` to an artifact at `out`. See docs/api.md.
+    """Convert a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
-    src: a model folder, a Hub repo id (at `revision`), GGUF files, an artifact. out: None: `./<model>-<schema>…`.
-    schema: a preset, a shorthand, a path ending in .toml, a `WeightSchema`, or "source". target: the serving GPU, sm75
-    …; None: the one here. dtype: bfloat16 or float16; None: the checkpoint's.
-    tp, ep: ranks. expert_placement: linear, round_robin. redundant_experts: copies. layout: kernel, checkpoint.
-    input_schema: as schema. cuda: "13.0", where layouts depend on it. overrides: of blocks, from
-    `hqconv.schemas.recipe.load_recipe`. round_scales: codes kept, scales rounded. quantizer: rtn, mse; importance: a
-    file that weights it. allow_unserved: also what no server runs. device: auto, cpu, cuda, cuda:N; same bytes.
-    max_memory, max_gpu_memory: bytes or "4GiB". threads: None is all. resume, overwrite: go on; replace.
-    source_digests: hash the source's files, for the manifest. cache_limit: of what is fetched from the Hub at a time;
-    None: four shards. keep_source: nothing of it is dropped. on_plan, progress: called. in_team: share under torchrun.
+    src: a model folder, a Hub repo id (at `revision`), GGUF files, an artifact. out: None for `./<model>-<schema>…`.
+    options: see below; schemas may also be a `WeightSchema` or an `InputSchema`.
+    device: auto, cpu, cuda or cuda:N; the bytes are the same. max_memory, max_gpu_memory: bytes, or text such as
+    "4GiB". threads: None for all processors. resume: continue an interrupted conversion. overwrite: replace an
+    artifact. source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from
+    the Hub at a time; None for four shards. keep_source: keep downloaded shards. on_plan: called with the plan and the
+    output folder before anything is written. progress: called from worker threads. distributed: share the work with
+    the other processes of torchrun; in_team: its name of version 0.1.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
-    modes: dict[str, Any] = check_modes(resume=resume, overwrite=overwrite)
-    modes["cache"] = cache_use(cache_limit, keep_source=keep_source)
-    grid = Grid(tp, ep, expert_placement, redundant_experts)
+    check_modes(resume=resume, overwrite=overwrite)
+    cache, distributed = cache_use(cache_limit, keep_source=keep_source), distributed or in_team
+    parsed = ConversionOptions.parse(**options)
     from hqconv.conversion.run import convert as run  # all libraries are loaded before the work begins
 
-    resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=in_team)
+    resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=distributed)
     with open_source(src, revision, is_lazy=True) as source:
-        own = own_target(source) if schema == SOURCE else None
-        on = choose_target(target, cuda, layout, resources.device_name, own)
-        options = (schema, dtype, grid, on, layout, input_schema, tuple(overrides), round_scales)
-        planned = ConversionOptions(*options, quantizer, importance, allow_unserved).plan(source)
-        place = _announced(source, planned, out, on_plan)
-        words = {**modes, "in_team": in_team, "digests": source_digests}
-        return run(source, planned, place, resources, **words, progress=progress)
-
-
-def _announced(
-    source: SourceHeaders,
-    planned: ConversionPlan,
-    out: str | Path | None,
-    on_plan: Callable[[ConversionPlan, Path], None] | None,
-) -> Path:
-    """Where the artifact goes, once the caller knows."""
-    place = check_places(source.root, place_of(planned, out))
-    if on_plan is not None:
-        on_plan(planned, place)
-    return place
+        target = choose_target(parsed, source, resources.device_name)
+        with without_gc():
+            planned = plan_conversion(parsed, source, target)
+        place = check_places(source.root, place_of(planned, out))
+        if on_plan is not None:
+            on_plan(planned, place)
+        return run(
+            source,
+            planned,
+            place,
+            resources,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+            in_team=distributed,
+            digests=source_digests,
+            cache=cache,
+        )
 
 
 @without_gc()

@@ -14,19 +14,16 @@ from hqconv.artifact.manifest import read_manifest
 from hqconv.io.digests import blob_sha256, sha256_of
 from hqconv.io.durable_files import FileRecord
 from hqconv.models.protocols import Source
-from hqconv.planning.encoding import quantizer_to_dict
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.content_sums import SUMS
+from hqconv.schemas.options import ENCODING_KEYS
 from hqconv.serving.engine import ENGINE
 
 # Keys that are there only where they say something.
-_OPTIONAL = (
-    *("activation_schema", "cuda", "left_blocks", "round_scales"),
-    *("quantizer", "quantizer_version", "importance"),
-)
+_OPTIONAL = ("activation_schema", "cuda", "left_blocks", *ENCODING_KEYS)
 _OF_BLOCK = ("schema_name", "weight_schema", "input_schema", "activation_schema", "target", "cuda")
 
 
@@ -60,7 +57,7 @@ def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
 
 def spec_to_dict(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     """What the manifest says before anything is converted: versions, source and request."""
-    spec, importance = plan.spec, plan.spec.importance
+    spec = plan.spec
     return {
         "format_version": artifact_names.MIXED_VERSION if is_mixed(plan) else artifact_names.FORMAT_VERSION,
         "hqconv_version": __version__,
@@ -78,11 +75,7 @@ def spec_to_dict(source: Source, plan: ConversionPlan) -> dict[str, Any]:
         "layout": spec.layout,
         "schema_name": spec.schema.name,
         **artifact_names.schemas_to_dict(spec.kind),
-        **({"round_scales": True} if spec.round_scales else {}),
-        **quantizer_to_dict(spec.quantizer),
-        **(
-            {} if importance is None else {"importance": artifact_names.importance_to_dict(importance.sha256)}
-        ),
+        **spec.encoding.to_dict(),
         "dtype": spec.param_dtype,
         **artifact_names.target_to_dict(spec.target),
         "tp": spec.grid.tp,

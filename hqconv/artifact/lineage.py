@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hqconv.schemas.options import ENCODING_KEYS
+
 DERIVED = "derived_from"
 _KEYS = (
     *("hqconv_version", "humming_kernels_version", "layout", "schema_name", "weight_schema", "input_schema"),
-    *("dtype", "target", "cuda", "tp", "ep", "round_scales", "quantizer", "quantizer_version", "importance"),
+    *("dtype", "target", "cuda", "tp", "ep", *ENCODING_KEYS),
 )
 
 

@@ -23,7 +23,7 @@ from hqconv.io.open_files import Descriptors
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.families import FAMILIES, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
-from hqconv.planning.encoding import MSE, QUANTIZERS, RTN
+from hqconv.planning.encoding import EncodingOptions
 from hqconv.planning.importance import Importance, read_importance
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.planning.spec import ConversionSpec
@@ -75,7 +75,6 @@ class ManifestFacts:
         facts = {
             "dtype": words["dtype"] in PARAM_DTYPES,
             "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
-            "round_scales": words.get("round_scales", True) is True,
             "tp": 0 < words["tp"] <= MAX_COUNT,
             "ep": 0 < words["ep"] <= MAX_COUNT,
             "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
@@ -83,7 +82,7 @@ class ManifestFacts:
         for key, holds in facts.items():
             if not holds:
                 raise _impossible(key, words.get(key))
-        schema, quantizer = self.schema, self._quantizer
+        schema = self.schema
         try:
             kind = names.kernel_spec_from_dict(words, schema, words["dtype"])
             spec = ConversionSpec(
@@ -94,8 +93,7 @@ class ManifestFacts:
                 words["layout"],
                 kind.inputs,
                 of_blocks=self._of_blocks(),
-                round_scales="round_scales" in words,
-                quantizer=quantizer,
+                encoding=EncodingOptions.from_dict(words),
             )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error
@@ -107,22 +105,6 @@ class ManifestFacts:
         if spec.layout == names.CHECKPOINT and spec.grid != Grid():
             raise _impossible("tp, ep", f"{spec.grid} in the checkpoint layout")
         return spec
-
-    @property
-    def _quantizer(self) -> str:
-        quantizer = self.manifest.get("quantizer", RTN)
-        if quantizer not in QUANTIZERS:
-            raise _impossible("quantizer", repr(quantizer))
-        if self.has_importance and quantizer != MSE:
-            raise _impossible("importance", f"quantizer {quantizer}")
-        self._check_version(str(quantizer))
-        return str(quantizer)
-
-    def _check_version(self, quantizer: str) -> None:
-        version = self.manifest.get("quantizer_version")
-        is_known = version is None or (quantizer != RTN and type(version) is int and version > 0)
-        if not is_known:
-            raise _impossible("quantizer_version", f"{version!r}, of the quantizer {quantizer}")
 
     @property
     def search_version(self) -> int | None:

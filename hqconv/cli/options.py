@@ -18,8 +18,8 @@ import typer
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
 from hqconv.schemas.config_files import RECIPES, or_shipped, shipped
+from hqconv.schemas.options import ConversionOption, conversion_options
 from hqconv.schemas.recipe import load_recipe
-from hqconv.serving.engine import ENGINE
 
 
 @dataclass(frozen=True)
@@ -60,36 +60,6 @@ OPTIONS: dict[str, Option] = {
         ("--out", "-o"),
         settings=_ANY_PATH,
     ),
-    "schema": Option(
-        str,
-        "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep a quantized source's own.",
-        settings={"autocompletion": _names_of(lambda: [*weight_schema.PRESETS, weight_schema.SOURCE])},
-    ),
-    "input_schema": Option(
-        str,
-        "What activations are quantized to when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.",
-        settings={"autocompletion": _names_of(lambda: [*input_schema.NAMED_INPUTS])},
-    ),
-    "cuda": Option(
-        str | None, "CUDA compiler that will serve, such as 13.0; asked for where the layout depends on it."
-    ),
-    "round_scales": Option(
-        bool,
-        "Keep codes whose scales the parameter dtype cannot hold, and round those; with --schema source, too.",
-        ("--round-scales",),
-    ),
-    "quantizer": Option(
-        Literal["rtn", "mse"],
-        "How scales are chosen: round-to-nearest's, or searched for the least squared error.",
-    ),
-    "importance": Option(
-        Path | None,
-        "With mse: FILE.safetensors with what each input column's error counts (scripts/make_importance.py).",
-        settings=_ANY_PATH,
-    ),
-    "allow_unserved": Option(
-        bool, "Convert what no server is known to run, with a warning.", ("--allow-unserved",)
-    ),
     "config": Option(
         Path | None,
         "Recipe: these options in a TOML file, with other schemas for some blocks; or the name of one of "
@@ -98,20 +68,6 @@ OPTIONS: dict[str, Option] = {
             **_ANY_PATH,
             "autocompletion": _names_of(lambda: [Path(name).stem for name in shipped(RECIPES)]),
         },
-    ),
-    "target": Option(
-        str | None,
-        "Serving GPU, sm75 … sm121.  [default: the CUDA device here, and of an artifact with --schema source its own; "
-        "--layout checkpoint needs none]",
-        settings={"autocompletion": _names_of(lambda: [f"sm{number}" for number in gpu_target.TARGETS])},
-    ),
-    "dtype": Option(Literal["bfloat16", "float16"] | None, "Parameter dtype.  [default: the checkpoint's]"),
-    "tp": Option(int, "Tensor-parallel ranks.", settings=_AT_LEAST_ONE),
-    "ep": Option(int, "Expert-parallel ranks.", settings=_AT_LEAST_ONE),
-    "expert_placement": Option(Literal["linear", "round_robin"], "How experts are dealt to EP ranks."),
-    "redundant_experts": Option(int, "Copies of experts, appended.", settings={"min": 0}),
-    "layout": Option(
-        Literal["kernel", "checkpoint"], f"Ready for the kernel, or a checkpoint for {ENGINE.name}."
     ),
     "device": Option(str, "auto, cuda, cuda:N or cpu; the bytes are the same."),
     "max_memory": Option(str, "Host memory for the experts at work: 512MiB, 4GiB, 2GB, bytes."),
@@ -166,14 +122,38 @@ OPTIONS: dict[str, Option] = {
     ),
     "quiet": Option(bool, "Show errors only (and what --json or --dry-run print).", ("--quiet", "-q")),
 }
-# Headings of the help; what is in none stands first.
+
+
+def _conversion_option(option: ConversionOption) -> Option:
+    """Return the command line's form of an option of the API."""
+    kind: Any = option.plain_type
+    if option.choices:
+        kind = Literal[option.choices]
+    elif option.is_path:
+        kind = Path
+    flags = (f"--{option.name.replace('_', '-')}",) if kind is bool else ()  # no --no-…
+    settings = {**(_ANY_PATH if option.is_path else {}), **_SETTINGS.get(option.name, {})}
+    return Option(kind | None if option.default is None else kind, option.help, flags, settings=settings)
+
+
+# Limits and shell completion of conversion options.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "schema": {"autocompletion": _names_of(lambda: [*weight_schema.PRESETS, weight_schema.SOURCE])},
+    "input_schema": {"autocompletion": _names_of(lambda: [*input_schema.NAMED_INPUTS])},
+    "target": {"autocompletion": _names_of(lambda: [f"sm{number}" for number in gpu_target.TARGETS])},
+    "tp": _AT_LEAST_ONE,
+    "ep": _AT_LEAST_ONE,
+    "redundant_experts": {"min": 0},
+}
+OPTIONS |= {
+    name: _conversion_option(option) for name, option in conversion_options().items() if option.is_flag
+}
+# Headings of the help; options without one stand first.
+_RANKS = ("tp", "ep", "expert_placement", "redundant_experts")
 _GROUPS = {
-    "What is made": (
-        *("schema", "config", "layout", "target", "cuda", "dtype", "input_schema"),
-        *("quantizer", "importance", "round_scales", "source_digests", "allow_unserved"),
-    ),
+    "What is made": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
     "The Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
-    "Ranks": ("tp", "ep", "expert_placement", "redundant_experts"),
+    "Ranks": _RANKS,
     "How": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
     "What is there already": ("resume", "overwrite", "dry_run"),
     "What is shown": ("json", "quiet", "profile", "report"),

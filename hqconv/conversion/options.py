@@ -8,29 +8,20 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hqconv.conversion.torchrun import local_rank
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GpuTarget, parse_target
-
-if TYPE_CHECKING:
-    from hqconv.planning.spec import ConversionSpec
-
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from hqconv.conversion.torchrun import local_rank
-from hqconv.schemas.grid import Grid
-from hqconv.schemas.input_schema import InputSchema, resolve_inputs
-from hqconv.schemas.recipe import LayerChoice, Override, assign
-from hqconv.schemas.weight_schema import SOURCE, WeightSchema, resolve_schema
-from hqconv.sources.opening import without_gc
+from hqconv.schemas.weight_schema import SOURCE
+from hqconv.sources.opening import own_target
 
 if TYPE_CHECKING:
     from hqconv.conversion.hub_prefetch import CachePolicy
     from hqconv.conversion.resources import Resources
     from hqconv.models.protocols import SourceHeaders
+    from hqconv.planning.options import ConversionOptions
     from hqconv.planning.plan import ConversionPlan
+    from hqconv.planning.spec import ConversionSpec
 
 
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
@@ -87,19 +78,18 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def choose_target(
-    text: str | None, cuda: str | None, layout: str, device: str, own: GpuTarget | None = None
-) -> GpuTarget:
-    """The target of `--target` and `--cuda`, the source's `own`, or the CUDA device here.
+def choose_target(options: ConversionOptions, source: SourceHeaders, device: str) -> GpuTarget:
+    """Return the target of `--target` and `--cuda`, with `--schema source` an artifact's own, or the GPU `device`.
 
-    Raises RequestError where there is none. The checkpoint layout does not depend on it.
+    Raises RequestError if there is none. The checkpoint layout does not depend on the target.
     """
-    if text is not None:
-        return parse_target(text, cuda)
-    if own is not None and layout != artifact_names.CHECKPOINT:
-        return own if cuda is None else parse_target(own.name, cuda)
-    if layout == artifact_names.CHECKPOINT:
+    cuda = options.cuda
+    if options.target is not None:
+        return parse_target(options.target, cuda)
+    if options.layout == artifact_names.CHECKPOINT:
         return _CHECKPOINT_LAYOUT_TARGET
+    if options.schema is None and (own := own_target(source)) is not None:
+        return own if cuda is None else parse_target(own.name, cuda)
     if _num_gpus():
         import torch
 
@@ -124,7 +114,7 @@ def default_out(name: str, schema: str, spec: ConversionSpec) -> Path:
         f"tp{grid.tp}": is_kernel and grid.tp > 1,
         f"ep{grid.ep}": is_kernel and grid.ep > 1,
         artifact_names.CHECKPOINT: not is_kernel,
-        spec.quantizer: spec.quantizer != "rtn",
+        **dict.fromkeys(spec.encoding.name_parts(), True),
         f"act-{inputs}": inputs != "a16",
         spec.target.name: is_kernel and spec.target.sm_version != _USUAL_SM,
         f"cuda{spec.target.cuda_name}": is_kernel and spec.target.cuda_name is not None,
@@ -133,11 +123,10 @@ def default_out(name: str, schema: str, spec: ConversionSpec) -> Path:
     return Path("-".join([name, schema, *(part for part, is_said in parts.items() if is_said)]))
 
 
-def check_modes(*, resume: bool, overwrite: bool) -> dict[str, bool]:
-    """Both, by name. Raises RequestError where an artifact is both to be resumed and to be replaced."""
+def check_modes(*, resume: bool, overwrite: bool) -> None:
+    """Raise RequestError if an artifact is both to be resumed and to be replaced."""
     if resume and overwrite:
         raise RequestError("--resume and --overwrite exclude each other.", remedy="Give one of the two.")
-    return {"resume": resume, "overwrite": overwrite}
 
 
 def check_places(source_folder: Path, out: Path) -> Path:
@@ -155,62 +144,6 @@ def check_places(source_folder: Path, out: Path) -> Path:
         expected = f"a folder outside of {source_folder}"
         raise OutputError(what, where=str(out), expected=expected, remedy=remedy)
     return out
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """What is to be made of a source, before the source is looked at."""
-
-    schema: str | Path | WeightSchema
-    dtype: str | None
-    grid: Grid
-    target: GpuTarget
-    layout: str
-    inputs: str | Path | InputSchema
-    overrides: tuple[Override, ...] = ()
-    round_scales: bool = False
-    quantizer: str = "rtn"
-    importance: str | Path | None = None
-    allow_unserved: bool = False
-
-    @without_gc()
-    def plan(self, source: SourceHeaders) -> ConversionPlan:
-        """The plan for a source. Raises what `convert` raises before it writes."""
-        from hqconv.planning.checks import refuse_unserved
-        from hqconv.planning.importance import read_importance
-        from hqconv.planning.plan import make_plan
-        from hqconv.planning.source_schema import plain_blocks
-        from hqconv.planning.spec import make_spec
-
-        chosen = self.schema if isinstance(self.schema, WeightSchema) else None
-        if chosen is None and self.schema != SOURCE:
-            chosen = resolve_schema(str(self.schema))
-        inputs = self.inputs if isinstance(self.inputs, InputSchema) else resolve_inputs(str(self.inputs))
-        experts = source.map_experts()
-        choices = assign(self.overrides, {block.name: block.layer for block in experts.blocks})
-        left = {name for name, choice in choices.items() if choice.is_left}
-        if chosen is None:
-            left |= {
-                name for name in plain_blocks(experts) if choices.get(name, LayerChoice()).schema is None
-            }
-        if left:
-            experts = experts.without(left, source.tensors)
-        words = {"target": self.target, "layout": self.layout, "inputs": inputs, "quantizer": self.quantizer}
-        spec = make_spec(
-            experts,
-            source.config,
-            chosen,
-            self.dtype,
-            self.grid,
-            choices,
-            round_scales=self.round_scales,
-            importance=None if self.importance is None else read_importance(Path(self.importance)),
-            **words,
-        )
-        planned = make_plan(source, experts, spec)
-        if not self.allow_unserved:
-            refuse_unserved(planned.experts, spec)
-        return planned
 
 
 def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:

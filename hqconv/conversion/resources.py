@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from hqconv.errors import RequestError
 from hqconv.formats.source_format import QUANTIZED
 from hqconv.models.expert_bytes import RawLayout
-from hqconv.planning.encoding import MSE
 from hqconv.planning.output_units import MoeLayerPlan
+from hqconv.schemas.options import MSE
 
 if TYPE_CHECKING:
     import torch

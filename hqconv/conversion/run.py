@@ -103,7 +103,7 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON words."""
-        spec, importance = self.plan.spec, self.plan.spec.importance
+        spec = self.plan.spec
         kept = {
             key: value
             for key, value in vars(self).items()
@@ -118,10 +118,7 @@ class ConversionReport:
             "layout": spec.layout,
             "target": spec.target.name,
             "dtype": spec.param_dtype,
-            "quantizer": spec.quantizer,
-            "importance": None
-            if importance is None
-            else artifact_names.importance_to_dict(importance.sha256),
+            **spec.encoding.summary(),
             "tp": spec.grid.tp,
             "ep": spec.grid.ep,
             "warnings": list(self.warnings),

@@ -25,8 +25,8 @@ def write_beside(source: Source, plan: ConversionPlan, root: Path) -> list[FileR
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)
-    if plan.spec.importance is not None:
-        written.append(write_whole(root, artifact_names.IMPORTANCE, plan.spec.importance.data))
+    if plan.spec.encoding.importance is not None:
+        written.append(write_whole(root, artifact_names.IMPORTANCE, plan.spec.encoding.importance.data))
     written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))
     if artifact_names.INDEX in plan.paths:
         refs = {name: ref for unit in plan.units for file in unit.files for name, ref in file.tensors.items()}

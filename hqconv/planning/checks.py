@@ -11,12 +11,12 @@ from hqconv.humming_layout.layer_config import needs_cuda, resolve
 from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import MSE
 from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_blocks
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.options import MSE
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 from hqconv.serving.engine import ENGINE
 
@@ -145,19 +145,7 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...
     """What converts, but is known not to run well, or loses what another option would keep."""
     warnings = _rounding_warnings(experts, spec)
     warnings += _search_warnings(experts, spec)
-    for dtype in PARAM_DTYPES if not spec.round_scales else ():
-        kept, here = (
-            [
-                b
-                for b in experts.blocks
-                if not why_not_direct(b.format, spec.kernel_spec_of(b.name).schema, param)
-            ]
-            for param in (dtype, spec.param_dtype)
-        )
-        if len(kept) > len(here):
-            warnings.append(
-                f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
-            )
+    warnings += _dtype_warnings(experts, spec)
     warnings += _activation_warnings(experts)
     if spec.layout == artifact_names.CHECKPOINT:
         warnings += _checkpoint_layout_warnings(experts, spec)
@@ -170,6 +158,24 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...
         warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
     warnings += missing_warnings(static_blocks(experts, spec))
     return tuple(dict.fromkeys(warnings))
+
+
+def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Name a parameter dtype under which more layers would keep their codes and scales."""
+    if spec.encoding.round_scales:
+        return []
+    num_direct = {
+        dtype: sum(
+            not why_not_direct(block.format, spec.kernel_spec_of(block.name).schema, dtype)
+            for block in experts.blocks
+        )
+        for dtype in PARAM_DTYPES
+    }
+    return [
+        f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
+        for dtype, count in num_direct.items()
+        if count > num_direct[spec.param_dtype]
+    ]
 
 
 def _activation_warnings(experts: ExpertMap) -> list[str]:
@@ -219,17 +225,17 @@ def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     ]
 
 
-def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> Iterator[str]:
-    """Whether there is nothing to search scales for; where gate and up must share a scale, only the data tell."""
+def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Warn if there is no scale to search for; where gate and up must share a scale, only the data tell."""
+    options = spec.encoding
     for block in experts.blocks:
-        schema = spec.kernel_spec_of(block.name).schema
-        words = (block.format, schema, spec.param_dtype)
-        is_direct = conversion_of(*words, round_scales=spec.round_scales) in (DIRECT, DIRECT_ROUNDED)
-        if not is_direct or (schema.is_coupled and not spec.must_be_direct):
-            return
-    if spec.quantizer == MSE:
-        named = "--quantizer mse has" if spec.importance is None else "--quantizer mse and --importance have"
-        yield f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."
+        is_coupled = spec.kernel_spec_of(block.name).schema.is_coupled and not spec.must_be_direct
+        if is_coupled or spec.conversion_of(block) not in (DIRECT, DIRECT_ROUNDED):
+            return []
+    if options.quantizer != MSE:
+        return []
+    named = "--quantizer mse has" if options.importance is None else "--quantizer mse and --importance have"
+    return [f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."]
 
 
 def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:

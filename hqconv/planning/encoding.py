@@ -1,53 +1,161 @@
-"""How a block's matrices become codes of the target: decided from headers and the request, before any byte is read."""
+"""Encoding of a MoE layer's matrices, decided from headers and options before any byte is read.
+
+`EncodingOptions` are the options that decide codes and scales beside the schema. One value of them travels from
+`ConversionOptions` to `ConversionSpec` to the `Encoding` of each layer; its methods alone say how the options appear in
+the manifest, the journal, the output folder's name and the summary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from hqconv.errors import RequestError
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
+from hqconv.planning.importance import Importance, read_importance
+from hqconv.schemas.options import MSE, QUANTIZERS, RTN, EncodingArguments
 from hqconv.schemas.weight_schema import WeightSchema
 
-RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched for the least squared error
-# Of what mse tries and how it chooses (`backends/candidates`, `backends/search`): raised by every change of its
-# results, so that `verify` knows which it can repeat. tests/quantization/test_scale_search.py holds them to a digest.
+# Version of the scale candidates that mse tries and of its choice (`quantization/scale_candidates`, `scale_search`):
+# raised by every change of its results, so that `verify` knows which searches it can repeat.
+# tests/quantization/test_scale_search.py holds the results to a digest.
 SEARCH_VERSION = 1
 
 
-def quantizer_to_dict(quantizer: str) -> dict[str, Any]:
-    """What a manifest says of a quantizer: nothing of rtn, of which there are no versions."""
-    return {} if quantizer == RTN else {"quantizer": quantizer, "quantizer_version": SEARCH_VERSION}
+@dataclass(frozen=True)
+class EncodingOptions:
+    """Options that decide codes and scales beside the schema.
+
+    round_scales: scales of another 16-bit dtype than the parameters' are rounded, and the codes kept; in a spec set
+    only where this changes a layer. quantizer: rtn or mse, for codes that are not kept. importance: with mse only, the
+    weights of the squared error.
+    """
+
+    round_scales: bool = False
+    quantizer: str = RTN
+    importance: Importance | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantizer not in QUANTIZERS:
+            what, expected = "The option does not know this value.", ", ".join(QUANTIZERS)
+            raise RequestError(what, where="--quantizer", expected=expected, found=self.quantizer)
+        if self.importance is not None and self.quantizer != MSE:
+            what, found = (
+                "An importance file has no effect without a search for scales.",
+                f"--quantizer {self.quantizer}",
+            )
+            raise RequestError(what, where="--importance", expected="--quantizer mse", found=found)
+
+    @classmethod
+    def parse(cls, arguments: EncodingArguments) -> EncodingOptions:
+        """Parse arguments of the API. Raises RequestError, and InputError as `read_importance` does."""
+        path = arguments["importance"]
+        values: dict[str, Any] = {key: arguments.get(key) for key in EncodingArguments.__annotations__}
+        return cls(**{**values, "importance": None if path is None else read_importance(Path(path))})
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any], importance: Importance | None = None) -> EncodingOptions:
+        """Read the options that a manifest records; `importance`: the artifact's copy of the file, if it was read.
+
+        Raises RequestError, whose `where` is the manifest's key, for values that no conversion writes.
+        """
+        quantizer = document.get("quantizer", RTN)
+        version = document.get("quantizer_version")
+        is_versioned = quantizer != RTN and type(version) is int and version > 0
+        found = {
+            "round_scales": (document.get("round_scales", True) is True, document.get("round_scales")),
+            "quantizer": (quantizer in QUANTIZERS, repr(quantizer)),
+            "importance": ("importance" not in document or quantizer == MSE, f"quantizer {quantizer}"),
+            "quantizer_version": (
+                version is None or is_versioned,
+                f"{version!r}, of the quantizer {quantizer}",
+            ),
+        }
+        for key, (is_possible, value) in found.items():
+            if not is_possible:
+                raise RequestError("A recorded option has an impossible value.", where=key, found=value)
+        return cls("round_scales" in document, quantizer, importance)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the manifest's keys; options at their default have none."""
+        document: dict[str, Any] = {"round_scales": True} if self.round_scales else {}
+        if self.quantizer != RTN:
+            document |= {"quantizer": self.quantizer, "quantizer_version": SEARCH_VERSION}
+        if self.importance is not None:
+            document["importance"] = self.importance.to_dict()
+        return document
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run must agree on, by the options' names on the command line."""
+        return {
+            "--round-scales": self.round_scales,
+            "--quantizer": self.quantizer,
+            "--importance": None if self.importance is None else self.importance.sha256,
+        }
+
+    def name_parts(self) -> tuple[str, ...]:
+        """Return the parts of a default output folder's name."""
+        return () if self.quantizer == RTN else (self.quantizer,)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the keys of plans and summaries: see `summary_of`."""
+        return self.summary_of(self.to_dict())
+
+    @staticmethod
+    def summary_of(document: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of plans and summaries for a manifest, which may be damaged."""
+        return {"quantizer": document.get("quantizer", RTN), "importance": document.get("importance")}
+
+    def conversion(self, source: SourceFormat, schema: WeightSchema, param_dtype: str) -> str:
+        """Return how a layer in the format `source` is converted, as `conversion_of`."""
+        return conversion_of(source, schema, param_dtype, round_scales=self.round_scales)
+
+    def effective(
+        self, layers: Iterable[tuple[SourceFormat, WeightSchema]], param_dtype: str
+    ) -> EncodingOptions:
+        """Return the options without a `round_scales` that changes no layer: equal bytes get equal manifests."""
+        changes = any(
+            self.conversion(source, schema, param_dtype) != conversion_of(source, schema, param_dtype)
+            for source, schema in layers
+        )
+        return replace(self, round_scales=changes)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """One block's encoding.
+    """Encoding of one layer's matrices.
 
     conversion: of `hqconv.formats.source_format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
-    quantizer: of QUANTIZERS, for what is not kept.
-    importance: with mse only. GEMM → what the squared error in each input column counts, float32 as bytes.
+    importance: GEMM → weight of the squared error in each input column, float32 as bytes; None without an importance
+    file.
     """
 
     schema: WeightSchema
     param_dtype: str
+    options: EncodingOptions
     conversion: str
     must_be_direct: bool = False
     takes_powers_of_two: bool = False
     is_coded: bool = False
-    quantizer: str = RTN
     importance: Mapping[str, bytes] | None = field(default=None, repr=False)
 
     @property
+    def quantizer(self) -> str:
+        """How scales are chosen for codes that are not kept: rtn or mse."""
+        return self.options.quantizer
+
+    @property
     def is_direct(self) -> bool:
-        """Whether codes are kept, and scales or those rounded, where gate and up share what they must share."""
+        """True where codes are kept, with their scales or rounded ones, if gate and up share what they must share."""
         return self.conversion in (DIRECT, DIRECT_ROUNDED)
 
     @property
     def rounds_scales(self) -> bool:
-        """Whether codes are kept, and scales rounded to the parameter dtype."""
+        """True where codes are kept, and scales rounded to the parameter dtype."""
         return self.conversion == DIRECT_ROUNDED
 
 
@@ -55,27 +163,26 @@ def encoding_of(
     source: SourceFormat,
     schema: WeightSchema,
     param_dtype: str,
+    options: EncodingOptions,
     *,
+    layer: str,
     must_be_direct: bool = False,
-    round_scales: bool = False,
-    quantizer: str = RTN,
-    importance: Mapping[str, bytes] | None = None,
 ) -> Encoding:
-    """The encoding of a block that is stored in `source`; `round_scales` as of `conversion_of`."""
+    """Return the encoding of the layer named `layer`, which is stored in the format `source`."""
     return Encoding(
         schema,
         param_dtype,
-        conversion_of(source, schema, param_dtype, round_scales=round_scales),
+        options,
+        options.conversion(source, schema, param_dtype),
         must_be_direct,
         takes_powers_of_two(source, schema),
         not source.is_float,
-        quantizer,
-        importance,
+        None if options.importance is None else options.importance.of_block(layer),
     )
 
 
 def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:
-    """Whether fp8 group scales under a second scale can stand for the source's powers of two: mxfp4 to nvfp4."""
+    """Return whether fp8 group scales under a second scale can hold the source's powers of two: mxfp4 to nvfp4."""
     return (
         source.scale_dtype == "float8e8m0"
         and not schema.rotation

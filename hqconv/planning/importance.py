@@ -1,4 +1,4 @@
-"""An importance file: what the squared error in each input column of a block's experts counts. Loads no torch.
+"""Importance files: weights of the squared error in each input column of a layer's experts. Loads no torch.
 
 Legend: H hidden size, I expert intermediate size.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from hqconv.errors import InputError, RequestError
 from hqconv.io.safetensors_header import LENGTH_BYTES, header_length, parse_header
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.artifact_names import GEMMS, importance_to_dict
 from hqconv.schemas.tensors import TensorRef
 
 _MAX_BYTES = 1 << 28  # far more than the largest models need: 4 (H + I) bytes a block
@@ -24,9 +24,9 @@ _REMEDY = "Make it from this model with scripts/make_importance.py."
 
 @dataclass(frozen=True)
 class Importance:
-    """A file, read whole, so that all that is done with it is done with the same bytes.
+    """An importance file, read whole, so that every use sees the same bytes.
 
-    sha256: of `data`, the file's bytes. tensors: by name, where in them each lies. where: the file's path.
+    sha256: digest of `data`, the file's bytes. tensors: name → place in `data`. where: the file's path.
     """
 
     sha256: str
@@ -34,17 +34,21 @@ class Importance:
     tensors: Mapping[str, TensorRef] = field(compare=False, repr=False)
     where: str = field(compare=False)
 
+    def to_dict(self) -> dict[str, str]:
+        """Return what the manifest and reports say of the file."""
+        return importance_to_dict(self.sha256)
+
     def of_block(self, block: str) -> dict[str, bytes]:
-        """GEMM → float32 values, [H] of w13 and [I] of w2, as they lie in the file. The file must be a checked one."""
+        """Return GEMM → float32 values, [H] of w13 and [I] of w2, of a layer in a file that `check` has passed."""
         return {gemm: self._bytes(self.tensors[f"{block}.{gemm}"]) for gemm in GEMMS}
 
     def _bytes(self, ref: TensorRef) -> bytes:
         return self.data[ref.offset_bytes : ref.offset_bytes + ref.num_bytes]
 
     def check(self, blocks: Iterable[MoeLayer], left: Iterable[str] = ()) -> None:
-        """Raises InputError unless each of `blocks` has its two tensors of numbers from 0 on.
+        """Raise InputError unless each of `blocks` has two tensors of finite numbers >= 0.
 
-        Nothing else may be there but tensors of the blocks `left` as they are.
+        Other tensors must belong to the layers `left`, whose experts are not converted.
         """
         sizes = {
             f"{block.name}.{gemm}": size
@@ -79,9 +83,9 @@ class Importance:
 
 
 def read_importance(path: Path) -> Importance:
-    """Read a file. Raises RequestError where there is none, InputError where it is no whole safetensors file.
+    """Read an importance file; its values are checked by `Importance.check`.
 
-    What it says is not looked at: see `Importance.check`.
+    Raises RequestError if the file does not exist, InputError if it is no whole safetensors file.
     """
     try:
         if not path.is_file():

@@ -10,7 +10,7 @@ from typing import Any
 
 from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import Encoding, encoding_of
+from hqconv.planning.encoding import Encoding
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import num_bits
@@ -202,20 +202,7 @@ def kernel_unit(block: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
             build_file(artifact_names.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number)
         )
     slices = tp_slices(block.intermediate_size, spec.grid.tp, kind.schema)
-    return MoeLayerPlan(block, _encoding(block, spec), tuple(files), forms, spec.grid, slices)
-
-
-def _encoding(block: MoeLayer, spec: ConversionSpec) -> Encoding:
-    importance = spec.importance
-    return encoding_of(
-        block.format,
-        spec.kernel_spec_of(block.name).schema,
-        spec.param_dtype,
-        must_be_direct=spec.keeps(block.name),
-        round_scales=spec.round_scales,
-        quantizer=spec.quantizer,
-        importance=None if importance is None else importance.of_block(block.name),
-    )
+    return MoeLayerPlan(block, spec.encoding_of(block), tuple(files), forms, spec.grid, slices)
 
 
 # --- ordinary shards ---------------------------------------------------------------------------------------
@@ -287,6 +274,6 @@ def shard_units(
         expert_files = [number for number, (shard, _) in enumerate(parts) for _ in range(shard.num_experts)]
         files = tuple(file for _, file in parts)
         blocks.append(
-            MoeLayerPlan(block, _encoding(block, spec), files, {}, expert_files=tuple(expert_files))
+            MoeLayerPlan(block, spec.encoding_of(block), files, {}, expert_files=tuple(expert_files))
         )
     return blocks, copies

@@ -13,9 +13,10 @@ from hqconv.errors import InputError
 from hqconv.io.front_matter import FrontMatter
 from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
-from hqconv.planning.checks import check_copied, check_request, request_warnings
-from hqconv.planning.encoding import quantizer_to_dict
+from hqconv.models.protocols import SourceHeaders
+from hqconv.planning.checks import check_copied, check_request, refuse_unserved, request_warnings
 from hqconv.planning.input_scales import static_blocks
+from hqconv.planning.options import ConversionOptions
 from hqconv.planning.output_units import (
     MoeLayerPlan,
     OutputUnit,
@@ -26,8 +27,11 @@ from hqconv.planning.output_units import (
     shard_units,
 )
 from hqconv.planning.source_facts import SourceFacts, source_facts
-from hqconv.planning.spec import ConversionSpec
+from hqconv.planning.source_schema import plain_blocks
+from hqconv.planning.spec import ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
+from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.overrides import assign
 
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
 _OURS = (
@@ -100,7 +104,7 @@ class ConversionPlan:
     @property
     def num_bytes_beside(self) -> int:
         """Bytes of what is copied beside them as it is."""
-        importance = self.spec.importance
+        importance = self.spec.encoding.importance
         return self.other_bytes + (0 if importance is None else len(importance.data))
 
     @property
@@ -123,14 +127,14 @@ class ConversionPlan:
             artifact_names.CONFIG,
             *([artifact_names.INDEX] if self._has_index else []),
         ]
-        importance = [] if self.spec.importance is None else [artifact_names.IMPORTANCE]
+        importance = [] if self.spec.encoding.importance is None else [artifact_names.IMPORTANCE]
         return (*files, *self.other_files, *importance, *words, artifact_names.SUMS, artifact_names.MANIFEST)
 
     @property
     def _has_index(self) -> bool:
         """Beside other safetensors files even of a single shard: loaders take what it names, else all there are."""
         num_shards = len(set(self.weight_map.values()))
-        is_alone = self.spec.layout == artifact_names.CHECKPOINT and self.spec.importance is None
+        is_alone = self.spec.layout == artifact_names.CHECKPOINT and self.spec.encoding.importance is None
         return num_shards > (1 if is_alone else 0)
 
     def rank_bytes(self) -> dict[str, int]:
@@ -157,9 +161,7 @@ class ConversionPlan:
             "--tp, --ep or the placement": vars(spec.grid),
             "--layout": spec.layout,
             "--input-schema": spec.inputs.humming_fields(),
-            "--round-scales": spec.round_scales,
-            "--quantizer": quantizer_to_dict(spec.quantizer),
-            "--importance": None if spec.importance is None else spec.importance.sha256,
+            **spec.encoding.identity(),
             "the overrides": {
                 name: artifact_names.kernel_spec_to_dict(kind) for name, kind in spec.of_blocks.items()
             },
@@ -168,13 +170,34 @@ class ConversionPlan:
         return {**words, "layout of the output files": digest.hexdigest()}
 
 
+def plan_conversion(options: ConversionOptions, source: SourceHeaders, target: GpuTarget) -> ConversionPlan:
+    """Plan the conversion of a source: layers left as they are, spec, output files.
+
+    Raises RequestError or InputError for options, a source or their combination that no conversion can have.
+    """
+    experts = source.map_experts()
+    choices = assign(options.overrides, {block.name: block.layer for block in experts.blocks})
+    left = {name for name, choice in choices.items() if choice.is_left}
+    if options.schema is None:
+        left |= {
+            name for name in plain_blocks(experts) if name not in choices or choices[name].schema is None
+        }
+    if left:
+        experts = experts.without(left, source.tensors)
+    spec = make_spec(options, experts, source.config, target, choices)
+    plan = make_plan(source, experts, spec)
+    if not options.allow_unserved:
+        refuse_unserved(plan.experts, spec)
+    return plan
+
+
 def make_plan(checkpoint: CheckpointHeaders, experts: ExpertMap, spec: ConversionSpec) -> ConversionPlan:
     """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
     check_request(experts, spec)
     check_copied(checkpoint, experts, spec)
     experts = experts.with_input_scales({block.name for block in static_blocks(experts, spec)})
-    if spec.importance is not None:
-        spec.importance.check(experts.blocks, experts.left)
+    if spec.encoding.importance is not None:
+        spec.encoding.importance.check(experts.blocks, experts.left)
     blocks: list[MoeLayerPlan] = []
     shards: list[Shard] = []
     for block in experts.blocks:

@@ -19,6 +19,7 @@ from hqconv.formats.source_format import (
 )
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.planning.encoding import EncodingOptions
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema
 
@@ -28,20 +29,20 @@ _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
 
 def source_schemas(
-    blocks: Iterable[MoeLayer], param_dtype: str, tp: int, *, round_scales: bool = False
+    blocks: Iterable[MoeLayer], param_dtype: str, tp: int, options: EncodingOptions
 ) -> dict[str, WeightSchema]:
-    """Block → the schema in which it keeps its codes and scales, cut for `tp` ranks. Blocks may have several.
+    """Return layer → the schema that keeps its codes and scales, cut for `tp` ranks.
 
-    Scales of blocks are repeated into smaller blocks where a slice would cut them. With `round_scales` it may also be
-    one that keeps the codes, and the scales rounded to the parameter dtype, where none keeps both. Raises RequestError
-    where a block is not quantized, or there is no such schema for it.
+    Block scales are repeated into smaller blocks where a slice would cut them. With the option `round_scales` a schema
+    may also keep the codes and round the scales to the parameter dtype, if no schema keeps both. Raises RequestError if
+    a layer is not quantized or has no such schema.
     """
     found: dict[str, WeightSchema] = {}
     of_kind: dict[tuple[object, ...], WeightSchema] = {}
     for block in blocks:
         kind = (_kind(block.format), block.hidden_size, block.intermediate_size, block.gated)
         if kind not in of_kind:
-            of_kind[kind] = _source_schema(block, param_dtype, tp, round_scales)
+            of_kind[kind] = _source_schema(block, param_dtype, tp, options.round_scales)
         found[block.name] = of_kind[kind]
     return found
 
@@ -127,18 +128,18 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
     exact = presets(())
     others = [f"{name} (scales rounded)" for name in presets(ROUNDED_ALWAYS) if name not in exact]
-    if own := _own_schema_text(experts, param_dtype, round_scales=False):
+    if own := _own_schema_text(experts, param_dtype, EncodingOptions()):
         return [*exact, f"{SOURCE} ({own})", *others]
-    own = _own_schema_text(experts, param_dtype, round_scales=True)
+    own = _own_schema_text(experts, param_dtype, EncodingOptions(round_scales=True))
     return [*exact, *others, *([f"{SOURCE} --round-scales ({own})"] if own else [])]
 
 
-def _own_schema_text(experts: ExpertMap, param_dtype: str, *, round_scales: bool) -> str:
+def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOptions) -> str:
     """What `source` stands for, with the numbers of blocks where they differ; "" where it is refused."""
     dtype, left = source_param_dtype(experts) or param_dtype, plain_blocks(experts)
     kept = [block for block in experts.blocks if block.name not in left]
     try:
-        own = source_schemas(kept, dtype, 1, round_scales=round_scales)
+        own = source_schemas(kept, dtype, 1, options)
     except RequestError:
         return ""
     counts = Counter(one.name if one.name != SOURCE else one.describe() for one in own.values())

@@ -15,7 +15,7 @@ from hqconv.artifact.manifest_digest import alteration
 from hqconv.formats.source_format import SourceFormat
 from hqconv.io.digests import sha256_of
 from hqconv.io.hub import Listing
-from hqconv.planning.encoding import RTN
+from hqconv.planning.encoding import EncodingOptions
 from hqconv.reports.documents import Words, block_runs, otherwise, quant_method, schema_to_dict
 from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
@@ -47,8 +47,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         ),
         "left_blocks": manifest.get("left_blocks", []),
         **{key: manifest[key] for key in ("layout", "target", "dtype", "input_schema", "tp", "ep")},
-        "quantizer": manifest.get("quantizer", RTN),
-        "importance": manifest.get("importance"),
+        **EncodingOptions.summary_of(manifest),
         **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
         **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
         **_origin(root, manifest),

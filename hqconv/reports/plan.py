@@ -14,12 +14,11 @@ from hqconv.io.durable_files import check_space, partial
 from hqconv.planning.plan import ConversionPlan
 from hqconv.reports.documents import Words, block_runs, otherwise, schema_to_dict
 from hqconv.reports.source import layer_to_dict, source_to_dict, tensors_to_dict
-from hqconv.schemas.artifact_names import importance_to_dict
 
 
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
     """All that a conversion will do and need. Raises RequestError where the memory is not enough for one expert."""
-    spec, experts, importance = plan.spec, plan.experts, plan.spec.importance
+    spec, experts = plan.spec, plan.experts
     staging = plan_staging(plan.blocks, resources)
     return {
         "kind": "plan",
@@ -33,8 +32,7 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
         "target": spec.target.name,
         "dtype": spec.param_dtype,
         "input_schema": spec.inputs.name,
-        "quantizer": spec.quantizer,
-        "importance": None if importance is None else importance_to_dict(importance.sha256),
+        **spec.encoding.summary(),
         "tp": spec.grid.tp,
         "ep": spec.grid.ep,
         "expert_placement": spec.grid.placement,

@@ -9,7 +9,7 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.formats.source_format import KNOWN_BY_SOURCE, conversion_of
+from hqconv.formats.source_format import KNOWN_BY_SOURCE
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
@@ -218,6 +218,5 @@ def _facts(block: MoeLayer, artifact: Artifact) -> dict[str, Any]:
     facts["source_parts"] = block.parts_to_dict()
     with suppress(VerificationError):  # reported already
         spec = artifact.spec
-        words = (block.format, artifact.schema_of(block.name), spec.param_dtype)
-        facts["conversion"] = conversion_of(*words, round_scales=spec.round_scales)
+        facts["conversion"] = spec.conversion_of(block)
     return facts

@@ -14,7 +14,9 @@ from hqconv.artifact.lineage import ancestors
 from hqconv.artifact.reader import Artifact
 from hqconv.formats.source_format import DIRECT
 from hqconv.models.protocols import Source
-from hqconv.planning.encoding import QUANTIZERS, RTN, SEARCH_VERSION
+from hqconv.planning.encoding import SEARCH_VERSION, EncodingOptions
+from hqconv.planning.importance import Importance
+from hqconv.schemas.options import QUANTIZERS, RTN
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,18 @@ class Lineage:
         """Whether the source is the one that the artifact itself was made from."""
         return not self.between
 
-    @property
-    def quantizer(self) -> str:
-        """What chose the scales."""
-        return str(self.made.get("quantizer", RTN))
-
-    @property
-    def round_scales(self) -> bool:
-        """Whether scales were rounded where nothing made it necessary."""
-        return "round_scales" in self.made
+    def encoding_options(self, importance: Importance | None) -> EncodingOptions:
+        """Return the options of the conversion from the given source; `importance`: its file. Raises RequestError."""
+        return EncodingOptions.from_dict(self.made, importance)
 
     def why_not_comparable(self, artifact: Artifact) -> str:
         """Why the artifact's codes are not those that the source gives; "" where they are."""
         if self.is_own:
             return ""
-        if self.quantizer not in QUANTIZERS or "importance" in self.made:
+        quantizer = self.made.get("quantizer", RTN)
+        if quantizer not in QUANTIZERS or "importance" in self.made:
             return "the first conversion searched with what this artifact has no copy of"
-        if self.quantizer != RTN and self.made.get("quantizer_version") != SEARCH_VERSION:
+        if quantizer != RTN and self.made.get("quantizer_version") != SEARCH_VERSION:
             return "the first conversion searched with another version of the search"
         if self.made["dtype"] != artifact.param_dtype:
             return f"its parameters were {self.made['dtype']} at first, and are {artifact.param_dtype} now"

@@ -11,9 +11,10 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.quant_error import requantized_counts, scale_changes
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import RTN, SEARCH_VERSION
+from hqconv.planning.encoding import SEARCH_VERSION
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas import artifact_names as names
+from hqconv.schemas.options import RTN
 from hqconv.verification.figures import Figures, summarize
 from hqconv.verification.result import CheckResult, compare_dicts
 
@@ -61,7 +62,7 @@ def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: Che
 
 def check_search(artifact: Artifact, result: CheckResult) -> None:
     """Whether the search that chose the scales is this hqconv's, and so can be repeated."""
-    if artifact.spec.quantizer == RTN or artifact.search_version == SEARCH_VERSION:
+    if artifact.spec.encoding.quantizer == RTN or artifact.search_version == SEARCH_VERSION:
         return
     result.add(
         f"{names.MANIFEST}: quantizer_version",

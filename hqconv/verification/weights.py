@@ -16,9 +16,10 @@ from hqconv.conversion.quant_error import relative_error
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
-from hqconv.planning.encoding import RTN, encoding_of
+from hqconv.planning.encoding import encoding_of
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.check_batch import plan_staging, why_not
 from hqconv.verification.check_expert import Job, Original, Outcome
@@ -58,7 +59,8 @@ def check_weights(
             f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent"
         )
     needs = (
-        _working_bytes(b, artifact.schema_of(b.name), artifact.spec.quantizer) + folding_bytes(artifact, b)
+        _working_bytes(b, artifact.schema_of(b.name), artifact.spec.encoding.quantizer)
+        + folding_bytes(artifact, b)
         for b in blocks
     )
     if source is not None:
@@ -169,6 +171,7 @@ def _original(
         importance = artifact.importance if lineage.is_own else None
         if importance is not None:
             importance.check([block], artifact.blocks.keys() | set(artifact.left))
+        options = lineage.encoding_options(importance)
     except HqconvError as error:
         findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
         return None
@@ -176,9 +179,8 @@ def _original(
         found.format,
         artifact.schema_of(block.name),
         spec.param_dtype,
-        round_scales=lineage.round_scales,
-        quantizer=lineage.quantizer,
-        importance=None if importance is None else importance.of_block(block.name),
+        options,
+        layer=block.name,
     )
     conversion = lineage.made["blocks"].get(block.name, {}).get("conversion")
     if conversion != encoding.conversion:

@@ -30,6 +30,7 @@ from hqconv.conversion import run as conversion
 from hqconv.conversion.options import default_out, parse_bytes
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError
+from hqconv.planning.encoding import EncodingOptions
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas.gpu_target import GpuTarget, parse_target
 from hqconv.schemas.grid import Grid
@@ -229,7 +230,7 @@ def test_default_out() -> None:
     assert name(layout="checkpoint") == name(layout="checkpoint", sm=80) == "m-mxfp4-checkpoint"
     assert name(sm=80, dtype="float16", grid=Grid(2)) == "m-mxfp4-tp2-sm80-float16"
     assert name(sm=100, cuda=(12, 9), inputs=NAMED_INPUTS["mxfp8"]) == "m-mxfp4-act-mxfp8-sm100-cuda12.9"
-    assert name("int4", quantizer="mse") == "m-int4-mse"
+    assert name("int4", encoding=EncodingOptions(quantizer="mse")) == "m-int4-mse"
 
 
 # --- convert -----------------------------------------------------------------------------------------------

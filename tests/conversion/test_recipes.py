@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 import hqconv
 from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.recipe import LayerChoice, assign, load_recipe
+from hqconv.schemas.overrides import LayerChoice, assign
+from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe

@@ -14,6 +14,7 @@ from hqconv.conversion.output_writer import UnitWriter
 from hqconv.conversion.run import ConversionReport
 from hqconv.io.durable_files import FileRecord
 from hqconv.models.protocols import Source
+from hqconv.planning.options import ConversionOptions
 from hqconv.planning.output_units import OutFile
 from hqconv.planning.plan import ConversionPlan, make_plan
 from hqconv.planning.spec import make_spec
@@ -42,8 +43,8 @@ def open_plan(
     source = open_source(src)
     experts = source.map_experts()
     chosen = schema if isinstance(schema, WeightSchema) else None if schema == "source" else schema_of(schema)
-    words: dict[str, Any] = {"target": GpuTarget(90), "layout": layout}
-    request = make_spec(experts, source.config, chosen, dtype, grid or Grid(), **words)
+    options = ConversionOptions(chosen, dtype, grid or Grid(), layout=layout)
+    request = make_spec(options, experts, source.config, GpuTarget(90))
     return source, make_plan(source, experts, request)
 
 

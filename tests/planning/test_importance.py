@@ -87,8 +87,8 @@ def test_zero_is_a_number_and_a_left_block_may_have_some(src: Path, tmp_path: Pa
     columns[f"{FIRST}.w2"][3] = -0.0
     file = write_importance(tmp_path / "file.safetensors", columns)
     found = plan(src, file)
-    assert found.spec.importance is not None
-    assert found.spec.importance.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert found.spec.encoding.importance is not None
+    assert found.spec.encoding.importance.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     for block in found.blocks:
         assert block.encoding.importance is not None
         for gemm, values in block.encoding.importance.items():

@@ -25,11 +25,11 @@ from hqconv.errors import HqconvError, RequestError
 from hqconv.formats.resolve import PART_NAMES
 from hqconv.models.expert_map import map_experts
 from hqconv.planning.checks import check_request
+from hqconv.planning.options import ConversionOptions
 from hqconv.planning.output_units import kernel_unit
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import make_spec
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.grid import Grid
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.effort import num_examples
@@ -773,7 +773,7 @@ def test_any_headers_are_mapped_or_refused(data: st.DataObject, base: str, num_d
         assert sorted([*found.converted, *found.copied, *found.dropped]) == sorted(refs)
         for schema in (None, resolve_schema("int8")):
             with contextlib.suppress(RequestError):
-                request = make_spec(found, words, schema, None, Grid(), target=GpuTarget(90))
+                request = make_spec(ConversionOptions(schema), found, words, GpuTarget(90))
                 check_request(found, request)
                 planned = [kernel_unit(block, request) for block in found.blocks]
                 assert min(map(working_bytes, planned)) > 0

@@ -1,0 +1,161 @@
+"""Options of a conversion: one row each with name, type, default and help.
+
+The API's keyword arguments, the command line's options and the keys of recipes are generated from this table;
+`planning.options.ConversionOptions` holds the parsed values.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Required, TypedDict, get_args, get_origin, get_type_hints
+
+from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN
+from hqconv.schemas.input_schema import InputSchema
+from hqconv.schemas.overrides import Override
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
+
+RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched for the least squared error
+ENCODING_KEYS = (
+    "round_scales",
+    "quantizer",
+    "quantizer_version",
+    "importance",
+)  # of a manifest, where they apply
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Help and default of one option, inside its type. choices: its values, where they are few."""
+
+    help: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    in_recipes: bool = True
+    is_flag: bool = True
+
+
+class EncodingArguments(TypedDict, total=False):
+    """Options that decide codes and scales beside the schema: parsed by `planning.encoding.EncodingOptions`."""
+
+    round_scales: Annotated[
+        bool,
+        _Row("Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.", False),
+    ]
+    quantizer: Annotated[
+        str,
+        _Row("Choice of scales: round-to-nearest, or a search for the least squared error.", RTN, QUANTIZERS),
+    ]
+    importance: Annotated[
+        str | Path | None,
+        _Row(
+            "FILE.safetensors with the weight of each input column's error, for the quantizer mse "
+            "(scripts/make_importance.py)."
+        ),
+    ]
+
+
+class ConversionArguments(EncodingArguments, total=False):
+    """Keyword arguments of `hqconv.plan` and `hqconv.convert` that decide the artifact."""
+
+    schema: Required[
+        Annotated[
+            str | Path | WeightSchema,
+            _Row(
+                "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format of a quantized source.",
+                _REQUIRED,
+            ),
+        ]
+    ]
+    target: Annotated[
+        str | None,
+        _Row(
+            "Serving GPU, sm75 … sm121.  [default: the CUDA device of this machine; with --schema source the target of "
+            "an artifact; --layout checkpoint needs none]"
+        ),
+    ]
+    dtype: Annotated[str | None, _Row("Parameter dtype.  [default: the checkpoint's]", choices=PARAM_DTYPES)]
+    tp: Annotated[int, _Row("Tensor-parallel ranks.", 1)]
+    ep: Annotated[int, _Row("Expert-parallel ranks.", 1)]
+    expert_placement: Annotated[str, _Row("Placement of experts on EP ranks.", LINEAR, (LINEAR, ROUND_ROBIN))]
+    redundant_experts: Annotated[int, _Row("Copies of experts, appended.", 0)]
+    layout: Annotated[
+        str,
+        _Row(
+            "Tensors ready for the kernel, or a checkpoint for the serving engine.",
+            KERNEL,
+            (KERNEL, CHECKPOINT),
+        ),
+    ]
+    input_schema: Annotated[
+        str | Path | InputSchema,
+        _Row("Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.", "a16"),
+    ]
+    cuda: Annotated[
+        str | None,
+        _Row("CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it."),
+    ]
+    overrides: Annotated[
+        Sequence[Override],
+        _Row(
+            "Other schemas for some layers: `hqconv.schemas.recipe.load_recipe(path).overrides`.",
+            (),
+            in_recipes=False,
+            is_flag=False,
+        ),
+    ]
+    allow_unserved: Annotated[
+        bool, _Row("Convert schemas that no known server runs, with a warning.", False, in_recipes=False)
+    ]
+
+
+@dataclass(frozen=True)
+class ConversionOption:
+    """One option, as the API, the command line and recipes offer it. is_flag: the command line has it."""
+
+    name: str
+    annotation: Any
+    help: str
+    default: Any
+    choices: tuple[str, ...]
+    in_recipes: bool
+    is_flag: bool
+
+    @property
+    def is_required(self) -> bool:
+        """True for an option without a default."""
+        return self.default is _REQUIRED
+
+    @property
+    def is_schema(self) -> bool:
+        """True for the name of a schema, or its file."""
+        return any(is_dataclass(kind) for kind in get_args(self.annotation))
+
+    @property
+    def is_path(self) -> bool:
+        """True for a file's path that cannot be a name."""
+        return Path in get_args(self.annotation) and not self.is_schema
+
+    @property
+    def plain_type(self) -> type:
+        """The type in a TOML file: bool, int or str."""
+        return self.annotation if self.annotation in (bool, int) else str
+
+
+@functools.cache
+def conversion_options() -> Mapping[str, ConversionOption]:
+    """Return the rows of `ConversionArguments` by name, those of `EncodingArguments` last."""
+    hints = get_type_hints(ConversionArguments, vars(sys.modules[__name__]), include_extras=True)
+    found = {}
+    for name in sorted(hints, key=lambda name: name in EncodingArguments.__annotations__):
+        hint = get_args(hints[name])[0] if get_origin(hints[name]) is Required else hints[name]
+        annotation, row = get_args(hint)
+        found[name] = ConversionOption(
+            name, annotation, row.help, row.default, row.choices, row.in_recipes, row.is_flag
+        )
+    return found
