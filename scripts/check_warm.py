@@ -123,11 +123,11 @@ class Served:
         from humming.forward import may_process_input
 
         from hqconv.schemas.activation import Activation
-        from hqconv.serving.warm.kernel_requests import humming_activation
+        from hqconv.serving.vllm.kernel_requests import kernel_activation
 
         wide = self.gemm("w13", x, ids, TOP_K)
         buffer = wide.new_empty(wide.size(0), wide.size(1) // 2)
-        words: dict[str, Any] = humming_activation(Activation("silu"), gated=True) or {}
+        words: dict[str, Any] = kernel_activation(Activation("silu"), gated=True) or {}
         hidden, _, _ = may_process_input(self.configs["w2"], inputs=wide, outputs=buffer, **words)
         return self.gemm("w2", hidden, ids, 1)
 

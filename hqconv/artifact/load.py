@@ -13,6 +13,7 @@ from safetensors import safe_open
 from hqconv.artifact.expert_reader import ExpertReader, check_rank_headers, floats
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError, VerificationError
+from hqconv.humming_layout.layer_config import load_layer_config
 from hqconv.layout_decoder.numbers import to_float32
 from hqconv.layout_decoder.unrotate import unrotated
 from hqconv.schemas import artifact_names as names
@@ -33,9 +34,7 @@ class RankGemm:
 
     def layer_config(self) -> Any:
         """Humming's own LayerConfig; imports Humming as it is, and changes nothing about it."""
-        from humming.config import LayerConfig
-
-        return LayerConfig(**self.config)
+        return load_layer_config(self.config)
 
 
 def load_block(

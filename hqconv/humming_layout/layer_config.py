@@ -7,8 +7,11 @@ every kind. No flag depends on a matrix's size: N is padded to a multiple of 256
 from __future__ import annotations
 
 import functools
+import importlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hqconv.schemas.kernel_spec import KernelSpec
 
@@ -274,3 +277,8 @@ def _has_native_dequant(kind: KernelSpec) -> bool:
             code in small and low_bit and cuda >= (12, 7)
         )
     return kind.a_dtype == "bfloat16" and low_bit and cuda >= (13, 2) and code in (*fp8, *small)
+
+
+def load_layer_config(config: Mapping[str, Any]) -> Any:
+    """Humming's own LayerConfig of a stored one. Imports Humming as installed, without the patches of `runtime`."""
+    return importlib.import_module("humming.config").LayerConfig(**config)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hqconv.serving.warm.compiler import toolkit
+from hqconv.humming_layout.compiler import toolkit
+from hqconv.humming_layout.kernel_sources import standing_in
 from hqconv.serving.warm.gpus import KNOWN
-from hqconv.serving.warm.kernel_requests import standing_in
 from hqconv.serving.warm.kernel_store import VARIABLE
 
 

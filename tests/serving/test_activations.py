@@ -11,7 +11,7 @@ import pytest
 from hqconv.errors import RequestError
 from hqconv.schemas.activation import SWIGLUOAI, Activation
 from hqconv.serving.vllm.activations import agreed, serving_activation
-from hqconv.serving.warm.kernel_requests import humming_activation
+from hqconv.serving.vllm.kernel_requests import kernel_activation
 from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c
 
 # Manifest's name → vLLM's with a gate, and without one.
@@ -72,7 +72,7 @@ def test_those_with_numbers(converted: Activation) -> None:
 @pytest.mark.parametrize("activation", GATED, ids=Activation.describe)
 def test_what_vllm_is_asked_to_compile_is_the_converted_activation(activation: Activation) -> None:
     """The text of its kernels, run as C would, value by value."""
-    words = humming_activation(activation, gated=True)
+    words = kernel_activation(activation, gated=True)
     if words is None:
         assert serving_activation(activation, True) is None
         return
@@ -103,7 +103,7 @@ def test_vllms_humming_layers_have_all_of_them() -> None:
                 activation_situ_beta=found.beta if is_situ else None,
                 activation_situ_linear_beta=found.linear_beta,
             )
-            assert humming_activation(activation, gated) == get_humming_activation(function, config)
+            assert kernel_activation(activation, gated) == get_humming_activation(function, config)
             num_known += 1
     assert num_known > 20
 

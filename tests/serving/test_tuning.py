@@ -15,9 +15,9 @@ import pytest
 import hqconv
 from hqconv.api import warm
 from hqconv.artifact.reader import Artifact
+from hqconv.humming_layout.kernel_sources import NO_DEVICE
 from hqconv.serving.vllm.tuning import is_table, remembered, tuning_key
 from hqconv.serving.warm.gpus import KNOWN
-from hqconv.serving.warm.kernel_requests import NO_DEVICE
 from hqconv.serving.warm.kernel_store import read_store_manifest
 from tests.make.kernels import fake_compiler, server, use_compiler
 from tests.make.qwen import write_qwen3_moe

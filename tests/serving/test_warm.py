@@ -14,21 +14,21 @@ import hqconv
 from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
-from hqconv.schemas.activation import Activation
-from hqconv.schemas.weight_schema import ROTATIONS
-from hqconv.serving.warm.compiler import compile_kernel, identity, kernel_compiler, toolkit
-from hqconv.serving.warm.gpus import KNOWN, choose_gpu
-from hqconv.serving.warm.kernel_requests import (
+from hqconv.humming_layout.compiler import compile_kernel, identity, kernel_compiler, toolkit
+from hqconv.humming_layout.kernel_sources import (
     CONTIGUOUS,
     INDEXED,
     MASKED,
-    ServerSettings,
+    ComputeSettings,
     gemm_kernels,
-    humming_activation,
     input_kernels,
     standing_in,
     tuning_table,
 )
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.weight_schema import ROTATIONS
+from hqconv.serving.vllm.kernel_requests import PREQUANTIZED, compute_settings, kernel_activation
+from hqconv.serving.warm.gpus import KNOWN, choose_gpu
 from hqconv.serving.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_store_manifest
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.qwen import write_qwen3_moe
@@ -173,16 +173,18 @@ def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
 
 
 def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (ServerSettings.as_vllm(False), ServerSettings.as_vllm(True)) == (
-        ServerSettings(INDEXED),
-        ServerSettings(CONTIGUOUS),
+    assert (compute_settings(False), compute_settings(True)) == (
+        ComputeSettings(INDEXED, prequantized=PREQUANTIZED),
+        ComputeSettings(CONTIGUOUS, prequantized=PREQUANTIZED),
     )
     monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "grouped")
     monkeypatch.setenv("VLLM_HUMMING_USE_F16_ACCUM", "1")
-    assert ServerSettings.as_vllm(False) == ServerSettings(CONTIGUOUS, use_f16_accum=True)
+    assert compute_settings(False) == ComputeSettings(
+        CONTIGUOUS, use_f16_accum=True, prequantized=PREQUANTIZED
+    )
     monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "magic")
     with pytest.raises(RequestError, match="no such GEMM"):
-        ServerSettings.as_vllm(False)
+        compute_settings(False)
 
 
 @pytest.mark.full
@@ -190,11 +192,11 @@ def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> No
     found = {}
     for name, gpu in KNOWN.items():
         with standing_in(gpu):
-            found[name] = {kernel.name for kernel in gemm_kernels(WORDS, ServerSettings(INDEXED))}
+            found[name] = {kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(INDEXED))}
     assert found["h200"] == found["h100"] != found["h20"]
     with standing_in(KNOWN["h200"]):
         for kind in (CONTIGUOUS, MASKED):
-            assert not found["h200"] & {kernel.name for kernel in gemm_kernels(WORDS, ServerSettings(kind))}
+            assert not found["h200"] & {kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(kind))}
 
 
 def test_tokens_that_come_quantized_need_no_kernel() -> None:
@@ -202,15 +204,15 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
     fp8 = {**WORDS, "a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"}
     static = {**fp8, "input_quant_mode": "static_tensor"}
     grouped = {**fp8, "input_quant_mode": "dynamic_group", "input_scale_group_size": 128}
-    silu = humming_activation(Activation("silu"), gated=True)
+    silu = kernel_activation(Activation("silu"), gated=True)
     with standing_in(KNOWN["h200"]):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
-            asking = ServerSettings(kind)
-            assert input_kernels(fp8, asking, None, 2)
-            assert input_kernels(static, asking, None, 2)
-            assert not input_kernels(grouped, asking, None, 2)
+            settings = ComputeSettings(kind, prequantized=PREQUANTIZED)
+            assert input_kernels(fp8, settings, None, 2)
+            assert input_kernels(static, settings, None, 2)
+            assert not input_kernels(grouped, settings, None, 2)
             each = [
-                {k.name for k in input_kernels(words, asking, silu, 2)} for words in (fp8, grouped, static)
+                {k.name for k in input_kernels(words, settings, silu, 2)} for words in (fp8, grouped, static)
             ]
             assert all(each)
             assert not each[0] & each[1]
@@ -219,14 +221,14 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
 
 def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
     """Both GEMMs', whichever way inputs are dealt; without rotation w13's inputs need none where they are not dealt."""
-    words = humming_activation(Activation("silu"), gated=True)
+    words = kernel_activation(Activation("silu"), gated=True)
     with standing_in(KNOWN["h200"]):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             for activation in (None, words):
                 plain, rotated = (
                     {
                         kernel.code
-                        for kernel in input_kernels(WORDS, ServerSettings(kind), activation, 8, rotation)
+                        for kernel in input_kernels(WORDS, ComputeSettings(kind), activation, 8, rotation)
                     }
                     for rotation in (0, 128)
                 )
@@ -282,24 +284,24 @@ def test_groups_that_are_no_powers_of_two_do_not_run(compiler: Any) -> None:
     with standing_in(KNOWN["h200"]):
         for group in (96, 160, 192, 320, 384, 640):
             with pytest.raises(AssertionError, match=f"weight scale group={group} do not nest"):
-                tuning_table({**words, "weight_scale_group_size": group}, ServerSettings(INDEXED))
+                tuning_table({**words, "weight_scale_group_size": group}, ComputeSettings(INDEXED))
         _, table = tuning_table(
-            {**words, "a_dtype": "float8e4m3", "weight_scale_group_size": 192}, ServerSettings(INDEXED)
+            {**words, "a_dtype": "float8e4m3", "weight_scale_group_size": 192}, ComputeSettings(INDEXED)
         )
     tiles = {entry["block_shape"][2] for *_, entry in table}
     assert any(192 % tile and tile % 192 for tile in tiles)
 
 
 def test_activations_are_those_of_the_families() -> None:
-    assert humming_activation(Activation("silu"), gated=True) == {
+    assert kernel_activation(Activation("silu"), gated=True) == {
         "activation_type": "binary_split",
         "activation_impl": "(a / (1.f + expf(-a))) * b",
     }
-    clamped = humming_activation(Activation("silu_clamp", 10.0), gated=True)
+    clamped = kernel_activation(Activation("silu_clamp", 10.0), gated=True)
     assert clamped is not None
     assert "fminf(a, (10.0f))" in clamped["activation_impl"]
-    assert humming_activation(Activation("relu2"), gated=False) is not None
-    assert humming_activation(Activation("sine"), gated=True) is None
+    assert kernel_activation(Activation("relu2"), gated=False) is not None
+    assert kernel_activation(Activation("sine"), gated=True) is None
 
 
 def test_standing_in_leaves_no_trace() -> None:
@@ -319,7 +321,7 @@ def test_the_real_compiler_needs_no_gpu(kind: str, monkeypatch: pytest.MonkeyPat
     with standing_in(KNOWN["h200"]):
         try:
             with toolkit():
-                kernels = [*gemm_kernels(WORDS, ServerSettings(INDEXED))][:1]
+                kernels = [*gemm_kernels(WORDS, ComputeSettings(INDEXED))][:1]
                 agreed = identity(90)
                 made = {compile_kernel(kernel, kernel_compiler()) for kernel in kernels * 2}
         except RequestError as error:

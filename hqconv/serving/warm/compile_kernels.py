@@ -5,7 +5,6 @@ Loads no torch before it is called.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import time
@@ -32,8 +31,8 @@ from hqconv.serving.warm.kernel_store import (
 
 if TYPE_CHECKING:
     from hqconv.artifact.reader import Artifact
+    from hqconv.humming_layout.kernel_sources import ComputeSettings, KernelSource
     from hqconv.schemas.activation import Activation
-    from hqconv.serving.warm.kernel_requests import KernelSource, ServerSettings
 
 _OURS = (".cu", ".cubin", ".partial")
 
@@ -76,9 +75,11 @@ def _prepared(gpu: str | None, sm_version: int) -> Gpu:
     """The GPU to compile for, with Humming imported."""
     import torch
 
+    from hqconv.humming_layout.kernel_sources import current_device
+
     if not torch.cuda.is_available():  # on import Humming would start a compiler for what only a GPU needs
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
-    importlib.import_module("humming.device")
+    current_device()
     return choose_gpu(gpu, sm_version)
 
 
@@ -101,27 +102,28 @@ def _check_folder(folder: Path) -> Path:
 def _warm(
     artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]
 ) -> dict[str, Any]:
-    from hqconv.serving.warm.compiler import identity, toolkit
-    from hqconv.serving.warm.kernel_requests import ServerSettings, standing_in
+    from hqconv.humming_layout.compiler import identity, toolkit
+    from hqconv.humming_layout.kernel_sources import standing_in
+    from hqconv.serving.vllm.kernel_requests import compute_settings
 
-    asking = ServerSettings.as_vllm(artifact.grid.ep > 1)
+    settings = compute_settings(artifact.grid.ep > 1)
     with standing_in(gpu), toolkit():
         agreed = identity(gpu.sm_version)
-        sources, unknown = _sources(artifact, asking)
+        sources, unknown = _sources(artifact, settings)
         entries = _there(folder, agreed)
         missing = [source for name, source in sources.items() if name not in entries]
         announce(
             f"Compiling {len(missing)} of {len(sources)} kernels for {gpu.name} with {agreed['compiler']}."
         )
         num_bytes = _compile(missing, entries, folder, jobs)
-        tables = _tables(artifact, asking, gpu, folder)
+        tables = _tables(artifact, settings, gpu, folder)
     lists = {"tuning": tables, "kernels": dict(sorted(entries.items()))}
     manifest = {"format_version": FORMAT_VERSION, **agreed, **lists}
     write_whole(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return {
         "gpu": gpu.to_dict(),
         "compiler": agreed["compiler"],
-        "asking": asking.to_dict(),
+        "asking": settings.to_dict(),
         "num_kernels": len(sources),
         "num_compiled": len(missing),
         "num_bytes": num_bytes,
@@ -139,9 +141,10 @@ def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, 
                 yield gemm, activation, facts["gated"], facts["top_k"], rotation, config
 
 
-def _sources(artifact: Artifact, asking: ServerSettings) -> tuple[dict[str, KernelSource], list[str]]:
+def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, KernelSource], list[str]]:
     """The distinct kernels of all blocks and ranks by name, and activations whose kernels are not known here."""
-    from hqconv.serving.warm.kernel_requests import gemm_kernels, humming_activation, input_kernels
+    from hqconv.humming_layout.kernel_sources import gemm_kernels, input_kernels
+    from hqconv.serving.vllm.kernel_requests import kernel_activation
 
     found: dict[str, KernelSource] = {}
     seen: set[str] = set()
@@ -151,28 +154,28 @@ def _sources(artifact: Artifact, asking: ServerSettings) -> tuple[dict[str, Kern
         if key in seen:
             continue
         seen.add(key)
-        words = humming_activation(activation, gated) if gemm == "w2" else None
-        kernels = gemm_kernels(config, asking)
+        words = kernel_activation(activation, gated) if gemm == "w2" else None
+        kernels = gemm_kernels(config, settings)
         if gemm == "w2" and words is None:
             unknown.add(activation.describe())
         else:
-            kernels += input_kernels(config, asking, words, top_k, rotation)
+            kernels += input_kernels(config, settings, words, top_k, rotation)
         found |= {kernel.name: kernel for kernel in kernels}
     return found, sorted(unknown)
 
 
-def _tables(artifact: Artifact, asking: ServerSettings, gpu: Gpu, folder: Path) -> dict[str, Any]:
+def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, folder: Path) -> dict[str, Any]:
     """The tuning of every GEMM, and what the folder has for other GPUs."""
+    from hqconv.humming_layout.kernel_sources import tuning_table
     from hqconv.serving.vllm.tuning import tuning_key
-    from hqconv.serving.warm.kernel_requests import tuning_table
 
     found = tuning_tables(folder)
     seen: set[str] = set()
     for *_, words in _layer_configs(artifact):
         if (text := json.dumps(words, sort_keys=True)) not in seen:
             seen.add(text)
-            config, table = tuning_table(words, asking)
-            found[tuning_key(config, asking.to_dict(), gpu)] = table
+            config, table = tuning_table(words, settings)
+            found[tuning_key(config, settings.to_dict(), gpu)] = table
     return dict(sorted(found.items()))
 
 
@@ -202,7 +205,7 @@ def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:
 
 def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path, jobs: int) -> int:
     """Compile side by side; each kernel is on the disk before it is listed. Returns the bytes of all kernels."""
-    from hqconv.serving.warm.compiler import compile_kernel, kernel_compiler
+    from hqconv.humming_layout.compiler import compile_kernel, kernel_compiler
 
     compiler = kernel_compiler()
 

@@ -6,7 +6,6 @@ that is not the server's GPU's only makes kernels that it does not ask for, and 
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hqconv.errors import RequestError
+from hqconv.humming_layout.kernel_sources import current_device
 
 # Of an architecture: FP16 tensor core operations per SM and clock, threads per SM, bytes of shared memory that a block
 # may ask for, and of L1. As `csrc/device_info.cpp` of Humming 0.1.19 has them, and CUDA's programming guide.
@@ -100,7 +100,7 @@ def _here(sm_version: int) -> Gpu:
 
 def facts_here() -> Gpu:
     """The current CUDA device, as Humming sees it. Raises what its extension raises where there is none."""
-    device = importlib.import_module("humming.device").current_device
+    device = current_device()
     return Gpu(**{field.name: getattr(device, field.name) for field in fields(Gpu)})
 
 

@@ -124,7 +124,7 @@ def tuning_tables(folder: Path) -> dict[str, Any]:
 
 
 def _check_agreement(words: dict[str, Any], sm: int) -> None:
-    from hqconv.serving.warm.compiler import AGREE, identity
+    from hqconv.humming_layout.compiler import AGREE, identity
 
     here = identity(sm)
     for key, name in AGREE.items():
@@ -141,7 +141,7 @@ def read_kernels(folder: Path, words: dict[str, Any]) -> dict[str, Kernel]:
 
 def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
     """One kernel of a manifest's list. Raises UnusableError where a file is not what the manifest says."""
-    from hqconv.serving.warm.kernel_requests import kernel_name
+    from hqconv.humming_layout.kernel_sources import kernel_name
 
     if not (_NAME.fullmatch(name) and isinstance(entry, dict)):
         raise UnusableError(f"{folder / MANIFEST} is damaged: {name!r} is no kernel.")
@@ -160,7 +160,7 @@ def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
 
 def _install(kernel: Kernel) -> None:
     """Put a kernel where Humming here looks for its source; one that is there already stays."""
-    from hqconv.serving.warm.compiler import kernel_compiler
+    from hqconv.humming_layout.compiler import kernel_compiler
 
     compiler = kernel_compiler()
 
