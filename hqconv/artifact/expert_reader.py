@@ -6,7 +6,7 @@ Legend: N rows, K columns, G groups along K.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hqconv.artifact.reader import Artifact, Tensors
 from hqconv.errors import HqconvError
-from hqconv.humming_layout.layer_config import resolve
+from hqconv.humming_layout.gemm_forms import layout_entries
 from hqconv.layout_decoder import loops
 from hqconv.layout_decoder.layout_form import LayoutForm, read_config
 from hqconv.layout_decoder.numbers import code_values, to_float32
@@ -251,33 +251,16 @@ def _forms(
     flags: Mapping[str, Any],
     shape: tuple[int, int],
 ) -> tuple[LayoutForm, LayoutForm]:
-    """What a LayerConfig says, and what it would say if it followed the manifest; padding is its own."""
+    """The layouts that a stored layer config describes and that the manifest implies; padding is the config's."""
     kind = artifact.kernel_spec_of(block)
-    layer = asdict(resolve(kind))
-    if (
-        layer["bs_dtype"] == "float8e8m0"
-        and kind.param_dtype == "float16"
-        and not layer["use_block_scaled_mma"]
-    ):
-        # The range of float16 is made up for by a second scale, which fused exponents have anyway.
-        layer["weight_scale_2_type"] = (
-            layer["weight_scale_2_type"] if layer["use_fused_e8m0_scale"] else "tensor"
-        )
+    layer = layout_entries(kind)
     sizes = {
         key: config[key]
         for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
         if key in config
     }
-    words = {
-        **kind.schema.humming_fields(),
-        **layer,
-        **sizes,
-        "a_dtype": kind.a_dtype,
-        "c_dtype": kind.param_dtype,
-        "sm_version": kind.target.sm_version,
-    }
     found = read_config(config, flags)
-    return found, replace(read_config(words, layer), shape=shape)
+    return found, replace(read_config({**layer, **sizes}, layer), shape=shape)
 
 
 def _check_entry(artifact: Artifact, path: str, name: str, dtype: str, num_local: int, note: Note) -> None:

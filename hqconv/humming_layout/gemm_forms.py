@@ -8,6 +8,7 @@ Legend: N output rows and K input columns, in the kernel layout with their paddi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from dataclasses import dataclass
@@ -58,6 +59,15 @@ def splits_e8m0(kind: KernelSpec) -> bool:
     layer = resolve(kind)
     is_e8m0 = layer.bs_dtype == "float8e8m0" and kind.param_dtype == "float16"
     return is_e8m0 and not layer.use_fused_e8m0_scale and not layer.use_block_scaled_mma
+
+
+def layout_entries(kind: KernelSpec) -> dict[str, Any]:
+    """Entries of the stored layer config, and layout flags, that follow from a kernel spec; sizes aside."""
+    fields = dataclasses.asdict(resolve(kind))
+    if splits_e8m0(kind):
+        fields["weight_scale_2_type"] = "tensor"
+    numbers = {"a_dtype": kind.a_dtype, "c_dtype": kind.param_dtype, "sm_version": kind.target.sm_version}
+    return {**kind.schema.humming_fields(), **fields, **numbers}
 
 
 @functools.cache

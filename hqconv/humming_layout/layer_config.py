@@ -113,6 +113,22 @@ def resolve(kind: KernelSpec) -> LayerConfigFields:
     )
 
 
+def fuses_exponents(kind: KernelSpec) -> bool:
+    """Return whether the layout moves e8m0 scales into the codes, so that weights are rounded again per rank."""
+    return resolve(kind).use_fused_e8m0_scale
+
+
+def activation_entries(kind: KernelSpec) -> dict[str, Any]:
+    """Entries of the stored layer config that describe a GEMM's activations."""
+    fields = resolve(kind)
+    return {
+        "a_dtype": kind.a_dtype,
+        "as_dtype": fields.as_dtype,
+        "input_quant_mode": fields.input_quant_mode,
+        "input_scale_group_size": kind.inputs.input_scale_group_size,
+    }
+
+
 def needs_cuda(kind: KernelSpec) -> bool:
     """Whether the layout depends on the version of the serving CUDA compiler."""
     old, new = (

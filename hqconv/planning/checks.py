@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from hqconv.errors import RequestError
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
 from hqconv.humming_layout.compatibility import nearest, why_not, why_overflow
-from hqconv.humming_layout.layer_config import needs_cuda, resolve
+from hqconv.humming_layout.layer_config import fuses_exponents, needs_cuda
 from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
@@ -195,7 +195,7 @@ def _kernel_warnings(kind: KernelSpec) -> Iterator[str]:
             f"the layout for {kind.target.name} is Humming's byte for byte, but hqconv's own tests have run no kernel "
             f"of it, only sm{PROVEN_SM}'s: run `hqconv verify` on such a GPU."
         )
-    if not resolve(kind).use_fused_e8m0_scale:
+    if not fuses_exponents(kind):
         return
     yield (
         f"under {kind.inputs.name} activations Humming keeps a few powers of two only of the exponents of "

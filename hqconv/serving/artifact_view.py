@@ -35,7 +35,7 @@ class ArtifactLayer:
     intermediate_size: int
     activation: Activation
     gated: bool
-    kind: KernelSpec
+    kernel_spec: KernelSpec
     flags: Mapping[str, Mapping[str, bool]]
     shapes: Mapping[str, Mapping[str, int]]
 
@@ -47,10 +47,10 @@ class ArtifactView:
     kind: of a block of which the manifest says nothing else. left: blocks whose experts were copied as they were.
     """
 
-    place: ArtifactLocation
+    location: ArtifactLocation
     source_name: str
     humming_version: str
-    kind: KernelSpec
+    kernel_spec: KernelSpec
     grid: Grid
     blocks: Mapping[str, ArtifactLayer]
     left: tuple[str, ...]
@@ -59,37 +59,37 @@ class ArtifactView:
     @property
     def dtype(self) -> str:
         """The parameters', bfloat16 or float16."""
-        return self.kind.param_dtype
+        return self.kernel_spec.param_dtype
 
     @property
     def sm_version(self) -> int:
         """The target's."""
-        return self.kind.target.sm_version
+        return self.kernel_spec.target.sm_version
 
     @property
     def is_mixed(self) -> bool:
         """Whether one `--schema` would not make this artifact."""
-        return bool(self.left) or any(block.kind != self.kind for block in self.blocks.values())
+        return bool(self.left) or any(block.kernel_spec != self.kernel_spec for block in self.blocks.values())
 
 
-def open_artifact_view(place: ArtifactLocation) -> ArtifactView:
+def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
     """Read an artifact's manifest, from a folder or from the Hub.
 
     Raises RequestError where there is none, where it is of the checkpoint layout or a newer version, VerificationError
     where it is damaged or the conversion unfinished, and as `ArtifactLocation.fetch`.
     """
-    root = Path(place.name) if place.is_folder else place.fetch(names.MANIFEST).parent
+    root = Path(location.name) if location.is_folder else location.fetch(names.MANIFEST).parent
     words = read_manifest(root, is_sealed=True)
-    _check_kind(place, words)
+    _check_kind(location, words)
     try:
-        kind = names.kernel_spec_from_dict(words, schema_of(root, words), words["dtype"])
+        kernel_spec = names.kernel_spec_from_dict(words, schema_of(root, words), words["dtype"])
         return ArtifactView(
-            place=place,
+            location=location,
             source_name=str(words["source"].get("name", "the original model")),
             humming_version=words["humming_kernels_version"],
-            kind=kind,
+            kernel_spec=kernel_spec,
             grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
-            blocks={name: _block(root, name, block, kind) for name, block in words["blocks"].items()},
+            blocks={name: _block(root, name, block, kernel_spec) for name, block in words["blocks"].items()},
             left=tuple(words.get("left_blocks", ())),
             files={
                 path: (entry["size_bytes"], entry["sha256"])
@@ -100,27 +100,27 @@ def open_artifact_view(place: ArtifactLocation) -> ArtifactView:
     except (RequestError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise VerificationError(
             "The artifact's manifest describes what cannot be.",
-            where=f"{place.name}: {names.MANIFEST}",
+            where=f"{location.name}: {names.MANIFEST}",
             found=f"{type(error).__name__}: {error}",
             remedy="Copy the artifact again, or convert the model again.",
         ) from error
 
 
-def _check_kind(place: ArtifactLocation, words: Mapping[str, Any]) -> None:
+def _check_kind(location: ArtifactLocation, words: Mapping[str, Any]) -> None:
     if words["layout"] != names.KERNEL:
         raise RequestError(
             "This artifact is not in the kernel layout.",
-            where=place.name,
+            where=location.name,
             expected=names.KERNEL,
             found=words["layout"],
             remedy="Its config.json was changed: with quant_method humming vLLM serves it without this plugin.",
         )
 
 
-def _block(root: Path, name: str, words: Mapping[str, Any], kind: KernelSpec) -> ArtifactLayer:
+def _block(root: Path, name: str, words: Mapping[str, Any], kernel_spec: KernelSpec) -> ArtifactLayer:
     if "weight_schema" in words:
         schema = schema_of(root, words, f"blocks: {name}: ")
-        kind = names.kernel_spec_from_dict(words, schema, kind.param_dtype)
+        kernel_spec = names.kernel_spec_from_dict(words, schema, kernel_spec.param_dtype)
     return ArtifactLayer(
         name=name,
         layer=words["layer"],
@@ -129,7 +129,7 @@ def _block(root: Path, name: str, words: Mapping[str, Any], kind: KernelSpec) ->
         intermediate_size=words["intermediate_size"],
         activation=Activation.from_dict(words),
         gated=words["gated"],
-        kind=kind,
+        kernel_spec=kernel_spec,
         flags={gemm: dict(words[gemm]["flags"]) for gemm in names.GEMMS},
         shapes={gemm: {key: int(words[gemm][key]) for key in _SHAPES} for gemm in names.GEMMS},
     )

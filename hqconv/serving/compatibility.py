@@ -1,6 +1,7 @@
-"""What must agree before a byte is loaded: the artifact with the GPU, the ranks, the dtype and the model's own layers.
+"""Checks before any weight is loaded: the artifact against the server's GPU, ranks, dtype and model layers.
 
-Nothing here imports vLLM or torch. Every refusal names the command that makes an artifact that fits.
+Engine-neutral and without torch: options of the server's command line come from the `Engine`. Every refusal names the
+command that makes a fitting artifact.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hqconv.errors import HqconvError, RequestError
-from hqconv.humming_layout.layer_config import resolve
+from hqconv.humming_layout.layer_config import fuses_exponents
+from hqconv.schemas.engine import Engine
 from hqconv.schemas.gpu_target import TARGETS
-from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 from hqconv.serving.engine import ENGINE
+from hqconv.serving.rank_file import RankFile
+
+_OTHER_LAYER = "The server's layer is not the one that was converted."
 
 
 @dataclass(frozen=True)
 class ServerLayer:
-    """What a server's layer is about to be: sizes as the model class gives them, ranks as the server counts them."""
+    """An MoE layer of the server's model: sizes as the model class gives them, ranks as the server counts them."""
 
     num_experts: int
     hidden_size: int
@@ -35,112 +39,94 @@ class ServerLayer:
     ep: int
     placement: str
     redundant: int
-    router_weight_on_input: bool
+    router_weight_on_input: bool = False
 
 
-def check_machine(served: ArtifactView, sm_version: int) -> None:
+def check_machine(view: ArtifactView, sm_version: int) -> None:
     """Refuse another GPU than the artifact's target. Raises RequestError."""
-    if sm_version != served.sm_version:
-        remedy = f"Cut it again: {recut(served, target=f'sm{sm_version}')}."
+    if sm_version != view.sm_version:
+        remedy = f"Cut it again: {recut(view, target=f'sm{sm_version}')}."
         if sm_version not in TARGETS:
             known = ", ".join(f"sm{sm}" for sm in TARGETS)
             remedy = f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
         raise RequestError(
             "The artifact was made for another GPU.",
-            where=served.place.name,
-            expected=f"sm{served.sm_version}",
+            where=view.location.name,
+            expected=f"sm{view.sm_version}",
             found=f"sm{sm_version}",
             remedy=remedy,
         )
 
 
-def check_ranks(served: ArtifactView, asked: ServerLayer) -> None:
-    """Refuse other ranks, another placement of experts, or copies of experts. Raises RequestError."""
-    grid = served.grid
-    fitting = recut(served, tp=asked.tp, ep=asked.ep, placement=asked.placement, redundant=0)
-    if (asked.tp, asked.ep) != (grid.tp, grid.ep):
+def check_ranks(view: ArtifactView, layer: ServerLayer, engine: Engine = ENGINE) -> None:
+    """Refuse other ranks or another placement of experts. Raises RequestError."""
+    grid = view.grid
+    fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=0)
+    if (layer.tp, layer.ep) != (grid.tp, grid.ep):
+        options = engine.serve_options(grid)
+        start = f"Serve with {options or '--tensor-parallel-size 1'}, or"
+        if options is None:
+            start = f"There is no start of {engine.name} for the artifact's ranks:"
         raise RequestError(
             "The artifact was cut for other ranks.",
-            where=served.place.name,
-            expected=_ranks(grid.tp, grid.ep),
-            found=f"{_ranks(asked.tp, asked.ep)}, as vLLM counts the ranks of MoE layers",
-            remedy=f"{_fitting(grid)} cut it again: {fitting}.",
+            where=view.location.name,
+            expected=f"tp {grid.tp}, ep {grid.ep}",
+            found=f"tp {layer.tp}, ep {layer.ep}, as {engine.name} counts the ranks of MoE layers",
+            remedy=f"{start} cut it again: {fitting}.",
         )
-    if grid.ep > 1 and asked.placement != grid.placement:
+    if grid.ep > 1 and layer.placement != grid.placement:
         raise RequestError(
             "The artifact's experts are dealt to ranks in another way.",
-            where=served.place.name,
+            where=view.location.name,
             expected=grid.placement,
-            found=f"{asked.placement} (vLLM falls back to linear where it has no round robin)",
-            remedy=f"Serve with --expert-placement-strategy {grid.placement}, or cut it again: {fitting}.",
-        )
-    if grid.redundant or asked.redundant:
-        remedies = ["Serve without --enable-eplb."] * bool(asked.redundant)
-        remedies += [f"Cut it again: {fitting}."] * bool(grid.redundant)
-        raise RequestError(
-            "Humming layers in vLLM have no redundant experts.",
-            where=served.place.name,
-            expected=0,
-            found=f"{grid.redundant} in the artifact, {asked.redundant} asked for",
-            remedy=" ".join(remedies),
+            found=f"{layer.placement} ({engine.placement_remark})",
+            remedy=f"Serve with {engine.placement_option.format(grid.placement)}, or cut it again: {fitting}.",
         )
 
 
-def check_inputs(served: ArtifactView, block: ArtifactLayer) -> None:
-    """Refuse quantized activations that vLLM would prepare otherwise than the kernel reads. Raises RequestError.
-
-    fp8 in groups of 128 is quantized by vLLM itself, before tokens are sent to other ranks.
-    """
-    inputs = block.kind.inputs
-    if inputs.input_scale_group_size != 128 or inputs.a_dtype not in ("float8e4m3", "float8e5m2"):
-        return
-    if inputs.a_dtype == "float8e5m2" or block.hidden_size % 128:
-        is_wide = inputs.a_dtype == "float8e4m3"
-        raise RequestError(
-            "Activations in groups of 128, as vLLM quantizes them itself, are not this artifact's.",
-            where=f"{served.place.name}: {block.name}",
-            expected="a hidden size that is a multiple of 128" if is_wide else "float8e4m3 activations",
-            found=block.hidden_size if is_wide else inputs.a_dtype,
-            remedy="Convert the original again with another --input-schema, such as fp8.",
-        )
-
-
-def check_dtype(served: ArtifactView, dtype: str) -> None:
+def check_dtype(view: ArtifactView, dtype: str, engine: Engine = ENGINE) -> None:
     """Refuse another dtype of activations. Raises RequestError."""
-    if dtype != served.dtype:
+    if dtype != view.dtype:
         raise RequestError(
             "The artifact was made for another dtype.",
-            where=served.place.name,
-            expected=served.dtype,
+            where=view.location.name,
+            expected=view.dtype,
             found=dtype,
-            remedy=f"Serve with --dtype {served.dtype}, or convert the original again: "
-            f"`{shlex.join(_from_original(served, dtype))}`.",
+            remedy=f"Serve with {engine.dtype_option.format(view.dtype)}, or convert the original again: "
+            f"`{shlex.join(_from_original(view, dtype))}`.",
         )
 
 
-def check_block(served: ArtifactView, block: ArtifactLayer, asked: ServerLayer) -> None:
-    """Refuse a model whose layer is not what was converted. Raises RequestError."""
+def check_layer(
+    view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer, engine: Engine = ENGINE
+) -> None:
+    """Refuse a model whose layer is not the converted one. Raises RequestError."""
     facts = {
-        "experts": (block.num_experts, asked.num_experts),
-        "hidden size": (block.hidden_size, asked.hidden_size),
-        "gated": (block.gated, asked.gated),
+        "experts": (converted.num_experts, layer.num_experts),
+        "hidden size": (converted.hidden_size, layer.hidden_size),
+        "gated": (converted.gated, layer.gated),
     }
-    for what, (converted, found) in facts.items():
-        if converted != found:
+    for what, (expected, found) in facts.items():
+        if expected != found:
             raise RequestError(
-                "The server's layer is not the one that was converted.",
-                where=f"{served.place.name}: {block.name}: {what}",
-                expected=converted,
-                found=f"{found} in vLLM's model",
-                remedy="Another option, such as an all-to-all backend that pads the hidden size, or a changed "
-                "config.json, makes the layer differ: serve without it.",
+                _OTHER_LAYER,
+                where=f"{view.location.name}: {converted.name}: {what}",
+                expected=expected,
+                found=f"{found} in {engine.name}'s model",
+                remedy=engine.layer_remedy,
             )
-    if asked.router_weight_on_input:
-        raise RequestError(
-            "Humming layers in vLLM cannot weigh the experts' inputs, as this model does.",
-            where=f"{served.place.name}: {block.name}",
-            remedy="Serve the original checkpoint with another MoE backend.",
-        )
+
+
+def check_rank_file(view: ArtifactView, file: RankFile, layer: ServerLayer, num_local_experts: int) -> None:
+    """Refuse a file whose experts or biases are not this rank's. Raises RequestError."""
+    facts = {
+        "experts of this rank": (file.configs["w13"]["num_experts"], num_local_experts),
+        "biases": ("w13_bias" in file.tensors, layer.has_bias),
+    }
+    for what, (expected, found) in facts.items():
+        if expected != found:
+            where = f"{view.location.name}: {file.block}: {what}"
+            raise RequestError(_OTHER_LAYER, where=where, expected=expected, found=found)
 
 
 def check_flags(
@@ -157,93 +143,72 @@ def check_flags(
         )
 
 
-def no_deployment(served: ArtifactView, block: ArtifactLayer, found: object) -> HqconvError:
-    """The error for a parallel configuration in which vLLM has no Humming kernels."""
-    return RequestError(
-        "There are no Humming experts in vLLM for this deployment.",
-        where=f"{served.place.name}: {block.name}",
-        found=found,
-        remedy="Leave VLLM_HUMMING_MOE_GEMM_TYPE unset; VLLM_LOGGING_LEVEL=DEBUG shows why each was left out.",
-    )
-
-
-def no_block(served: ArtifactView, prefix: str) -> HqconvError:
-    """The error for a layer of experts of which the artifact has nothing, or cannot be sure."""
+def no_block(view: ArtifactView, prefix: str) -> HqconvError:
+    """Error for a layer of experts that the artifact lacks, or that fits several blocks."""
     return RequestError(
         "The artifact has no experts for a layer of the model.",
-        where=f"{served.place.name}: layer {prefix}",
-        expected=", ".join(list(served.blocks)[:3]) + (" …" if len(served.blocks) > 3 else ""),
+        where=f"{view.location.name}: layer {prefix}",
+        expected=", ".join(list(view.blocks)[:3]) + (" …" if len(view.blocks) > 3 else ""),
         found=prefix,
         remedy="Convert the whole model with this version of hqconv; if it was, please report the two names.",
     )
 
 
-def other_model(served: ArtifactView, found: str) -> HqconvError:
-    """The error for a server that is told to load another model in place."""
+def other_model(view: ArtifactView, found: str) -> HqconvError:
+    """Error for a server that shall load another model in place."""
     return RequestError(
         "The experts of another model cannot be loaded into this server.",
-        where=served.place.name,
+        where=view.location.name,
         found=found,
         remedy="Start a server with the other artifact.",
     )
 
 
-def no_layers(served: ArtifactView) -> HqconvError:
-    """The error for a model that made no layer of experts as the plugin knows them."""
-    return RequestError(
-        "The server's model has asked for none of the artifact's experts.",
-        where=served.place.name,
-        expected="layers of experts that vLLM's Humming methods can serve",
-        found="none of them, so that their weights would stay random",
-        remedy="Leave --moe-backend at its default, and serve the main model, not a part of it.",
-    )
-
-
-def recut(served: ArtifactView, **changes: object) -> str:
-    """The command that lays the artifact out anew, with its own options but for `changes`; see `_can_be_cut`."""
-    options = {**_options(served), **changes}
-    place, folder = served.place, _folder(served.place)
+def recut(view: ArtifactView, **changes: object) -> str:
+    """Return the command that converts the artifact again, with its own options but for `changes`."""
+    options = {**_options(view), **changes}
+    location, folder = view.location, _folder(view.location)
     out = f"{folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"
-    if not _can_be_cut(served):
-        words = _convert(served.source_name, Path(out).name, _made_of(served), options)
-        return f"`{shlex.join([*words, '--dtype', served.dtype])}`"
-    command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_options(served)], options))
-    if place.is_folder:
+    if not _can_be_cut(view):
+        words = _convert(view.source_name, Path(out).name, _made_of(view), options)
+        return f"`{shlex.join([*words, '--dtype', view.dtype])}`"
+    command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_options(view)], options))
+    if location.is_folder:
         return f"`{command}`"
-    revision = [] if place.revision is None else ["--revision", place.revision]
-    download = shlex.join(["hf", "download", place.name, *revision, "--local-dir", folder])
+    revision = [] if location.revision is None else ["--revision", location.revision]
+    download = shlex.join(["hf", "download", location.name, *revision, "--local-dir", folder])
     return f"`{download} && {command}`"
 
 
-def _from_original(served: ArtifactView, dtype: str) -> list[str]:
-    """The command that makes the same artifact in another dtype. An artifact's scales may not fit that."""
-    out = f"{Path(_folder(served.place)).name}-{dtype}"
-    return [*_convert(served.source_name, out, _made_of(served), _options(served)), "--dtype", dtype]
+def _from_original(view: ArtifactView, dtype: str) -> list[str]:
+    """Command that makes the same artifact in another dtype, from the original: the artifact's scales may not fit."""
+    out = f"{Path(_folder(view.location)).name}-{dtype}"
+    return [*_convert(view.source_name, out, _made_of(view), _options(view)), "--dtype", dtype]
 
 
-def _can_be_cut(served: ArtifactView) -> bool:
-    """Whether the artifact can be a source with its own schemas, for the activations of all its blocks."""
-    kinds = {served.kind, *(block.kind for block in served.blocks.values())}
-    is_lost = any(kind.schema.rotation or resolve(kind).use_fused_e8m0_scale for kind in kinds)
-    return not is_lost and len({kind.inputs for kind in kinds}) == 1
+def _can_be_cut(view: ArtifactView) -> bool:
+    """Return whether the artifact can be a source with its own schemas, for the activations of all its blocks."""
+    kernel_specs = {view.kernel_spec, *(block.kernel_spec for block in view.blocks.values())}
+    is_lost = any(kernel_spec.schema.rotation or fuses_exponents(kernel_spec) for kernel_spec in kernel_specs)
+    return not is_lost and len({kernel_spec.inputs for kernel_spec in kernel_specs}) == 1
 
 
-def _made_of(served: ArtifactView) -> list[str]:
-    """The options that say what the experts are made of; a recipe is the user's own file."""
-    if served.is_mixed:
+def _made_of(view: ArtifactView) -> list[str]:
+    """Options for the experts' schemas; a recipe is the user's own file."""
+    if view.is_mixed:
         return ["--config", "RECIPE"]
-    return ["--schema", _schema_word(served.kind.schema), *_inputs_options(served)]
+    return ["--schema", _schema_word(view.kernel_spec.schema), *_inputs_options(view)]
 
 
-def _inputs_options(served: ArtifactView) -> list[str]:
-    inputs = served.kind.inputs
+def _inputs_options(view: ArtifactView) -> list[str]:
+    inputs = view.kernel_spec.inputs
     return [] if inputs == A16 else ["--input-schema", _inputs_word(inputs)]
 
 
-def _options(served: ArtifactView) -> dict[str, object]:
-    grid = served.grid
+def _options(view: ArtifactView) -> dict[str, object]:
+    grid = view.grid
     return {
-        "target": f"sm{served.sm_version}",
+        "target": f"sm{view.sm_version}",
         "tp": grid.tp,
         "ep": grid.ep,
         "placement": grid.placement,
@@ -261,17 +226,17 @@ def _convert(source: str, out: str, made_of: list[str], options: Mapping[str, ob
     return words
 
 
-def _folder(place: ArtifactLocation) -> str:
-    """The folder of an artifact, or the one to download it to; its name can be continued."""
-    name = place.name.rstrip("/")
+def _folder(location: ArtifactLocation) -> str:
+    """The folder of an artifact, or the one to download it to, without a trailing slash."""
+    name = location.name.rstrip("/")
     last = name.rpartition("/")[2]
-    if not place.is_folder:
+    if not location.is_folder:
         return last
-    return name if last not in ("", ".", "..") else os.path.abspath(place.name)  # noqa: PTH100 - no links
+    return name if last not in ("", ".", "..") else os.path.abspath(location.name)  # noqa: PTH100 - no links
 
 
 def _schema_word(schema: WeightSchema) -> str:
-    """What `--schema` takes: a name that means the same fields here, else the TOML file that had it."""
+    """Value of `--schema`: a name that has the same fields here, else the TOML file that had it."""
     try:
         is_known = resolve_schema(schema.name).humming_fields() == schema.humming_fields()
     except RequestError:
@@ -280,20 +245,9 @@ def _schema_word(schema: WeightSchema) -> str:
 
 
 def _inputs_word(inputs: InputSchema) -> str:
-    """What `--input-schema` takes, likewise."""
+    """Value of `--input-schema`, likewise."""
     return inputs.name if NAMED_INPUTS.get(inputs.name) == inputs else f"{inputs.name}.toml"
 
 
 def _flags(flags: Mapping[str, bool]) -> str:
     return ", ".join(flag for flag, is_set in flags.items() if is_set) or "none of the special layouts"
-
-
-def _fitting(grid: Grid) -> str:
-    options = ENGINE.serve_options(grid)
-    if options is None:
-        return "There is no start of vLLM for the artifact's ranks:"
-    return f"Serve with {options or '--tensor-parallel-size 1'}, or"
-
-
-def _ranks(tp: int, ep: int) -> str:
-    return f"tp {tp}, ep {ep}"

@@ -223,7 +223,7 @@ def _unreadable(file: RankFile, expected: str, found: object) -> VerificationErr
 
 VERIFY = "HQCONV_VERIFY"  # 1: hash every file first
 
-logger = logging.getLogger("vllm.hqconv")
+logger = logging.getLogger("hqconv.serving")
 
 
 class Filled(Hashable, Protocol):
@@ -239,7 +239,8 @@ class Filled(Hashable, Protocol):
 class ParameterLoader:
     """Fills layers in the order in which they were made, files of later ones while an earlier one is waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: logging.Logger = logger) -> None:
+        self._log = log  # the engine's, for its handlers to print
         self.claimed: dict[str, str] = {}  # block → the layer that it is for
         self.tuning: dict[str, Any] = {}  # tables of `hqconv warm`
         self._layers: list[Filled] = []
@@ -255,7 +256,7 @@ class ParameterLoader:
         if self._buffers is None and device.type == "cuda":
             self._buffers = Buffers(device)
 
-    def path(self, served: ArtifactView, name: str, *, alone: bool, cache_dir: str | None) -> Path:
+    def path(self, view: ArtifactView, name: str, *, alone: bool, cache_dir: str | None) -> Path:
         """Where a rank file lies on this machine; from the Hub all files of its rank come at once, or it `alone`.
 
         Raises as `Place.fetch`.
@@ -263,9 +264,9 @@ class ParameterLoader:
         if name not in self._paths:
             folder = name.rpartition("/")[0] + "/"
             others = (
-                [] if alone or served.place.is_folder else [n for n in served.files if n.startswith(folder)]
+                [] if alone or view.location.is_folder else [n for n in view.files if n.startswith(folder)]
             )
-            self._paths.update(served.place.fetch_all(others or [name], cache_dir))
+            self._paths.update(view.location.fetch_all(others or [name], cache_dir))
         return self._paths[name]
 
     def fill(self, layer: Filled) -> None:
@@ -278,27 +279,27 @@ class ParameterLoader:
         if self._filling.is_done:
             num_bytes, seconds = self._filling.num_bytes, self._filling.ended_s - self._filling.begun_s
             rate = num_bytes / 1e9 / max(seconds, 1e-9)
-            logger.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
+            self._log.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
             self._filling = self._buffers = None
             # What is full is the model's alone: nothing here keeps it when the model goes.
             self._layers = [one for one in self._layers if not one.is_filled]
 
-    def take_kernels(self, served: ArtifactView) -> None:
+    def take_kernels(self, view: ArtifactView) -> None:
         """Once in a process: have Humming find what `hqconv warm` compiled, where the environment asks for it."""
         if self._has_kernels or not os.environ.get(VARIABLE):
             return
         self._has_kernels = True
-        artifact = Path(served.place.name)
+        artifact = Path(view.location.name)
         folder = kernels_folder(artifact)
-        if folder == folder_beside(artifact) and not served.place.is_folder:
+        if folder == folder_beside(artifact) and not view.location.is_folder:
             reason: str | None = f"{VARIABLE} must name a folder: there is none beside a model on the Hub."
         else:
-            reason = use_warm_kernels(folder, served.sm_version)
+            reason = use_warm_kernels(folder, view.sm_version)
         if reason:
-            logger.warning("Kernels are compiled as they are needed: %s", reason)
+            self._log.warning("Kernels are compiled as they are needed: %s", reason)
         else:
             self.tuning = tuning_tables(folder)
-            logger.info("Kernels that were compiled beforehand are in use")
+            self._log.info("Kernels that were compiled beforehand are in use")
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[LoadTarget]]]:
         """A layer, and those after it that can be filled beside: on the same device, where nothing will move them."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import InputError, VerificationError
-from hqconv.humming_layout.layer_config import resolve
+from hqconv.humming_layout.layer_config import activation_entries
 from hqconv.io.safetensors_header import read_header
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.kernel_spec import KernelSpec
@@ -26,19 +26,20 @@ class RankFile:
 
     path: Path
     name: str
+    block: str
     sha256: str
     tensors: dict[str, TensorRef]
     configs: dict[str, dict[str, Any]]
 
 
-def open_rank_file(served: ArtifactView, path: Path, block: str, name: str) -> RankFile:
+def open_rank_file(view: ArtifactView, path: Path, block: str, name: str) -> RankFile:
     """Read the header of the rank file `name` of a block, which lies at `path`.
 
     Raises VerificationError where it is not what the manifest says: its size, its tensors, its LayerConfigs.
     """
-    if name not in served.files:
+    if name not in view.files:
         raise _damaged(name, "a file that the manifest lists", "none of that name")
-    size_bytes, sha256 = served.files[name]
+    size_bytes, sha256 = view.files[name]
     try:
         if path.stat().st_size != size_bytes:
             raise _damaged(name, f"{size_bytes} bytes", f"{path.stat().st_size} bytes")
@@ -55,21 +56,10 @@ def open_rank_file(served: ArtifactView, path: Path, block: str, name: str) -> R
         tensors[own] = ref
     configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
     for gemm, config in configs.items():
-        expected = {**served.blocks[block].shapes[gemm], **_activation_fields(served.blocks[block].kind)}
-        _check_input_scale(name, gemm, served.blocks[block].kind, tensors)
+        expected = {**view.blocks[block].shapes[gemm], **activation_entries(view.blocks[block].kernel_spec)}
+        _check_input_scale(name, gemm, view.blocks[block].kernel_spec, tensors)
         _check_config(name, gemm, config, expected, tensors)
-    return RankFile(path, name, sha256, tensors, configs)
-
-
-def _activation_fields(kind: KernelSpec) -> dict[str, Any]:
-    """What a LayerConfig says of activations, for those of the manifest."""
-    layer = resolve(kind)
-    return {
-        "a_dtype": kind.a_dtype,
-        "as_dtype": layer.as_dtype,
-        "input_quant_mode": layer.input_quant_mode,
-        "input_scale_group_size": kind.inputs.input_scale_group_size,
-    }
+    return RankFile(path, name, block, sha256, tensors, configs)
 
 
 def check_digest(file: RankFile) -> None:
@@ -116,12 +106,14 @@ def _check_config(
             raise _damaged(name, f"{key} of {config.get('num_experts')} experts", list(ref.shape))
 
 
-def _check_input_scale(name: str, gemm: str, kind: KernelSpec, tensors: Mapping[str, TensorRef]) -> None:
+def _check_input_scale(
+    name: str, gemm: str, kernel_spec: KernelSpec, tensors: Mapping[str, TensorRef]
+) -> None:
     """A GEMM has the scale of its activations exactly where the manifest says that it was measured beforehand."""
     key = f"{gemm}_{names.INPUT_SCALE}"
     ref = tensors.get(key)
     found = "absent" if ref is None else f"{ref.dtype} {list(ref.shape)}"
-    expected = "F32 [1]" if kind.inputs.is_static else "absent"
+    expected = "F32 [1]" if kernel_spec.inputs.is_static else "absent"
     if found != expected:
         raise _damaged(name, f"{key}: {expected}", found)
 

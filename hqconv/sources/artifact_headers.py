@@ -11,7 +11,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.formats.resolve import UNUSED_PARTS
 from hqconv.formats.source_format import LAID_OUT, SourceFormat
-from hqconv.humming_layout.layer_config import resolve
+from hqconv.humming_layout.layer_config import fuses_exponents
 from hqconv.io.hub import Listing
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import InputScales, MoeLayer, TensorSlice
@@ -36,9 +36,7 @@ def _refuse_fused(artifact: Artifact) -> None:
     """mxfp4 for fp8 or int8 activations has other codes on every TP rank; what they were is lost."""
     if artifact.manifest["layout"] != names.KERNEL:
         return
-    folded = next(
-        (n for n in artifact.blocks if resolve(artifact.kernel_spec_of(n)).use_fused_e8m0_scale), None
-    )
+    folded = next((n for n in artifact.blocks if fuses_exponents(artifact.kernel_spec_of(n))), None)
     if folded is not None:
         raise RequestError(
             "The exponents were folded into the codes: the artifact cannot be a source.",

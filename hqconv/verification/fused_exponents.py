@@ -17,7 +17,7 @@ import torch
 
 from hqconv.artifact.expert_reader import ExpertMatrix
 from hqconv.artifact.reader import Artifact
-from hqconv.humming_layout.layer_config import resolve
+from hqconv.humming_layout.layer_config import fuses_exponents
 from hqconv.layout_decoder.stack_scales import float_values, look_up
 from hqconv.layout_decoder.stacks import MatrixStack
 from hqconv.models.moe_layer import MoeLayer
@@ -33,7 +33,7 @@ _CHUNK_NUMBERS = 1 << 20  # shifted at once
 def is_folded(artifact: Artifact, block: str) -> bool:
     """Whether a block's codes have exponents of their scales in them."""
     is_kernel = artifact.spec.layout == names.KERNEL
-    return is_kernel and resolve(artifact.kernel_spec_of(block)).use_fused_e8m0_scale
+    return is_kernel and fuses_exponents(artifact.kernel_spec_of(block))
 
 
 def misread_code(artifact: Artifact, block: str) -> int | None:

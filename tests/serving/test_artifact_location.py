@@ -44,10 +44,10 @@ def hub(out: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loc
 
 
 def test_a_folders_files_are_where_they_lie(out: Path) -> None:
-    place = ArtifactLocation(str(out))
-    assert place.is_folder
-    assert place.fetch("hqconv.json") == out / "hqconv.json"
-    assert place.fetch_all([NAME, "config.json"]) == {NAME: out / NAME, "config.json": out / "config.json"}
+    location = ArtifactLocation(str(out))
+    assert location.is_folder
+    assert location.fetch("hqconv.json") == out / "hqconv.json"
+    assert location.fetch_all([NAME, "config.json"]) == {NAME: out / NAME, "config.json": out / "config.json"}
 
 
 def test_a_folder_that_lacks_a_file_names_it(out: Path, tmp_path: Path) -> None:
@@ -59,44 +59,42 @@ def test_a_folder_that_lacks_a_file_names_it(out: Path, tmp_path: Path) -> None:
 
 
 def test_of_a_repo_the_manifest_comes_alone(out: Path, hub: LocalHub, cache: Path) -> None:
-    served = open_artifact_view(ArtifactLocation("org/name"))
-    assert served.blocks == open_artifact_view(ArtifactLocation(str(out))).blocks
+    view = open_artifact_view(ArtifactLocation("org/name"))
+    assert view.blocks == open_artifact_view(ArtifactLocation(str(out))).blocks
     assert hub.fetched == cached(cache) == {"hqconv.json"}
 
 
 def test_then_the_files_of_this_rank_and_no_others(out: Path, hub: LocalHub, cache: Path) -> None:
     """At once, when the first of them is wanted; then nothing more is asked."""
-    served, loader = open_artifact_view(ArtifactLocation("org/name")), ParameterLoader()
-    path = loader.path(served, NAME, alone=False, cache_dir=None)
+    view, loader = open_artifact_view(ArtifactLocation("org/name")), ParameterLoader()
+    path = loader.path(view, NAME, alone=False, cache_dir=None)
     assert path.read_bytes() == (out / NAME).read_bytes()
     assert hub.fetched == cached(cache) == {"hqconv.json", *OURS}
     before = len(hub.requests)
     for name in OURS:
-        assert (
-            loader.path(served, name, alone=False, cache_dir=None).read_bytes() == (out / name).read_bytes()
-        )
+        assert loader.path(view, name, alone=False, cache_dir=None).read_bytes() == (out / name).read_bytes()
     assert len(hub.requests) == before
 
 
 def test_alone_a_file_comes_by_itself(hub: LocalHub, cache: Path) -> None:
     """Of a process that has only some of the layers."""
-    served = open_artifact_view(ArtifactLocation("org/name"))
-    ParameterLoader().path(served, NAME, alone=True, cache_dir=None)
+    view = open_artifact_view(ArtifactLocation("org/name"))
+    ParameterLoader().path(view, NAME, alone=True, cache_dir=None)
     assert hub.fetched == cached(cache) == {"hqconv.json", NAME}
 
 
 def test_rank_1_is_not_rank_10(hub: LocalHub) -> None:
     """A rank's folder is a whole name, not the beginning of one."""
-    served = open_artifact_view(ArtifactLocation("org/name"))
-    files = dict(served.files) | {name.replace("tp1-ep0", "tp1-ep01"): (1, "") for name in OURS}
-    object.__setattr__(served, "files", files)
-    ParameterLoader().path(served, NAME, alone=False, cache_dir=None)
+    view = open_artifact_view(ArtifactLocation("org/name"))
+    files = dict(view.files) | {name.replace("tp1-ep0", "tp1-ep01"): (1, "") for name in OURS}
+    object.__setattr__(view, "files", files)
+    ParameterLoader().path(view, NAME, alone=False, cache_dir=None)
     assert hub.fetched == {"hqconv.json", *OURS}
 
 
 def test_a_folder_of_vllms_for_downloads_is_used(hub: LocalHub, cache: Path, tmp_path: Path) -> None:
-    served = open_artifact_view(ArtifactLocation("org/name"))
-    path = ParameterLoader().path(served, NAME, alone=False, cache_dir=str(tmp_path / "own"))
+    view = open_artifact_view(ArtifactLocation("org/name"))
+    path = ParameterLoader().path(view, NAME, alone=False, cache_dir=str(tmp_path / "own"))
     assert path.is_relative_to(tmp_path / "own")
     assert cached(tmp_path / "own") == OURS
     assert cached(cache) == {"hqconv.json"}
@@ -113,8 +111,8 @@ def test_what_is_cached_is_not_sent_again(out: Path, hub: LocalHub) -> None:
 
 
 def test_the_revision_is_asked_for(hub: LocalHub) -> None:
-    served = open_artifact_view(ArtifactLocation("org/name", "a-tag"))
-    ParameterLoader().path(served, NAME, alone=False, cache_dir=None)
+    view = open_artifact_view(ArtifactLocation("org/name", "a-tag"))
+    ParameterLoader().path(view, NAME, alone=False, cache_dir=None)
     asked = [line for line in hub.requests if "/revision/" in line]
     assert asked
     assert all("/revision/a-tag" in line for line in asked)
@@ -123,11 +121,11 @@ def test_the_revision_is_asked_for(hub: LocalHub) -> None:
 
 
 def test_offline_the_cache_is_enough(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = ArtifactLocation("org/name")
-    ParameterLoader().path(open_artifact_view(place), NAME, alone=False, cache_dir=None)
+    location = ArtifactLocation("org/name")
+    ParameterLoader().path(open_artifact_view(location), NAME, alone=False, cache_dir=None)
     before = len(hub.requests)
     use(monkeypatch, hub.url, cache, offline=True)
-    assert ParameterLoader().path(open_artifact_view(place), NAME, alone=False, cache_dir=None).is_file()
+    assert ParameterLoader().path(open_artifact_view(location), NAME, alone=False, cache_dir=None).is_file()
     assert len(hub.requests) == before
 
 
@@ -136,10 +134,10 @@ def test_a_cache_that_lacks_files_is_called_that(
     hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
 ) -> None:
     """Offline, and where the Hub does not answer. Some versions of its library raise, some give what they have."""
-    served = open_artifact_view(ArtifactLocation("org/name", "main"))
+    view = open_artifact_view(ArtifactLocation("org/name", "main"))
     use(monkeypatch, "http://127.0.0.1:9", cache, offline=offline)  # the discard port: nobody listens
     with pytest.raises((RequestError, NetworkError), match=r"lacks (a file|\(part of\) the repo)") as caught:
-        ParameterLoader().path(served, NAME, alone=True, cache_dir=None)
+        ParameterLoader().path(view, NAME, alone=True, cache_dir=None)
     assert caught.value.where == "org/name, revision main"
     assert ("HF_HUB_OFFLINE" if offline else "connection") in caught.value.message()
 
@@ -172,9 +170,9 @@ def test_a_repo_without_the_file_is_refused(
     (copy / NAME).unlink()
     with serve(copy) as hub:
         use(monkeypatch, hub.url, cache)
-        served = open_artifact_view(ArtifactLocation("org/name"))
+        view = open_artifact_view(ArtifactLocation("org/name"))
         with pytest.raises(RequestError, match=r"lacks a file(.|\n)*upload the artifact again") as caught:
-            ParameterLoader().path(served, NAME, alone=False, cache_dir=None)
+            ParameterLoader().path(view, NAME, alone=False, cache_dir=None)
         assert caught.value.expected == NAME
 
 

@@ -45,19 +45,19 @@ def opened(out: Path) -> ArtifactView:
 
 
 def test_the_facts_are_the_manifests(made: Path) -> None:
-    served, words = opened(made), manifest(made)
-    assert served.place == ArtifactLocation(str(made))
-    assert (served.source_name, served.kind.schema, served.grid) == (
+    view, words = opened(made), manifest(made)
+    assert view.location == ArtifactLocation(str(made))
+    assert (view.source_name, view.kernel_spec.schema, view.grid) == (
         "original",
         resolve_schema("mxfp4"),
         GRID,
     )
-    assert (served.dtype, served.sm_version) == ("bfloat16", 90)
-    assert served.humming_version == words["humming_kernels_version"]
-    assert [(name, block.name, block.layer) for name, block in served.blocks.items()] == [
+    assert (view.dtype, view.sm_version) == ("bfloat16", 90)
+    assert view.humming_version == words["humming_kernels_version"]
+    assert [(name, block.name, block.layer) for name, block in view.blocks.items()] == [
         (f"model.layers.{layer}.mlp.experts",) * 2 + (layer,) for layer in (0, 1)
     ]
-    block = served.blocks[BLOCK]
+    block = view.blocks[BLOCK]
     assert (block.num_experts, block.hidden_size, block.intermediate_size) == (4, 128, 256)
     assert (block.activation, block.gated) == (Activation("silu"), True)
     for gemm in ("w13", "w2"):
@@ -77,10 +77,10 @@ def test_the_files_are_those_of_ranks_alone(made: Path) -> None:
 
 def test_it_can_be_sent_and_is_small(made: Path) -> None:
     """A model of 60 blocks on 16 ranks has 960 files: some 150 KB, not the manifest with its tensors."""
-    served = opened(made)
-    sent = pickle.dumps(served)
-    assert pickle.loads(sent) == served
-    assert len(sent) < 1000 + 600 * len(served.blocks) + 200 * len(served.files)
+    view = opened(made)
+    sent = pickle.dumps(view)
+    assert pickle.loads(sent) == view
+    assert len(sent) < 1000 + 600 * len(view.blocks) + 200 * len(view.files)
     assert len(sent) < (made / "hqconv.json").stat().st_size / 3
 
 
@@ -146,10 +146,10 @@ def test_what_is_no_manifest_at_all_is_refused(out: Path, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-g128", "int8"])
 def test_quantized_activations_are_known(out: Path, name: str) -> None:
-    assert opened(out).kind.inputs == A16
+    assert opened(out).kernel_spec.inputs == A16
     inputs = INPUT_PRESETS[name]
     edit(out, lambda words: words.update(input_schema=name, activation_schema=inputs.humming_fields()))
-    assert opened(out).kind.inputs == inputs
+    assert opened(out).kernel_spec.inputs == inputs
 
 
 def test_activations_without_their_schema_are_refused(out: Path) -> None:

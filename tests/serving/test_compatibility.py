@@ -24,14 +24,14 @@ from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, open_artifact_view
 from hqconv.serving.compatibility import (
     ServerLayer,
-    check_block,
     check_dtype,
     check_flags,
-    check_inputs,
+    check_layer,
     check_machine,
     check_ranks,
     recut,
 )
+from hqconv.serving.vllm import refusals
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
@@ -48,6 +48,13 @@ ASKED = ServerLayer(
     redundant=0,
     router_weight_on_input=False,
 )
+
+
+def check_deployment(view: ArtifactView, layer: ServerLayer) -> None:
+    check_ranks(view, layer)
+    refusals.check_redundant_experts(view, layer)
+
+
 GRIDS = {
     "tp1": Grid(),
     "ep2": Grid(ep=2),
@@ -71,7 +78,7 @@ def opened(out: Path | str) -> ArtifactView:
 
 
 @pytest.fixture
-def served(work: Path) -> ArtifactView:
+def view(work: Path) -> ArtifactView:
     return opened(work / "tp1")
 
 
@@ -121,37 +128,37 @@ def test_another_cut_is_one_command_away(
 ) -> None:
     """One, whatever else would have been refused next; it changes nothing but what it must."""
     out, asked = shutil.copytree(work / name, tmp_path / name), replace(ASKED, **words)
-    error = refused(check_ranks, opened(out), asked)
+    error = refused(check_deployment, opened(out), asked)
     assert (error.where, error.expected) == (str(out), expected)
     assert error.found.startswith(found)
     new = follow(command_in(error))
-    check_ranks(new, asked)
+    check_deployment(new, asked)
     check_machine(new, 90)
     check_dtype(new, "bfloat16")
-    check_block(new, new.blocks[BLOCK], asked)
-    assert new.kind.schema == opened(out).kind.schema
-    assert new.place.name == f"{out}-sm90-tp{asked.tp}-ep{asked.ep}"
+    check_layer(new, new.blocks[BLOCK], asked)
+    assert new.kernel_spec.schema == opened(out).kernel_spec.schema
+    assert new.location.name == f"{out}-sm90-tp{asked.tp}-ep{asked.ep}"
 
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_what_it_was_cut_for_is_served(work: Path, name: str) -> None:
-    served = opened(work / name)
+    view = opened(work / name)
     grid = GRIDS[name]
     asked = replace(ASKED, tp=grid.tp, ep=grid.ep, placement=grid.placement)
     if not grid.redundant:
-        check_ranks(served, asked)
-    check_machine(served, 90)
-    check_dtype(served, "bfloat16")
-    check_block(served, served.blocks[BLOCK], asked)
+        check_deployment(view, asked)
+    check_machine(view, 90)
+    check_dtype(view, "bfloat16")
+    check_layer(view, view.blocks[BLOCK], asked)
 
 
-def test_one_ep_rank_has_no_placement(work: Path, served: ArtifactView) -> None:
+def test_one_ep_rank_has_no_placement(work: Path, view: ArtifactView) -> None:
     """vLLM has a word for it all the same."""
-    check_ranks(served, replace(ASKED, placement="round_robin"))
+    check_deployment(view, replace(ASKED, placement="round_robin"))
 
 
 def test_copies_that_only_the_server_wants_need_no_new_artifact(work: Path) -> None:
-    error = refused(check_ranks, opened(work / "ep2"), replace(ASKED, ep=2, redundant=2))
+    error = refused(refusals.check_redundant_experts, opened(work / "ep2"), replace(ASKED, ep=2, redundant=2))
     assert error.remedy == "Serve without --enable-eplb."
 
 
@@ -163,8 +170,8 @@ def test_copies_that_only_the_server_wants_need_no_new_artifact(work: Path) -> N
         (Grid(tp=2, ep=2), "no start of vLLM"),
     ],
 )
-def test_the_other_way_is_to_serve_it_as_it_was_cut(served: ArtifactView, grid: Grid, options: str) -> None:
-    assert options in refused(check_ranks, replace(served, grid=grid), ASKED).remedy
+def test_the_other_way_is_to_serve_it_as_it_was_cut(view: ArtifactView, grid: Grid, options: str) -> None:
+    assert options in refused(check_deployment, replace(view, grid=grid), ASKED).remedy
 
 
 @pytest.mark.parametrize("name", ["a model", "it's", "$(echo)", "a;b", "-", "ä"])
@@ -173,9 +180,9 @@ def test_the_command_can_be_pasted_whatever_the_folder_is_called(
 ) -> None:
     out = shutil.copytree(work / "tp1", tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    command = command_in(refused(check_ranks, opened(f"{out}/"), replace(ASKED, tp=2)))
+    command = command_in(refused(check_deployment, opened(f"{out}/"), replace(ASKED, tp=2)))
     assert command[2:5] == [str(out), "-o", f"{out}-sm90-tp2-ep1"]
-    check_ranks(follow(command), replace(ASKED, tp=2))
+    check_deployment(follow(command), replace(ASKED, tp=2))
 
 
 @pytest.mark.parametrize("name", [".", "./", "..", "../tp1/."])
@@ -186,26 +193,26 @@ def test_the_command_names_the_folder_one_stands_in(
     out = shutil.copytree(work / "tp1", tmp_path / "tp1")
     (out / "inner").mkdir()
     monkeypatch.chdir(out / "inner" if name == ".." else out)
-    command = command_in(refused(check_ranks, opened(name), replace(ASKED, tp=2)))
+    command = command_in(refused(check_deployment, opened(name), replace(ASKED, tp=2)))
     assert Path(os.path.abspath(command[4])) == tmp_path / "tp1-sm90-tp2-ep1"  # noqa: PTH100
 
 
-def test_a_repo_is_downloaded_first(served: ArtifactView) -> None:
-    there = replace(served, place=ArtifactLocation("org/name", "a branch"))
+def test_a_repo_is_downloaded_first(view: ArtifactView) -> None:
+    there = replace(view, location=ArtifactLocation("org/name", "a branch"))
     assert recut(there, tp=2) == (
         "`hf download org/name --revision 'a branch' --local-dir name && "
         "hqconv convert name -o name-sm90-tp2-ep1 --schema source --target sm90 --tp 2`"
     )
-    assert "--revision" not in recut(replace(served, place=ArtifactLocation("org/name")))
+    assert "--revision" not in recut(replace(view, location=ArtifactLocation("org/name")))
 
 
-def test_rotated_weights_are_cut_again_from_the_original(served: ArtifactView) -> None:
+def test_rotated_weights_are_cut_again_from_the_original(view: ArtifactView) -> None:
     """No `--schema source` keeps their codes."""
-    rotated = made(served, schema=replace(served.kind.schema, name="mine", hadamard_block_size=64))
-    command = recut(replace(rotated, place=ArtifactLocation("org/name"), source_name="org/model"), tp=2)
+    rotated = made(view, schema=replace(view.kernel_spec.schema, name="mine", hadamard_block_size=64))
+    command = recut(replace(rotated, location=ArtifactLocation("org/name"), source_name="org/model"), tp=2)
     assert command == (
         "`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 "
-        f"--dtype {served.dtype}`"
+        f"--dtype {view.dtype}`"
     )
 
 
@@ -215,86 +222,90 @@ def test_another_dtype_is_one_command_away_from_the_original(
     """With all options of this artifact; run where the original is."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(work / "original", "original")
-    served = opened(work / "dealt")
-    error = refused(check_dtype, served, "float16")
+    view = opened(work / "dealt")
+    error = refused(check_dtype, view, "float16")
     assert (error.expected, error.found) == ("bfloat16", "float16")
     assert error.remedy.startswith("Serve with --dtype bfloat16, ")
     new = follow(command_in(error))
     check_dtype(new, "float16")
-    assert (new.grid, new.kind.schema, new.kind.target) == (
-        served.grid,
-        served.kind.schema,
-        served.kind.target,
+    assert (new.grid, new.kernel_spec.schema, new.kernel_spec.target) == (
+        view.grid,
+        view.kernel_spec.schema,
+        view.kernel_spec.target,
     )
 
 
-def made(served: ArtifactView, **words: Any) -> ArtifactView:
+def made(view: ArtifactView, **words: Any) -> ArtifactView:
     """The same artifact of another kind, in all blocks."""
-    kind = replace(served.kind, **words)
-    return replace(served, kind=kind, blocks={n: replace(b, kind=kind) for n, b in served.blocks.items()})
+    kernel_spec = replace(view.kernel_spec, **words)
+    return replace(
+        view,
+        kernel_spec=kernel_spec,
+        blocks={n: replace(b, kernel_spec=kernel_spec) for n, b in view.blocks.items()},
+    )
 
 
 def of_inputs(block: ArtifactLayer, inputs: InputSchema) -> ArtifactLayer:
-    return replace(block, kind=replace(block.kind, inputs=inputs))
+    return replace(block, kernel_spec=replace(block.kernel_spec, inputs=inputs))
 
 
 def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(
-    served: ArtifactView,
+    view: ArtifactView,
 ) -> None:
     """It cannot be cut for them; nor can one whose exponents are in its codes. Blocks that are left stay so."""
-    assert recut(replace(served, left=("mtp.0.experts",))) == recut(served)
-    plain = made(served, schema=resolve_schema("int8"))
+    assert recut(replace(view, left=("mtp.0.experts",))) == recut(view)
+    plain = made(view, schema=resolve_schema("int8"))
     assert " --schema source " in recut(plain)
     name, block = next(iter(plain.blocks.items()))
     other = replace(plain, blocks={**plain.blocks, name: of_inputs(block, INPUT_PRESETS["int8"])})
     assert recut(other).startswith("`hqconv convert original -o ")
     assert " --config RECIPE " in recut(other)
-    folded = recut(made(served, inputs=INPUT_PRESETS["fp8"]))
+    folded = recut(made(view, inputs=INPUT_PRESETS["fp8"]))
     assert folded.startswith("`hqconv convert original -o ")
     assert " --schema mxfp4 --input-schema fp8 " in folded
 
 
-def test_a_schema_of_a_file_is_named_by_its_file(served: ArtifactView) -> None:
-    own = made(served, schema=replace(resolve_schema("mxfp4"), name="mine"))
+def test_a_schema_of_a_file_is_named_by_its_file(view: ArtifactView) -> None:
+    own = made(view, schema=replace(resolve_schema("mxfp4"), name="mine"))
     command = command_in(refused(check_dtype, own, "float16"))
     assert command[command.index("--schema") + 1] == "mine.toml"
-    renamed = made(served, schema=replace(resolve_schema("int4"), name="mxfp4"))
+    renamed = made(view, schema=replace(resolve_schema("int4"), name="mxfp4"))
     command = command_in(refused(check_dtype, renamed, "float16"))
     assert command[command.index("--schema") + 1] == "mxfp4.toml"
 
 
-def test_activations_are_in_the_commands(served: ArtifactView) -> None:
-    assert "--input-schema" not in recut(served)
+def test_activations_are_in_the_commands(view: ArtifactView) -> None:
+    assert "--input-schema" not in recut(view)
     for inputs, word in (
         (INPUT_PRESETS["fp8-g128"], "fp8-g128"),
         (InputSchema("mine", "int8"), "mine.toml"),
         (InputSchema("fp8", "int8"), "fp8.toml"),
     ):
-        own = made(served, inputs=inputs)
+        own = made(view, inputs=inputs)
         for command in (recut(own), refused(check_dtype, own, "float16").remedy):
             assert f"--input-schema {word} " in command
 
 
-def test_groups_that_vllm_quantizes_itself_must_be_its_own(served: ArtifactView) -> None:
+def test_groups_that_vllm_quantizes_itself_must_be_its_own(view: ArtifactView) -> None:
     """It does so for 128 columns, in e4m3 alone, and leaves no columns over."""
-    block = served.blocks[BLOCK]
+    block = view.blocks[BLOCK]
     wide, odd = replace(block, hidden_size=384), replace(block, hidden_size=192)
     for inputs in ("fp8-g128", "fp8", "fp8-e5m2", "mxfp8"):
-        check_inputs(served, of_inputs(wide, INPUT_PRESETS[inputs]))
+        refusals.check_inputs(view, of_inputs(wide, INPUT_PRESETS[inputs]))
     for inputs in ("a16", "fp8", "int8"):
-        check_inputs(served, of_inputs(odd, INPUT_PRESETS[inputs]))
-    error = refused(check_inputs, served, of_inputs(odd, INPUT_PRESETS["fp8-g128"]))
+        refusals.check_inputs(view, of_inputs(odd, INPUT_PRESETS[inputs]))
+    error = refused(refusals.check_inputs, view, of_inputs(odd, INPUT_PRESETS["fp8-g128"]))
     assert error.found == "192"
-    error = refused(check_inputs, served, of_inputs(wide, InputSchema("x", "float8e5m2", 128)))
+    error = refused(refusals.check_inputs, view, of_inputs(wide, InputSchema("x", "float8e5m2", 128)))
     assert error.found == "float8e5m2"
 
 
-def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(served: ArtifactView) -> None:
-    error = refused(check_machine, served, 110)
+def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(view: ArtifactView) -> None:
+    error = refused(check_machine, view, 110)
     assert (error.expected, error.found) == ("sm90", "sm110")
     known = ", ".join(f"sm{sm}" for sm in TARGETS)
     assert error.remedy == f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
-    error = refused(check_machine, made(served, target=GpuTarget(100)), 90)
+    error = refused(check_machine, made(view, target=GpuTarget(100)), 90)
     command = command_in(error)
     assert command[command.index("--target") + 1] == "sm90"
     assert "-sm90-" in command[4]
@@ -308,17 +319,17 @@ def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(served: A
         ({"gated": False}, "gated"),
     ],
 )
-def test_another_layer_is_refused(served: ArtifactView, words: dict[str, Any], what: str) -> None:
-    error = refused(check_block, served, served.blocks[BLOCK], replace(ASKED, **words))
-    assert error.where == f"{served.place.name}: {BLOCK}: {what}"
+def test_another_layer_is_refused(view: ArtifactView, words: dict[str, Any], what: str) -> None:
+    error = refused(check_layer, view, view.blocks[BLOCK], replace(ASKED, **words))
+    assert error.where == f"{view.location.name}: {BLOCK}: {what}"
     ((name, value),) = words.items()
-    assert error.expected == str(getattr(served.blocks[BLOCK], name))
+    assert error.expected == str(getattr(view.blocks[BLOCK], name))
     assert error.found == f"{value} in vLLM's model"
 
 
-def test_weighed_inputs_are_refused(served: ArtifactView) -> None:
+def test_weighed_inputs_are_refused(view: ArtifactView) -> None:
     with pytest.raises(RequestError, match=f"weigh the experts' inputs(.|\n)*{BLOCK}(.|\n)*original"):
-        check_block(served, served.blocks[BLOCK], replace(ASKED, router_weight_on_input=True))
+        refusals.check_router(view, view.blocks[BLOCK], replace(ASKED, router_weight_on_input=True))
 
 
 @pytest.mark.parametrize(
@@ -332,16 +343,16 @@ def test_another_layout_of_humming_names_the_version_that_fits(here: dict[str, b
     check_flags("out: w13", "0.1.19", "0.2.0", here, dict(here))
 
 
-def test_a_layer_without_experts_lists_the_blocks(served: ArtifactView) -> None:
-    error = refused_as(compatibility.no_block(served, "model.layers.7.mlp.experts"))
+def test_a_layer_without_experts_lists_the_blocks(view: ArtifactView) -> None:
+    error = refused_as(compatibility.no_block(view, "model.layers.7.mlp.experts"))
     assert (error.expected, error.found) == (BLOCK, "model.layers.7.mlp.experts")
-    many = replace(served, blocks={f"b{i}": served.blocks[BLOCK] for i in range(9)})
+    many = replace(view, blocks={f"b{i}": view.blocks[BLOCK] for i in range(9)})
     assert compatibility.no_block(many, "x").expected == "b0, b1, b2 …"
 
 
-def test_a_model_without_layers_and_a_deployment_without_kernels(served: ArtifactView) -> None:
-    assert "--moe-backend" in refused_as(compatibility.no_layers(served)).remedy
-    error = refused_as(compatibility.no_deployment(served, served.blocks[BLOCK], "ep 2 with deepep"))
+def test_a_model_without_layers_and_a_deployment_without_kernels(view: ArtifactView) -> None:
+    assert "--moe-backend" in refused_as(refusals.no_layers(view)).remedy
+    error = refused_as(refusals.no_deployment(view, view.blocks[BLOCK], "ep 2 with deepep"))
     assert error.found == "ep 2 with deepep"
     assert "VLLM_HUMMING_MOE_GEMM_TYPE" in error.remedy
 

@@ -22,7 +22,7 @@ from tests.make.qwen import write_qwen3_moe
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> ArtifactView:
+def view(tmp_path: Path) -> ArtifactView:
     source = write_qwen3_moe(tmp_path / "original", num_layers=3, intermediate_size=256)
     run(source, tmp_path / "out", "mxfp4", Grid())
     return open_artifact_view(ArtifactLocation(str(tmp_path / "out")))
@@ -31,13 +31,11 @@ def served(tmp_path: Path) -> ArtifactView:
 class Layer:
     """As a layer of vLLM's."""
 
-    def __init__(
-        self, loader: ParameterLoader, served: ArtifactView, number: int, device: str = "cpu"
-    ) -> None:
+    def __init__(self, loader: ParameterLoader, view: ArtifactView, number: int, device: str = "cpu") -> None:
         block = f"model.layers.{number}.mlp.experts"
         name = f"experts/tp0-ep0/{block}.safetensors"
-        path = loader.path(served, name, alone=False, cache_dir=None)
-        self.file: RankFile = open_rank_file(served, path, block, name)
+        path = loader.path(view, name, alone=False, cache_dir=None)
+        self.file: RankFile = open_rank_file(view, path, block, name)
         self.is_filled = False
         self.tensors = {
             key: torch.zeros(ref.num_bytes, dtype=torch.uint8, device=device)
@@ -59,14 +57,14 @@ class Layer:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_layers_are_full_when_asked_for_and_said_to_be(
-    served: ArtifactView,
+    view: ArtifactView,
     order: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
     loader = ParameterLoader()
-    layers = [Layer(loader, served, number) for number in range(3)]
+    layers = [Layer(loader, view, number) for number in range(3)]
     with caplog.at_level(logging.INFO, loading.logger.name):
         for number in order:
             loader.fill(layers[number])
@@ -77,12 +75,12 @@ def test_layers_are_full_when_asked_for_and_said_to_be(
     assert record.getMessage().startswith(f"Experts: {total / 1e9:.3f} GB in ")
 
 
-def test_layers_that_are_made_or_asked_for_later_are_filled_too(served: ArtifactView) -> None:
+def test_layers_that_are_made_or_asked_for_later_are_filled_too(view: ArtifactView) -> None:
     """vLLM may load a draft after the model, and a model again in place."""
     loader = ParameterLoader()
-    first = Layer(loader, served, 0)
+    first = Layer(loader, view, 0)
     loader.fill(first)
-    later = [Layer(loader, served, number) for number in (1, 2)]
+    later = [Layer(loader, view, number) for number in (1, 2)]
     loader.fill(later[0])
     for tensor in first.tensors.values():
         tensor.zero_()
@@ -92,10 +90,10 @@ def test_layers_that_are_made_or_asked_for_later_are_filled_too(served: Artifact
     assert all(layer.is_right for layer in (first, *later))
 
 
-def test_layers_elsewhere_are_left_alone(served: ArtifactView) -> None:
+def test_layers_elsewhere_are_left_alone(view: ArtifactView) -> None:
     """Of a model that is being put back, some have no memory yet."""
     loader = ParameterLoader()
-    there, nowhere = Layer(loader, served, 0), Layer(loader, served, 1, "meta")
+    there, nowhere = Layer(loader, view, 0), Layer(loader, view, 1, "meta")
     loader.fill(there)
     assert there.is_right
     assert not nowhere.is_filled
@@ -106,10 +104,10 @@ def test_layers_elsewhere_are_left_alone(served: ArtifactView) -> None:
 
 @pytest.mark.parametrize(("value", "is_checked"), [(None, False), ("0", False), ("1", True)])
 def test_all_files_are_hashed_first_where_the_environment_asks(
-    served: ArtifactView, monkeypatch: pytest.MonkeyPatch, value: str | None, is_checked: bool
+    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, value: str | None, is_checked: bool
 ) -> None:
     loader = ParameterLoader()
-    layers = [Layer(loader, served, number) for number in range(2)]
+    layers = [Layer(loader, view, number) for number in range(2)]
     data = bytearray(layers[1].file.path.read_bytes())
     data[-1] ^= 1
     layers[1].file.path.write_bytes(data)
@@ -126,9 +124,9 @@ def test_all_files_are_hashed_first_where_the_environment_asks(
     assert layers[0].is_filled != is_checked
 
 
-def test_a_file_that_was_cut_off_since_fails_its_own_layer(served: ArtifactView) -> None:
+def test_a_file_that_was_cut_off_since_fails_its_own_layer(view: ArtifactView) -> None:
     loader = ParameterLoader()
-    layers = [Layer(loader, served, number) for number in range(2)]
+    layers = [Layer(loader, view, number) for number in range(2)]
     path = layers[1].file.path
     path.write_bytes(path.read_bytes()[:-1])
     loader.fill(layers[0])
@@ -138,7 +136,7 @@ def test_a_file_that_was_cut_off_since_fails_its_own_layer(served: ArtifactView)
 
 
 def test_kernels_are_taken_once_and_only_if_asked_for(
-    served: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
     asked: list[tuple[Path, int]] = []
@@ -151,23 +149,23 @@ def test_kernels_are_taken_once_and_only_if_asked_for(
     monkeypatch.delenv(VARIABLE, raising=False)
     loader = ParameterLoader()
     with caplog.at_level(logging.INFO, loading.logger.name):
-        loader.take_kernels(served)
+        loader.take_kernels(view)
         assert asked == []
         monkeypatch.setenv(VARIABLE, "1")
         for one in (loader, loader, ParameterLoader()):
-            one.take_kernels(served)
-    assert asked == [(Path(f"{served.place.name}-kernels"), 90)] * 2
+            one.take_kernels(view)
+    assert asked == [(Path(f"{view.location.name}-kernels"), 90)] * 2
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert caplog.records[1].getMessage().endswith("There are none.")
 
 
 def test_beside_a_model_on_the_hub_there_are_no_kernels(
-    served: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder of that name below the server's own would be somebody else's."""
     monkeypatch.setattr(loading.logger, "propagate", True)
     monkeypatch.setattr(loading, "use_warm_kernels", lambda *_: pytest.fail("looked for"))
     monkeypatch.setenv(VARIABLE, "1")
     with caplog.at_level(logging.INFO, loading.logger.name):
-        ParameterLoader().take_kernels(replace(served, place=ArtifactLocation("org/model")))
+        ParameterLoader().take_kernels(replace(view, location=ArtifactLocation("org/model")))
     assert "must name a folder" in caplog.records[0].getMessage()

@@ -38,7 +38,7 @@ def make_file(path: Path, layout: Layout) -> RankFile:
         begin += num_bytes
     data = os.urandom(begin)
     path.write_bytes(data)
-    return RankFile(path, path.name, hashlib.sha256(data).hexdigest(), tensors, {})
+    return RankFile(path, path.name, "", hashlib.sha256(data).hexdigest(), tensors, {})
 
 
 def plain(path: Path, *sizes: int) -> RankFile:

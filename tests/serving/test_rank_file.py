@@ -188,9 +188,9 @@ def test_a_file_that_is_gone_or_no_file_is_refused(out: Path) -> None:
 
 
 def test_a_file_that_the_manifest_does_not_list_is_refused(made: Path) -> None:
-    served: ArtifactView = replace(open_artifact_view(ArtifactLocation(str(made))), files={})
+    view: ArtifactView = replace(open_artifact_view(ArtifactLocation(str(made))), files={})
     with pytest.raises(VerificationError, match="a file that the manifest lists") as caught:
-        open_rank_file(served, made / name_of(), FIRST, name_of())
+        open_rank_file(view, made / name_of(), FIRST, name_of())
     is_damaged(caught)
 
 
@@ -295,10 +295,10 @@ def test_a_scale_that_no_kernel_asks_for_is_refused(calibrated: Path, tmp_path: 
     out = Path(shutil.copytree(calibrated / "fp8", tmp_path / "out"))
     data = (calibrated / "fp8-static" / name_of()).read_bytes()
     (out / name_of()).write_bytes(data)
-    served = json.loads((calibrated / "fp8" / name_of()).read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
+    view = json.loads((calibrated / "fp8" / name_of()).read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
 
     def dynamic(header: dict[str, Any]) -> None:
-        header["__metadata__"] = served["__metadata__"]
+        header["__metadata__"] = view["__metadata__"]
 
     rewrite(out, dynamic)
     with pytest.raises(VerificationError, match=f"{SCALE}: absent") as caught:

@@ -19,28 +19,30 @@ from hqconv.errors import RequestError
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
-from hqconv.serving.compatibility import check_machine, no_block, no_layers
+from hqconv.serving.compatibility import check_machine, no_block
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.vllm.layer_names import find_block
 from hqconv.serving.vllm.other_layers import dense_config
+from hqconv.serving.vllm.refusals import no_layers
 
 METHOD = "hqconv"
-_OWN = ("words", "renamed", "loader", "served", "dense")
+logger = logging.getLogger("vllm.hqconv")
+_OWN = ("config_dict", "renamed", "loader", "view", "dense")
 
 
 class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     """`quant_method: hqconv`. Experts come from rank files; every other layer is the source's own quantization's."""
 
     packed_modules_mapping: Any
-    served: ArtifactView | None = None
+    view: ArtifactView | None = None
     dense: QuantizationConfig | None = None
 
-    def __init__(self, words: dict[str, Any]) -> None:
+    def __init__(self, config_dict: dict[str, Any]) -> None:
         """`words`: the `quantization_config` of an artifact's config.json."""
         super().__init__()
-        self.words = words
+        self.config_dict = config_dict
         self.renamed: dict[str, str] = {}  # what vLLM's model may call a block → the block
-        self.loader = ParameterLoader()
+        self.loader = ParameterLoader(logger)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """vLLM sends and copies configs; what a process has loaded stays there."""
@@ -90,13 +92,13 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         Raises as `open_artifact_view` and `check_machine`.
         """
         warn_of_untested()
-        self.served = open_artifact_view(ArtifactLocation(model_name, revision))
+        self.view = open_artifact_view(ArtifactLocation(model_name, revision))
         capability = current_platform.get_device_capability()
         if capability is not None:
-            check_machine(self.served, capability.to_int())
-        self.renamed = {name: name for name in (*self.served.blocks, *self.served.left)}
-        words = self.words.get("source_quantization_config")
-        self.dense = None if words is None else dense_config(words, self.served.place, hf_config)
+            check_machine(self.view, capability.to_int())
+        self.renamed = {name: name for name in (*self.view.blocks, *self.view.left)}
+        config_dict = self.config_dict.get("source_quantization_config")
+        self.dense = None if config_dict is None else dense_config(config_dict, self.view.location, hf_config)
         self.packed_modules_mapping = self.packed_modules_mapping  # which sets that of `dense`, too
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -113,15 +115,15 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, RoutedExperts):
             from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers
 
-            assert self.served is not None, "vLLM did not say where the model is"
-            layers = {name: block.layer for name, block in self.served.blocks.items()}
+            assert self.view is not None, "vLLM did not say where the model is"
+            layers = {name: block.layer for name, block in self.view.blocks.items()}
             block = find_block(prefix, self.renamed, layers)
-            if block in self.served.left:
+            if block in self.view.left:
                 found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
                 return found or UnquantizedFusedMoEMethod(layer.moe_config)
             if not block or self.loader.claimed.setdefault(block, prefix) != prefix:
-                raise no_block(self.served, prefix)
-            return HqconvMoEMethod(self, self.served, self.served.blocks[block], layer)
+                raise no_block(self.view, prefix)
+            return HqconvMoEMethod(self, self.view, self.view.blocks[block], layer)
         found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
         if found is None and isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
@@ -132,8 +134,8 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
         Raises RequestError where the model has made none of the artifact's layers: they would stay as they are.
         """
-        if self.served is not None and not self.loader.claimed and not _is_part_of_model():
-            raise no_layers(self.served)
+        if self.view is not None and not self.loader.claimed and not _is_part_of_model():
+            raise no_layers(self.view)
         return (self.dense or QuantizationConfig).get_cache_scale_mapper()
 
     def get_checkpoint_weight_mapper(self) -> Any:
@@ -158,7 +160,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 def _restored(state: dict[str, Any]) -> HqconvConfig:
     """A config that was sent or copied."""
     config = HqconvConfig.__new__(HqconvConfig)
-    config.__dict__.update(state, loader=ParameterLoader())
+    config.__dict__.update(state, loader=ParameterLoader(logger))
     return config
 
 
@@ -170,18 +172,16 @@ def _is_part_of_model() -> bool:
 
 TESTED = ((0, 33), (0, 34))  # from, up to but not; pyproject's extra `vllm` says the same
 
-logger = logging.getLogger("vllm.hqconv")
-
 
 def warn_of_untested() -> None:
     """Say so where this vLLM is none that hqconv was tested with."""
-    words = version("vllm")
-    found = tuple(map(int, re.findall(r"\d+", words)[:2]))
+    release = version("vllm")
+    found = tuple(map(int, re.findall(r"\d+", release)[:2]))
     if not TESTED[0] <= found < TESTED[1]:
         tested = ", ".join(".".join(map(str, numbers)) for numbers in TESTED)
         logger.warning(
             "hqconv's layers were tested with vLLM from %s up to, not including, %s; this is %s. "
             "Check a few answers before you rely on it: `hqconv verify` judges the artifact, not the server.",
             *tested.split(", "),
-            words,
+            release,
         )

@@ -18,24 +18,24 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Stat
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.utils import humming
 
-from hqconv.errors import RequestError
+from hqconv.humming_layout.layer_config import load_layer_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 from hqconv.serving.compatibility import (
     ServerLayer,
-    check_block,
     check_dtype,
     check_flags,
-    check_inputs,
+    check_layer,
+    check_rank_file,
     check_ranks,
-    no_deployment,
     other_model,
 )
 from hqconv.serving.parameter_loader import LoadTarget
 from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.vllm.activations import agreed
+from hqconv.serving.vllm.refusals import check_inputs, check_redundant_experts, check_router, no_deployment
 from hqconv.serving.vllm.tuning import remembered
 
 if TYPE_CHECKING:
@@ -49,43 +49,45 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     supports_pre_processed_weights = True  # of vLLM's weight cache, whose tensors are these
 
     def __init__(
-        self, config: HqconvConfig, served: ArtifactView, block: ArtifactLayer, layer: RoutedExperts
+        self, config: HqconvConfig, view: ArtifactView, block: ArtifactLayer, layer: RoutedExperts
     ) -> None:
         """Hold the layer to the artifact. Raises RequestError or VerificationError before a byte is loaded."""
         moe = layer.moe_config
         FusedMoEMethodBase.__init__(self, moe)  # Humming's own looks at a checkpoint's schema
-        asked = _asked(layer)
-        check_dtype(served, asked.dtype)
-        check_ranks(served, asked)
-        check_block(served, block, asked)
-        check_inputs(served, block)
-        _set_activation(served, block, layer)
-        self.config, self.served, self.block, self.layer = config, served, block, layer
+        server_layer = _server_layer(layer)
+        check_dtype(view, server_layer.dtype)
+        check_ranks(view, server_layer)
+        check_redundant_experts(view, server_layer)
+        check_layer(view, block, server_layer)
+        check_router(view, block, server_layer)
+        check_inputs(view, block)
+        _set_activation(view, block, layer)
+        self.config, self.view, self.block, self.layer = config, view, block, layer
         self.vllm_config = get_current_vllm_config_or_none()
         self.model = _model_of(self.vllm_config)
         ranks = moe.moe_parallel_config
         name = names.rank_file(block.name, ranks.tp_rank, ranks.ep_rank)
-        path = config.loader.path(served, name, **_downloading(self.vllm_config))
-        self.file: RankFile = open_rank_file(served, path, block.name, name)
+        path = config.loader.path(view, name, **_downloading(self.vllm_config))
+        self.file: RankFile = open_rank_file(view, path, block.name, name)
         self.humming_configs = {
-            gemm: _layer_config(served, block, gemm, words) for gemm, words in self.file.configs.items()
+            gemm: _layer_config(view, block, gemm, words) for gemm, words in self.file.configs.items()
         }
-        _check_local(served, block, self.file, self.humming_configs, asked, moe.num_local_experts)
+        check_rank_file(view, self.file, server_layer, moe.num_local_experts)
         self.is_filled = False
-        # What vLLM selects by knows fewer weights than the kernels, which are compiled from the LayerConfig, take.
+        # vLLM's selection knows fewer weight types than the kernels, which are compiled from the stored layer config.
         self.experts_cls = select_humming_moe_experts(moe, kMxfp4Static, None)
         if self.experts_cls is None:
-            raise no_deployment(served, block, moe.moe_parallel_config)
+            raise no_deployment(view, block, moe.moe_parallel_config)
 
     def create_weights(self, layer: RoutedExperts, **words: Any) -> None:
         """Register parameters of the shapes and dtypes of the rank's file, on the device that vLLM loads to.
 
         Raises RequestError where vLLM has padded the layer's sizes.
         """
-        check_block(self.served, self.block, _asked(layer, hidden_size=words["hidden_size"]))
-        schema = humming.HummingWeightSchema(**_given(self.block.kind.schema.humming_fields()))
+        check_layer(self.view, self.block, _server_layer(layer, hidden_size=words["hidden_size"]))
+        schema = humming.HummingWeightSchema(**_given(self.block.kernel_spec.schema.humming_fields()))
         layer.weight_schemas = dict.fromkeys(names.GEMMS, schema)
-        inputs = humming.HummingInputSchema(**_given(self.block.kind.inputs.humming_fields()))
+        inputs = humming.HummingInputSchema(**_given(self.block.kernel_spec.inputs.humming_fields()))
         layer.input_schemas = dict.fromkeys(names.GEMMS, inputs)
         layer.humming_configs = self.humming_configs
         for name, ref in self.file.tensors.items():
@@ -100,7 +102,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             self._fill()
         if self.moe_kernel is not None:
             return
-        self.config.loader.take_kernels(self.served)
+        self.config.loader.take_kernels(self.view)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         with remembered(self.config.loader.tuning):
             self.moe_kernel = make_humming_moe_kernel(
@@ -128,7 +130,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         """vLLM loads the model again in place, and has put the parameters back, maybe empty."""
         if self.is_filled:
             if _model_of(self.vllm_config) != self.model:
-                raise other_model(self.served, _model_of(self.vllm_config))
+                raise other_model(self.view, _model_of(self.vllm_config))
             self._fill()
 
 
@@ -136,8 +138,8 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _asked(layer: RoutedExperts, hidden_size: int | None = None) -> ServerLayer:
-    """What vLLM's layer is, as it stands before or after vLLM has padded its sizes."""
+def _server_layer(layer: RoutedExperts, hidden_size: int | None = None) -> ServerLayer:
+    """vLLM's layer as hqconv compares it, before or after vLLM has padded its sizes."""
     moe, ranks = layer.moe_config, layer.moe_config.moe_parallel_config
     return ServerLayer(
         num_experts=moe.num_logical_experts,
@@ -153,17 +155,17 @@ def _asked(layer: RoutedExperts, hidden_size: int | None = None) -> ServerLayer:
     )
 
 
-def _set_activation(served: ArtifactView, block: ArtifactLayer, layer: RoutedExperts) -> None:
+def _set_activation(view: ArtifactView, block: ArtifactLayer, layer: RoutedExperts) -> None:
     """Have the layer do what was converted. Raises RequestError where its model means something else."""
     moe, is_situ = layer.moe_config, layer.activation is MoEActivation.SITU
-    asked = Activation(
+    requested = Activation(
         layer.activation.value,
         layer.swiglu_limit,
         layer.swiglu_alpha,
         moe.activation_situ_beta if is_situ else layer.swiglu_beta,
         moe.activation_situ_linear_beta if is_situ else None,
     )
-    found = agreed(f"{served.place.name}: {block.name}", block.activation, block.gated, asked)
+    found = agreed(f"{view.location.name}: {block.name}", block.activation, block.gated, requested)
     layer.activation = moe.activation = MoEActivation(found.name)
     if is_situ:
         moe.activation_situ_beta, moe.activation_situ_linear_beta = found.beta, found.linear_beta
@@ -171,40 +173,16 @@ def _set_activation(served: ArtifactView, block: ArtifactLayer, layer: RoutedExp
         layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = found.limit, found.alpha, found.beta
 
 
-def _layer_config(served: ArtifactView, block: ArtifactLayer, gemm: str, words: dict[str, Any]) -> Any:
-    """Humming's LayerConfig of one GEMM. Raises RequestError where this Humming would lay the weights out otherwise."""
-    where, here = f"{served.place.name}: {block.name}: {gemm}", version("humming-kernels")
+def _layer_config(view: ArtifactView, block: ArtifactLayer, gemm: str, words: dict[str, Any]) -> Any:
+    """Humming's layer config of one GEMM. Raises RequestError if this Humming has another layout for it."""
+    where, here = f"{view.location.name}: {block.name}: {gemm}", version("humming-kernels")
     try:
-        config = humming.LayerConfig(**words)
+        config = load_layer_config(words)
         found = {flag: bool(getattr(config, flag)) for flag in block.flags[gemm]}
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         found = {f"{type(error).__name__}: {error}": True}
-    check_flags(where, served.humming_version, here, block.flags[gemm], found)
+    check_flags(where, view.humming_version, here, block.flags[gemm], found)
     return config
-
-
-def _check_local(
-    served: ArtifactView,
-    block: ArtifactLayer,
-    file: RankFile,
-    configs: dict[str, Any],
-    asked: ServerLayer,
-    num_local: int,
-) -> None:
-    """Refuse a file whose experts or biases are not this rank's."""
-    found = {
-        "experts of this rank": (configs["w13"].num_experts, num_local),
-        "biases": ("w13_bias" in file.tensors, asked.has_bias),
-    }
-    for what, (stored, wanted) in found.items():
-        if stored != wanted:
-            where = f"{served.place.name}: {block.name}: {what}"
-            raise RequestError(
-                "The server's layer is not the one that was converted.",
-                where=where,
-                expected=stored,
-                found=wanted,
-            )
 
 
 def _downloading(config: VllmConfig | None) -> dict[str, Any]:

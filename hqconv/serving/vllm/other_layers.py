@@ -22,9 +22,9 @@ _OVERRIDES = (
 )
 
 
-def dense_config(words: Mapping[str, Any], place: ArtifactLocation, hf_config: Any) -> QuantizationConfig:
+def dense_config(words: Mapping[str, Any], location: ArtifactLocation, hf_config: Any) -> QuantizationConfig:
     """vLLM's config of the source's `quantization_config`. Raises what vLLM raises for one that it does not know."""
-    hf_config = _undrafted(place, hf_config)
+    hf_config = _undrafted(location, hf_config)
     config = {**words, **_heads(words, hf_config)}
     method = str(config.get("quant_method", ""))
     for name in _OVERRIDES:
@@ -35,13 +35,13 @@ def dense_config(words: Mapping[str, Any], place: ArtifactLocation, hf_config: A
             method = override
             break
     found = get_quantization_config(method).from_config(config)
-    found.maybe_update_config(place.name, hf_config=hf_config, revision=place.revision)
+    found.maybe_update_config(location.name, hf_config=hf_config, revision=location.revision)
     return found
 
 
-def _undrafted(place: ArtifactLocation, hf_config: Any) -> Any:
+def _undrafted(location: ArtifactLocation, hf_config: Any) -> Any:
     """The config with the folder's own model_type: vLLM renames it for drafts, and methods are chosen by it."""
-    words = json.loads(place.fetch(names.CONFIG).read_text(encoding="utf-8"))
+    words = json.loads(location.fetch(names.CONFIG).read_text(encoding="utf-8"))
     if hf_config is None or hf_config.model_type == words.get("model_type"):
         return hf_config
     own = copy.copy(hf_config)
