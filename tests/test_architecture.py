@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ INDEPENDENT = {
 }
 # Libraries that only some modules may import at all.
 ONLY_IN = {
-    "humming": ("hqconv.humming_layout", "hqconv.quantization", "hqconv.artifact.load", "hqconv.serving"),
+    "humming": ("hqconv.humming_layout", "hqconv.serving.vllm.tuning"),
     "numba": ("hqconv.jit", "hqconv.cpu_loops.arithmetic"),
     "huggingface_hub": (
         "hqconv.io.hub",
@@ -73,10 +74,26 @@ ONLY_IN = {
     "typer": ("hqconv.cli.app", "hqconv.cli.help_format", "hqconv.cli.errors", "hqconv.cli.options"),
     "rich": tuple(f"hqconv.cli.{name}" for name in ("render", "progress")),
 }
+# The two seams: words that name the kernel library's config and the engine, and the modules that may use them in code
+# (identifiers and strings; docstrings and comments aside).
+SEAMS = {
+    "layerconfig": ("hqconv.humming_layout",),
+    "vllm": (
+        "hqconv.serving.vllm",
+        "hqconv.serving.engine",  # the one place that chooses the engine
+        "hqconv.serving.warm.compile_kernels",  # imports what the engine requests of the kernel library
+    ),
+}
+# Public words that contain one of them: keys of JSON documents, and a name in config.json.
+PUBLIC_WORDS = {
+    *("vllm_obstacles", "stock_vllm", "stock_vllm_obstacle", "stock_vllm_param_dtypes"),
+    *("stock_vllm_serves_checkpoint_layout", "serve-with-vllm-and-hqconv.safetensors"),
+}
 # What can be imported without torch, numba, numpy or Humming: everything that only looks at names and headers.
 LIGHT = (
     *("hqconv.api", "hqconv.cli.app", "hqconv.schemas", "hqconv.io", "hqconv.planning", "hqconv.reports"),
     *("hqconv.models", "hqconv.humming_layout.gemm_forms", "hqconv.humming_layout.compatibility"),
+    *("hqconv.humming_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     *("hqconv.formats.quant_config", "hqconv.formats.resolve", "hqconv.formats.source_format"),
     *("hqconv.sources.safetensors_headers", "hqconv.sources.opening", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.compatibility"),
@@ -87,10 +104,7 @@ LIGHT = (
         "hqconv.serving.vllm.limits",
         "hqconv.serving.engine",
     ),
-    *(
-        f"hqconv.serving.warm.{name}"
-        for name in ("gpus", "kernel_store", "kernel_requests", "compile_kernels")
-    ),
+    *(f"hqconv.serving.warm.{name}" for name in ("gpus", "kernel_store", "compile_kernels")),
     *("hqconv.conversion.options", "hqconv.conversion.progress"),
     "hqconv.conversion.resources",
 )
@@ -103,6 +117,7 @@ SERVER_WITHOUT_VLLM = (
         "vllm.activations",
         "vllm.layer_names",
         "vllm.limits",
+        "vllm.refusals",
         "vllm.plugin",
         "vllm.tuning",
         "warm.kernel_store",
@@ -168,6 +183,41 @@ def shared_with_the_judged(found: Imports) -> list[str]:
     ]
 
 
+def code_words(text: str) -> Iterator[tuple[int, str]]:
+    """(line, word) of every identifier, imported name and string literal of a module, docstrings aside."""
+    tree = ast.parse(text)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and isinstance(node.body[0] if node.body else None, ast.Expr)
+    }
+    fields = {
+        ast.Name: "id",
+        ast.Attribute: "attr",
+        ast.arg: "arg",
+        ast.keyword: "arg",
+        ast.ImportFrom: "module",
+    }
+    fields |= dict.fromkeys((ast.FunctionDef, ast.ClassDef, ast.alias), "name") | {ast.Constant: "value"}
+    for node in ast.walk(tree):
+        word = getattr(node, fields.get(type(node), ""), None)
+        if isinstance(word, str) and id(node) not in docstrings:
+            yield getattr(node, "lineno", 0), word
+
+
+def beyond_the_seams(sources: Mapping[str, str]) -> list[str]:
+    """Code outside of the allowed modules that names the engine or the kernel library's config."""
+    return [
+        f"{name}:{line} names {word!r}; only {', '.join(allowed)} may"
+        for name, text in sources.items()
+        for seam, allowed in SEAMS.items()
+        if not any(is_in(name, entry) for entry in allowed)
+        for line, word in code_words(text)
+        if seam in word.lower() and word not in PUBLIC_WORDS
+    ]
+
+
 def circles(found: Imports) -> list[str]:
     """A circle of imports. What the package offers is imported when it is first asked for."""
     return circle({name: items for name, items in found.items() if name != "hqconv"})
@@ -217,6 +267,10 @@ def test_imports(rule: Callable[[Imports], list[str]], package: Imports) -> None
     assert not rule(package)
 
 
+def test_the_seams_hold(sources: dict[str, str]) -> None:
+    assert not beyond_the_seams(sources)
+
+
 def test_every_room_has_a_floor() -> None:
     assert not without_floor(frozenset(package_files()))
 
@@ -254,7 +308,7 @@ def test_tests_mirror_the_rooms_and_share_nothing_private() -> None:
 def test_every_module_of_serving_is_of_a_server_or_of_warm() -> None:
     """Else the rule on servers would not see a new one."""
     warm = {
-        f"hqconv.serving.warm.{name}" for name in ("compile_kernels", "kernel_requests", "compiler", "gpus")
+        f"hqconv.serving.{name}" for name in ("warm.compile_kernels", "warm.gpus", "vllm.kernel_requests")
     }
     packages = {"hqconv.serving", "hqconv.serving.vllm", "hqconv.serving.warm"}
     serving = {name for name in package_files() if is_in(name, "hqconv.serving")} - packages
@@ -411,6 +465,23 @@ def test_what_a_server_reaches_is_found_along_the_way(frame: str) -> None:
     assert check(too_much_for_a_server, files) == ([] if frame == FOR_TYPES else [way])
     files |= {"hqconv.artifact.manifest": "", "hqconv.artifact": "import hqconv.formats.config_reader"}
     assert check(too_much_for_a_server, files, "hqconv.artifact") == ([] if frame == FOR_TYPES else [way])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_wrong"),
+    [
+        ('"""As vLLM does."""\nx = 1  # vLLM', False),
+        ('def f():\n    """Like LayerConfig."""', False),
+        ("from hqconv.serving.vllm.limits import x", True),
+        ("import humming.config\nx = humming.config.LayerConfig", True),
+        ("def f(a):\n    return f'{a} in vLLM'", True),
+        ("def serves_vllm(): ...", True),
+        ('x = {"stock_vllm_obstacle": 1}', False),
+    ],
+)
+def test_names_beyond_the_seams_are_found(text: str, is_wrong: bool) -> None:
+    assert bool(beyond_the_seams({PLAN: text})) == is_wrong
+    assert not beyond_the_seams({"hqconv.serving.vllm.limits": text.replace("LayerConfig", "")})
 
 
 def test_circles_are_found() -> None:

@@ -98,7 +98,7 @@ class BatchReader:
         num_local = len(self.artifact.grid.local_experts(self.block.num_experts, ep_rank))
         expected = expected_tensors(self._forms[gemm])
         if found != {n: (num_bits(code), (num_local, *shape)) for n, (code, shape) in expected.items()}:
-            raise VerificationError("A rank's tensors are not those that its LayerConfig asks for.")
+            raise VerificationError("A rank's tensors are not those that its layer config asks for.")
 
     def plan(self, experts: Sequence[int]) -> StoredExperts:
         """Where the bytes of some experts go in a buffer."""

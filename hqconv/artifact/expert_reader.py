@@ -234,7 +234,7 @@ def check_rank_headers(
                 continue
             wrong = [f.name for f in fields(found) if getattr(found, f.name) != getattr(expected, f.name)]
             if wrong:
-                what = "A LayerConfig describes another format than the manifest."
+                what = "A layer config describes another format than the manifest."
                 texts = [
                     ", ".join(f"{name} {getattr(form, name)}" for name in wrong) for form in (expected, found)
                 ]

@@ -477,9 +477,9 @@ def _layer_config(path: str, gemm: str, metadata: Mapping[str, str]) -> dict[str
     try:
         words = json.loads(metadata[gemm])
     except (KeyError, ValueError, RecursionError) as error:
-        what = f"The file's metadata holds no LayerConfig for {gemm}."
+        what = f"The file's metadata holds no layer config for {gemm}."
         raise VerificationError(what, where=path, found=error) from error
     if not isinstance(words, dict):
-        what, where = "A LayerConfig is not a JSON object.", f"{path}: {gemm}"
+        what, where = "A layer config is not a JSON object.", f"{path}: {gemm}"
         raise VerificationError(what, where=where, found=words)
     return words

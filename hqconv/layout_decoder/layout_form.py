@@ -131,7 +131,7 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> LayoutFo
         _check_sizes(form)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise VerificationError(
-            "The layer configuration is not one that Humming writes.", where="LayerConfig", found=repr(error)
+            "The layer configuration is not one that Humming writes.", where="layer config", found=repr(error)
         ) from error
     return form
 
@@ -153,7 +153,7 @@ def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
         if name in flags and name in config and bool(flags[name]) != bool(config[name]):
             what = "The layer configuration contradicts the manifest's flags."
             raise VerificationError(
-                what, where=f"LayerConfig: {name}", expected=flags[name], found=config[name]
+                what, where=f"layer config: {name}", expected=flags[name], found=config[name]
             )
     return {**dict.fromkeys((*_FLAGS, *_WRITTEN), False), **flags, **config}
 
@@ -198,7 +198,7 @@ def _check_sizes(form: LayoutForm) -> None:
         if not holds:
             raise VerificationError(
                 "The layer configuration contradicts itself.",
-                where="LayerConfig",
+                where="layer config",
                 expected=expected,
                 found=form,
             )

@@ -17,6 +17,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.engine import ENGINE
 
 _SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
 
@@ -113,7 +114,8 @@ def _check_kind(location: ArtifactLocation, words: Mapping[str, Any]) -> None:
             where=location.name,
             expected=names.KERNEL,
             found=words["layout"],
-            remedy="Its config.json was changed: with quant_method humming vLLM serves it without this plugin.",
+            remedy="Its config.json was changed: with quant_method humming "
+            f"{ENGINE.name} serves it without this plugin.",
         )
 
 

@@ -77,9 +77,9 @@ def _config(name: str, gemm: str, metadata: dict[str, str]) -> dict[str, Any]:
     try:
         words = json.loads(metadata[gemm])
     except (KeyError, ValueError, RecursionError) as error:
-        raise _damaged(name, f"a LayerConfig for {gemm} in the metadata", error) from error
+        raise _damaged(name, f"a layer config for {gemm} in the metadata", error) from error
     if not isinstance(words, dict):
-        raise _damaged(name, f"a LayerConfig for {gemm} in the metadata", words)
+        raise _damaged(name, f"a layer config for {gemm} in the metadata", words)
     return words
 
 

@@ -118,9 +118,9 @@ def _compare_with_form(
         try:
             words = json.loads(header[1][gemm])
         except (KeyError, ValueError, RecursionError) as error:
-            result.add(where, "The file holds no LayerConfig.", "a JSON object", repr(error))
+            result.add(where, "The file holds no layer config.", "a JSON object", repr(error))
             continue
-        what = "A LayerConfig is not the one of the manifest's facts."
+        what = "A layer config is not the one of the manifest's facts."
         compare_dicts(where, what, {**one.config, "num_experts": num_local}, words, result)
 
 

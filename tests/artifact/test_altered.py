@@ -201,7 +201,7 @@ def fewer_experts(header: dict[str, Any]) -> None:
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "fewer experts": (fewer_experts, "holds another number of experts"),
     "another dtype": (lambda h: h[f"{BLOCK}.w2_weight"].update(dtype="F32"), "another dtype"),
-    "no LayerConfig": (lambda h: h["__metadata__"].pop("w13"), "holds no LayerConfig"),
+    "no LayerConfig": (lambda h: h["__metadata__"].pop("w13"), "holds no layer config"),
     "no weight": (lambda h: h.update({f"{BLOCK}.w2_w": h.pop(f"{BLOCK}.w2_weight")}), "tensor is missing"),
 }
 

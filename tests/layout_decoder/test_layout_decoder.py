@@ -347,7 +347,7 @@ def test_layouts_that_are_not_known_are_refused(
         ({"weight_scale_type": "rows"}, "weight_scale_type group, channel"),
         ({"pad_shape_n": 512}, "0 < shape"),
         ({"weight_scale_group_size": 48}, "groups that divide K"),
-        ({"shape_n": None}, "LayerConfig"),
+        ({"shape_n": None}, "layer config"),
     ],
 )
 def test_contradictions_are_named(words: dict[str, Any], message: str) -> None:

@@ -121,11 +121,11 @@ def reshape(header: dict[str, Any]) -> None:
 
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no LayerConfigs": (lambda header: header.pop("__metadata__"), "LayerConfig for w13"),
-    "no LayerConfig of w2": (lambda header: header["__metadata__"].pop("w2"), "LayerConfig for w2"),
-    "a LayerConfig that is no JSON": (metadata(w13="{"), "LayerConfig for w13"),
-    "a LayerConfig without an end": (metadata(w13="[" * 100_000), "LayerConfig for w13"),
-    "a LayerConfig that is a list": (metadata(w2="[1]"), "LayerConfig for w2"),
+    "no LayerConfigs": (lambda header: header.pop("__metadata__"), "layer config for w13"),
+    "no LayerConfig of w2": (lambda header: header["__metadata__"].pop("w2"), "layer config for w2"),
+    "a LayerConfig that is no JSON": (metadata(w13="{"), "layer config for w13"),
+    "a LayerConfig without an end": (metadata(w13="[" * 100_000), "layer config for w13"),
+    "a LayerConfig that is a list": (metadata(w2="[1]"), "layer config for w2"),
     "another N": (config(shape_n=512), "w13 of shape_n 256"),
     "another K": (config(shape_k=256), "w13 of shape_k 128"),
     "no padding": (config(pad_shape_n=None), "w13 of pad_shape_n 0"),

@@ -200,7 +200,7 @@ def test_a_rank_file_of_another_schema(copy: Damaged, make: Callable[..., Damage
     assert copy.path in [f.where for f in copy.check()[0].findings]
     copy.reseal()
     files, weights = copy.check()
-    found(files, f"{copy.path}, metadata w13: b_dtype", "A LayerConfig is not the one")
+    found(files, f"{copy.path}, metadata w13: b_dtype", "A layer config is not the one")
     found(weights, f"{copy.path}, metadata w13", "another format than the manifest")
 
 
@@ -255,7 +255,7 @@ def test_a_wrong_layer_config(copy: Damaged, key: str, value: Any) -> None:
     copy.edit_header(copy.path, edit)
     copy.reseal()
     files, weights = copy.check(with_source=False)
-    found(files, f"{copy.path}, metadata w13: {key}", "A LayerConfig is not the one", json.dumps(value))
+    found(files, f"{copy.path}, metadata w13: {key}", "A layer config is not the one", json.dumps(value))
     assert len(files.findings) == 1
     if key in ("a_dtype", "shape_k", "c_dtype"):
         found(weights, copy.path, "w13")

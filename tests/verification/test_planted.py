@@ -469,7 +469,7 @@ def test_words_of_a_layer_config_that_were_an_internal_error(copy: Damaged, key:
     copy.edit_header(copy.path, edit)
     copy.reseal()
     files, weights = copy.check()
-    found(files, f"{copy.path}, metadata w13: {key}", "A LayerConfig is not the one")
+    found(files, f"{copy.path}, metadata w13: {key}", "A layer config is not the one")
     found(weights, copy.path, "w13")
 
 
