@@ -1,4 +1,4 @@
-"""Loops that numba compiles: without the interpreter's lock, and kept on disk for the next process."""
+"""Loops compiled by numba: they release the interpreter's lock, and are cached on disk for the next process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba import njit
 from numba.core import event
 
 Function = Callable[..., Any]
-_is_kept = [True]  # False once a loop could not be kept
+_is_cached = [True]  # False once a loop could not be cached
 
 
 def compiled(function: Function) -> Function:
@@ -35,13 +35,13 @@ def _compile(function: Function, **options: Any) -> Function:
     try:
         done: Function = njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:  # "cannot cache function: no locator available"
-        _is_kept[0] = False
+        _is_cached[0] = False
         done = njit(nogil=True, **options)(function)
     return done
 
 
 class _Announcer(event.Listener):  # type: ignore[misc]
-    """Says once that loops are being compiled."""
+    """Reports once that loops are being compiled."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say: Callable[[str], None] | None = say
@@ -51,7 +51,7 @@ class _Announcer(event.Listener):  # type: ignore[misc]
         if say is not None:
             then = (
                 "this is done once."
-                if _is_kept[0]
+                if _is_cached[0]
                 else "no folder can hold them, so that every process does this."
             )
             say(f"Compiling loops for this processor, which takes up to a minute; {then}")
@@ -62,7 +62,7 @@ class _Announcer(event.Listener):  # type: ignore[misc]
 
 @contextmanager
 def announced(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `say` is called once when a loop must be compiled, and not where it is found on disk."""
+    """Call `say` once when a loop must be compiled inside; not for loops that are cached on disk."""
     listener = _Announcer(say)
     event.register("numba:compile", listener)
     try:

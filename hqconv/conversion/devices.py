@@ -1,4 +1,4 @@
-"""Where a batch is encoded: all that differs between the CPU and a GPU for the stages around it."""
+"""Lanes and slots: the differences between the CPU and a GPU for the stages around the encoder."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Protocol
 
 import torch
 
-from hqconv.conversion.profile import StageProfile
 from hqconv.conversion.resources import Staging
-from hqconv.conversion.stages import Stages
+from hqconv.conversion.stages import StageProfile, Stages
 from hqconv.cpu_loops.helper_threads import Helpers
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Host memory that one batch after another uses, uint8.
+    """Host buffers that one batch after another uses, uint8.
 
-    raw: what is read. out: what comes back from a GPU, both pinned; of no size where nothing does.
+    raw: for source bytes. out: for results of a GPU (empty on the CPU). Both are pinned for a GPU.
     """
 
     raw: torch.Tensor
@@ -29,21 +28,21 @@ class Slot:
 
 
 class Lane(Protocol):
-    """One way through a device: what is begun on it is done in its order, beside what is begun on others."""
+    """One sequence of work on a device, in order; other lanes run beside it."""
 
     device: torch.device
 
     def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
-        """The tensors' bytes as flat uint8 tensors on the host, maybe views of `slot`; there when `arrive` says so."""
+        """Copy tensors to flat uint8 tensors on the host, perhaps views of `slot`, valid after `arrive`."""
         ...
 
     def arrive(self) -> Callable[[], None] | None:
-        """What waits until all that was begun so far is done; None where it is."""
+        """Return a function that waits for all work begun so far; None where nothing is pending."""
         ...
 
 
 class CpuLane:
-    """Batches are encoded where they were read, by the calling thread and its share of the helpers."""
+    """Encodes batches in place, in the calling thread and its helper threads."""
 
     def __init__(self, helpers: Helpers | None, share: int) -> None:
         torch.set_num_threads(1)  # of this thread: lanes and helpers are as many as there are processors
@@ -59,7 +58,7 @@ class CpuLane:
 
 
 class CudaLane:
-    """A stream of its own, so that one lane's copies run beside another's kernels."""
+    """A CUDA stream, so that one lane's copies run beside another lane's kernels."""
 
     def __init__(self, device: torch.device) -> None:
         torch.set_num_threads(1)
@@ -67,7 +66,7 @@ class CudaLane:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
-        """One after the other into `slot.out`."""
+        """Copy the tensors into `slot.out`, one after the other."""
         flat = [_flat(tensor) for tensor in tensors]
         host, end = [], 0
         for one in flat:
@@ -84,13 +83,13 @@ class CudaLane:
 
 
 def make_lane(device: torch.device, helpers: Helpers | None, share: int) -> Lane:
-    """A lane; one for the CPU is the calling thread's, with its share of the helpers."""
+    """Create a lane. On the CPU: for the calling thread, whose loops `share` helper threads run."""
     return CudaLane(device) if device.type == "cuda" else CpuLane(helpers, share)
 
 
 @contextmanager
-def entered(lane: Lane) -> Iterator[None]:
-    """Work that is started inside is the lane's."""
+def using_lane(lane: Lane) -> Iterator[None]:
+    """Run the work inside on the lane."""
     if isinstance(lane, CudaLane):
         with torch.cuda.stream(lane.stream):
             yield
@@ -99,12 +98,12 @@ def entered(lane: Lane) -> Iterator[None]:
 
 
 def make_slot(raw_bytes: int, out_bytes: int, device: torch.device) -> Slot:
-    """Host memory for one batch."""
+    """Allocate the host buffers of one batch."""
     return Slot(host_buffer(raw_bytes, device), host_buffer(out_bytes, device))
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory to read into, uint8: pinned for a GPU, and in large pages for the CPU where the system has them."""
+    """Allocate a uint8 buffer: pinned for a GPU, in huge pages for the CPU where the system has them."""
     if device.type == "cpu":
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
@@ -121,30 +120,32 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-STAGE = "slot"
+SLOT_STAGE = "slot"
 
 
 class Slots:
-    """All slots of a conversion. `take` is for the thread that owns the stages, `give` for any."""
+    """All slots of a conversion. Only the thread that owns the stages calls `take`; any thread calls `give`."""
 
     def __init__(self, staging: Staging, device: torch.device, stages: Stages, profile: StageProfile) -> None:
         self._staging, self._device, self._stages, self._profile = staging, device, stages, profile
         self._lock = threading.Lock()
         self._free: list[Slot] = []
-        self._num_slots = 0  # made or being made
-        self._is_making = False
+        self._num_slots = 0  # allocated or being allocated
+        self._is_allocating = False
 
     def take(self) -> Slot:
-        """A slot that nobody uses; waits for one, and has another one made where that is allowed.
+        """Return a free slot: wait for one, and allocate another where the limit allows.
 
-        Pinning takes longer than a batch does: meanwhile another slot may come back.
+        Pinning takes longer than encoding a batch: meanwhile another slot may come back.
         """
         with self._lock:
-            must_make = not self._free and not self._is_making and self._num_slots < self._staging.num_slots
-            self._num_slots += must_make
-            self._is_making |= must_make
-        if must_make:
-            self._stages.start(STAGE, 0, self._make)
+            must_allocate = (
+                not self._free and not self._is_allocating and self._num_slots < self._staging.num_slots
+            )
+            self._num_slots += must_allocate
+            self._is_allocating |= must_allocate
+        if must_allocate:
+            self._stages.start(SLOT_STAGE, 0, self._allocate)
         if not self._free:
             with self._profile.waiting("a free slot"):
                 self._stages.wait(lambda: bool(self._free))
@@ -152,12 +153,12 @@ class Slots:
             return self._free.pop()
 
     def give(self, slot: Slot) -> None:
-        """Nobody uses it any more."""
+        """Return a slot that is no longer used."""
         with self._lock:
             self._free.append(slot)
-        self._stages.tell()
+        self._stages.notify()
 
-    def _make(self) -> None:
+    def _allocate(self) -> None:
         slot = make_slot(self._staging.slot_bytes, self._staging.out_bytes, self._device)
-        self._is_making = False
+        self._is_allocating = False
         self.give(slot)

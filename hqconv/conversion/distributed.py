@@ -1,7 +1,8 @@
-"""Several processes at one conversion, on one machine or many: who does which group, and when all is done.
+"""Several processes in one conversion, on one machine or many, started by torchrun.
 
-The processes are started by torchrun, and talk through its store: a counter that deals the groups, what each process
-finished, and what went wrong. Each writes whole groups of files, and puts them down in a journal of its own.
+The processes communicate through torchrun's store: a counter that assigns output units to ranks, the journal entries of
+each rank, and the first failure. Each rank writes whole units, and records them in a journal of its own.
+torch is loaded only when the store is opened.
 """
 
 from __future__ import annotations
@@ -13,20 +14,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hqconv.conversion.journal import Journal, JournalEntry, identity_of
+from hqconv.conversion.journal import Journal, JournalEntry, read_identity
 from hqconv.conversion.torchrun import is_distributed
 from hqconv.errors import OutputError
-from hqconv.io.durable_files import FileRecord
 from hqconv.schemas.artifact_names import member_journal
 
 _T = TypeVar("_T")
-_POLL_SECONDS = 0.05
-_GOODBYE_SECONDS = 60.0
+_POLL_S = 0.05
+_LEAVE_TIMEOUT_S = 60.0
 
 
 @contextmanager
 def _reachable() -> Iterator[None]:
-    """Turns what the store says of a lost connection into an OutputError."""
+    """Turn the store's error for a lost connection into an OutputError."""
     try:
         yield
     except RuntimeError as error:  # torch.distributed.DistError
@@ -38,119 +38,106 @@ def _reachable() -> Iterator[None]:
         ) from error
 
 
-class ProcessShare:
-    """One process's share of a folder that the first process took: where it writes, and its own journal."""
+class MemberFolder:
+    """The output folder as a rank above 0 sees it: the root that rank 0 took, and a journal of the rank's own."""
 
     def __init__(self, root: Path, rank: int) -> None:
-        """Begin a journal in a folder whose own journal was begun. Raises OutputError where it cannot be read."""
+        """Begin a journal in a folder whose own journal was begun. Raises OutputError for an unreadable journal."""
         self.root = root
         self.entries: list[JournalEntry] = []
-        self._journal = Journal(root, member_journal(rank))
-        self._journal.begin(identity_of(root))
+        self.journal = Journal(root, member_journal(rank))
+        self.journal.begin(read_identity(root))
 
-    def __enter__(self) -> ProcessShare:
+    def __enter__(self) -> MemberFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._journal.close()
+        self.journal.close()
 
     def record(self, entry: JournalEntry) -> None:
-        """Note a finished group; it survives a kill from here on."""
-        self._journal.record(entry)
+        """Record a finished unit; the record survives a kill from here on."""
+        self.journal.record(entry)
         self.entries.append(entry)
-
-    @property
-    def notes(self) -> Journal:
-        """Where it is noted what is fetched: nothing, as a team drops nothing."""
-        return self._journal
 
 
 class ProcessGroup:
-    """This process's place among those that share a conversion: `rank` of `size`; rank 0 begins and seals."""
+    """The processes that share a conversion: this one is `rank` of `world_size`; rank 0 begins and seals."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         """store: a `torch.distributed.Store` that all processes reach."""
-        self.rank, self.size, self._store = rank, size, store
+        self.rank, self.world_size, self._store = rank, world_size, store
 
     @classmethod
     def of_environment(cls) -> ProcessGroup | None:
-        """The team that torchrun started, or None in a process that is alone."""
+        """Join the processes that torchrun started; None in a single process."""
         if not is_distributed():
             return None
         from torch import distributed
 
-        store, rank, size = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
-        return cls(store, rank, size)
+        store, rank, world_size = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+        return cls(store, rank, world_size)
 
-    # --- what is to be done
-
-    def deal(self, items: Sequence[_T]) -> Iterator[_T]:
-        """Those of `items`, the same in every process, that this one takes: whoever asks first has the next one."""
+    def take_next(self, items: Sequence[_T]) -> Iterator[_T]:
+        """Yield the items that this process takes of those that all processes have: first come, first served."""
         while (index := self.count("dealt", 1) - 1) < len(items):
             self._check()
             yield items[index]
 
     def count(self, name: str, more: int) -> int:
-        """Add to a number that all processes share; what it is then."""
+        """Add to a number that all processes share, and return the sum."""
         with _reachable():
             return int(self._store.add(f"hqconv/count/{name}", more))
 
-    # --- what the others say
-
-    def say(self, key: str, words: Any) -> None:
-        """Tell the others, once."""
+    def send(self, key: str, value: Any) -> None:
+        """Publish a JSON value to all processes, once per key."""
         with _reachable():
-            self._store.set(f"hqconv/{key}", json.dumps(words))
+            self._store.set(f"hqconv/{key}", json.dumps(value))
 
-    def hear(self, key: str) -> Any:
-        """What another process says; waits for it. Raises OutputError where one failed meanwhile."""
-        while not self._is_said(key):
+    def receive(self, key: str) -> Any:
+        """Wait for another process's value. Raises OutputError where a process failed meanwhile."""
+        while not self._is_sent(key):
             self._check()
-            time.sleep(_POLL_SECONDS)
-        return self._words(key)
+            time.sleep(_POLL_S)
+        return self._value(key)
 
-    def _is_said(self, key: str) -> bool:
+    def _is_sent(self, key: str) -> bool:
         with _reachable():
             return bool(self._store.check([f"hqconv/{key}"]))
 
-    def _words(self, key: str) -> Any:
+    def _value(self, key: str) -> Any:
         with _reachable():
             return json.loads(self._store.get(f"hqconv/{key}"))
 
     def _check(self) -> None:
-        if self._is_said("failed"):
-            words = self._words("failed")
+        if self._is_sent("failed"):
+            failure = self._value("failed")
             raise OutputError(
                 "Another process of this conversion failed.",
-                where=f"rank {words['rank']}",
-                found=words["error"],
+                where=f"rank {failure['rank']}",
+                found=failure["error"],
                 remedy="See its own message; then run the same command with --resume.",
             )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this process goes away, so that they do not wait for it."""
-        told = str(error).partition("\n")[0] or type(error).__name__
+        """Tell the other processes that this one ends, so that they do not wait for its work."""
+        message = str(error).partition("\n")[0] or type(error).__name__
         with suppress(OutputError):  # they cannot be reached, or know already
             self._check()
-            self.say("failed", {"rank": self.rank, "error": told})
+            self.send("failed", {"rank": self.rank, "error": message})
 
-    # --- the end
+    def send_finished(self, entries: Sequence[JournalEntry]) -> None:
+        """Send this process's finished units to rank 0."""
+        self.send(f"finished/{self.rank}", [entry.to_dict() for entry in entries])
 
-    def hand_in(self, entries: Sequence[JournalEntry]) -> None:
-        """Tell rank 0 what this process finished."""
-        self.say(f"finished/{self.rank}", [entry.to_dict() for entry in entries])
+    def receive_finished(self) -> Iterator[JournalEntry]:
+        """Wait for the finished units of all other ranks; for rank 0."""
+        for rank in range(1, self.world_size):
+            for document in self.receive(f"finished/{rank}"):
+                yield JournalEntry.from_dict(document)
 
-    def collect(self) -> Iterator[JournalEntry]:
-        """For rank 0: what all the others finished; waits for them."""
-        for rank in range(1, self.size):
-            for words in self.hear(f"finished/{rank}"):
-                files = [FileRecord(**record) for record in words["files"]]
-                measured = (words["measured"], words["sums"], words["sources"])
-                yield JournalEntry(words["group"], files, *measured)
-
-    def part(self) -> None:
+    def leave(self) -> None:
         """Leave together: rank 0 may hold the store, and goes last."""
-        gone, waited = self.count("gone", 1), 0.0
-        while self.rank == 0 and gone < self.size and waited < _GOODBYE_SECONDS:
-            time.sleep(_POLL_SECONDS)
-            gone, waited = self.count("gone", 0), waited + _POLL_SECONDS
+        num_gone, waited_s = self.count("gone", 1), 0.0
+        while self.rank == 0 and num_gone < self.world_size and waited_s < _LEAVE_TIMEOUT_S:
+            time.sleep(_POLL_S)
+            num_gone, waited_s = self.count("gone", 0), waited_s + _POLL_S

@@ -1,6 +1,6 @@
-"""From what a source means to what the target stores: quantized, requantized, or kept as it is.
+"""Encode experts in the target's schema: quantize, requantize, or pass codes through.
 
-The conversion and the weights check both get an expert's packed tensors here. How is decided before: see `Encoding`.
+The conversion and the weights check of `verify` both encode here, as the plan's `Encoding` says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hqconv.conversion.passthrough import codes_of, pass_through, stack_kept
 from hqconv.errors import InputError
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
@@ -20,32 +19,41 @@ from hqconv.models.protocols import Source
 from hqconv.planning.encoding import Encoding
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.quantization.deferred_checks import deferring_checks, is_any
-from hqconv.quantization.quantize import ErrorSums, Quantized, QuantizedStack, quantize_stacks
-from hqconv.quantization.quantized import Quantizer, stack_tensors
+from hqconv.quantization.direct_tensors import express, share_scale
+from hqconv.quantization.quantize import quantize_stacks
+from hqconv.quantization.quantized import (
+    ErrorSums,
+    Quantized,
+    QuantizedStack,
+    Quantizer,
+    stack_direct,
+    stack_tensors,
+)
+from hqconv.quantization.scale_rounding import round_scales
 from hqconv.schemas.dtypes import torch_dtype_of
 
-_ASYNCHRONOUS = ("cuda",)  # devices that should not be waited for
+_ASYNCHRONOUS = ("cuda",)  # types of devices that run ahead of the host
 COUPLED = (("w1", "w3"), ("w2",))  # projections that share their tensor-level scale
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedBatch:
-    """All projections of some experts: role → packed tensors [E, …] of the target's schema, and what they cost.
+    """All projections of some experts: role → packed tensors [E, …] of the target's schema, and their error sums.
 
-    measured: float64 tensors on the device, which `costs` wants on the host: a caller brings them along with the rest.
+    measured: float64 tensors on the device; the caller copies them to the host, with the rest, for `error_sums`.
     """
 
     tensors: dict[str, dict[str, torch.Tensor]]
     measured: list[torch.Tensor]
-    _costs: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
+    _error_sums: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
 
-    def costs(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
-        """What each matrix lost, by role. Raises InputError where a weight is no number, Doubtful as `encode_batch`."""
-        return self._costs(measured)
+    def error_sums(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
+        """Return error sums of each matrix by role. Raises InputError for a NaN, or DeferredCheckError."""
+        return self._error_sums(measured)
 
 
 class DeferredCheckError(Exception):
-    """A check that was put down would have found something: the batch is to be encoded with `is_careful`."""
+    """A deferred check failed: the batch must be encoded again with `is_careful`."""
 
 
 def encode_batch(
@@ -60,69 +68,73 @@ def encode_batch(
 ) -> EncodedBatch:
     """Encode some experts. `raw` holds their bytes, unless the source reads for itself. Raises as `encode`.
 
-    On a GPU nothing is waited for, and values are looked at in the end: its costs may raise DoubtfulError, unless
-    `is_careful`.
+    On a GPU nothing waits for the device, and checks of values are deferred: `error_sums` of the result may raise
+    DeferredCheckError, unless `is_careful`.
     """
     raw = None if raw is None else raw.on(device)
     stacks = _float_stacks(block, raw)
     if stacks is not None:
         done: dict[str, QuantizedStack] = {}
-        for roles in _coupled(block):
+        for roles in _coupled_roles(block):
             floats = [stacks[role] for role in roles]
             quantizer = _quantizer(encoding, roles)
             results = quantize_stacks(floats, encoding.schema, encoding.param_dtype, quantizer=quantizer)
             done |= dict(zip(roles, results, strict=True))
-        return _judged_later(block, experts, done, encoding)
+        return _check_later(block, experts, done, encoding)
     if device.type in _ASYNCHRONOUS and not is_careful:
-        with deferring_checks() as doubts:
-            done = _encode_together(source, block, experts, raw, encoding, device)
-        return _judged_later(block, experts, done, encoding, doubts.all())
+        with deferring_checks() as checks:
+            done = _encode_unchecked(source, block, experts, raw, encoding, device)
+        return _check_later(block, experts, done, encoding, checks.all())
     return _encode_each(source, block, experts, raw, encoding, device)
 
 
-def _judged_later(
+def _check_later(
     block: MoeLayer,
     experts: Sequence[int],
     done: Mapping[str, QuantizedStack],
     encoding: Encoding,
-    doubts: torch.Tensor | None = None,
+    failed_checks: torch.Tensor | None = None,
 ) -> EncodedBatch:
-    """A batch whose numbers, and what was doubted of them, are looked at when its costs are asked for."""
+    """Return a batch whose values and deferred checks are checked in its `error_sums`."""
     sums = [stack.sums() for stack in done.values()]
 
-    def costs(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
+    def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         if len(measured) > len(sums) and bool(measured[-1].any()):
             raise DeferredCheckError
-        found = {role: stack.costs(one) for (role, stack), one in zip(done.items(), measured, strict=False)}
+        found = {
+            role: stack.error_sums(one) for (role, stack), one in zip(done.items(), measured, strict=False)
+        }
         for index, expert in enumerate(experts):
-            for roles in _coupled(block):
-                _check_numbers({_name(block, expert, role): found[role][index] for role in roles}, encoding)
+            for roles in _coupled_roles(block):
+                _check_numbers(
+                    {_tensor_name(block, expert, role): found[role][index] for role in roles}, encoding
+                )
         return found
 
-    measured = sums if doubts is None else [*sums, doubts.double()]
-    return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, costs)
+    measured = sums if failed_checks is None else [*sums, failed_checks.double()]
+    return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, error_sums)
 
 
-def _name(block: MoeLayer, expert: int, role: str) -> str:
+def _tensor_name(block: MoeLayer, expert: int, role: str) -> str:
     ref = block.sources[expert][role]["weight"]
     return f"{ref.name}, expert {expert}" if block.parts[role]["weight"].is_stacked else ref.name
 
 
-def _coupled(block: MoeLayer) -> Iterator[list[str]]:
-    """The block's roles, those together that share their tensor-level scale."""
+def _coupled_roles(block: MoeLayer) -> Iterator[list[str]]:
+    """Yield the layer's roles in groups that share their tensor-level scale."""
     for coupled in COUPLED:
         yield [role for role in coupled if role in block.roles]
 
 
 def _float_stacks(block: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
-    """Every projection of all experts as [E, N, K], where they are plain numbers; None otherwise."""
+    """Return every projection of all experts as [E, N, K], where they are stored as floats; None otherwise."""
     if raw is None or not block.format.is_float or block.has_bias:
         return None
     stacks = {role: raw.stack(role, "weight") for role in block.roles}
     return None if None in stacks.values() else {role: s for role, s in stacks.items() if s is not None}
 
 
-def _encode_together(
+def _encode_unchecked(
     source: Source,
     block: MoeLayer,
     experts: Sequence[int],
@@ -130,15 +142,15 @@ def _encode_together(
     encoding: Encoding,
     device: torch.device,
 ) -> dict[str, QuantizedStack]:
-    """Decoded one by one, quantized as stacks: nothing waits for the device, inside `deferring_checks`."""
+    """Decode expert by expert, quantize as stacks; inside `deferring_checks` nothing waits for the device."""
     done: dict[str, QuantizedStack] = {}
-    for roles in _coupled(block):
+    for roles in _coupled_roles(block):
         each = [source.read_expert(block, expert, roles, device, raw) for expert in experts]
         kept = [pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
         direct = [one for one in kept if one is not None]
         if len(direct) == len(each):
-            done |= {role: stack_kept([one[role] for one in direct]) for role in roles}
-        else:  # none of them, while checks are put down
+            done |= {role: stack_passed_through([one[role] for one in direct]) for role in roles}
+        else:  # none of them, while checks are deferred
             done |= _quantized_stacks(each, encoding)
         for role in roles:
             biases = [_bias(matrices[role], encoding) for matrices in each]
@@ -155,32 +167,32 @@ def _encode_each(
     encoding: Encoding,
     device: torch.device,
 ) -> EncodedBatch:
-    """Expert by expert, where decoding is needed."""
+    """Decode and encode expert by expert, with every check at once."""
     each: dict[str, list[Quantized]] = {role: [] for role in block.roles}
     for expert in experts:
-        for roles in _coupled(block):
+        for roles in _coupled_roles(block):
             matrices = source.read_expert(block, expert, roles, device, raw)
             for role, one in encode(matrices, encoding).items():
                 each[role].append(one)
     return EncodedBatch(
         {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()},
         [],
-        lambda _: {role: [one.cost for one in parts] for role, parts in each.items()},
+        lambda _: {role: [one.error_sums for one in parts] for role, parts in each.items()},
     )
 
 
 def encode(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, Quantized]:
-    """An expert's projections that share their tensor-level scale, as packed tensors of the target's schema.
+    """Encode the projections of an expert that share their tensor-level scale, each at full size.
 
-    Each is taken alone and at full size. Raises InputError where a weight is no number, cannot be represented, or
-    where gate and up of a source to be kept as it is have different tensor-level scales.
+    Raises InputError where a weight is not finite or cannot be represented, and where gate and up have different
+    tensor-level scales although their codes must be kept.
     """
     kept = pass_through(matrices, encoding) if encoding.is_direct else None
     if kept is not None:
         results = {role: one.quantized() for role, one in kept.items()}
     else:
         results = _quantized(matrices, encoding)
-    _check_numbers({matrices[role].name: one.cost for role, one in results.items()}, encoding)
+    _check_numbers({matrices[role].name: one.error_sums for role, one in results.items()}, encoding)
     return {role: _with_bias(result, matrices[role], encoding) for role, result in results.items()}
 
 
@@ -191,12 +203,12 @@ def _quantized(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict
 def _quantized_stacks(
     each: Sequence[Mapping[str, SourceMatrix]], encoding: Encoding
 ) -> dict[str, QuantizedStack]:
-    """Of several experts, those projections that share their tensor-level scale."""
+    """Quantize the projections of several experts that share their tensor-level scale."""
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
         size = encoding.schema.weight_scale_group_size
         powers = [
-            _stack([_scales_per(codes_of(matrices[role]), size) for matrices in each]) for role in roles
+            _stack([_scales_per(coded_of(matrices[role]), size) for matrices in each]) for role in roles
         ]
     values = [_stack([matrices[role].values() for matrices in each]) for role in roles]
     done = quantize_stacks(
@@ -211,7 +223,7 @@ def _quantized_stacks(
 
 
 def _quantizer(encoding: Encoding, roles: Sequence[str]) -> Quantizer:
-    """How projections with the same input are quantized."""
+    """Return the quantizer of projections with the same input."""
     if encoding.importance is None:
         return Quantizer(encoding.quantizer)
     values = bytearray(encoding.importance["w2" if "w2" in roles else "w13"])
@@ -223,18 +235,18 @@ def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _scales_per(coded: CodedMatrix, group_size: int) -> torch.Tensor:
-    """The source's scales as float32, one for every `group_size` columns: [N, K / group_size]."""
+    """Return the source's scales as float32, one for every `group_size` columns: [N, K / group_size]."""
     return coded.scale.float().repeat_interleave(coded.group_k // group_size, dim=1)
 
 
 def _with_bias(result: Quantized, matrix: SourceMatrix, encoding: Encoding) -> Quantized:
-    """Adds the bias, if there is one, in the parameter dtype."""
+    """Add the bias, if there is one, in the parameter dtype."""
     bias = _bias(matrix, encoding)
     return result if bias is None else replace(result, tensors={**result.tensors, "bias": bias})
 
 
 def _bias(matrix: SourceMatrix, encoding: Encoding) -> torch.Tensor | None:
-    """The bias in the parameter dtype, if there is one. Raises InputError where it is no number there."""
+    """Return the bias in the parameter dtype, if there is one. Raises InputError where it is not finite there."""
     if matrix.bias is None:
         return None
     kept = matrix.bias.to(torch_dtype_of(encoding.param_dtype))
@@ -248,23 +260,79 @@ def _bias(matrix: SourceMatrix, encoding: Encoding) -> torch.Tensor | None:
     return kept.contiguous()
 
 
-def _check_numbers(costs: Mapping[str, ErrorSums], encoding: Encoding) -> None:
-    """Refuse what is no number, first of all: under a shared scale a NaN spoils its partner's codes too.
+def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: Encoding) -> None:
+    """Refuse weights that are not finite, before all else: under a shared scale a NaN spoils the partner's codes too.
 
-    `costs`: tensor name → cost, of matrices that share their scale.
+    error_sums: by tensor name, of matrices that share their scale.
     """
-    for name, cost in costs.items():
-        if not cost.is_finite:
+    for name, sums in error_sums.items():
+        if not sums.is_finite:
             raise InputError(
                 "A weight is NaN or infinite.",
                 where=f"tensor {name}",
                 expected="finite numbers",
                 remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
             )
-    for name, cost in costs.items():
-        if not math.isfinite(cost.error):
+    for name, sums in error_sums.items():
+        if not math.isfinite(sums.error):
             raise InputError(
                 "A weight is too large for the schema: it would decode to infinity or NaN.",
                 where=f"tensor {name}, schema {encoding.schema.name}, {encoding.param_dtype}",
                 remedy="Try --dtype bfloat16, or look at the tensor: such values are rarely meant.",
             )
+
+
+@dataclass(frozen=True, eq=False)
+class PassedThrough:
+    """One matrix whose codes were kept, in Humming's packed form.
+
+    rounding: float64 [3] where scales were rounded: error, power and scale change, as in `ErrorSums`.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    rounding: torch.Tensor | None = None
+
+    def quantized(self) -> Quantized:
+        """Return the matrix with its error sums on the host: waits for the device."""
+        if self.rounding is None:
+            return Quantized(self.tensors, ErrorSums(is_direct=True))
+        error, power, change = self.rounding.tolist()
+        return Quantized(self.tensors, ErrorSums(error, power, is_direct=True, scale_change=change))
+
+
+def pass_through(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, PassedThrough] | None:
+    """Keep the source's codes; None where gate and up must share a scale and have different ones.
+
+    Raises InputError where such codes must be kept, or where a scale to be rounded is out of range.
+    """
+    coded = {role: coded_of(one) for role, one in matrices.items()}
+    if share_scale(list(coded.values()), encoding.schema):
+        return {role: _pass_through_one(one, matrices[role], encoding) for role, one in coded.items()}
+    if encoding.must_be_direct:
+        names = [one.name for one in matrices.values()]
+        raise InputError(
+            "Gate and up of an expert have different tensor-level scales: the kernel has one for both.",
+            where=f"tensor {names[0]} and {names[-1]}",
+            expected="equal scales",
+            remedy=f"Convert with --schema {encoding.schema.name}: such experts are quantized anew, and counted.",
+        )
+    return None
+
+
+def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: Encoding) -> PassedThrough:
+    if not encoding.rounds_scales:
+        return PassedThrough(express(coded, encoding.schema, encoding.param_dtype))
+    rounded = round_scales(coded, encoding.param_dtype, matrix.names)
+    return PassedThrough(express(rounded.coded, encoding.schema, encoding.param_dtype), rounded.sums)
+
+
+def coded_of(matrix: SourceMatrix) -> CodedMatrix:
+    """Return the codes of a matrix whose format stores codes."""
+    assert matrix.coded is not None, f"{matrix.name}: planned to be kept, but its format has no codes"
+    return matrix.coded
+
+
+def stack_passed_through(kept: Sequence[PassedThrough]) -> QuantizedStack:
+    """Join one projection of several experts."""
+    rounding = [one.rounding for one in kept if one.rounding is not None]
+    return stack_direct([one.tensors for one in kept], torch.stack(rounding, 1) if rounding else None)

@@ -1,26 +1,148 @@
-"""A batch of experts as the runs of bytes that its group's files get."""
+"""Encode a batch of experts, and map the result to byte ranges of the output files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from hqconv.conversion.batches import Batch, Run
 from hqconv.conversion.devices import Lane, Slot
 from hqconv.conversion.encode import EncodedBatch, encode_batch
 from hqconv.humming_layout.rank_slices import gemm_tensors
 from hqconv.humming_layout.transform import to_kernel
-from hqconv.models.expert_bytes import RawExperts
+from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.models.protocols import Source
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
 from hqconv.quantization.content_sums import expert_sums, sum_names
 from hqconv.quantization.quantize import ErrorSums
+from hqconv.schemas.tensors import TensorRef
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Experts of one MoE layer that are read, encoded and written together."""
+
+    planned: MoeLayerPlan
+    experts: range
+
+    @cached_property
+    def layout(self) -> RawLayout:
+        """The positions of their bytes in a slot."""
+        return RawLayout(self.planned.block, self.experts)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Source bytes of the experts."""
+        return sum(ref.num_bytes for expert in self.experts for ref in self.planned.block.refs(expert))
+
+
+class CopiedRange(NamedTuple):
+    """A byte range of the source that is copied: the first tensor, the start in it, and its place in the output."""
+
+    ref: TensorRef
+    start: int
+    place: TensorRef
+    num_bytes: int
+
+    @property
+    def part(self) -> TensorRef:
+        """A tensor that consists of these bytes."""
+        return self.ref._replace(offset_bytes=self.ref.offset_bytes + self.start, num_bytes=self.num_bytes)
+
+    def run(self, data: torch.Tensor) -> Run:
+        """Return the run that writes these bytes."""
+        return Run(self.place.file, self.place.offset_bytes + self.start, self.num_bytes, data)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Bytes of tensors that are copied unchanged: spans of (tensor, start in the tensor, number of bytes)."""
+
+    planned: CopiedShardPlan
+    spans: tuple[tuple[TensorRef, int, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all spans."""
+        return sum(size for _, _, size in self.spans)
+
+    def ranges(self) -> Iterator[CopiedRange]:
+        """Yield the spans in order, joined where they are adjacent in the source and in the output file."""
+        tensors = self.planned.files[0].tensors
+        first: tuple[TensorRef, int, TensorRef] | None = None
+        begin, size = (-1, -1, -1), 0
+        for ref, start, span_bytes in self.spans:
+            place = tensors[ref.name]
+            position = (ref.file, ref.offset_bytes + start, place.offset_bytes + start)
+            if first is None or position != (begin[0], begin[1] + size, begin[2] + size):
+                if first is not None:
+                    yield CopiedRange(*first, size)
+                first, begin, size = (ref, start, place), position, 0
+            size += span_bytes
+        if first is not None:
+            yield CopiedRange(*first, size)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Bytes to write at one offset of one of the unit's files."""
+
+    file: int
+    offset_bytes: int
+    num_bytes: int
+    data: torch.Tensor
+
+
+def split_runs(runs: Iterable[Run], num_bytes: int) -> list[list[Run]]:
+    """Split runs into lists of about `num_bytes`, to be written side by side; long runs are cut."""
+    chunks: list[list[Run]] = []
+    filled = num_bytes
+    for run in runs:
+        for start in range(0, run.num_bytes, num_bytes):
+            data = run.data.view(torch.uint8).view(-1)[start : start + num_bytes]
+            if filled >= num_bytes:
+                chunks.append([])
+                filled = 0
+            chunks[-1].append(Run(run.file, run.offset_bytes + start, len(data), data))
+            filled += len(data)
+    return chunks
+
+
+def split_unit(unit: OutputUnit, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
+    """Split a unit into equal batches of at most `num_experts`, or into pieces of at most `piece_bytes`."""
+    if isinstance(unit, MoeLayerPlan):
+        total = unit.block.num_experts
+        count = -(-total // num_experts)
+        for number in range(count):
+            yield Batch(unit, range(number * total // count, (number + 1) * total // count))
+    else:
+        for spans in _spans(unit.refs, piece_bytes):
+            yield Piece(unit, spans)
+
+
+def _spans(refs: Iterable[TensorRef], piece_bytes: int) -> Iterator[tuple[tuple[TensorRef, int, int], ...]]:
+    """Yield the bytes of all tensors in order, `piece_bytes` at a time."""
+    spans: list[tuple[TensorRef, int, int]] = []
+    room = piece_bytes
+    for ref in refs:
+        start = 0
+        while start < ref.num_bytes:
+            size = min(room, ref.num_bytes - start)
+            spans.append((ref, start, size))
+            start, room = start + size, room - size
+            if not room:
+                yield tuple(spans)
+                spans, room = [], piece_bytes
+    if spans:
+        yield tuple(spans)
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedRuns:
-    """What a batch became. `runs` are to be written once `wait` has returned, where there is one."""
+    """An encoded batch. Its `runs` are valid once `wait` has returned, where it is not None."""
 
     runs: list[Run]
     wait: Callable[[], None] | None
@@ -28,14 +150,14 @@ class EncodedRuns:
     _measured: list[torch.Tensor]
     _sums: torch.Tensor
 
-    def costs(self) -> dict[str, list[ErrorSums]]:
-        """What each matrix lost by role, once `wait` has returned; see `EncodedBatch`."""
+    def error_sums(self) -> dict[str, list[ErrorSums]]:
+        """Return the error sums of each matrix by role, after `wait`; see `EncodedBatch`."""
         if self.wait is not None:
             self.wait()
-        return self._encoded.costs(self._measured)
+        return self._encoded.error_sums(self._measured)
 
     def sums(self) -> dict[tuple[str, str], list[int]]:
-        """Content sums of each expert, by role and tensor, once `costs` has returned; see `schemas/content`."""
+        """Return each expert's content sums by role and tensor, after `error_sums`; see `schemas/content_sums`."""
         names = sum_names(self._encoded.tensors)
         return dict(zip(names, self._sums.tolist(), strict=True))
 
@@ -43,9 +165,9 @@ class EncodedRuns:
 def encode_to_runs(
     source: Source, batch: Batch, raw: RawExperts | None, lane: Lane, slot: Slot, *, is_careful: bool = False
 ) -> EncodedRuns:
-    """Encode a batch and lay it out; on a GPU, have that done.
+    """Encode a batch and lay out its tensors; on a GPU, start that work without waiting for it.
 
-    The runs may be views of `slot`, which is free only when they are written.
+    The runs may be views of `slot`, which is free once they are written.
     """
     planned, block = batch.planned, batch.planned.block
     done = encode_batch(
@@ -67,7 +189,7 @@ def encode_to_runs(
 
 
 def _kernel_runs(batch: Batch, done: EncodedBatch) -> Iterator[Run]:
-    """The kernel layout: one run for each tensor and rank file, and more only where its experts are scattered."""
+    """Yield the runs of the kernel layout: one for each tensor and rank file, more where experts are scattered."""
     planned = batch.planned
     neighbours = planned.neighbours(batch.experts)
     for part in planned.slices:
@@ -84,11 +206,11 @@ def _kernel_runs(batch: Batch, done: EncodedBatch) -> Iterator[Run]:
                 for name, value in tensors.items():
                     first = places[name].entry(local)
                     num_bytes = first.num_bytes * len(indices)
-                    yield Run(first.file, first.offset_bytes, num_bytes, _chosen(value, indices))
+                    yield Run(first.file, first.offset_bytes, num_bytes, _select_experts(value, indices))
 
 
-def _chosen(stack: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Some experts of a stack, without a copy where they are neighbours there too."""
+def _select_experts(stack: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """Return some experts of a stack, without a copy where they are adjacent in the stack."""
     if indices == list(range(indices[0], indices[-1] + 1)):
         return stack[indices[0] : indices[-1] + 1]
     bits = stack.view(torch.uint8) if stack.element_size() == 1 else stack
@@ -96,7 +218,7 @@ def _chosen(stack: torch.Tensor, indices: list[int]) -> torch.Tensor:
 
 
 def _packed_runs(batch: Batch, done: EncodedBatch) -> Iterator[Run]:
-    """The checkpoint layout: every expert's tensors have names of their own."""
+    """Yield the runs of the checkpoint layout, where each expert's tensors have their own names."""
     for index, expert in enumerate(batch.experts):
         for role, tensors in done.tensors.items():
             for name, value in tensors.items():

@@ -1,75 +1,79 @@
-"""Files of a source on the Hub: fetched ahead of the groups that are read from them, and dropped after the last one.
+"""Fetch the shards of a source on the Hub ahead of the units that need them, and delete each after its last use.
 
-The Hub's cache never holds more than `--cache-limit` of what a conversion fetched. What was in it before stays there.
-Tensors that are only copied are read by range requests, and need no file. In a team each process fetches what its own
-groups need, and nothing is dropped.
+The Hub's cache holds at most `--cache-limit` of fetched shards; files that were in the cache before stay there. Tensors
+that are only copied are read by range requests, and need no file. With several processes each fetches the shards of its
+own units, and nothing is deleted.
 """
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hqconv.conversion.journal import Journal
 from hqconv.conversion.stages import Stages
+from hqconv.errors import OutputError, RequestError
 from hqconv.io import hub_cache
+from hqconv.io.durable_files import output_errors
 from hqconv.models.protocols import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 
-_NUM_THREADS = 4  # downloads at once
-_GOODBYE_SECONDS = 2.0  # until downloads that are not wanted any more have heard of it
+_NUM_THREADS = 4  # parallel downloads
+_STOP_TIMEOUT_S = 2.0  # until cancelled downloads have noticed
 
 
 class StoppedError(Exception):
-    """The conversion ends: a download is not wanted any more."""
+    """Cancels a download because the conversion ends."""
 
 
 @dataclass(frozen=True)
 class ShardUse:
-    """Which of a source's files each group is read from, in the order in which the groups are worked on.
+    """The shards that each unit is read from, in the order of the work.
 
-    of_group: group → files. sizes: of the files that have to be fetched.
+    of_unit: unit → names of shards. sizes: of the shards that must be fetched.
     """
 
-    of_group: Mapping[str, tuple[str, ...]]
+    of_unit: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
 
     @classmethod
     def of(cls, source: Source, units: Sequence[OutputUnit], *, keeps: bool) -> ShardUse:
-        """keeps: whole files of copied tensors are wanted, too, as they are for an artifact, which is hashed."""
+        """keeps: fetch the whole shards of copied tensors too; so does an artifact as the source, which is hashed."""
         whole = keeps or source.guard.is_held
-        of_group = {unit.name: _files_of(source, unit, whole) for unit in units}
-        names = dict.fromkeys(name for of_one in of_group.values() for name in of_one)
+        of_unit = {unit.name: _shards_of_unit(source, unit, whole) for unit in units}
+        names = dict.fromkeys(name for of_one in of_unit.values() for name in of_one)
         sizes = {file.name: file.size_bytes for file in source.files if file.name in names}
-        return cls(of_group, {name: sizes[name] for name in names if not source.is_here(name)})
+        return cls(of_unit, {name: sizes[name] for name in names if not source.is_here(name)})
 
     @property
     def total_bytes(self) -> int:
-        """Of all files that have to be fetched."""
+        """Total size of the shards that must be fetched."""
         return sum(self.sizes.values())
 
     @property
     def least_bytes(self) -> int:
-        """The most that must be there at one time: files of a group, and those between its first and last use."""
-        last = {name: number for number, of_one in enumerate(self.of_group.values()) for name in of_one}
+        """Largest size that must be in the cache at one time: every shard from its first to its last use."""
+        last = {name: number for number, of_one in enumerate(self.of_unit.values()) for name in of_one}
         held: dict[str, int] = {}
         most = 0
-        for number, of_one in enumerate(self.of_group.values()):
+        for number, of_one in enumerate(self.of_unit.values()):
             held |= {name: self.sizes[name] for name in of_one if name in self.sizes}
             most = max(most, sum(held.values()))
             held = {name: size for name, size in held.items() if last[name] > number}
         return most
 
     def default_limit(self) -> int:
-        """Room for four of the largest files, and for what must be there."""
+        """Return the default cache limit: four of the largest shards, and at least `least_bytes`."""
         return max(self.least_bytes, 4 * max(self.sizes.values(), default=0))
 
 
-def _files_of(source: Source, unit: OutputUnit, whole: bool) -> tuple[str, ...]:
+def _shards_of_unit(source: Source, unit: OutputUnit, whole: bool) -> tuple[str, ...]:
     if isinstance(unit, MoeLayerPlan):
         block = unit.block
         refs = [ref for expert in range(block.num_experts) for ref in block.refs(expert)]
@@ -79,11 +83,11 @@ def _files_of(source: Source, unit: OutputUnit, whole: bool) -> tuple[str, ...]:
     return tuple(source.files[number].name for number in sorted({ref.file for ref in refs}))
 
 
-def in_stretches(source: Source, units: Iterable[OutputUnit]) -> list[OutputUnit]:
-    """Groups in an order in which a file is needed in one stretch, where files hold blocks one after the other."""
+def sort_by_shard(source: Source, units: Iterable[OutputUnit]) -> list[OutputUnit]:
+    """Sort units so that each shard is needed for one run of units, where shards hold the layers in order."""
 
     def key(unit: OutputUnit) -> tuple[bool, int, int]:
-        names = _files_of(source, unit, whole=False)
+        names = _shards_of_unit(source, unit, whole=False)
         numbers = [numbered[name] for name in names] or [0]
         return not isinstance(unit, MoeLayerPlan), min(numbers), max(numbers)
 
@@ -93,7 +97,7 @@ def in_stretches(source: Source, units: Iterable[OutputUnit]) -> list[OutputUnit
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """What a conversion may take of the Hub's cache. limit_bytes: None for the default; keeps: nothing is dropped."""
+    """Limits for the Hub's cache. limit_bytes: None for the default; keeps: no fetched shard is deleted."""
 
     limit_bytes: int | None = None
     keeps: bool = False
@@ -101,40 +105,40 @@ class CachePolicy:
 
 @dataclass(eq=False)
 class _State:
-    """Under the supply's lock."""
+    """The state of the downloads, guarded by the lock of `HubPrefetch`."""
 
     queue: deque[str]
     present: set[str] = field(default_factory=set)
-    own: set[str] = field(default_factory=set)  # fetched by this conversion: may be dropped
-    held_bytes: int = 0  # of those, with the ones on their way
-    users: dict[str, set[str]] = field(default_factory=dict)  # file → groups that are not finished
-    num_unfinished: int = 0  # groups that were begun and are not finished
-    awaited: tuple[str, ...] = ()  # the files of the group that is waited for
+    fetched: set[str] = field(default_factory=set)  # by this conversion: may be deleted
+    held_bytes: int = 0  # of `fetched`, running downloads included
+    users: dict[str, set[str]] = field(default_factory=dict)  # shard → unfinished units
+    num_unfinished: int = 0  # units that were begun and are not finished
+    awaited: tuple[str, ...] = ()  # the shards of the unit that waits
     error: BaseException | None = None
     is_stopped: bool = False
 
 
 class HubPrefetch:
-    """The files of one conversion's source. `bring`, `has` and `stop` are for the thread that owns the stages."""
+    """Downloads of one conversion. Only the thread that owns the stages calls `wait_for`, `has_shards` and `stop`."""
 
     def __init__(
         self,
         source: Source,
         units: Sequence[OutputUnit],
         use: CachePolicy,
-        notes: Journal,
+        journal: Journal,
         *,
         is_shared: bool = False,
     ) -> None:
-        """groups: those that are not done, in the order of their work. is_shared: others work on them, too."""
-        self._source, self._notes, self._keeps = source, notes, use.keeps or is_shared
-        self._needs = ShardUse.of(source, units, keeps=use.keeps)
-        limit = self._needs.default_limit() if use.limit_bytes is None else use.limit_bytes
+        """units: the missing ones, in the order of the work. is_shared: other processes work on them, too."""
+        self._source, self._journal, self._keeps = source, journal, use.keeps or is_shared
+        self._use = ShardUse.of(source, units, keeps=use.keeps)
+        limit = self._use.default_limit() if use.limit_bytes is None else use.limit_bytes
         self._limit = 1 << 62 if self._keeps else limit
         self._is_shared = is_shared
         self._changed = threading.Condition()
-        self._state = _State(deque(() if is_shared else self._needs.sizes))
-        for unit, names in self._needs.of_group.items():
+        self._state = _State(deque(() if is_shared else self._use.sizes))
+        for unit, names in self._use.of_unit.items():
             for name in names:
                 self._state.users.setdefault(name, set()).add(unit)
         self._take_over()
@@ -142,16 +146,16 @@ class HubPrefetch:
         self._threads: list[threading.Thread] = []
 
     def _take_over(self) -> None:
-        """What an earlier run of this conversion fetched: still of use, or to be dropped."""
+        """Take over the shards that an earlier run of this conversion fetched; delete those that no unit needs."""
         if self._source.listing is None or self._keeps:
             return
         for file in self._source.files:
-            if self._key(file.name) not in self._notes.fetched:
+            if self._key(file.name) not in self._journal.fetched:
                 continue
             if not self._source.is_here(file.name):
                 hub_cache.tidy(self._source.root, self._source.listing.digests.get(file.name))
             else:
-                self._state.own.add(file.name)
+                self._state.fetched.add(file.name)
                 self._state.held_bytes += file.size_bytes
                 if file.name not in self._state.users:
                     self._drop(file.name)
@@ -164,7 +168,7 @@ class HubPrefetch:
     # --- the thread that owns the stages
 
     def start(self, stages: Stages) -> None:
-        """Begin to fetch; `stages` hears of what has come."""
+        """Start the downloads; `stages` is notified of each finished one."""
         self._stages = stages
         if self._source.listing is None:
             return
@@ -173,33 +177,33 @@ class HubPrefetch:
             self._threads.append(thread)
             thread.start()
 
-    def has(self, unit: OutputUnit) -> bool:
-        """Whether all files of a group are here."""
-        names = self._needs.of_group.get(unit.name, ())
-        return all(name in self._state.present or name not in self._needs.sizes for name in names)
+    def has_shards(self, unit: OutputUnit) -> bool:
+        """Whether all shards of a unit are in the cache."""
+        names = self._use.of_unit.get(unit.name, ())
+        return all(name in self._state.present or name not in self._use.sizes for name in names)
 
-    def bring(self, unit: OutputUnit) -> None:
-        """Wait until a group's files are here. Raises what stopped their download."""
+    def wait_for(self, unit: OutputUnit) -> None:
+        """Wait until a unit's shards are in the cache. Raises the error of a failed download."""
         if self._source.listing is None:
             return
         assert self._stages is not None
         with self._changed:
             self._state.num_unfinished += 1
-            self._state.awaited = self._needs.of_group[unit.name]
+            self._state.awaited = self._use.of_unit[unit.name]
             if self._is_shared:
-                self._state.queue.extend(n for n in self._needs.of_group[unit.name] if n in self._needs.sizes)
+                self._state.queue.extend(n for n in self._use.of_unit[unit.name] if n in self._use.sizes)
             self._changed.notify_all()
-        self._stages.wait(lambda: self.has(unit) or self._state.error is not None)
-        if not self.has(unit) and self._state.error is not None:
+        self._stages.wait(lambda: self.has_shards(unit) or self._state.error is not None)
+        if not self.has_shards(unit) and self._state.error is not None:
             raise self._state.error
         self._state.awaited = ()
 
     def stop(self) -> None:
-        """Let nothing more be fetched; what is on its way is given up."""
+        """Start no more downloads, and cancel the running ones."""
         with self._changed:
             self._state.is_stopped = True
             self._changed.notify_all()
-        latest = time.monotonic() + _GOODBYE_SECONDS
+        latest = time.monotonic() + _STOP_TIMEOUT_S
         with suppress(KeyboardInterrupt):
             for thread in self._threads:
                 thread.join(max(0.0, latest - time.monotonic()))
@@ -207,23 +211,23 @@ class HubPrefetch:
     # --- any thread
 
     def release(self, unit: OutputUnit) -> None:
-        """A group is finished, and noted as such: files that no other needs are dropped."""
+        """Delete the shards of a recorded unit that no other unit needs."""
         if self._source.listing is None:
             return
         with self._changed:
             self._state.num_unfinished -= 1
-            for name in self._needs.of_group[unit.name]:
+            for name in self._use.of_unit[unit.name]:
                 users = self._state.users[name]
                 users.discard(unit.name)
-                if not users and name in self._state.own and not self._keeps:
+                if not users and name in self._state.fetched and not self._keeps:
                     self._drop(name)
             self._changed.notify_all()
 
     def _drop(self, name: str) -> None:
         self._source.forget(name)
-        with suppress(OSError):  # it only takes up space
+        with suppress(OSError):  # the file only takes up space
             hub_cache.drop(self._source.root, name)
-        self._state.own.discard(name)
+        self._state.fetched.discard(name)
         self._state.held_bytes -= self._size(name)
 
     def _size(self, name: str) -> int:
@@ -232,10 +236,10 @@ class HubPrefetch:
     # --- the threads that fetch
 
     def _work(self) -> None:
-        for name in self._taken():
+        for name in self._next_shards():
             try:
                 self._source.fetch([name], self._check)
-            except BaseException as error:  # noqa: BLE001 - raised by `bring`
+            except BaseException as error:  # noqa: BLE001 - raised by `wait_for`
                 with self._changed:
                     if self._state.error is None and not self._state.is_stopped:
                         self._state.error = error
@@ -244,38 +248,83 @@ class HubPrefetch:
             else:
                 self._state.present.add(name)
             assert self._stages is not None
-            self._stages.tell()
+            self._stages.notify()
 
     def _check(self) -> None:
         if self._state.is_stopped:
             raise StoppedError
 
-    def _taken(self) -> Iterator[str]:
-        """The next file, as soon as there is room for it, until all are fetched."""
+    def _next_shards(self) -> Iterator[str]:
+        """Yield the next shard as soon as there is room for it, until all are fetched."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._state.is_stopped or self._may_take())
+                self._changed.wait_for(lambda: self._state.is_stopped or self._may_fetch())
                 if self._state.is_stopped:
                     return
                 name = self._state.queue.popleft()
-                self._begin(name)
+                self._record_fetch(name)
             yield name
 
-    def _may_take(self) -> bool:
-        """Files are fetched in order, so that one that is waited for never stands behind one that is not."""
+    def _may_fetch(self) -> bool:
+        """Whether the next shard fits. Shards are fetched in order: an awaited one is never behind others."""
         if not self._state.queue:
             return False
-        would_be = self._state.held_bytes + self._needs.sizes[self._state.queue[0]]
-        # Where nothing else is being made, no room will come of it.
+        would_be = self._state.held_bytes + self._use.sizes[self._state.queue[0]]
+        # Where no other unit is in work, no room will become free.
         is_stuck = self._state.num_unfinished == 1 and self._state.queue[0] in self._state.awaited
         return would_be <= self._limit or is_stuck
 
-    def _begin(self, name: str) -> None:
-        """Note that a file is fetched, if it is this conversion that brings it into the cache."""
+    def _record_fetch(self, name: str) -> None:
+        """Record a download, unless the cache has the bytes already."""
         listing = self._source.listing
         assert listing is not None
         if self._keeps or hub_cache.has_bytes(self._source.root, name, listing.digests.get(name)):
             return
-        self._notes.note_fetch(self._key(name))
-        self._state.own.add(name)
-        self._state.held_bytes += self._needs.sizes[name]
+        self._journal.record_fetch(self._key(name))
+        self._state.fetched.add(name)
+        self._state.held_bytes += self._use.sizes[name]
+
+
+def check_room(
+    source: Source, units: Sequence[OutputUnit], use: CachePolicy, out: Path, num_bytes_out: int
+) -> None:
+    """Refuse a cache limit or a disk that is too small for the units' shards; `num_bytes_out` are written to `out`.
+
+    Raises RequestError or OutputError.
+    """
+    assert source.listing is not None
+    needs = ShardUse.of(source, units, keeps=use.keeps)
+    limit = needs.default_limit() if use.limit_bytes is None else use.limit_bytes
+    if limit < needs.least_bytes and not use.keeps:
+        what = "The cache limit is too small for the files that one group of tensors is made of."
+        expected, remedy = f"at least {needs.least_bytes} bytes", "Give more, or leave the option out."
+        raise RequestError(what, where="--cache-limit", expected=expected, found=limit, remedy=remedy)
+    num_bytes = needs.total_bytes if use.keeps else min(needs.total_bytes, limit)
+    sizes = source.listing.sizes
+    num_bytes += sum(sizes[name] for name in source.other_files if not source.is_here(name))
+    _check_disk(source.root, num_bytes, out, num_bytes_out)
+
+
+def _check_disk(cache: Path, num_bytes: int, out: Path, num_bytes_out: int) -> None:
+    cache, out = _existing_parent(cache), _existing_parent(out.absolute())
+    with output_errors(cache):
+        free, is_shared = shutil.disk_usage(cache).free, cache.stat().st_dev == out.stat().st_dev
+    needed = num_bytes + (num_bytes_out if is_shared else 0)
+    if free >= needed:
+        return
+    parts = f"{num_bytes / 1e6:.1f} MB for files of the source"
+    parts += f", {num_bytes_out / 1e6:.1f} MB for the artifact" if is_shared else ""
+    raise OutputError(
+        "The disk cannot hold what is fetched from the Hub.",
+        where=str(cache),
+        expected=f"{needed / 1e6:.1f} MB free: {parts}",
+        found=f"{free / 1e6:.1f} MB free",
+        remedy="Free some space, set HF_HOME to another place, or give a smaller --cache-limit.",
+    )
+
+
+def _existing_parent(path: Path) -> Path:
+    """Return the nearest folder of a path that exists."""
+    while not path.exists():
+        path = path.parent
+    return path

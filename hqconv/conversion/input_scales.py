@@ -1,4 +1,4 @@
-"""Static activation scales: the source's, reduced to one for each GEMM of a block, into every rank's file."""
+"""Static activation scales: the source's, reduced to one per GEMM of a layer, written to every rank file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hqconv.conversion.output_writer import UnitWriter
+from hqconv.conversion.output_folder import UnitWriter
 from hqconv.errors import InputError
 from hqconv.formats.source_format import LAID_OUT
 from hqconv.models.moe_layer import MoeLayer
@@ -21,26 +21,26 @@ from hqconv.planning.plan import ConversionPlan
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
-InputScales = Mapping[str, float]  # GEMM → its scale, a float32
+InputScales = Mapping[str, float]  # GEMM → scale, a float32
 
-_NUM_THREADS = 16  # so many small reads at once
+_NUM_THREADS = 16  # for many small reads at once
 
 
-class _WhenAsked(Mapping[str, InputScales]):
-    """The scales of blocks whose files come one after the other from the Hub: read when they are there."""
+class _LazyScales(Mapping[str, InputScales]):
+    """The scales of layers whose files are fetched from the Hub one by one: read at the first access."""
 
     def __init__(self, source: Source, blocks: Iterable[MoeLayer]) -> None:
         self._source, self._blocks = source, {block.name: block for block in blocks}
-        self._found: dict[str, InputScales] = {}
+        self._scales: dict[str, InputScales] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> InputScales:
         block = self._blocks[name]
         with self._lock:
-            if name not in self._found:
+            if name not in self._scales:
                 with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:
-                    self._found[name] = reduced(self._source, block, pool)
-            return self._found[name]
+                    self._scales[name] = reduce_scales(self._source, block, pool)
+            return self._scales[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._blocks)
@@ -50,38 +50,38 @@ class _WhenAsked(Mapping[str, InputScales]):
 
 
 def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, InputScales]:
-    """Block → the scales of those blocks that carry them. Raises InputError as `reduced`.
+    """Block → the scales of those blocks that carry them. Raises InputError as `reduce_scales`.
 
     Of a source on the Hub they are read, and refused, when they are asked for.
     """
     blocks = static_blocks(plan.experts, plan.spec)
     if source.listing is not None:
-        return _WhenAsked(source, blocks)
+        return _LazyScales(source, blocks)
     if not blocks:
         return {}
     with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:
-        return {block.name: reduced(source, block, pool) for block in blocks}
+        return {block.name: reduce_scales(source, block, pool) for block in blocks}
 
 
-def reduced(source: Source, block: MoeLayer, pool: ThreadPoolExecutor) -> InputScales:
-    """Each GEMM's scale, as Humming reduces them: the largest of all experts of the block, of gate and up together.
+def reduce_scales(source: Source, block: MoeLayer, pool: ThreadPoolExecutor) -> InputScales:
+    """Return each GEMM's scale as Humming reduces it: the maximum over all experts of the layer, gate and up together.
 
-    So it is the same for every TP and EP. Raises InputError for one that is not finite or not above zero, and where an
-    artifact's ranks have different ones.
+    So the scale is the same for every TP and EP. Raises InputError for a scale that is not finite and positive, and
+    where the ranks of an artifact have different scales.
     """
-    found = {}
+    reduced = {}
     for gemm, refs in block.input_scales.refs.items():
-        each = list(pool.map(lambda ref: _read(source, ref), refs))
-        if block.format.decoder == LAID_OUT and len(set(each)) > 1:
+        scales = list(pool.map(lambda ref: _read_scale(source, ref), refs))
+        if block.format.decoder == LAID_OUT and len(set(scales)) > 1:
             what = "The ranks of an artifact have different scales of activations."
             where = f"{block.name}: {gemm}"
-            raise InputError(what, where=where, found=str(sorted(set(each))), remedy="Verify the artifact.")
-        found[gemm] = max(each)
-    return found
+            raise InputError(what, where=where, found=str(sorted(set(scales))), remedy="Verify the artifact.")
+        reduced[gemm] = max(scales)
+    return reduced
 
 
-def _read(source: Source, ref: TensorRef) -> float:
-    """The largest number of a tensor."""
+def _read_scale(source: Source, ref: TensorRef) -> float:
+    """Read the largest number of a tensor."""
     data = torch.empty(ref.num_bytes, dtype=torch.uint8)
     source.read_into(ref, data.numpy().data)
     values: list[float] = data.view(torch_dtype(ref.dtype)).float().tolist()
@@ -97,8 +97,8 @@ def _read(source: Source, ref: TensorRef) -> float:
     return max(values)
 
 
-def create_files(root: Path, unit: OutputUnit, scales: Mapping[str, InputScales]) -> UnitWriter:
-    """A group's files at their full size, with its block's scales in them. Raises OutputError."""
+def create_unit_files(root: Path, unit: OutputUnit, scales: Mapping[str, InputScales]) -> UnitWriter:
+    """Create a unit's files at their full size, and write the layer's activation scales. Raises OutputError."""
     writer = UnitWriter(root, unit.files)
     try:
         for gemm, ref in unit.input_scale_places() if isinstance(unit, MoeLayerPlan) else ():

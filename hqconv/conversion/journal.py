@@ -1,4 +1,7 @@
-"""The lines of a journal, in words: what is converted, finished groups, fetched files, and who is at work."""
+"""The journal of an unfinished conversion: its identity, finished output units, fetched files, and the process at work.
+
+One JSON document a line. The file is locked while a process works on the folder.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ FETCHED = "fetched"
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A finished group: its files, what its conversion measured, and of a block the content sums.
+    """A finished output unit: its files, its quantization errors, and the content sums of a MoE layer.
 
-    sources: the SHA-256 of the source's files that were read for it, where they were hashed.
+    sources: the SHA-256 of the source files that the unit was read from, where they were hashed.
     """
 
     unit: str
@@ -34,13 +37,31 @@ class JournalEntry:
     sources: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as a journal line holds it: the unit's key is `group`, as in journals of version 0.1."""
+        """Return the entry as a journal line: the key of the unit is `group`, as in journals of version 0.1."""
         document = asdict(self)
         return {"group": document.pop("unit"), **document}
 
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> JournalEntry:
+        """Read an entry of `to_dict`. Raises KeyError or TypeError for anything else."""
+        files = [FileRecord(**record) for record in document["files"]]
+        measured, sums = document["measured"], document["sums"]
+        return cls(document["group"], files, measured, sums, document.get("sources", {}))
+
+    @property
+    def _is_typed(self) -> bool:
+        types = [(type(file.path), type(file.size_bytes), type(file.sha256)) for file in self.files]
+        return (
+            isinstance(self.unit, str)
+            and all(of_file == (str, int, str) for of_file in types)
+            and isinstance(self.measured, dict)
+            and isinstance(self.sums, dict)
+            and all(isinstance(sha256, str) for sha256 in self.sources.values())
+        )
+
 
 def parse_identity(path: Path, line: bytes) -> dict[str, Any]:
-    """What a journal's first line says was begun. Raises OutputError where it says nothing that can be read."""
+    """Parse a journal's first line: the identity of the conversion. Raises OutputError for an unreadable line."""
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
@@ -51,31 +72,23 @@ def parse_identity(path: Path, line: bytes) -> dict[str, Any]:
         ) from None
 
 
-def lines_of(data: bytes) -> tuple[list[bytes], bytes]:
-    """The whole lines, and what follows the last of them."""
+def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
+    """Return the whole lines, and the bytes after the last newline."""
     *lines, torn = data.split(b"\n")
     return lines, torn
 
 
 def parse_entry(line: bytes) -> JournalEntry | None:
-    """A finished group, or None for a line that is none."""
+    """Parse the line of a finished unit; None for any other line."""
     try:
-        words = json.loads(line)
-        files = [FileRecord(**record) for record in words["files"]]
-        are_records = all(
-            (type(f.path), type(f.size_bytes), type(f.sha256)) == (str, int, str) for f in files
-        )
-        measured, sums, sources = words["measured"], words["sums"], words.get("sources", {})
-        are_digests = all(isinstance(sha256, str) for sha256 in sources.values())
-        are_words = isinstance(measured, dict) and isinstance(sums, dict) and are_digests
-        is_whole = are_records and isinstance(words["group"], str) and are_words
-        return JournalEntry(words["group"], files, measured, sums, sources) if is_whole else None
+        entry = JournalEntry.from_dict(json.loads(line))
+        return entry if entry._is_typed else None
     except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def parse_fetch(line: bytes) -> str | None:
-    """A fetched file, or None for a line that is of none."""
+    """Parse the line of a fetched file; None for any other line."""
     try:
         name = json.loads(line)[FETCHED]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -84,11 +97,11 @@ def parse_fetch(line: bytes) -> str | None:
 
 
 def last_process(lines: list[bytes]) -> str:
-    """Who noted last that it is at work."""
+    """Describe the process that began to work on the folder last."""
     for line in reversed(lines):
         try:
-            words = json.loads(line)
-            return f"process {int(words['process'])} on {words['host']}"
+            document = json.loads(line)
+            return f"process {int(document['process'])} on {document['host']}"
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return "a process that has just begun"
@@ -96,7 +109,7 @@ def last_process(lines: list[bytes]) -> str:
 
 def compare_identities(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to resume another conversion, naming the first difference."""
-    for key in {**now, **before}:  # in their own order: what was asked for before what follows from it
+    for key in {**now, **before}:  # in their own order: options before what follows from them
         if before.get(key) != now.get(key):
             raise OutputError(
                 f"The unfinished conversion differs from this one in: {key}.",
@@ -116,70 +129,71 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class Destination(Protocol):
-    """Where groups are written and put down."""
+    """The folder that finished output units are written to, and its journal."""
 
     root: Path
 
     @property
-    def notes(self) -> Journal:
-        """Where it is noted what is fetched."""
+    def journal(self) -> Journal:
+        """The journal that records fetched files."""
         ...
 
     def record(self, entry: JournalEntry) -> None:
-        """Note a finished group."""
+        """Record a finished unit."""
         ...
 
 
 class Journal:
-    """The journal of the folder `root`, opened and locked; `close` gives the lock back.
+    """The journal of the folder `root`, opened and locked; `close` releases the lock.
 
-    Where several processes share a conversion, each has one. The first process's is the folder's: what the others
-    finished is taken over from theirs when it is opened, and these are removed once it says so itself.
+    Where several processes share a conversion, each has a journal. Rank 0's is the folder's: it takes over the entries
+    of the other journals when it is opened, and removes these files once it holds the entries itself.
 
-    identity: what the lines say was begun, None where nothing was. entries: the groups that were finished. fetched:
-    files that were fetched into the Hub's cache. has_lock: False on a file system without locks, where nobody is kept
-    out.
+    identity: of the conversion that was begun, or None. entries: the finished units. fetched: files that were fetched
+    into the Hub's cache. has_lock: False on a file system without locks, where no other process is kept out.
     """
 
     def __init__(self, root: Path, name: str = JOURNAL) -> None:
         """Open the journal, or create it. Raises OutputError where another process is at work."""
         self.path = root / name
         self.is_new, self.has_lock = False, True
-        self._of_members: list[JournalEntry] = []
+        self._member_entries: list[JournalEntry] = []
         with output_errors(self.path):
             self._descriptor = self._open()
             try:
                 self.identity, self.entries, self.fetched = self._read()
                 if name == JOURNAL:
-                    self._of_members = [entry for path in self._members() for entry in self._take_over(path)]
+                    self._member_entries = [
+                        entry for path in self._member_paths() for entry in self._take_over(path)
+                    ]
             except BaseException:
                 self.close()
                 raise
-        self.entries += self._of_members
+        self.entries += self._member_entries
 
-    def _members(self) -> list[Path]:
+    def _member_paths(self) -> list[Path]:
         try:
             return sorted(path for path in self.path.parent.iterdir() if is_member_journal(path.name))
         except FileNotFoundError:  # another process just put the folder elsewhere
             return []
 
     def _take_over(self, path: Path) -> list[JournalEntry]:
-        """What another process of the same conversion finished. Raises OutputError where it is still at work."""
+        """Return the entries of another rank of this conversion. Raises OutputError while that process is at work."""
         member = Journal(path.parent, path.name)
         member.close()
         return member.entries if member.identity == self.identity else []
 
     def _remove_members(self) -> None:
         with output_errors(self.path.parent):
-            members = self._members()
+            members = self._member_paths()
             for path in members:
                 path.unlink(missing_ok=True)
             if members:  # before the journal that they belong to may go
                 sync_folder(self.path.parent)
 
     @classmethod
-    def if_there(cls, root: Path) -> Journal | None:
-        """The journal of a folder that has one."""
+    def open_existing(cls, root: Path) -> Journal | None:
+        """Open the journal of a folder that has one; None for other folders."""
         return cls(root) if (root / JOURNAL).is_file() else None
 
     def _open(self) -> int:
@@ -191,7 +205,7 @@ class Journal:
                 try:
                     found = what_instead(self.path.lstat().st_mode)
                     if found is not None:  # which may wait to be read, or do something when it is opened
-                        raise _no_file(self.path, found)
+                        raise _not_a_file(self.path, found)
                     descriptor, self.is_new = os.open(self.path, flags), False
                 except FileNotFoundError:
                     continue
@@ -209,19 +223,19 @@ class Journal:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _busy(self.path, last_process(lines_of(self.path.read_bytes())[0])) from None
+            raise _busy(self.path, last_process(split_lines(self.path.read_bytes())[0])) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             self.has_lock = False
 
     def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry], set[str]]:
-        """Identity, finished groups and fetched files; half a line of a killed run is cut off.
+        """Read the identity, finished units and fetched files; half a line of a killed run is cut off.
 
-        So is a first line that is none and the only one: the power failed while it was written, and the next is written
-        once it lasts.
+        A first and only line with zero bytes is cut off too: the power failed while it was written (a second line is
+        written only once the first one is on the disk).
         """
-        lines, torn = lines_of(self.path.read_bytes())
+        lines, torn = split_lines(self.path.read_bytes())
         if len(lines) == 1 and b"\0" in lines[0]:
             lines, torn = [], lines[0]
         if torn:
@@ -232,7 +246,7 @@ class Journal:
         return parse_identity(self.path, lines[0]), entries, set(filter(None, map(parse_fetch, lines[1:])))
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Note what is converted, and that this process does it; a journal that says so already keeps its lines."""
+        """Record the identity, and that this process is at work; a journal that has the identity keeps its lines."""
         if self.identity is None:
             self._append(identity)
             self.identity = identity
@@ -242,71 +256,71 @@ class Journal:
             sync_folder(self.path.parent)
             sync_above(self.path.parent)
         self._append({"process": os.getpid(), "host": socket.gethostname()})
-        for entry in self._of_members:
+        for entry in self._member_entries:
             self.record(entry)
-        self._of_members = []
+        self._member_entries = []
         if self.path.name == JOURNAL:
             self._remove_members()
 
     def record(self, entry: JournalEntry) -> None:
-        """Note a finished group; it survives a kill from here on."""
+        """Record a finished unit; the record survives a kill from here on."""
         self._append(entry.to_dict())
 
-    def note_fetch(self, name: str) -> None:
-        """Note that a file will be fetched; it survives a kill from here on."""
+    def record_fetch(self, name: str) -> None:
+        """Record that a file will be fetched; the record survives a kill from here on."""
         if name not in self.fetched:
             self._append({FETCHED: name})
             self.fetched.add(name)
 
-    def _append(self, words: dict[str, Any]) -> None:
+    def _append(self, document: dict[str, Any]) -> None:
         with output_errors(self.path):
             os.lseek(self._descriptor, 0, os.SEEK_END)
-            line = memoryview(json.dumps(words).encode() + b"\n")
+            line = memoryview(json.dumps(document).encode() + b"\n")
             while line:
                 line = line[os.write(self._descriptor, line) :]
             os.fsync(self._descriptor)
 
     def restart(self) -> None:
-        """Forget all lines but what was fetched, and keep the lock."""
+        """Forget all lines except the fetched files, and keep the lock."""
         with output_errors(self.path):
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
         self._remove_members()
-        self.identity, self.entries, self._of_members = None, [], []
+        self.identity, self.entries, self._member_entries = None, [], []
 
     def moved_to(self, root: Path) -> None:
-        """The folder has another name now."""
+        """Follow the folder to its new name."""
         self.path = root / JOURNAL
 
     def remove(self) -> None:
-        """Forget the conversion: it is finished, or never was begun."""
+        """Remove the journal of a conversion that is finished, or was never begun."""
         self._remove_members()
         with output_errors(self.path):
             self.path.unlink(missing_ok=True)
             sync_folder(self.path.parent)
 
     def drop(self) -> None:
-        """Give the lock back, and leave no journal where there was none."""
+        """Release the lock, and leave no journal where there was none."""
         if self.is_new:
             self.remove()
         self.close()
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
-def identity_of(root: Path) -> dict[str, Any]:
-    """What the journal of a folder says was begun there. Raises OutputError where it says nothing that can be read."""
+def read_identity(root: Path) -> dict[str, Any]:
+    """Read the identity of the conversion in a folder. Raises OutputError for an unreadable journal."""
     path = root / JOURNAL
     with output_errors(path):
-        lines, _ = lines_of(path.read_bytes())
+        lines, _ = split_lines(path.read_bytes())
     return parse_identity(path, lines[0] if lines else b"")
 
 
-def _no_file(path: Path, found: str) -> OutputError:
+def _not_a_file(path: Path, found: str) -> OutputError:
     what, remedy = "Something else has the name of a journal.", "Remove it, or choose another folder with -o."
     return OutputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
 

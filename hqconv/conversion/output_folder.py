@@ -1,56 +1,64 @@
-"""The output folder: begun, resumed, or replaced by a new artifact that is built beside it.
+"""The output folder: begun, resumed, or replaced by a new artifact; its files written, and removed if listed.
 
-An unfinished folder holds a journal and no manifest, so that nothing takes it for an artifact. Each group of files is
-recorded in the journal only after all of them lie under their final names. An artifact that is replaced stays as it is
-until the new one is complete: that is built in the sibling folder `.<name>.hqconv`, then both change places, and what
-the old manifest lists is removed. Only files that a manifest or a journal lists are ever removed.
+An unfinished folder holds a journal and no manifest, so that nothing takes it for an artifact. A unit of files is
+recorded in the journal only after all of them have their final names. With `--overwrite` the old artifact stays until
+the new one is complete: that is built in the sibling folder `.<name>.hqconv`, then both folders are exchanged, and the
+files of the old manifest are removed. Only files that a manifest or a journal lists are ever removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import is_artifact
+from hqconv.artifact.manifest import is_artifact, read_manifest
+from hqconv.artifact.sha256sums import are_sums, is_own_card
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
-from hqconv.conversion.safe_delete import (
-    check_replaceable,
-    check_strays,
-    files_in,
-    listed_files,
-    remove_listed,
-)
-from hqconv.errors import OutputError
+from hqconv.errors import HqconvError, OutputError, first_few
+from hqconv.io.digests import sha256_of
 from hqconv.io.durable_files import (
+    FileRecord,
     check_space,
     is_whole,
     make_folder,
     output_errors,
     partial,
     sync_above,
+    sync_folders,
     write_whole,
 )
 from hqconv.io.exchange_folders import exchange, settle
-from hqconv.schemas.artifact_names import COMPANIONS, JOURNAL, MANIFEST
+from hqconv.io.open_files import Descriptors
+from hqconv.planning.output_units import OutFile
+from hqconv.schemas.artifact_names import (
+    CARD,
+    COMPANIONS,
+    JOURNAL,
+    MANIFEST,
+    PARTIAL,
+    SUMS,
+    is_member_journal,
+)
 
 
 def side_folder(out: Path) -> Path:
-    """Where an artifact that will replace the one at `out` is built."""
+    """Return the folder in which the artifact is built that will replace the one at `out`."""
     return out.with_name(f".{out.name}.hqconv")
 
 
 def parked_folder(out: Path) -> Path:
-    """Where an old artifact lies for a moment, on file systems that cannot exchange folders at once."""
+    """Return the folder of the old artifact during an exchange, on file systems without an atomic one."""
     return out.with_name(f".{out.name}.hqconv-old")
 
 
 class OutputFolder:
-    """An artifact in the making. `root` is where its files are written, `done` the groups that are finished.
+    """The folder of an unfinished artifact, a context manager that releases the lock at its end.
 
-    `identity` says what is converted, from what, by which versions; a resumed run must have the same. `paths` are all
-    files of the artifact. Used as a context manager: at its end the lock is given back.
+    root: the folder that files are written to. done: the finished units. identity: source, options and versions, which
+    a resumed run must have in common. paths: all files of the artifact.
     """
 
     def __init__(self, out: Path, identity: Mapping[str, Any], paths: Collection[str]) -> None:
@@ -71,23 +79,23 @@ class OutputFolder:
 
     @property
     def has_lock(self) -> bool:
-        """Whether other processes are kept out; not on file systems without locks."""
+        """Whether other processes are kept out: False on file systems without locks."""
         return self._journal is None or self._journal.has_lock
 
     # --- taking the folder -----------------------------------------------------------------------------------
 
     def start(self, num_bytes: int, *, resume: bool = False, overwrite: bool = False) -> bool:
-        """Take the folder for this conversion, which will write `num_bytes`.
+        """Take the folder for this conversion, which will write `num_bytes`; True if there is work to do.
 
-        False where `resume` finds an artifact that is finished already; what its conversion left behind is removed.
-        Raises OutputError where the folder is taken or too small, is not what is resumed, holds files of others that
-        would be lost, or where another process is at work on it.
+        False where `resume` finds a finished artifact; leftovers of its conversion are removed.
+        Raises OutputError where the folder is in use or the disk too small, where `resume` finds another conversion,
+        where foreign files would be lost, or where another process is at work on the folder.
         """
         side = side_folder(self.out)
         if self.out.exists() and not self.out.is_dir():
-            raise taken(self.out, "a file")
+            raise cannot_use(self.out, "a file")
         with ExitStack() as unused:
-            of_side, of_out = self._held(side, unused)
+            of_side, of_out = self._open_journals(side, unused)
             if of_side is not None:
                 self._take_up(side, of_side, resume=resume, overwrite=overwrite)
             elif is_artifact(self.out) and resume:
@@ -97,7 +105,7 @@ class OutputFolder:
                 return False
             elif is_artifact(self.out):
                 if not overwrite:
-                    raise taken(self.out, "a finished artifact")
+                    raise cannot_use(self.out, "a finished artifact")
                 check_replaceable(self.out)
                 check_strays(self.out, listed_files(self.out), self._paths)
                 check_space(side, num_bytes)
@@ -105,18 +113,18 @@ class OutputFolder:
             elif of_out is not None:
                 self._take_up(self.out, of_out, resume=resume, overwrite=overwrite)
             elif self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
-                raise taken(self.out, "a folder that hqconv did not make, and that is not empty")
+                raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
             else:
                 check_space(self.out, num_bytes)
                 self._begin(self.out)
         return True
 
-    def _held(self, side: Path, unused: ExitStack) -> tuple[Journal | None, Journal | None]:
-        """The journals that are there, locked, so that nobody else is at work; `unused` closes those not taken up."""
+    def _open_journals(self, side: Path, unused: ExitStack) -> tuple[Journal | None, Journal | None]:
+        """Open and lock the existing journals of both folders; `unused` closes the one that is not taken up."""
         while True:
             journals = []
             for root in (side, self.out):
-                journals.append(Journal.if_there(root))
+                journals.append(Journal.open_existing(root))
                 if journals[-1] is not None:
                     unused.callback(self._close_unless_taken_up, journals[-1])
             parked = parked_folder(self.out)
@@ -132,16 +140,16 @@ class OutputFolder:
             journal.close()
 
     def _begin(self, root: Path) -> None:
-        """Start from nothing in a folder that is empty, or not there."""
-        journal = _claim(root)
+        """Start in an empty or a new folder."""
+        journal = _create_journal(root)
         if journal.identity is not None or files_in(root) > {JOURNAL}:
             journal.drop()
-            raise taken(root, "a folder that is not empty")
+            raise cannot_use(root, "a folder that is not empty")
         self.root, self._journal = root, journal
         journal.begin(self._identity)
 
     def _take_up(self, root: Path, journal: Journal, *, resume: bool, overwrite: bool) -> None:
-        """Go on with an unfinished conversion, or start it anew."""
+        """Continue an unfinished conversion, or start it anew."""
         replaces, begun = root != self.out, journal.identity
         if overwrite:
             self._start_anew(root, journal)
@@ -150,15 +158,15 @@ class OutputFolder:
             self._keep_finished(root, journal)
         elif begun is not None or files_in(root) > {JOURNAL} or (replaces and not resume):
             nothing = "a journal that says nothing: nothing to resume"
-            raise taken(self.out, nothing if resume else "an unfinished conversion")
-        # else it was killed in its first moment
+            raise cannot_use(self.out, nothing if resume else "an unfinished conversion")
+        # else the run was killed before it recorded its identity
         self.root, self._journal, self._replaces = root, journal, replaces
         journal.begin(self._identity)
 
     def _start_anew(self, root: Path, journal: Journal) -> None:
-        """Remove what an unfinished conversion wrote, by what its journal says."""
-        words = (journal.identity or {}).get("files")
-        begun = [path for path in words if isinstance(path, str)] if isinstance(words, list) else []
+        """Remove the files of an unfinished conversion that its journal lists."""
+        files = (journal.identity or {}).get("files")
+        begun = [path for path in files if isinstance(path, str)] if isinstance(files, list) else []
         listed = {*begun, *listed_files(root), *self._paths}
         check_strays(root, listed)
         # The manifest first, so that the rest is never taken for an artifact.
@@ -166,7 +174,7 @@ class OutputFolder:
         journal.restart()
 
     def _keep_finished(self, root: Path, journal: Journal) -> None:
-        """Groups whose files are all there and whole are done; half-written files are removed."""
+        """Take units whose files are all complete as done, and remove partial files."""
         check_strays(root, {*self._paths, *listed_files(root)}, self._paths)
         with output_errors(root):
             for entry in journal.entries:
@@ -177,18 +185,18 @@ class OutputFolder:
                 partial(root / path).unlink(missing_ok=True)
 
     def _replace(self, side: Path, of_out: Journal | None) -> None:
-        """Build beside a finished artifact. `of_out`: the journal of a run killed after it had changed places."""
-        journal = _claim(side)
+        """Build beside a finished artifact. of_out: the journal of a run that was killed after the exchange."""
+        journal = _create_journal(side)
         try:
-            # One that changed places since we looked still holds the journal that it took along.
-            held = Journal.if_there(self.out) if of_out is None else None
-            if held is not None:
-                held.close()
+            # A run that exchanged the folders since then still holds the journal that moved along.
+            moved = Journal.open_existing(self.out) if of_out is None else None
+            if moved is not None:
+                moved.close()
             if journal.identity is not None:
-                raise taken(self.out, "an unfinished conversion")
+                raise cannot_use(self.out, "an unfinished conversion")
             self._discard_old(side)
             if files_in(side) > {JOURNAL}:
-                raise taken(
+                raise cannot_use(
                     side, "a folder beside the output that is not empty, where the new one would be built"
                 )
         except BaseException:
@@ -204,30 +212,32 @@ class OutputFolder:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def record(self, entry: JournalEntry) -> None:
-        """Note a finished group; it survives a kill from here on."""
+        """Record a finished unit; the record survives a kill from here on."""
         assert self._journal is not None
         self._journal.record(entry)
         self.done[entry.unit] = entry
 
     @property
-    def notes(self) -> Journal:
-        """Where it is noted what is fetched for this conversion."""
+    def journal(self) -> Journal:
+        """The journal of this conversion, once the folder is taken."""
         assert self._journal is not None
         return self._journal
 
     def seal(self, manifest: bytes) -> None:
-        """Write the manifest, the artifact's last file, let it take the place of an older one, forget the journal."""
+        """Write the manifest as the last file, exchange the artifact with an older one, and remove the journal."""
         assert self._journal is not None
-        check_strays(self.root, self._paths, self._paths)  # what came meanwhile
+        check_strays(self.root, self._paths, self._paths)  # files that appeared meanwhile
         self._check_still_there()
         write_whole(self.root, MANIFEST, manifest)
         if self._replaces:
             side = self.root
             with output_errors(self.out):
                 if self.out.exists():
-                    check_strays(self.out, listed_files(self.out), self._paths)  # what came meanwhile
+                    check_strays(
+                        self.out, listed_files(self.out), self._paths
+                    )  # files that appeared meanwhile
                     exchange(side, self.out, parked_folder(self.out))
-                else:  # somebody removed the old artifact meanwhile
+                else:  # the old artifact was removed meanwhile
                     side.rename(self.out)
                     sync_above(self.out)
             self.root = self.out
@@ -236,7 +246,7 @@ class OutputFolder:
         self._journal.remove()
 
     def _check_still_there(self) -> None:
-        """Refuse to seal where somebody removed or cut a finished file meanwhile."""
+        """Refuse to seal where a finished file was removed or truncated meanwhile."""
         for record in (record for entry in self.done.values() for record in entry.files):
             path = self.root / record.path
             if not path.is_file() or path.stat().st_size != record.size_bytes:
@@ -244,7 +254,7 @@ class OutputFolder:
                 raise OutputError(what, where=str(path), remedy="Run the same command with --resume.")
 
     def _try_to_discard(self, side: Path) -> None:
-        """The new artifact is in its place: what cannot be removed of the old one is said, and no failure."""
+        """Remove the old artifact; after the exchange a failure is only a warning."""
         try:
             self._discard_old(side)
         except OutputError as error:
@@ -254,7 +264,7 @@ class OutputFolder:
                 self.warnings.append(f"Something that hqconv did not make is left in {side}.")
 
     def _discard_old(self, side: Path) -> None:
-        """Remove what is left of an artifact that was replaced; files of others beside it move to the new one."""
+        """Remove the rest of a replaced artifact; companion files that are not listed move to the new one."""
         if not side.exists():
             return
         listed = listed_files(side)
@@ -262,24 +272,24 @@ class OutputFolder:
             for name in COMPANIONS:
                 if name not in listed and (side / name).exists() and not (self.out / name).exists():
                     (side / name).rename(self.out / name)
-            # The manifest last: until then it says which of the files left by a kill were the old artifact's.
+            # The manifest last: after a kill it lists which remaining files belong to the old artifact.
             remove_listed(side, sorted(listed - {MANIFEST}))
             (side / MANIFEST).unlink(missing_ok=True)
-            with suppress(OSError):  # not empty: somebody put files there meanwhile
+            with suppress(OSError):  # not empty: foreign files appeared meanwhile
                 side.rmdir()
             sync_above(side)
 
 
-def place_of_work(out: Path) -> Path | None:
-    """Where an unfinished conversion to `out` lies, if there is one."""
+def unfinished_folder(out: Path) -> Path | None:
+    """Return the folder of an unfinished conversion to `out`; None if there is none."""
     side = side_folder(out.resolve())
     if (side / JOURNAL).is_file():
         return side
     return out if (out / JOURNAL).is_file() and not is_artifact(out) else None
 
 
-def _claim(root: Path) -> Journal:
-    """The journal of a folder, which is made if it is not there."""
+def _create_journal(root: Path) -> Journal:
+    """Open the journal of a folder, and create both if they do not exist."""
     while True:
         with output_errors(root):
             make_folder(root)
@@ -287,11 +297,11 @@ def _claim(root: Path) -> Journal:
             return Journal(root)
         except OutputError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
-                raise  # else the folder was removed by another process that was just done with it
+                raise  # else another process finished and removed the folder
 
 
-def taken(root: Path, found: str) -> OutputError:
-    """The error for a place that cannot be used as it is."""
+def cannot_use(root: Path, found: str) -> OutputError:
+    """Return the error for an output path that cannot be used."""
     return OutputError(
         "The output folder cannot be used.",
         where=str(root),
@@ -299,3 +309,165 @@ def taken(root: Path, found: str) -> OutputError:
         found=found,
         remedy="Choose another with -o, go on with --resume, or replace an artifact with --overwrite.",
     )
+
+
+class UnitWriter:
+    """The files of one unit while they are written: any thread may write any range, each once."""
+
+    def __init__(self, root: Path, files: tuple[OutFile, ...]) -> None:
+        """Create every file at its full size under a temporary name, and write its header."""
+        self._root, self._files = root, files
+        self._paths = {file.path: partial(root / file.path) for file in files}
+        self._descriptors = Descriptors(lambda path: os.open(self._paths[path], os.O_RDWR | os.O_CLOEXEC))
+        try:
+            for file in files:
+                self._create(file)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _create(self, file: OutFile) -> None:
+        path = self._paths[file.path]
+        with output_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(descriptor, 0, file.size_bytes)  # a full disk fails before the work
+                _write_at(descriptor, file.header, 0)
+            finally:
+                os.close(descriptor)
+
+    def write_at(self, file: int, offset_bytes: int, data: Any) -> None:
+        """Write a C-contiguous buffer at an offset of a file."""
+        path = self._files[file].path
+        with output_errors(self._root / path), self._descriptors.using(path) as descriptor:
+            _write_at(descriptor, data, offset_bytes)
+
+    def finish_file(self, file: OutFile, check_cancelled: Callable[[], object] | None = None) -> FileRecord:
+        """Flush a complete file to the disk, and return its size and digest; for any thread.
+
+        check_cancelled: called from time to time; an exception of it ends the hashing.
+        """
+        with output_errors(self._root / file.path):
+            with self._descriptors.using(file.path) as descriptor:
+                os.fsync(descriptor)
+            return FileRecord(file.path, file.size_bytes, sha256_of(self._paths[file.path], check_cancelled))
+
+    def publish(self) -> None:
+        """Give the flushed files their final names, and flush the folders."""
+        self._descriptors.close()
+        for file in self._files:
+            path = self._root / file.path
+            with output_errors(path):
+                self._paths[file.path].replace(path)
+        with output_errors(self._root):
+            sync_folders(self._root, {(self._root / file.path).parent for file in self._files})
+
+    def abandon(self) -> None:
+        """Remove the partial files."""
+        self._descriptors.close()
+        for path in self._paths.values():
+            path.unlink(missing_ok=True)
+
+
+def _write_at(descriptor: int, data: Any, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def listed_files(root: Path) -> set[str]:
+    """Return the files that an artifact's manifest lists, and SHA256SUMS; none where there is no manifest.
+
+    An edited model card and sums without the manifest are left out. Raises OutputError where the manifest cannot be
+    read: then the artifact's files are unknown.
+    """
+    if not is_artifact(root):
+        return set()
+    try:
+        files = read_manifest(root)["files"]
+    except HqconvError as error:
+        raise OutputError(
+            "The manifest of the artifact to replace cannot be read: it must say which files are the artifact's.",
+            where=str(root / MANIFEST),
+            found=error.what,
+            remedy="Choose another folder with -o, or remove this one yourself.",
+        ) from error
+    with output_errors(root):
+        others = {CARD} if CARD in files and not is_own_card(root, files) else set()
+        return {MANIFEST, *files, *([SUMS] if are_sums(root) else [])} - others
+
+
+def files_in(root: Path) -> set[str]:
+    """Return the files, links and empty folders in a folder; companion folders such as `.git` are not searched."""
+    found = set()
+    for folder, folders, names in os.walk(root):
+        relative = Path(folder).relative_to(root)
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        if relative == Path():
+            found |= {name for name in folders if name in COMPANIONS}
+            folders[:] = [name for name in folders if name not in COMPANIONS]
+            names = [name for name in names if not is_member_journal(name)]  # they go with the journal
+        found |= {(relative / name).as_posix() for name in (*names, *links)}
+        if not names and not folders and relative != Path():
+            found.add(relative.as_posix())
+    return found
+
+
+def check_strays(root: Path, listed: Collection[str], planned: Collection[str] = ()) -> None:
+    """Refuse to replace a folder with foreign files: neither `listed` nor companions such as `.gitattributes`.
+
+    planned: files of the new artifact. Raises OutputError that names the foreign files.
+    """
+    ours = {JOURNAL, MANIFEST, *listed, *(path + PARTIAL for path in listed), *_folders_of(listed)}
+    kept = {name for name in COMPANIONS if name not in planned}
+    strays = sorted(files_in(root) - ours - kept)
+    if strays:
+        raise OutputError(
+            "The output folder holds files that hqconv did not make.",
+            where=str(root),
+            expected="nothing but the files that its manifest lists",
+            found=first_few(strays),
+            remedy="Move the files elsewhere, or choose another folder with -o.",
+        )
+
+
+def check_replaceable(out: Path) -> None:
+    """Raise OutputError for an artifact whose folder cannot be exchanged: a mount point."""
+    if out.is_mount():
+        what, remedy = (
+            "A mount point cannot be replaced.",
+            "Convert to a folder inside it, or empty it yourself.",
+        )
+        raise OutputError(what, where=str(out), remedy=remedy)
+
+
+def remove_listed(root: Path, listed: Sequence[str]) -> None:
+    """Remove listed files and their partial forms in order, then empty folders, and flush the folders.
+
+    Raises OutputError where the system refuses.
+    """
+    with output_errors(root):
+        for path in listed:
+            full = root / path
+            if not _lies_in(root, path) or (full.is_dir() and not full.is_symlink()):
+                continue
+            full.unlink(missing_ok=True)
+            partial(full).unlink(missing_ok=True)
+        for folder in sorted(_folders_of(listed), key=lambda folder: -folder.count("/")):
+            if _lies_in(root, folder):
+                with suppress(OSError):
+                    (root / folder).rmdir()
+        left = (root / folder for folder in _folders_of(listed) if _lies_in(root, folder))
+        sync_folders(root, [folder for folder in left if folder.is_dir() and not folder.is_symlink()])
+
+
+def _lies_in(root: Path, path: str) -> bool:
+    """Whether a listed path lies in the folder; a manifest may hold any path."""
+    return "\0" not in path and (root / path).parent.resolve().is_relative_to(root.resolve())
+
+
+def _folders_of(paths: Iterable[str]) -> set[str]:
+    """Return the folders of relative paths."""
+    return {folder.as_posix() for path in paths for folder in Path(path).parents if folder != Path()}

@@ -1,4 +1,4 @@
-"""How far a conversion is, told to whoever asked for it."""
+"""Progress of a conversion or verification, reported to a listener."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a conversion is: bytes of the source that are dealt with, and groups of files that are finished.
+    """Processed bytes of the source, and finished output units (`num_groups_done`).
 
-    Resumed bytes are among those done. `group` is the one that was worked on last.
+    Resumed bytes are part of `done_bytes`. `group`: the name of the output unit that made the last progress.
     """
 
     group: str
@@ -27,19 +27,19 @@ class Progress:
 
 
 def metered(
-    items: Iterable[Item], meter: Meter | None, told: Callable[[Item], tuple[str, int]]
+    items: Iterable[Item], meter: Meter | None, measure: Callable[[Item], tuple[str, int]]
 ) -> Iterator[Item]:
-    """The items, each counted by its group and bytes as `told` has them once it is there."""
+    """Yield the items, and advance the meter by each item's unit name and bytes as `measure` returns them."""
     for item in items:
         if meter is not None:
-            meter.advance(*told(item))
+            meter.advance(*measure(item))
         yield item
 
 
 class Meter:
-    """Counts what is done, from any thread, and tells `listener` after each step, one call at a time.
+    """Counts progress from any thread, and calls `listener` after each step, one call at a time.
 
-    count: adds to a number by its name and returns it; where several processes share a conversion, of all of them.
+    count: adds to a named number and returns the sum; where several processes share a conversion, their common sum.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class Meter:
         return self._numbers[name]
 
     def advance(self, group: str, num_bytes: int) -> None:
-        """Source bytes of a group were dealt with."""
-        self._tell(group, num_bytes, 0)
+        """Add processed source bytes of a unit."""
+        self._report(group, num_bytes, 0)
 
     def finish(self, group: str) -> None:
-        """A group's files are complete."""
-        self._tell(group, 0, 1)
+        """Add a unit whose files are complete."""
+        self._report(group, 0, 1)
 
     def resume(self, group: str, num_bytes: int) -> None:
-        """A group was complete before this run."""
+        """Add a unit that was complete before this run."""
         self._resumed_bytes += num_bytes
-        self._tell(group, num_bytes, 1)
+        self._report(group, num_bytes, 1)
 
-    def _tell(self, group: str, num_bytes: int, num_groups: int) -> None:
+    def _report(self, group: str, num_bytes: int, num_groups: int) -> None:
         with self._lock:
             done_bytes, num_done = self._count("bytes", num_bytes), self._count("groups", num_groups)
             if self._listener is not None:

@@ -1,7 +1,7 @@
-"""Puts an artifact into a repo of the Hub, its manifest last: what was sent half is no artifact there either.
+"""Push an artifact to a repo of the Hub, its manifest last, so that a partial upload is not taken for an artifact.
 
-An artifact that is there already is no longer one from the first commit on: that takes its manifest away, and the files
-which only it has. Files of nobody's manifest are never removed.
+The first commit removes the manifest of an older artifact in the repo, and the files that only that one lists. Other
+files are never removed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hqconv.io.digests import sha256_of
 from hqconv.io.hub_upload import BranchFiles, HubBranch
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
 
-_MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of a commit; what a commit has is not sent again
+_MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of a commit; committed files are not sent again
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push did. num_files, num_bytes: that were sent, 0 where all was there. commit: the branch's last."""
+    """The result of a push. num_files, num_bytes: sent, 0 where the repo was complete. commit: the branch's last."""
 
     out: str
     repo: str
@@ -34,18 +34,18 @@ class PushReport:
     manifest_sha256: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON words."""
+        """Return the report as a JSON document."""
         return {"kind": "push", **asdict(self)}
 
     def words(self) -> dict[str, Any]:
-        """`to_dict`, by its name of version 0.1."""
+        """`to_dict` under its name of version 0.1."""
         return self.to_dict()
 
 
 def push(
     root: Path, repo: HubBranch, *, private: bool = False, announce: Callable[[str], None] | None = None
 ) -> PushReport:
-    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`."""
+    """Push the artifact at `root` to the repo's branch; see `hqconv.api.push`."""
     digests = _digests(root)
     manifest = sha256_of(root / MANIFEST)
     repo.create(private=private)
@@ -53,7 +53,7 @@ def push(
     is_same = MANIFEST in state.files and state.files[MANIFEST].holds(root / MANIFEST, manifest)
     before = set(digests) if is_same else _listed(repo, state)
     _check_strays(repo, state, {*digests, *before})
-    # One that was edited there stays, one that was edited here is sent.
+    # A card that was edited in the repo stays, one that was edited here is sent.
     keeps_card = is_same and is_own_card(root, read_manifest(root)["files"])
     missing = _missing(root, state, digests, keeps_card=keeps_card)
     obsolete = sorted((before & state.files.keys()) - digests.keys())
@@ -75,28 +75,28 @@ def push(
 
 
 def _digests(root: Path) -> dict[str, str]:
-    """Every file to send but the manifest, with its SHA-256; of those that people may edit as they are now.
+    """Return the SHA-256 of every file to send except the manifest; of the card and SHA256SUMS the present one.
 
-    Raises VerificationError where one is missing or has another size, RequestError where there is no artifact.
+    Raises VerificationError where a file is missing or has another size, RequestError where there is no artifact.
     """
     files = read_manifest(root)["files"]
     digests = {}
-    for name, words in files.items():
+    for name, listed in files.items():
         path = root / name
         found = "no such file" if not path.is_file() else f"{path.stat().st_size} bytes"
-        if name != CARD and found != f"{words['size_bytes']} bytes":
+        if name != CARD and found != f"{listed['size_bytes']} bytes":
             what, remedy = (
                 "The artifact is not whole.",
                 "Verify it; convert again, or copy it from where it is whole.",
             )
-            expected = f"{words['size_bytes']} bytes"
+            expected = f"{listed['size_bytes']} bytes"
             raise VerificationError(what, where=str(path), expected=expected, found=found, remedy=remedy)
-        digests[name] = words["sha256"]
+        digests[name] = listed["sha256"]
     return digests | {name: sha256_of(root / name) for name in (CARD, SUMS) if (root / name).is_file()}
 
 
 def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:
-    """The files of the artifact that is in the repo by now; none where there is none, or nobody can tell."""
+    """Return the files of the artifact in the repo; none where there is none, or its manifest is unreadable."""
     if MANIFEST not in state.files:
         return set()
     try:
@@ -106,7 +106,7 @@ def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:
 
 
 def _check_strays(repo: HubBranch, state: BranchFiles, known: set[str]) -> None:
-    """Refuse a repo whose other files would be taken for the artifact's, or make it fail its verification."""
+    """Refuse a repo with foreign files, which would make the artifact fail its verification."""
     strays = sorted(name for name in state.files if name not in {MANIFEST, *known} and name not in COMPANIONS)
     if strays:
         raise OutputError(
@@ -119,7 +119,7 @@ def _check_strays(repo: HubBranch, state: BranchFiles, known: set[str]) -> None:
 
 
 def _missing(root: Path, state: BranchFiles, digests: Mapping[str, str], *, keeps_card: bool) -> list[str]:
-    """What the repo has not yet, or otherwise; keeps_card: a card that is there stays."""
+    """Return the files that the repo lacks or has with other bytes; keeps_card: a card in the repo stays."""
     return [
         name
         for name, sha256 in digests.items()
@@ -129,7 +129,7 @@ def _missing(root: Path, state: BranchFiles, digests: Mapping[str, str], *, keep
 
 
 def _batches(root: Path, names: list[str]) -> Iterator[dict[str, Path]]:
-    """Files commit by commit: the small ones first, so that what the Hub refuses is refused early."""
+    """Yield the files of each commit: the small ones first, so that a refusal of the Hub comes early."""
     batch: dict[str, Path] = {}
     num_bytes = 0
     for name in sorted(names, key=lambda name: (name.endswith(".safetensors"), name)):
@@ -146,7 +146,7 @@ def _batches(root: Path, names: list[str]) -> Iterator[dict[str, Path]]:
 def _check_arrived(
     repo: HubBranch, root: Path, state: BranchFiles, digests: Mapping[str, str], *, keeps_card: bool
 ) -> None:
-    """Before the manifest is sent: the repo has every file, with the bytes that the manifest lists."""
+    """Check that the repo has every file of the manifest with the right bytes, before the manifest is sent."""
     wrong = _missing(root, state, digests, keeps_card=keeps_card)
     if wrong:
         is_there = wrong[0] in state.files

@@ -1,4 +1,4 @@
-"""What a conversion may use, and how much of it experts need: how many may be worked on at once."""
+"""Memory and threads of a conversion: limits, the needs of an expert, and the staging that fits."""
 
 from __future__ import annotations
 
@@ -18,35 +18,32 @@ if TYPE_CHECKING:
     import torch
 
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
-_CPU_LANES = 4  # from twice as many threads on there are about so many, and the others help them
+_CPU_LANES = 4  # with at least twice as many threads; the other threads help the lanes
 _SLOTS_PER_LANE = 2
 _CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
     32 << 20,
     256 << 20,
 )  # of 16-bit weights: enough that Python costs little
 _PIECE_BYTES = 8 << 20
-_MEASURED_BYTES = 1 << 10  # of an expert: its sums, and a flag for each check
-_GROUP_BYTES = 80  # ranges, scales and zero points of one scale group, while they are worked out
-_SEARCH_GROUP_BYTES = 120  # and while other scales are tried
+_MEASURED_BYTES = 1 << 10  # of an expert: sums and flags of checks
+_GROUP_BYTES = 80  # ranges, scales and zero points of one scale group during quantization
+_SEARCH_GROUP_BYTES = 120  # and during a search
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
-_GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may come
-# Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides what is
-# stored of it, and how much of it torch's allocator leaves unused between blocks.
+_GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may start
+# Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
+# form, and the factor for memory that torch's allocator leaves unused between blocks.
 _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
 _GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (
     64,
     1 << 20,
-)  # for each weight of those that a search looks at together
+)  # for each weight that a search handles together
 
-_GPU_ROTATION_BYTES = 24  # for each weight: gate and up rotated, and what that takes on the way
+_GPU_ROTATION_BYTES = 24  # for each weight: rotated gate and up, and temporaries
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the conversion may use. `max_gpu_bytes` counts on a CUDA device only; None: most of what is free there.
-
-    device_name: cpu or cuda:N.
-    """
+    """Limits of a conversion. device_name: cpu or cuda:N. max_gpu_bytes: None for most of the free GPU memory."""
 
     device_name: str
     max_memory_bytes: int
@@ -60,7 +57,7 @@ class Resources:
 
     @property
     def device(self) -> torch.device:
-        """Where experts are quantized."""
+        """The device that quantizes experts."""
         import torch
 
         return torch.device(self.device_name)
@@ -72,11 +69,11 @@ class Resources:
 
     @property
     def threads_per_lane(self) -> int:
-        """How many threads work on one batch: beyond a few lanes, Python's one lock is what they would wait for."""
+        """Number of threads for one batch: more than a few lanes would wait for Python's lock."""
         return max(1, self.num_threads // _CPU_LANES)
 
     def gpu_bytes(self) -> int:
-        """The bound on the GPU's memory."""
+        """Return the limit of GPU memory."""
         if self.max_gpu_bytes is not None:
             return self.max_gpu_bytes
         import torch
@@ -86,16 +83,16 @@ class Resources:
 
 
 def default_threads() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
 class Staging:
-    """How a conversion is cut and held: so many batches of so many experts encoded at once, each lane with its slots.
+    """Batches of `num_experts` experts, `num_lanes` of them encoded at once, and the sizes of their buffers.
 
-    slot_bytes: of the buffer that one batch is read into; a piece of a copied tensor takes no more. out_bytes: of the
-    one that a GPU's results come back to. lane_bytes: the most host memory that a lane takes, its slots included.
+    slot_bytes: of the buffer for one batch's source bytes, and the limit of a copied piece. out_bytes: of the buffer
+    for a GPU's results. lane_bytes: the largest host memory of a lane with its slots.
     """
 
     num_lanes: int
@@ -106,18 +103,18 @@ class Staging:
 
     @property
     def num_slots(self) -> int:
-        """Batches in flight: one in each lane, and at least two, if not half as many, that are read or written."""
+        """Number of batches in flight: one per lane, and half as many, at least two, that are read or written."""
         return min(self.num_lanes * _SLOTS_PER_LANE, self.num_lanes + max(2, self.num_lanes // 2))
 
     def to_dict(self) -> dict[str, int]:
-        """As JSON words."""
+        """Return the staging as a JSON document."""
         return {**asdict(self), "num_slots": self.num_slots}
 
 
 def plan_staging(
     blocks: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True
 ) -> Staging:
-    """As many lanes as there is work and memory for, and then as many experts a batch.
+    """Choose the number of lanes that memory and threads allow, and then the number of experts in a batch.
 
     Raises RequestError if not even one expert fits.
     """
@@ -153,13 +150,13 @@ def plan_staging(
 
 
 def gpu_staging_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
-    """The pinned host memory of the slots that one lane has on a GPU for batches of this block."""
+    """Return the pinned host memory of one GPU lane's slots for batches of this layer."""
     raw, out = _expert_bytes(planned) * num_experts, _bytes_out(planned, num_experts)
     return _SLOTS_PER_LANE * (_pinned_bytes(raw) + _pinned_bytes(out)) + (1 << 20)
 
 
 def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
-    """Upper bound of the host memory that one lane needs for batches of this block: its slots, and what it works on."""
+    """Return an upper bound of one lane's host memory for batches of this layer: slots and temporaries."""
     block, encoding = planned.block, planned.encoding
     numbers = block.intermediate_size * block.hidden_size
     stored = _stored_bytes(planned)
@@ -176,8 +173,8 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     groups = group_bytes / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
     num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
     packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
-    # Two matrices in flight, and one more that was widened and is not given back yet; three packed; a TP slice cut,
-    # joined, padded and permuted; what is waiting to be written.
+    # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
+    # padded and permuted; tensors that wait to be written.
     live = (
         num_decoded * (2 * stored * is_viewed + 3 * widened + groups)
         + 6 * packed
@@ -187,7 +184,7 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
 
 
 def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
-    """Upper bound of the GPU memory that one lane needs for a batch of this block."""
+    """Return an upper bound of one lane's GPU memory for a batch of this layer."""
     block = planned.block
     numbers = block.intermediate_size * block.hidden_size * num_experts
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
@@ -199,27 +196,27 @@ def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
 
 
 def _stored_bytes(planned: MoeLayerPlan) -> int:
-    """What the source stores for the largest projection of an expert."""
+    """Return the source bytes of an expert's largest projection."""
     return max(sum(ref.num_bytes for ref in parts.values()) for parts in planned.block.sources[0].values())
 
 
 def _bytes_out(planned: MoeLayerPlan, num_experts: int) -> int:
-    """What comes back from a GPU for a batch, with what was measured."""
+    """Return the bytes that a GPU sends back for a batch, measurements included."""
     return (planned.expert_bytes_out + _MEASURED_BYTES) * num_experts
 
 
 def _pinned_bytes(num_bytes: int) -> int:
-    """What torch takes for so many pinned bytes: the next power of two."""
+    """Return torch's allocation for pinned bytes: the next power of two."""
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def _num_weights(planned: MoeLayerPlan) -> int:
-    """Of an expert."""
+    """Return the number of an expert's weights."""
     return len(planned.block.roles) * planned.block.intermediate_size * planned.block.hidden_size
 
 
 def _expert_bytes(planned: MoeLayerPlan) -> int:
-    """What the source stores for an expert."""
+    """Return the source bytes of an expert."""
     return RawLayout(planned.block, range(1)).num_bytes
 
 
@@ -238,10 +235,9 @@ def _check_fits(option: str, need: int, limit: int, what: str) -> None:
 
 @contextmanager
 def bounded_gpu(resources: Resources) -> Iterator[None]:
-    """Hold torch to the bound on a GPU's memory, and say in plain words where it is not enough.
+    """Limit torch's memory on a GPU, and raise RequestError instead of torch's OutOfMemoryError.
 
-    What torch has already taken in this process, such as a caller's own model, does not count. Raises
-    RequestError instead of torch's OutOfMemoryError.
+    Memory that torch holds already in this process, such as a caller's own model, does not count.
     """
     if not resources.is_cuda:
         yield

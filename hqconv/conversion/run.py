@@ -1,4 +1,4 @@
-"""What a plan says of the layouts, held to Humming before anything is written."""
+"""Convert a source to an artifact: validate, plan the staging, run the output units, finish and seal the folder."""
 
 from __future__ import annotations
 
@@ -12,78 +12,45 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.build import Measured, build_manifest, first_difference, with_file
+from hqconv.artifact.build import Measured, artifact_config, build_manifest, first_difference, with_file
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.manifest_digest import json_bytes, sealed
+from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.sha256sums import sums_bytes
-from hqconv.conversion.disk_space import check_room
-from hqconv.conversion.distributed import ProcessGroup, ProcessShare
+from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.executor import Executor
-from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, in_stretches
+from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, check_room, sort_by_shard
 from hqconv.conversion.input_scales import InputScales, read_input_scales
 from hqconv.conversion.journal import Destination
 from hqconv.conversion.output_folder import OutputFolder
-from hqconv.conversion.profile import StageProfile
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
-from hqconv.conversion.sidecar_files import write_beside, write_card
 from hqconv.conversion.source_integrity import source_digests
+from hqconv.conversion.stages import StageProfile
 from hqconv.errors import OutputError, RequestError
 from hqconv.humming_layout.gemm_forms import planned_packed_form
 from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed_form
 from hqconv.io.digests import sha256_of
-from hqconv.io.durable_files import check_space, write_whole
+from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.models.protocols import Source
+from hqconv.planning.encoding import Encoding
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit, gemm_shapes
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
+from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
+from hqconv.schemas.options import MSE
 from hqconv.serving.engine import ENGINE
-
-
-def check_forms(plan: ConversionPlan) -> None:
-    """Ask Humming whether it runs the schema, and lays out every block as planned.
-
-    Raises RequestError where it does not: it is another Humming than the one that hqconv was made for.
-    """
-    spec = plan.spec
-    if all(is_compatible(kind) for kind in spec.kinds):
-        wrong = next((block for block in plan.blocks if not _is_as_planned(block, spec)), None)
-        if wrong is None:
-            return
-        what, block = "Humming lays out its tensors in another way than this version of hqconv.", wrong.name
-    else:
-        what, block = "Humming has no kernel for this combination.", "all blocks"
-    words = f"{spec.schema.describe()}; {spec.inputs.describe()}; {spec.param_dtype}, {spec.target}"
-    raise RequestError(
-        what,
-        where=f"{block}, schema {spec.schema.name} ({words})",
-        found=f"humming-kernels {version('humming-kernels')}",
-        remedy="Install hqconv again, with the version of humming-kernels that it names.",
-    )
-
-
-def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
-    block = planned.block
-    if spec.layout == artifact_names.KERNEL:
-        kind = spec.kernel_spec_of(block.name)
-        shapes = gemm_shapes(block, spec.grid.tp, kind.schema)
-        return all(
-            is_as_planned(planned.forms[gemm], n, k, kind, block.has_bias) for gemm, (n, k) in shapes.items()
-        )
-    words = (spec.schema, spec.param_dtype, block.has_bias)
-    facts = [(*block.shape(role), *words) for role in block.roles]
-    return all(packed_form(*one) == planned_packed_form(*one) for one in facts)
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did.
+    """The result of a conversion.
 
-    errors: block → projection → quantization error. num_groups_resumed: groups of files that were complete before, all
-    of them where `was_finished`: the artifact was there already. seconds: of this run. manifest_sha256: of hqconv.json.
-    profile: what each stage of it did, as `StageProfile.words`.
+    errors: MoE layer → projection → quantization error. num_groups_resumed: output units that were complete before this
+    run; all of them where `was_finished` (the artifact existed already). seconds: duration of this run.
+    manifest_sha256: digest of hqconv.json. profile: `StageProfile.to_dict`.
     """
 
     out: Path
@@ -102,17 +69,17 @@ class ConversionReport:
     profile: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON words."""
+        """Return the report as a JSON document."""
         spec = self.plan.spec
-        kept = {
-            key: value
-            for key, value in vars(self).items()
-            if key not in ("plan", "out", "warnings", "profile")
+        fields = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("plan", "out", "warnings", "profile")
         }
         return {
             "kind": "summary",
             "source": self.plan.source.origin,
-            **kept,
+            **fields,
             "out": str(self.out),
             "schema": spec.schema.name,
             "layout": spec.layout,
@@ -122,14 +89,14 @@ class ConversionReport:
             "tp": spec.grid.tp,
             "ep": spec.grid.ep,
             "warnings": list(self.warnings),
-            "conversion": dict(Counter(block.encoding.conversion for block in self.plan.blocks)),
+            "conversion": dict(Counter(layer.encoding.conversion for layer in self.plan.blocks)),
             "requantized": requantized(self.errors),
             "largest_scale_change": scale_changes(self.errors),
             "serve_command": ENGINE.serve_command(str(self.out), spec.layout, spec.grid),
         }
 
     def words(self) -> dict[str, Any]:
-        """`to_dict`, by its name of version 0.1."""
+        """`to_dict` under its name of version 0.1."""
         return self.to_dict()
 
 
@@ -146,74 +113,180 @@ def convert(
     digests: bool = False,
     cache: CachePolicy | None = None,
 ) -> ConversionReport:
-    """Write the planned artifact to `out`, or with `in_team` this process's share of it; see `hqconv.convert`.
+    """Write the planned artifact to `out`, or with `in_team` this process's part of it; see `hqconv.convert`.
 
-    cache: what may be taken of the Hub's cache.
+    cache: limits for the Hub's cache.
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
-    one expert.
+    one expert, or if Triton cannot build kernels on the GPU.
     """
     started = time.monotonic()
     if digests:
         source.guard.keep_digests()
-    check_forms(plan)
-    scales = read_input_scales(source, plan)
-    team = ProcessGroup.of_environment() if in_team else None
+    check_layouts(plan)
+    input_scales = read_input_scales(source, plan)
+    processes = ProcessGroup.of_environment() if in_team else None
     staging = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead)
-    meter = Meter(plan.num_bytes_read, len(plan.units), progress, None if team is None else team.count)
-    work = _Conversion(
-        source, plan, out, resources, staging, meter, StageProfile(), team, scales, cache or CachePolicy()
+    if resources.is_cuda and any(_needs_kernels(layer.encoding) for layer in plan.blocks):
+        check_kernels(resources.device)
+
+    count = None if processes is None else processes.count
+    conversion = _Conversion(
+        source=source,
+        plan=plan,
+        out=out,
+        resources=resources,
+        staging=staging,
+        input_scales=input_scales,
+        cache=cache or CachePolicy(),
+        processes=processes,
+        meter=Meter(plan.num_bytes_read, len(plan.units), progress, count),
+        profile=StageProfile(),
     )
     try:
-        if team is not None and team.rank > 0:
-            outcome = _help(work, team)
+        if processes is None or processes.rank == 0:
+            outcome = conversion.lead(resume=resume, overwrite=overwrite)
         else:
-            outcome = _lead(work, resume=resume, overwrite=overwrite)
+            outcome = conversion.help(processes)
     except BaseException as error:
-        if team is not None:
-            team.fail(error)
+        if processes is not None:
+            processes.fail(error)
         raise
-    if team is not None:
-        team.part()
-    return work.report(outcome, time.monotonic() - started)
+    if processes is not None:
+        processes.leave()
+    return conversion.report(outcome, time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The end of a conversion. is_new: False where the artifact was complete before; num_resumed: units."""
+
+    is_new: bool
+    num_resumed: int
+    errors: dict[str, dict[str, Any]]
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Conversion:
-    """What one process does, with what, and who does it beside it."""
+    """One process's conversion: its inputs, its limits, and the other processes that share it."""
 
     source: Source
     plan: ConversionPlan
     out: Path
     resources: Resources
     staging: Staging
+    input_scales: Mapping[str, InputScales]
+    cache: CachePolicy
+    processes: ProcessGroup | None
     meter: Meter
     profile: StageProfile
-    team: ProcessGroup | None
-    scales: Mapping[str, InputScales]
-    cache: CachePolicy
 
-    def missing(self, done: Collection[str]) -> list[OutputUnit]:
-        """The groups that are not done, in the order of their work."""
-        missing = [unit for unit in self.plan.units if unit.name not in done]
-        return missing if self.source.listing is None else in_stretches(self.source, missing)
+    def lead(self, *, resume: bool, overwrite: bool) -> _Outcome:
+        """Take the output folder, convert, and seal: the work of a single process, or of rank 0."""
+        source, plan, processes = self.source, self.plan, self.processes
+        identity, num_bytes_out = _identity(source, plan), plan.num_bytes_out + plan.num_bytes_beside
+        if not resume:
+            self._check_cache((), num_bytes_out)
+        with OutputFolder(self.out, identity, plan.paths) as folder:
+            is_new = folder.start(num_bytes_out, resume=resume, overwrite=overwrite)
+            num_resumed = len(folder.done) if is_new else len(plan.units)
+            if processes is not None:
+                begun = {"is_new": is_new, "root": str(folder.root), "done": list(folder.done)}
+                processes.send("begun", {**begun, "identity": _identity_digest(identity)})
+            if is_new:
+                if not folder.has_lock:
+                    folder.warnings.append(
+                        "This file system has no locks: nothing keeps another process away."
+                    )
+                self._run_missing(folder)
+                self._finish(folder)
+                errors = {layer.name: folder.done[layer.name].measured for layer in plan.blocks}
+            else:
+                errors = _recorded_errors(source, plan, self.out)
+            if processes is not None:
+                processes.send("sealed", True)
+            return _Outcome(is_new, num_resumed, errors, folder.warnings)
 
-    def run(self, folder: Destination, done: Collection[str]) -> None:
-        """Convert the groups that are not done, or this process's share of them."""
-        missing = self.missing(done)
-        supply = HubPrefetch(self.source, missing, self.cache, folder.notes, is_shared=self.team is not None)
-        units = missing if self.team is None else self.team.deal(missing)
+    def help(self, processes: ProcessGroup) -> _Outcome:
+        """Convert this rank's part in the folder that rank 0 took, and wait until rank 0 has sealed the artifact."""
+        begun = processes.receive("begun")
+        if begun["identity"] != _identity_digest(_identity(self.source, self.plan)):
+            raise OutputError(
+                "The processes of this conversion do not see the same source, request and versions.",
+                where=f"rank {processes.rank}",
+                expected="what rank 0 sees",
+                remedy="Give all of them the same command, on a file system that they share.",
+            )
+        if begun["is_new"]:
+            with MemberFolder(Path(begun["root"]), processes.rank) as folder:
+                self._run_units(folder, begun["done"])
+            processes.send_finished(folder.entries)
+        processes.receive("sealed")
+        errors = _recorded_errors(self.source, self.plan, self.out)
+        return _Outcome(begun["is_new"], len(begun["done"]), errors)
+
+    def _run_missing(self, folder: OutputFolder) -> None:
+        """Check the space for the units that are not done, convert them, and take over what other ranks finished."""
+        missing = [unit for unit in self.plan.units if unit.name not in folder.done]
+        for unit in self.plan.units:
+            if unit.name in folder.done:
+                self.meter.resume(unit.name, unit.num_bytes_read)
+        num_bytes = sum(file.size_bytes for unit in missing for file in unit.files)
+        check_space(folder.root, num_bytes + self.plan.num_bytes_beside)
+        self._check_cache(folder.done, num_bytes + self.plan.num_bytes_beside)
+        self._run_units(folder, list(folder.done))
+        for entry in () if self.processes is None else self.processes.receive_finished():
+            folder.record(entry)
+
+    def _run_units(self, folder: Destination, done: Collection[str]) -> None:
+        """Convert the units that are not done, or those that this process takes of them."""
+        missing, processes = self._missing(done), self.processes
+        prefetch = HubPrefetch(
+            self.source, missing, self.cache, folder.journal, is_shared=processes is not None
+        )
+        units = missing if processes is None else processes.take_next(missing)
         with bounded_gpu(self.resources):
-            words = (self.source, folder, self.resources, self.staging, self.meter, self.profile, self.scales)
-            Executor(*words, supply).run(units)
+            Executor(
+                self.source,
+                folder,
+                self.resources,
+                self.staging,
+                self.meter,
+                self.profile,
+                self.input_scales,
+                prefetch,
+            ).run(units)
 
-    def check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
-        """Refuse to start where the Hub's cache has no room for what will be fetched. Raises as `check_room`."""
+    def _missing(self, done: Collection[str]) -> list[OutputUnit]:
+        """Return the units that are not done, in the order of the work."""
+        missing = [unit for unit in self.plan.units if unit.name not in done]
+        return missing if self.source.listing is None else sort_by_shard(self.source, missing)
+
+    def _check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
+        """Refuse to start where the Hub's cache has no room for the missing files. Raises as `check_room`."""
         if self.source.listing is not None:
-            use = replace(self.cache, keeps=self.cache.keeps or self.team is not None)
-            check_room(self.source, self.missing(done), use, self.out, num_bytes_out)
+            use = replace(self.cache, keeps=self.cache.keeps or self.processes is not None)
+            check_room(self.source, self._missing(done), use, self.out, num_bytes_out)
+
+    def _finish(self, folder: OutputFolder) -> None:
+        """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
+        source, plan = self.source, self.plan
+        sidecar_files = write_sidecar_files(source, plan, folder.root)
+        measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
+        records = [record for unit in plan.units for record in folder.done[unit.name].files]
+        digests = source_digests(source, plan, folder.done.values())
+        manifest = build_manifest(
+            source, plan, measured, [*records, *sidecar_files], self.input_scales, digests
+        )
+        card = card_bytes(manifest, source.loose.card, is_artifact=source.guard.is_held)
+        manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
+        data = sealed(manifest)
+        write_whole(folder.root, artifact_names.SUMS, sums_bytes(manifest["files"], data))
+        source.guard.check_unchanged()
+        folder.seal(data)
 
     def report(self, outcome: _Outcome, seconds: float) -> ConversionReport:
-        """What was done."""
+        """Return the report of the finished conversion."""
         return ConversionReport(
             out=self.out,
             plan=self.plan,
@@ -232,92 +305,74 @@ class _Conversion:
         )
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    is_new: bool
-    num_resumed: int
-    errors: dict[str, dict[str, Any]]
-    warnings: list[str] = field(default_factory=list)
+def check_layouts(plan: ConversionPlan) -> None:
+    """Compare the planned layouts with Humming's, and ask Humming whether it has kernels for the schema.
+
+    Raises RequestError where they differ: another version of Humming is installed than hqconv was written for.
+    """
+    spec = plan.spec
+    if all(is_compatible(kind) for kind in spec.kinds):
+        wrong = next((layer for layer in plan.blocks if not _is_as_planned(layer, spec)), None)
+        if wrong is None:
+            return
+        what, layers = "Humming lays out its tensors in another way than this version of hqconv.", wrong.name
+    else:
+        what, layers = "Humming has no kernel for this combination.", "all blocks"
+    request = f"{spec.schema.describe()}; {spec.inputs.describe()}; {spec.param_dtype}, {spec.target}"
+    raise RequestError(
+        what,
+        where=f"{layers}, schema {spec.schema.name} ({request})",
+        found=f"humming-kernels {version('humming-kernels')}",
+        remedy="Install hqconv again, with the version of humming-kernels that it names.",
+    )
 
 
-def _lead(work: _Conversion, *, resume: bool, overwrite: bool) -> _Outcome:
-    """Take the folder, convert, and seal: what a process alone does, and the first of several."""
-    source, plan, team = work.source, work.plan, work.team
-    identity, num_bytes_out = _identity(source, plan), plan.num_bytes_out + plan.num_bytes_beside
-    if not resume:
-        work.check_cache((), num_bytes_out)
-    with OutputFolder(work.out, identity, plan.paths) as folder:
-        is_new = folder.start(num_bytes_out, resume=resume, overwrite=overwrite)
-        done = list(folder.done)
-        if team is not None:
-            words = {"is_new": is_new, "root": str(folder.root), "done": done, "identity": _digest(identity)}
-            team.say("begun", words)
-        if not is_new:
-            errors, resumed = _finished_errors(source, plan, work.out), len(plan.units)
-        else:
-            if not folder.has_lock:
-                folder.warnings.append("This file system has no locks: nothing keeps another process away.")
-            resumed = len(done)
-            _convert(work, folder)
-            errors = {block.name: folder.done[block.name].measured for block in plan.blocks}
-        if team is not None:
-            team.say("sealed", True)
-        return _Outcome(is_new, resumed, errors, folder.warnings)
-
-
-def _convert(work: _Conversion, folder: OutputFolder) -> None:
-    """Run the groups that are not done, copy the loose files, seal."""
-    source, plan = work.source, work.plan
-    for unit in plan.units:
-        if unit.name in folder.done:
-            work.meter.resume(unit.name, unit.num_bytes_read)
-    missing = [unit for unit in plan.units if unit.name not in folder.done]
-    num_bytes = sum(file.size_bytes for unit in missing for file in unit.files)
-    check_space(folder.root, num_bytes + plan.num_bytes_beside)
-    work.check_cache(folder.done, num_bytes + plan.num_bytes_beside)
-    work.run(folder, list(folder.done))
-    for entry in () if work.team is None else work.team.collect():
-        folder.record(entry)
-    beside = write_beside(source, plan, folder.root)
-    measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
-    records = [record for unit in plan.units for record in folder.done[unit.name].files]
-    digests = source_digests(source, plan, folder.done.values())
-    words = build_manifest(source, plan, measured, [*records, *beside], work.scales, digests)
-    words = with_file(words, write_card(source, words, folder.root))
-    manifest = sealed(words)
-    write_whole(folder.root, artifact_names.SUMS, sums_bytes(words["files"], manifest))
-    source.guard.check_unchanged()
-    folder.seal(manifest)
-
-
-def _help(work: _Conversion, team: ProcessGroup) -> _Outcome:
-    """Do this process's share, in the folder that the first process took; wait until that one sealed it."""
-    begun = team.hear("begun")
-    identity = _identity(work.source, work.plan)
-    if begun["identity"] != _digest(identity):
-        raise OutputError(
-            "The processes of this conversion do not see the same source, request and versions.",
-            where=f"rank {team.rank}",
-            expected="what rank 0 sees",
-            remedy="Give all of them the same command, on a file system that they share.",
+def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
+    layer = planned.block
+    if spec.layout == artifact_names.KERNEL:
+        kind = spec.kernel_spec_of(layer.name)
+        shapes = gemm_shapes(layer, spec.grid.tp, kind.schema)
+        return all(
+            is_as_planned(planned.forms[gemm], n, k, kind, layer.has_bias) for gemm, (n, k) in shapes.items()
         )
-    if begun["is_new"]:
-        root = Path(begun["root"])
-        with ProcessShare(root, team.rank) as share:
-            work.run(share, begun["done"])
-        team.hand_in(share.entries)
-    team.hear("sealed")
-    return _Outcome(begun["is_new"], len(begun["done"]), _finished_errors(work.source, work.plan, work.out))
+    matrices = [(*layer.shape(role), spec.schema, spec.param_dtype, layer.has_bias) for role in layer.roles]
+    return all(packed_form(*matrix) == planned_packed_form(*matrix) for matrix in matrices)
 
 
-def _digest(identity: Mapping[str, Any]) -> str:
-    """Of what every process must see alike: the source's files too, whenever they were put there."""
+def _needs_kernels(encoding: Encoding) -> bool:
+    """Whether this encoding quantizes with Triton kernels on a GPU; codes that are kept or rounded anew need none."""
+    return not encoding.is_coded or encoding.quantizer == MSE
+
+
+def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> list[FileRecord]:
+    """Copy the tokenizer and other small files, and write config.json and the index of the ordinary shards.
+
+    Files of the Hub are fetched first. Raises InputError where a file of the source cannot be read or differs from its
+    manifest, OutputError, or NetworkError.
+    """
+    source.fetch(plan.other_files)
+    written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
+    for record in written:
+        source.guard.compare(record.path, record.sha256)
+    if plan.spec.encoding.importance is not None:
+        written.append(write_whole(root, artifact_names.IMPORTANCE, plan.spec.encoding.importance.data))
+    written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))
+    if artifact_names.INDEX in plan.paths:
+        refs = {name: ref for unit in plan.units for file in unit.files for name, ref in file.tensors.items()}
+        total = sum(refs[name].num_bytes for name in plan.weight_map)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
+        written.append(write_whole(root, artifact_names.INDEX, json_bytes(index)))
+    return written
+
+
+def _identity_digest(identity: Mapping[str, Any]) -> str:
+    """Return the digest that every process must have in common; modification times of the source do not count."""
     files = [{key: value for key, value in f.items() if key != "mtime_ns"} for f in identity["source files"]]
     return hashlib.sha256(json_bytes({**identity, "source files": files})).hexdigest()
 
 
 def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
-    """What a resumed run must have in common with the first."""
+    """Return everything that a resumed run must have in common with the first."""
     return {
         "hqconv version": __version__,
         "humming-kernels version": version("humming-kernels"),
@@ -329,8 +384,8 @@ def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
-def _finished_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[str, dict[str, Any]]:
-    """The errors that a finished artifact records. Raises OutputError where it was made by another request."""
+def _recorded_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[str, dict[str, Any]]:
+    """Read the errors from a finished artifact. Raises OutputError where another request made the artifact."""
     manifest = read_manifest(out)
     key = first_difference(source, plan, manifest)
     if key is not None:
@@ -339,4 +394,4 @@ def _finished_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[st
             where=str(out),
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
         )
-    return {name: dict(words["quantization_error"]) for name, words in manifest["blocks"].items()}
+    return {name: dict(layer["quantization_error"]) for name, layer in manifest["blocks"].items()}

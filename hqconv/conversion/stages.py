@@ -1,28 +1,27 @@
-"""Threads in stages that end together: the first error stops them all, and is the one that is reported."""
+"""Stages of worker threads that stop together at the first error, and the profile of their time."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from hqconv.conversion.profile import StageProfile
-
-_Task = tuple[int, float, Callable[..., None], tuple[Any, ...]]  # bytes, when it was handed in, what to do
+_Task = tuple[int, float, Callable[..., None], tuple[Any, ...]]  # bytes, time of `start`, function, arguments
 
 
 class CancelledError(Exception):
-    """Another task failed, or the user interrupted; this one stops without a message of its own."""
+    """Stops a task without a message, because another task failed or the user interrupted."""
 
 
 class Stages:
-    """Named threads, each group with a queue of tasks. A task may start tasks of other stages, and wait for what others
-    change.
+    """Named pools of threads, each with a queue of tasks. A task may start tasks of other stages and wait for them.
 
-    Plain threads and queues instead of an executor: its futures, which nobody asks, cost more of Python's one lock than
-    all else that is done for a batch. `stop` is for the thread that owns them.
+    Plain threads and queues instead of `concurrent.futures`: unused futures would hold Python's lock longer than all
+    other work on a batch. Only the owning thread calls `stop`.
     """
 
     def __init__(self, num_threads: dict[str, int], profile: StageProfile) -> None:
@@ -44,7 +43,7 @@ class Stages:
                 thread.start()
 
     def start(self, stage: str, num_bytes: int, task: Callable[..., None], *arguments: Any) -> None:
-        """Run a task in a stage's threads as soon as one is free, unless they are stopped before."""
+        """Queue a task for a stage's threads; a task that is still queued at `stop` never runs."""
         self._queues[stage].put((num_bytes, time.monotonic(), task, arguments))
 
     def _work(self, stage: str) -> None:
@@ -52,13 +51,13 @@ class Stages:
         while (item := queue.get()) is not None:
             if self._is_cancelled:
                 continue
-            num_bytes, asked, task, arguments = item
+            num_bytes, queued_at, task, arguments = item
             try:
-                with self._profile.busy(stage, num_bytes, time.monotonic() - asked):
+                with self._profile.busy(stage, num_bytes, time.monotonic() - queued_at):
                     task(*arguments)
             except BaseException as error:  # noqa: BLE001 - reported by the owner
                 self._fail(error)
-            del item, task, arguments  # what they hold is not kept until the next one comes
+            del item, task, arguments  # frees their buffers before the next task comes
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -68,26 +67,26 @@ class Stages:
             self._changed.notify_all()
 
     def wait(self, is_reached: Callable[[], bool]) -> None:
-        """Until something that tasks change is reached. Raises the first error once there is one."""
+        """Wait until a condition holds that tasks change. Raises the first error of any task."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_cancelled or is_reached())
             if self._is_cancelled:
                 raise self._error or CancelledError
 
-    def keep_on(self) -> None:
-        """For a long task to ask from time to time. Raises CancelledError once all are to stop."""
+    def check_cancelled(self) -> None:
+        """Raise CancelledError once all tasks are to stop; a long task calls this from time to time."""
         if self._is_cancelled:
             raise CancelledError
 
-    def tell(self) -> None:
-        """Something changed that others may wait for."""
+    def notify(self) -> None:
+        """Wake the threads in `wait`: a condition may hold now."""
         with self._changed:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Let nobody begin, and wait until nobody is at work, whatever else is interrupted meanwhile."""
+        """Start no more tasks, and wait for the running ones, also through a KeyboardInterrupt."""
         self._is_cancelled = True
-        self.tell()
+        self.notify()
         for name, threads in self._threads.items():
             for _ in threads:
                 self._queues[name].put(None)
@@ -97,3 +96,84 @@ class Stages:
                     thread.join()
                 except KeyboardInterrupt:
                     continue
+
+
+@dataclass
+class _Stage:
+    num_threads: int = 0
+    busy_seconds: float = 0.0
+    queued_seconds: float = 0.0
+    num_tasks: int = 0
+    num_bytes: int = 0
+
+
+@dataclass
+class StageProfile:
+    """Time and bytes of each stage, counted from any thread."""
+
+    _stages: dict[str, _Stage] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _waits: dict[str, float] = field(default_factory=dict)
+    _started: float = field(default_factory=time.monotonic)
+    _warm_at: float | None = None
+
+    def threads(self, stage: str, num_threads: int) -> None:
+        """Record the number of a stage's threads."""
+        with self._lock:
+            self._stages.setdefault(stage, _Stage()).num_threads = num_threads
+
+    def end_warm_up(self) -> None:
+        """Record the first finished batch: memory is allocated and pinned, kernels are built and loaded."""
+        if self._warm_at is None:
+            self._warm_at = time.monotonic()
+
+    @contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        """Count the time inside as a wait for the results of other stages."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - started
+
+    @contextmanager
+    def busy(self, stage: str, num_bytes: int = 0, queued: float = 0.0) -> Iterator[None]:
+        """Count the time inside as a task of a stage. queued: seconds that the task waited for a thread."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - started
+            with self._lock:
+                one = self._stages.setdefault(stage, _Stage())
+                one.busy_seconds += seconds
+                one.queued_seconds += queued
+                one.num_tasks += 1
+                one.num_bytes += num_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as a JSON document.
+
+        warm_up_seconds: until the first batch was written. share: busy part of the stage's threads' time, waits inside
+        a task included; a stage near 1 is the bottleneck. queued_seconds: time that the stage's tasks waited for a
+        thread, summed. waits: seconds by cause.
+        """
+        with self._lock:
+            seconds = time.monotonic() - self._started
+            return {
+                "seconds": round(seconds, 3),
+                "warm_up_seconds": round((self._warm_at or self._started) - self._started, 3),
+                "waits": {cause: round(waited, 3) for cause, waited in self._waits.items()},
+                "stages": {
+                    name: {
+                        "threads": stage.num_threads,
+                        "tasks": stage.num_tasks,
+                        "busy_seconds": round(stage.busy_seconds, 3),
+                        "queued_seconds": round(stage.queued_seconds, 3),
+                        "share": round(stage.busy_seconds / (seconds * max(1, stage.num_threads)), 3),
+                        "gigabytes": round(stage.num_bytes / 1e9, 3),
+                    }
+                    for name, stage in self._stages.items()
+                },
+            }

@@ -1,4 +1,7 @@
-"""What torchrun says to the processes that it starts. No torch is loaded to read it."""
+"""The environment of processes that torchrun starts.
+
+A module of its own because the command line imports it before everything else: no torch, json or dataclasses here.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ def is_distributed() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is alone, or the one that speaks for its team."""
+    """Whether this process is the only one, or rank 0 of several."""
     return not is_distributed() or os.environ["RANK"] == "0"
 
 
 def local_rank() -> tuple[int, int]:
-    """This process's number among those of its team on this machine, and how many these are."""
+    """Return this process's rank on its machine, and the number of processes there."""
     if not is_distributed():
         return 0, 1
     return int(os.environ.get("LOCAL_RANK", "0")), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,7 +1,7 @@
-"""Threads that run a compiled loop's parts side by side.
+"""Helper threads that run the parts of a compiled loop side by side.
 
-Compiled loops need no lock of Python's, but all around them does: with many threads that each take a batch, most of the
-time goes by waiting for it. So few threads take batches, and have their loops' parts run by helpers.
+Compiled loops release Python's lock, but the code around them needs it: many threads that each encode a batch would
+mostly wait for it. So few threads encode batches, and helper threads run parts of their loops.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from itertools import pairwise
 from queue import SimpleQueue
 
 _own = threading.local()
-_PARTS = 2  # for each helper, so that none has to wait long for the slowest
+_PARTS = 2  # for each helper, so that none waits long for the slowest
 
 
 class Helpers:
-    """Threads that any thread may use that was given them by `use`."""
+    """A pool of helper threads for the threads that called `use`."""
 
     def __init__(self, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -33,17 +33,17 @@ class Helpers:
             del task
 
     def use(self, share: int) -> None:
-        """From now on the calling thread's loops are run by these, in parts for `share` of them."""
+        """Run the calling thread's loops in these helpers from now on, in parts for `share` of them."""
         _own.helpers, _own.num_parts = self, share * _PARTS
 
     def run(self, task: Callable[[slice], None], parts: list[slice]) -> None:
-        """Run a task for each part; returns when all are done. Raises the first error."""
+        """Run a task for each part, and wait for all. Raises the first error."""
         lock, done, errors = threading.Lock(), threading.Semaphore(0), list[BaseException]()
 
         def one(part: slice) -> None:
             try:
                 task(part)
-            except BaseException as error:  # noqa: BLE001 - raised by who asked
+            except BaseException as error:  # noqa: BLE001 - raised in the calling thread
                 with lock:
                     errors.append(error)
             finally:
@@ -58,7 +58,7 @@ class Helpers:
             raise errors[0]
 
     def stop(self) -> None:
-        """Let them end; nobody may be using them."""
+        """End the threads; no thread may use them any more."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -66,7 +66,7 @@ class Helpers:
 
 
 def in_parts(task: Callable[[slice], None], length: int, least: int = 1) -> None:
-    """Run a task for all of a range: in parts of at least `least`, side by side, where the thread has helpers."""
+    """Run a task over a range: in parts of at least `least`, side by side, if the calling thread has helpers."""
     helpers: Helpers | None = getattr(_own, "helpers", None)
     count = 1 if helpers is None else min(_own.num_parts, length // least)
     if helpers is None or count < 2:

@@ -1,7 +1,7 @@
-"""The bit codec: packed codes on either device, little-endian along the last dimension, in int32 words or bytes.
+"""Pack and unpack codes on the CPU or CUDA, little-endian along the last dimension, in int32 words or bytes.
 
-Legend: R rows, K codes in a row. CPU tensors go through compiled loops, CUDA tensors through torch; same bits. All that
-packs or unpacks for a conversion does it here; `verify` reads with code of its own (`hqconv.artifact.unlayout`).
+Legend: R rows, K codes in a row. CPU tensors go through compiled loops, CUDA tensors through torch, with the same bits.
+A conversion packs and unpacks here only; `verify` reads with independent code (`hqconv.layout_decoder`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hqconv.cpu_loops import bit_codec
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, uint8 [R, bytes of a row]; a view where its memory allows it."""
+    """Return the tensor's bytes, uint8 [R, bytes of a row]; a view where its memory allows it."""
     tensor = tensor.contiguous()
     if tensor.element_size() == 1:
         return tensor.view(torch.uint8)
@@ -21,7 +21,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as int32 words, [R, bytes of a row / 4]; a view where its memory allows it."""
+    """Return the tensor's bytes as int32 words, [R, bytes of a row / 4]; a view where its memory allows it."""
     tensor = as_bytes(tensor)
     if tensor.storage_offset() % 4 or tensor.data_ptr() % 4:
         tensor = tensor.clone()
@@ -30,7 +30,7 @@ def as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """uint8 codes [R, K] of int32 words [R, K * num_bits / 32]; K is a multiple of 8."""
+    """Unpack int32 words [R, K * num_bits / 32] to uint8 codes [R, K]; K is a multiple of 8."""
     data = as_bytes(packed)
     rows, size = data.shape
     if num_bits == 8:
@@ -50,7 +50,7 @@ def unpack(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """int32 words [R, K * num_bits / 32] of uint8 codes [R, K]; a row fills whole words."""
+    """Pack uint8 codes [R, K] to int32 words [R, K * num_bits / 32]; a row fills whole words."""
     rows, num_codes = codes.shape
     assert num_codes % 8 == 0, num_codes
     assert num_codes * num_bits % 32 == 0, (num_codes, num_bits)
@@ -68,12 +68,12 @@ def pack(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def pack_along_rows(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """int32 [N * num_bits / 32, G] of uint8 codes [N, G]: Humming's zero points."""
+    """Pack uint8 codes [N, G] along N to int32 [N * num_bits / 32, G]: Humming's zero points."""
     return pack(codes.t(), num_bits).t().contiguous()
 
 
 def unpack_along_rows(packed: torch.Tensor, num_bits: int, num_rows: int) -> torch.Tensor:
-    """uint8 codes [N, G] of int32 words packed along N, whose last word may be partly empty."""
+    """Unpack int32 words along N to uint8 codes [N, G]; the last word may be partly empty."""
     words = packed.t().contiguous()
     missing = -words.size(1) % num_bits  # the loops read `num_bits` words, 32 codes, at a time
     words = torch.nn.functional.pad(words, (0, missing))

@@ -1,4 +1,4 @@
-"""Content sums of packed tensors, one result on every device: see `schemas/content`."""
+"""Content sums of packed tensors, with the same result on every device: see `schemas/content_sums`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hqconv.schemas.content_sums import factors
 from hqconv.schemas.weight_schema import WeightSchema
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_LEAST_ROWS = 256  # that are worth a helper's while
+_LEAST_ROWS = 256  # of one helper thread's part
 
 
 def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: WeightSchema) -> torch.Tensor:
-    """What each expert's tensors come to: int64 [T, E] on their device, in the order of `sum_names`.
+    """Return the content sums of each expert's tensors, int64 [T, E] on their device, in the order of `sum_names`.
 
     projections: role → packed tensors [E, …] as `QuantizedStack.tensors`. On CUDA nothing is waited for.
     """
@@ -29,12 +29,12 @@ def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: W
 
 
 def sum_names(projections: Mapping[str, Mapping[str, torch.Tensor]]) -> list[tuple[str, str]]:
-    """Role and name of each tensor."""
+    """Return the role and name of each tensor."""
     return [(role, name) for role, tensors in projections.items() for name in tensors]
 
 
 def _as_matrices(name: str, tensor: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
-    """One matrix of integers for each expert, [E, R, W]; packed zero points along the rows that their words follow."""
+    """View a tensor as matrices of integers [E, R, W]; packed zero points with the direction of their words as W."""
     bits = tensor.view(_INTEGERS[tensor.element_size()])
     if name == "zero_point" and not schema.is_fp_zero_point:
         bits = bits.transpose(1, 2)
@@ -47,12 +47,12 @@ def _stack_sums(stack: torch.Tensor) -> torch.Tensor:
 
 
 def row_sums(stack: torch.Tensor) -> torch.Tensor:
-    """Of each row of integers [E, R, W] the sum of values times factors, int64 [E, R], by torch's operations."""
+    """Return the sum of values times factors of each row of [E, R, W], int64 [E, R], by torch's operations."""
     return (stack * _on_device("column", stack.size(2), stack.device)).sum(2)
 
 
 def compiled_row_sums(stack: torch.Tensor) -> torch.Tensor:
-    """`row_sums` on the CPU, by a compiled loop and the thread's helpers."""
+    """Return `row_sums` on the CPU, by a compiled loop in the thread's helper threads."""
     num_experts, num_rows, num_columns = stack.shape
     values, columns = stack.contiguous().view(-1, num_columns).numpy(), factors("column", num_columns)
     sums = torch.empty(num_experts, num_rows, dtype=torch.int64)
@@ -63,5 +63,5 @@ def compiled_row_sums(stack: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _on_device(axis: str, count: int, device: torch.device) -> torch.Tensor:
-    """Factors as int64 [count] on a device."""
+    """Return the factors as int64 [count] on a device."""
     return torch.from_numpy(factors(axis, count).astype("int64")).to(device)

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder
+from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder, scorer
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.cpu_ops import Array
 from hqconv.humming_layout.runtime import humming
-from hqconv.quantization.cpu_groups import LEAST_ROWS, Groups, Ranges, code_of, per_row
-from hqconv.quantization.cpu_search import improved
-from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, num_groups
+from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, code_of, num_groups
+from hqconv.quantization.scale_search import (
+    CandidateScales,
+    SearchResult,
+    SearchStart,
+    scales_of,
+    search,
+    tensors_of,
+)
 from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
@@ -34,10 +41,10 @@ def quantize_stacks(
     count_exact: bool,
     quantizer: Quantizer = RTN,
 ) -> list[QuantizedStack]:
-    """`hqconv.quantization.quantize.quantize_stacks` on the CPU."""
+    """Quantize stacks on the CPU; see `hqconv.quantization.quantize.quantize_stacks`."""
     is_plain = quantizer.name == RTN.name
-    if is_plain and (scales := _own_scales(schema, param_dtype)) != GIVEN:
-        return [_encode_at_once(stack, schema, scales, count_exact) for stack in stacks]
+    if is_plain and (scales := _row_scales(schema, param_dtype)) != GIVEN:
+        return [_encode_in_one_pass(stack, schema, scales, count_exact) for stack in stacks]
     ranges = [_measure(stack, schema) for stack in stacks]
     shared = None
     if schema.is_coupled:
@@ -46,7 +53,7 @@ def quantize_stacks(
     each: Sequence[GivenScales | None] = given or [None] * len(ranges)
     groups = [_groups(r, schema, param_dtype, shared, g) for r, g in zip(ranges, each, strict=True)]
     if given is None and not is_plain:
-        groups = improved(ranges, groups, schema, param_dtype, quantizer.importance)
+        groups = search_scales(ranges, groups, schema, param_dtype, quantizer.importance)
     return [_encode(r, g, schema, count_exact) for r, g in zip(ranges, groups, strict=True)]
 
 
@@ -72,7 +79,7 @@ def _measure(stack: torch.Tensor, schema: WeightSchema) -> Ranges:
 def _groups(
     ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
 ) -> Groups:
-    """Scales and zero points of a stack as they are stored, and what encoding with them needs."""
+    """Return scales and zero points of a stack in stored form, and the encoder's inputs."""
     highest, lowest, num_experts = ranges.highest, ranges.lowest, ranges.shape[0]
     if schema.weight_scale_type == "tensor":
         highest, lowest = shared[:, None], -shared[:, None]
@@ -100,15 +107,15 @@ def _groups(
 
 
 def _encode(ranges: Ranges, groups: Groups, schema: WeightSchema, count_exact: bool) -> QuantizedStack:
-    """Codes of a stack, packed, and what each matrix cost."""
+    """Encode a stack with given groups, and measure its errors."""
     given = groups.per_row(len(ranges.source))
-    out = _Out(ranges.source, schema, count_exact)
+    out = _EncoderOutput(ranges.source, schema, count_exact)
     _run(encoder(code_of(schema)), ranges.source, np.float32(groups.limit), given, out.arrays)
     return out.stack(groups.tensors, ranges.shape)
 
 
-def _own_scales(schema: WeightSchema, param_dtype: str) -> int:
-    """How each row's groups have scales of their own that the encoder can take on its way; GIVEN where they do not."""
+def _row_scales(schema: WeightSchema, param_dtype: str) -> int:
+    """Return the rounding of scales that the encoder can compute row by row; GIVEN where it cannot."""
     if (
         schema.is_coupled
         or schema.weight_scale_2_type != "none"
@@ -121,10 +128,10 @@ def _own_scales(schema: WeightSchema, param_dtype: str) -> int:
     return {"float8e8m0": E8M0, "bfloat16": BFLOAT16}.get(schema.bs_dtype or param_dtype, GIVEN)
 
 
-def _encode_at_once(
+def _encode_in_one_pass(
     stack: torch.Tensor, schema: WeightSchema, scales: int, count_exact: bool
 ) -> QuantizedStack:
-    """Scales, codes and costs of a stack in one pass over it."""
+    """Compute scales, codes and error sums of a stack in one pass."""
     num_experts, num_rows, num_columns = stack.shape
     source = cpu_ops.as_bits(stack).reshape(-1, num_columns)
     inverse, scale = np.empty(
@@ -137,7 +144,7 @@ def _encode_at_once(
         np.zeros((1, 1), np.float32),
         np.ones(len(source), np.float32),
     )
-    out = _Out(source, schema, count_exact)
+    out = _EncoderOutput(source, schema, count_exact)
     _run(encoder(code_of(schema), scales), source, cpu_ops.NO_LIMIT, groups, out.arrays)
     kept = torch.from_numpy(scale).view(num_experts, num_rows, -1)
     if scales == E8M0:
@@ -148,7 +155,7 @@ def _encode_at_once(
 
 
 def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
-    """An encoder over all rows. What has no row for each of them is the same for all."""
+    """Run an encoder over all rows, in helper threads. Arrays of one row hold for every row."""
 
     def of(arrays: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
         return tuple(one[rows] if len(one) == len(source) else one for one in arrays)
@@ -158,8 +165,8 @@ def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out:
     )
 
 
-class _Out:
-    """What an encoder writes: packed codes, each row's error and power, and how many groups are exact."""
+class _EncoderOutput:
+    """Arrays that an encoder writes: packed codes, and each row's error, power and number of exact groups."""
 
     def __init__(self, source: Array, schema: WeightSchema, count_exact: bool) -> None:
         num_rows, num_columns = source.shape
@@ -169,11 +176,11 @@ class _Out:
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
-        """In the encoder's order."""
+        """The arrays in the encoder's order."""
         return self._packed, self._sums[0], self._sums[1], self._exact
 
     def stack(self, tensors: dict[str, torch.Tensor], shape: tuple[int, int, int]) -> QuantizedStack:
-        """With the scales and zero points of a stack [E, N, K]."""
+        """Return the result for a stack [E, N, K], with its scales and zero points."""
         num_experts, num_rows, num_columns = shape
         weight = torch.from_numpy(self._packed.view(np.int32)).view(num_experts, num_rows, -1)
         error, power = arithmetic.fold_rows(self._sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
@@ -215,7 +222,7 @@ def _store_scales(
 
 
 def _values_of(codes: Array, dtype: torch.dtype) -> Array:
-    """The float32 values of 8-bit floats; torch converts them one by one."""
+    """Return the float32 values of 8-bit floats by a table, which is faster than torch's conversion."""
     return _tables(dtype)[codes]
 
 
@@ -226,10 +233,118 @@ def _tables(dtype: torch.dtype) -> Array:
 
 
 def _store_zero_point(zero: Array, schema: WeightSchema, param_dtype: str) -> tuple[torch.Tensor, Array]:
-    """The stored zero point (integers packed along N) and the float32 value it decodes to, both of rows [R, G]."""
+    """Return the stored zero point (integers packed along N) and its float32 value, of rows [R, G]."""
     if schema.is_fp_zero_point:
         stored = torch.from_numpy(zero).to(torch_dtype_of(param_dtype))
         return stored, stored.float().numpy()
     codes = torch.from_numpy(zero).to(torch.int32)
     packed = cpu_ops.pack_weight(codes.t().contiguous(), schema.num_bits).t().contiguous()
     return packed, zero
+
+
+LEAST_ROWS = 64  # of one helper thread's part of a loop
+
+
+@dataclass
+class Ranges:
+    """Highest and lowest value of each group, float32 [R, G]: R counts rows, row blocks, or matrices of the stack."""
+
+    source: Array
+    shape: tuple[int, int, int]
+    highest: Array
+    lowest: Array
+    fused: bool  # see `cpu_ops.FUSED_GROUP_SIZE`
+
+
+@dataclass
+class Groups:
+    """The encoder's inputs for each group, [R, G] as in `Ranges`, and the tensors that are stored.
+
+    Fields as in `encoders.encoder`; `scale_2` has a row for each row or matrix, or is None.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    inverse: Array
+    lowest: Array
+    scale: Array
+    zero: Array
+    scale_2: Array | None
+    limit: float
+
+    def per_row(self, num_rows: int) -> tuple[Array, ...]:
+        """Return (inverse, lowest, scale, zero, scale_2) for an encoder: with `num_rows` rows, or one for all rows."""
+        scale_2 = np.ones((1, 1), np.float32) if self.scale_2 is None else self.scale_2
+        values = (self.inverse, self.lowest, self.scale, self.zero)
+        return (*(per_row(one, num_rows) for one in values), per_row(scale_2, num_rows).reshape(-1))
+
+
+def per_row(values: Array, num_rows: int) -> Array:
+    """Repeat values [R, …] so that each of `num_rows` rows has its own."""
+    block_rows = num_rows // len(values)
+    return np.ascontiguousarray(np.repeat(values, block_rows, axis=0) if block_rows > 1 else values)
+
+
+def search_scales(
+    ranges: Sequence[Ranges],
+    groups: Sequence[Groups],
+    schema: WeightSchema,
+    param_dtype: str,
+    importance: torch.Tensor | None,
+) -> list[Groups]:
+    """Replace the round-to-nearest scales of stacks by the ones with the least error; see `scale_search.search`."""
+    starts = [_search_start(r, g, schema, importance) for r, g in zip(ranges, groups, strict=True)]
+    found = search(starts, schema, param_dtype)
+    return [_replaced(g, f, schema, param_dtype) for g, f in zip(groups, found, strict=True)]
+
+
+def _search_start(
+    ranges: Ranges, groups: Groups, schema: WeightSchema, importance: torch.Tensor | None
+) -> SearchStart:
+    code, (num_experts, num_rows, num_columns) = code_of(schema), ranges.shape
+    score, total = scorer(code), num_experts * num_rows
+    weights = np.ones(num_columns) if importance is None else importance.double().numpy()
+    num_groups = num_columns // (schema.weight_scale_group_size or num_columns)
+    groups = replace(groups, limit=arithmetic.largest_value(*code) if code[0] == arithmetic.FLOAT else 0.0)
+
+    def errors(one: Groups) -> torch.Tensor:
+        out, values = np.empty((total, num_groups)), one.per_row(total)
+
+        def run(rows: slice) -> None:
+            of_rows = tuple(value[rows] if len(value) == total else value for value in values)
+            score(ranges.source[rows], np.float32(one.limit), of_rows, weights, out[rows])
+
+        in_parts(run, total, LEAST_ROWS)
+        return torch.from_numpy(out).view(num_experts, num_rows, num_groups)
+
+    scales = scales_of(groups.tensors, schema)
+    return SearchStart(scales, errors(groups), lambda tried: errors(_with_scales(groups, tried)))
+
+
+def _rows(values: torch.Tensor) -> np.ndarray:
+    flat: np.ndarray = values.reshape(-1, values.size(-1)).numpy()
+    return flat
+
+
+def _with_scales(groups: Groups, scales: CandidateScales, changed: torch.Tensor | None = None) -> Groups:
+    """Return the groups with other scales, where `changed` holds (None: everywhere)."""
+    inverse, lowest, zero = scales.inverse(), scales.lowest(), scales.zero
+    mask = None if changed is None else _rows(changed)
+
+    def chosen(new: torch.Tensor, old: np.ndarray) -> np.ndarray:
+        return _rows(new) if mask is None else np.where(mask, _rows(new), old)
+
+    return replace(
+        groups,
+        inverse=chosen(inverse, groups.inverse),
+        scale=_rows(scales.scale),
+        lowest=groups.lowest if lowest is None else chosen(lowest.double(), groups.lowest),
+        zero=groups.zero if zero is None else _rows(zero),
+    )
+
+
+def _replaced(groups: Groups, found: SearchResult, schema: WeightSchema, param_dtype: str) -> Groups:
+    """Return the groups with the chosen scales, saturating: under a smaller scale weights exceed the largest code."""
+    kind = code_of(schema)
+    limit = arithmetic.largest_value(*kind) if kind[0] == arithmetic.FLOAT else 0.0
+    tensors = {**groups.tensors, **tensors_of(found.scales, schema, param_dtype)}
+    return replace(_with_scales(groups, found.scales, found.changed), tensors=tensors, limit=limit)

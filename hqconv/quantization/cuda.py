@@ -1,4 +1,4 @@
-"""Quantization on CUDA: Humming's own ops, and the contract's recipe where matrices share a scale.
+"""Quantization on CUDA: Humming's operations, torch where matrices share a scale, Triton kernels for errors.
 
 Legend: E experts, N output rows, K input columns, G groups along K.
 """
@@ -12,17 +12,24 @@ from typing import Any
 import torch
 
 from hqconv.cpu_loops import arithmetic
+from hqconv.errors import RequestError
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import humming_schema
-from hqconv.quantization.cuda_search import improved
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, fold_sum, num_groups
+from hqconv.quantization.scale_search import (
+    CandidateScales,
+    SearchResult,
+    SearchStart,
+    scales_of,
+    search,
+    tensors_of,
+)
 from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_BUILDING = threading.Lock()  # one lane builds a kernel, the others find it
-_CANNOT_BUILD = threading.Event()
+_LAUNCHING = threading.Lock()  # one thread builds a kernel on its first launch, the others find it
 
 
 def quantize_stacks(
@@ -33,7 +40,7 @@ def quantize_stacks(
     count_exact: bool,
     quantizer: Quantizer = RTN,
 ) -> list[QuantizedStack]:
-    """`hqconv.quantization.quantize.quantize_stacks` on a CUDA device."""
+    """Quantize stacks on a CUDA device; see `hqconv.quantization.quantize.quantize_stacks`."""
     shared = None
     if schema.is_coupled or schema.weight_scale_2_type != "none":
         shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
@@ -49,7 +56,7 @@ def quantize_stacks(
 
 
 def _joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Stacks that lie one after the other in memory, as gate's and up's often do, as one: half as many launches."""
+    """Return stacks that are adjacent in memory, as gate and up often are, as one view: half as many launches."""
     first = stacks[0]
     for number, stack in enumerate(stacks):
         place = first.storage_offset() + number * first.numel()
@@ -81,9 +88,9 @@ def _quantize_best(
     count_exact: bool,
     importance: torch.Tensor | None,
 ) -> list[QuantizedStack]:
-    """With the scales of the least squared error."""
+    """Quantize with the scales of the least squared error."""
     packed = [_rounded(stack, schema, param_dtype, shared, None) for stack in stacks]
-    best = improved(stacks, packed, schema, param_dtype, importance)
+    best = search_scales(stacks, packed, schema, param_dtype, importance)
     return [_with_error(stack, one, schema, count_exact) for stack, one in zip(stacks, best, strict=True)]
 
 
@@ -94,7 +101,7 @@ def _rounded(
     shared: torch.Tensor | None,
     given: GivenScales | None,
 ) -> dict[str, torch.Tensor]:
-    """The packed tensors of a stack, rounded to nearest."""
+    """Return the packed tensors of a stack, rounded to nearest."""
     if shared is not None:
         return _encode_shared(stack, schema, param_dtype, shared, given)
     target = humming_schema(schema)
@@ -109,7 +116,7 @@ def _encode_shared(
     shared: torch.Tensor,
     given: GivenScales | None,
 ) -> dict[str, torch.Tensor]:
-    """Codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
+    """Return codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
     kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
     largest = shared.new_tensor(arithmetic.largest_value(kind, bits, exponent, mantissa))
     values, amax = stack.float(), shared.view(-1, 1, 1)
@@ -144,31 +151,88 @@ def _with_error(
     stack: torch.Tensor, tensors: dict[str, torch.Tensor], target: WeightSchema, count_exact: bool
 ) -> QuantizedStack:
     num_experts, schema = len(stack), humming_schema(target)
-    counted = num_groups((stack.size(1), stack.size(2)), target) if count_exact else 0
-    exact = torch.zeros(num_experts, dtype=torch.int64, device=stack.device)
-    sums = None if counted else _sums_at_once(stack, tensors, schema)
-    if sums is None:
-        values = stack.double()
-        difference = values - schema.dequant_tensors(dict(tensors)).double()
-        if counted:
-            exact = (difference.view(num_experts, counted, -1) == 0).all(-1).sum(-1)
-        sums = fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
-    return QuantizedStack(tensors, *sums, exact, counted)
+    if not count_exact:
+        with _LAUNCHING:
+            error, power = _kernels().error_sums(stack, tensors, schema)
+        exact = torch.zeros(num_experts, dtype=torch.int64, device=stack.device)
+        return QuantizedStack(tensors, error, power, exact)
+    # By torch's operations: the kernel's sums do not tell which groups are exact.
+    counted = num_groups((stack.size(1), stack.size(2)), target)
+    values = stack.double()
+    difference = values - schema.dequant_tensors(dict(tensors)).double()
+    exact = (difference.view(num_experts, counted, -1) == 0).all(-1).sum(-1)
+    error, power = fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
+    return QuantizedStack(tensors, error, power, exact, counted)
 
 
-def _sums_at_once(
-    stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The sums by a kernel of our own, on a GPU; None where none can be built: without a C compiler, say."""
-    if not stack.is_cuda or _CANNOT_BUILD.is_set():
-        return None
-    with _BUILDING:
-        try:
-            from hqconv.quantization.triton_sums import error_sums  # loads Triton
+def _kernels() -> Any:
+    """The module of Triton kernels; the first import loads Triton."""
+    from hqconv.quantization import triton_kernels
 
-            return error_sums(stack, tensors, schema)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # noqa: BLE001 - whatever keeps Triton from building; torch gives the same sums
-            _CANNOT_BUILD.set()
-            return None
+    return triton_kernels
+
+
+def check_kernels(device: torch.device) -> None:
+    """Build and run a small Triton kernel on a GPU.
+
+    Raises RequestError where Triton cannot build: its launchers need a C compiler.
+    """
+    try:
+        _kernels().folded(torch.ones(1, 2, dtype=torch.float64, device=device))
+    except Exception as error:
+        raise RequestError(
+            "Triton cannot build the kernels that quantize on a GPU: it needs a C compiler.",
+            where=str(device),
+            expected="gcc or clang on the PATH, or the environment variable CC set to a C compiler",
+            found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}",
+            remedy="Install a C compiler, or use --device cpu: the bytes are the same.",
+        ) from error
+
+
+def search_scales(
+    stacks: Sequence[torch.Tensor],
+    packed: Sequence[dict[str, torch.Tensor]],
+    schema: WeightSchema,
+    param_dtype: str,
+    importance: torch.Tensor | None,
+) -> list[dict[str, torch.Tensor]]:
+    """Replace scales and codes of `packed`, the round-to-nearest tensors of stacks [E, N, K], by the best ones."""
+    starts = [_search_start(s, p, schema, importance) for s, p in zip(stacks, packed, strict=True)]
+    found = search(starts, schema, param_dtype)
+    return [
+        _replaced(stack, one, choice, schema, param_dtype)
+        for stack, one, choice in zip(stacks, packed, found, strict=True)
+    ]
+
+
+def _search_start(
+    stack: torch.Tensor,
+    packed: dict[str, torch.Tensor],
+    schema: WeightSchema,
+    importance: torch.Tensor | None,
+) -> SearchStart:
+    weights = None if importance is None else importance.to(stack.device, non_blocking=True).double()
+    scales = scales_of(packed, schema)
+
+    def errors(tried: CandidateScales, words: torch.Tensor | None = None) -> torch.Tensor:
+        with _LAUNCHING:
+            kernels = _kernels()
+            table = None if words is None else kernels.code_values(humming_schema(schema), stack.device)
+            done: torch.Tensor = kernels.row_errors(stack, tried, words, table, schema, weights)
+        return done
+
+    return SearchStart(scales, errors(scales, packed["weight"]), errors)
+
+
+def _replaced(
+    stack: torch.Tensor,
+    packed: dict[str, torch.Tensor],
+    found: SearchResult,
+    schema: WeightSchema,
+    param_dtype: str,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors with the chosen scales; groups that did not change keep their codes."""
+    with _LAUNCHING:
+        codes = _kernels().chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
+    weight = humming().ops.pack_weight(codes, schema.num_bits)
+    return {**packed, **tensors_of(found.scales, schema, param_dtype), "weight": weight}

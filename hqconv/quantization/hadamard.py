@@ -1,7 +1,7 @@
-"""The rotation of a matrix's columns, as Humming's `process_input` rotates a GEMM's inputs, to the bit.
+"""Hadamard rotation of a matrix's columns, bit-equal to Humming's `process_input` for a GEMM's inputs.
 
 Every run of b columns is multiplied by the Hadamard matrix in Sylvester's order over sqrt(b): symmetric, and its own
-inverse. Weights rotated so and inputs rotated so give the product of those that are not.
+inverse. Rotated weights times rotated inputs equal the product without rotation.
 
 Legend: N output rows, K input columns.
 """
@@ -13,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-_CPU_NUMBERS = 1 << 18  # rotated at once: they stay in the cache
+_CPU_NUMBERS = 1 << 18  # rotated at once, to stay in the cache
 _CUDA_NUMBERS = 1 << 26
 
 
@@ -48,8 +48,8 @@ def _rotated(runs: torch.Tensor) -> torch.Tensor:
     return runs.mul_(float(np.float32(1 / math.sqrt(block))))
 
 
-def averaged(importance: torch.Tensor, block: int) -> torch.Tensor:
-    """What the columns of rotated inputs count, float32 [K]: if columns vary independently, each its block's mean."""
+def average_importance(importance: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the importance of rotated columns, float32 [K]: for independent columns the mean of each block."""
     sums = importance.float().view(-1, block)
     while sums.size(1) > 1:
         half = sums.size(1) // 2

@@ -1,11 +1,10 @@
-"""Round-to-nearest quantization of expert matrices, with one result on every device.
+"""Quantize expert matrices, with the same bits on every device.
 
 Legend: E experts, N output rows, K input columns, G groups along K.
 
-Schemas without a tensor- or second-level scale are Humming's `HummingWeightSchema.quant_tensor`, every matrix for
-itself. With a shared scale (`fp8-tensor`, `nvfp4`) the recipe is the contract's: order-free maxima, the group
-scale rounded first, and codes chosen against what is stored. The error of every matrix is measured against
-its *stored* codes and scales.
+Round-to-nearest without a tensor- or second-level scale equals Humming's `HummingWeightSchema.quant_tensor`, matrix by
+matrix. With a shared scale (`fp8-tensor`, `nvfp4`) maxima are order-free, the group scale is rounded first, and codes
+are chosen for the stored scale. The error of every matrix is measured against its *stored* codes and scales.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 
 from hqconv.humming_layout.runtime import resident
 from hqconv.quantization import cpu, cuda
-from hqconv.quantization.hadamard import averaged, rotate
+from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantized import RTN, ErrorSums, Quantized, QuantizedStack, Quantizer
 from hqconv.quantization.two_level_scales import split_powers
 from hqconv.schemas.weight_schema import WeightSchema
@@ -37,18 +36,20 @@ def quantize_stacks(
     """Quantize stacks [E, N, K]; the matrices of one expert share their tensor-level scale, if the schema has one.
 
     Inputs are bfloat16, float16 or float32 on one device; each matrix is quantized alone and at full size.
-    A matrix with NaN or Inf comes back with a power that is no number and meaningless codes. `powers`, float32
-    [E, N, G] powers of two, are the group scales to take instead of the recipe's, where a tensor-level second scale
-    lets them; then `quantizer` says nothing. On CUDA nothing waits for the device.
+    A matrix with NaN or Inf gets a power of NaN or Inf and meaningless codes. powers: group scales to take, powers of
+    two, float32 [E, N, G], under a tensor-level second scale; `quantizer` is ignored then. On CUDA nothing waits for
+    the device.
 
-    Under a schema that rotates, codes, scales and costs are those of the rotated matrices, in the inputs' dtype, as
-    Humming's `quant_tensor` rotates them; `powers` are not taken then.
+    Under a schema with a rotation, codes, scales and error sums are those of the rotated matrices, in the inputs'
+    dtype, as in Humming's `quant_tensor`; `powers` must be None.
     """
     if schema.rotation:
-        assert powers is None, "scales of a matrix that is rotated are none of the rotated one's"
+        assert powers is None, "the group scales of a matrix do not fit the rotated matrix"
         stacks = [rotate(stack, schema.rotation) for stack in stacks]
         if quantizer.importance is not None:
-            quantizer = replace(quantizer, importance=averaged(quantizer.importance, schema.rotation))
+            quantizer = replace(
+                quantizer, importance=average_importance(quantizer.importance, schema.rotation)
+            )
         schema = replace(schema, hadamard_block_size=0)
     given = None if powers is None else split_powers(stacks, powers, schema)
     if stacks[0].is_cuda:
@@ -66,7 +67,7 @@ def quantize(
     count_exact: bool = False,
     quantizer: Quantizer = RTN,
 ) -> list[Quantized]:
-    """`quantize_stacks` of the matrices [N, K] of one expert."""
+    """Quantize the matrices [N, K] of one expert; see `quantize_stacks`."""
     stacks = [matrix.unsqueeze(0) for matrix in matrices]
     given = None if powers is None else [one.unsqueeze(0) for one in powers]
     done = quantize_stacks(stacks, schema, param_dtype, given, count_exact=count_exact, quantizer=quantizer)

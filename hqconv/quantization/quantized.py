@@ -1,4 +1,4 @@
-"""What quantizing gives: packed tensors, and what they cost."""
+"""Results of quantization: packed tensors and their error sums."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from hqconv.cpu_loops import arithmetic
+from hqconv.humming_layout import cpu_ops
 from hqconv.schemas.weight_schema import WeightSchema
 
 
 @dataclass(frozen=True)
 class ErrorSums:
-    """What a matrix lost by its encoding.
+    """Error of an encoded matrix.
 
-    `error`, `power`: float64 sums of (w - decoded)**2 and of w**2, in one folding order on every device.
-    `num_exact`: of `num_groups` scale groups (per row), those without any error, where they were counted. `is_direct`:
-    the source's codes and scales were kept, and nothing was measured. `scale_change`: where codes were kept and scales
-    rounded, and so measured, the largest relative change of a scale.
+    error, power: float64 sums of (w - decoded)**2 and of w**2, in one folding order on every device.
+    num_exact: of `num_groups` scale groups (per row), those without any error, where they were counted. is_direct: the
+    source's codes were kept, so that nothing was measured. scale_change: where codes were kept and scales rounded (and
+    the error measured), the largest relative change of a scale.
     """
 
     error: float = 0.0
@@ -30,30 +32,30 @@ class ErrorSums:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the matrix is the source's, codes and scales."""
+        """Whether the matrix has the codes and scales of the source."""
         return self.is_direct and self.scale_change is None
 
     @property
     def is_finite(self) -> bool:
-        """Whether the source's weights are numbers."""
+        """Whether the source's weights are finite."""
         return math.isfinite(self.power)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """One matrix in Humming's packed form, and what that cost.
+    """One matrix in Humming's packed form, and its error sums.
 
     `tensors`: `weight` int32 [N, K * bits / 32], `weight_scale`, `zero_point`, `weight_scale_2` as
     `HummingWeightSchema.get_tensors_attrs` describes them without an expert dimension.
     """
 
     tensors: dict[str, torch.Tensor]
-    cost: ErrorSums
+    error_sums: ErrorSums
 
 
 @dataclass(frozen=True)
 class QuantizedStack:
-    """E matrices of one projection in Humming's packed form, and what each cost, on one device.
+    """E matrices of one projection in Humming's packed form, and their errors, on one device.
 
     `tensors` as in `Quantized`, with the experts in front: tensor-level scales are [E], all others [E, …].
     `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
@@ -69,12 +71,12 @@ class QuantizedStack:
     scale_change: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
-        """What `costs` is told from: float64 [3, E] on the device."""
+        """Return the input of `error_sums`: float64 [3, E] on the device."""
         last = self.num_exact.double() if self.scale_change is None else self.scale_change
         return torch.stack([self.error, self.power, last])
 
-    def costs(self, sums: torch.Tensor | None = None) -> list[ErrorSums]:
-        """What each matrix lost, from `sums` where they are on the host already; else waits for the device."""
+    def error_sums(self, sums: torch.Tensor | None = None) -> list[ErrorSums]:
+        """Return each matrix's error sums, from `sums` if they are on the host; else wait for the device."""
         if self.is_direct and self.scale_change is None:
             return [ErrorSums(is_direct=True)] * len(self.error)
         each = (self.sums() if sums is None else sums).tolist()
@@ -89,7 +91,7 @@ class QuantizedStack:
         ]
 
     def cut(self, count: int) -> list[QuantizedStack]:
-        """So many equal runs of the matrices, views of them."""
+        """Split the matrices into `count` equal runs, as views."""
         size = len(self.error) // count
         runs = [slice(number * size, (number + 1) * size) for number in range(count)]
         return [
@@ -104,23 +106,23 @@ class QuantizedStack:
         ]
 
     def split(self) -> list[Quantized]:
-        """Each matrix alone."""
+        """Return each matrix alone."""
         return [
             Quantized(
                 {
                     name: tensor[e] if tensor.ndim > 1 else tensor[e : e + 1]
                     for name, tensor in self.tensors.items()
                 },
-                cost,
+                error_sums,
             )
-            for e, cost in enumerate(self.costs())
+            for e, error_sums in enumerate(self.error_sums())
         ]
 
 
 def stack_direct(
     matrices: Sequence[Mapping[str, torch.Tensor]], rounding: torch.Tensor | None = None
 ) -> QuantizedStack:
-    """Packed tensors of one projection of E experts whose codes were kept, and scales.
+    """Stack the packed tensors of one projection of E experts whose codes were kept.
 
     rounding: where scales were rounded, float64 [3, E]: error, power and scale change of each.
     """
@@ -134,7 +136,7 @@ def stack_direct(
 
 
 def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Packed tensors of one projection of E experts, joined as in `QuantizedStack`."""
+    """Stack the packed tensors of one projection of E experts, as in `QuantizedStack`."""
     joined = {}
     for name, tensor in matrices[0].items():
         each = [one[name] for one in matrices]
@@ -147,13 +149,19 @@ def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, t
     return joined
 
 
+def code_of(schema: WeightSchema) -> tuple[int, int, int, int]:
+    """The schema's code type as the compiled loops take it: (kind, bits, exponent bits, mantissa bits)."""
+    kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
+    return arithmetic.ASYM_INT if schema.has_zero_point else kind, bits, exponent, mantissa
+
+
 def num_groups(shape: tuple[int, int], schema: WeightSchema) -> int:
-    """Scale groups of a matrix [N, K], counted per row."""
+    """Return the number of scale groups of a matrix [N, K], counted per row."""
     return shape[0] * (shape[1] // (schema.weight_scale_group_size or shape[1]))
 
 
 def fold_sum(terms: torch.Tensor) -> torch.Tensor:
-    """`loops.fold_sum` over the last dimension; overwrites `terms`."""
+    """Sum over the last dimension in the order of `arithmetic.fold_sum`; overwrites `terms`."""
     length = terms.size(-1)
     while length > 1:
         half = (length + 1) // 2
@@ -164,7 +172,7 @@ def fold_sum(terms: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """`name` is rtn or mse; `importance`, of mse only: what each column's squared error counts, float32 [K] >= 0."""
+    """Quantizer `rtn` or `mse`. importance, for mse only: weight of each column's squared error, float32 [K] >= 0."""
 
     name: str = "rtn"
     importance: torch.Tensor | None = field(default=None, compare=False)

@@ -21,7 +21,7 @@ _FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
 
 @dataclass(frozen=True, eq=False)
 class GivenScales:
-    """Group scales that are given: stored fp8 [E, N, G], and the second scale float32 [E, 1, 1]."""
+    """Group scales to take: stored fp8 [E, N, G], and the second scale float32 [E, 1, 1]."""
 
     group: torch.Tensor
     second: torch.Tensor
@@ -55,7 +55,7 @@ def two_level(
     amax: torch.Tensor | None,
     given: GivenScales | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Group scales in fp8 under a second scale.
+    """Round group scales to fp8 under a second scale.
 
     Returns the stored scale, the stored scale_2 ([E] or [E, N]), the float scale_2 ([E, 1 or N, 1]) and the code limit.
 

@@ -6,9 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 from hqconv.artifact.manifest import is_artifact
-from hqconv.conversion.output_folder import place_of_work
+from hqconv.conversion.output_folder import (
+    check_replaceable,
+    check_strays,
+    files_in,
+    listed_files,
+    unfinished_folder,
+)
 from hqconv.conversion.resources import Resources, plan_staging
-from hqconv.conversion.safe_delete import check_replaceable, check_strays, files_in, listed_files
 from hqconv.errors import OutputError
 from hqconv.io.durable_files import check_space, partial
 from hqconv.planning.plan import ConversionPlan
@@ -61,7 +66,7 @@ def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bo
     found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
     if remedy:
         notes.append(f"{out} {found}: {remedy}.")
-    place = place_of_work(out)
+    place = unfinished_folder(out)
     try:
         if overwrite and is_artifact(out) and place is None:
             check_replaceable(out)
@@ -95,7 +100,7 @@ def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
     """What lies at `out`, and what to do about it; nothing to do where the conversion would begin."""
     if out.exists() and not out.is_dir():
         return "is a file", "choose another place with -o"
-    place = place_of_work(out)
+    place = unfinished_folder(out)
     if place is not None:
         done = resume or overwrite
         beside = "" if place == out else f" (in {place})"

@@ -80,7 +80,7 @@ def why_not(schema: WeightSchema, param_dtype: str, dtype: torch.dtype, device: 
     try:
         with entered(device):
             tiny = torch.ones(1, n, k, dtype=dtype, device=device)
-            quantize_stacks([tiny], schema, param_dtype)[0].costs()
+            quantize_stacks([tiny], schema, param_dtype)[0].error_sums()
     except Exception as error:  # noqa: BLE001 - of Humming, its compiler or the driver: the CPU does it as well
         return _in_short(error)
     return ""
@@ -188,7 +188,7 @@ class BatchedJob:
             columns += [figures, wrong.double().unsqueeze(1)]
             totals[role] = stack_totals(stack, schema)
         rows = torch.cat(columns, 1).tolist()
-        costs = {} if done is None else done.costs([one.cpu() for one in done.measured])
+        costs = {} if done is None else done.error_sums([one.cpu() for one in done.measured])
         hashes = {role: [hash_of_rows(one) for one in found.cpu().numpy()] for role, found in prints.items()}
         outcomes = [self._outcome(i, rows[i], stacks, costs, hashes) for i in range(len(experts))]
         note_totals(outcomes, totals)

@@ -108,7 +108,7 @@ class Job:
                     where = f"block {self.block.name}, {role} of expert {expert}"
                     outcome.note(where, "Decoded weights are not finite.", "numbers", "NaN or infinity")
                 if role in results:
-                    figures.quantizer = results[role].cost
+                    figures.quantizer = results[role].error_sums
                     figures.is_folded = self.folding is not None
             self._compare(found, results, gemm, expert, outcome)
         return outcome

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.input_scales import InputScales, reduced
+from hqconv.conversion.input_scales import InputScales, reduce_scales
 from hqconv.errors import HqconvError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.protocols import Source
@@ -56,7 +56,7 @@ def check_source_scales(
             if block.name not in sources or not is_static(artifact, block.name):
                 continue  # a missing block is reported where its weights are looked for
             try:
-                expected = reduced(source, sources[block.name], pool)
+                expected = reduce_scales(source, sources[block.name], pool)
             except HqconvError as error:
                 result.add(f"source: {error.where}", error.what, error.expected, error.found)
                 continue

@@ -177,7 +177,7 @@ def test_nothing_is_loaded_before_signals_are_heard() -> None:
     ours = {name for name in loaded.stdout.split() if name.startswith("hqconv")}
     assert ours == {
         *("hqconv", "hqconv.__main__", "hqconv.cli", "hqconv.cli.interrupt", "hqconv.cli.interrupt_process"),
-        *("hqconv.pipeline", "hqconv.conversion.torchrun"),
+        *("hqconv.conversion", "hqconv.conversion.torchrun"),
     }
     assert not {"typer", "rich", "dataclasses", "json", "inspect"} & {*loaded.stdout.split()}
 
@@ -313,10 +313,10 @@ def test_a_team_stops_and_its_first_speaks(
 ) -> None:
     out, port = tmp_path / "out", free_port()
     # Each finishes one group, opens another, and waits for the third.
-    code = "import sys, time\nfrom hqconv.pipeline import team\nreal = team.Team.deal\n"
-    code += "def deal(self, items):\n    for count, item in enumerate(real(self, items)):\n"
+    code = "import sys, time\nfrom hqconv.conversion.distributed import ProcessGroup\nreal = ProcessGroup.take_next\n"
+    code += "def take_next(self, items):\n    for count, item in enumerate(real(self, items)):\n"
     code += "        time.sleep(60 if count == 2 else 0)\n        yield item\n"
-    code += "team.Team.deal = deal\nfrom hqconv.__main__ import main\nmain()"
+    code += "ProcessGroup.take_next = take_next\nfrom hqconv.__main__ import main\nmain()"
     members = []
     for rank in range(2):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hqconv.conversion.batches import Batch, Piece, Run, cut, shares
+from hqconv.conversion.encode_batch import Batch, Piece, Run, split_runs, split_unit
 from hqconv.errors import InputError
 from hqconv.models.expert_bytes import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
@@ -26,7 +26,7 @@ def test_batches_are_about_as_large_as_each_other(tmp_path: Path) -> None:
     source.close()
     block = plan.blocks[0]
     for at_most, sizes in ((13, [13]), (12, [6, 7]), (5, [4, 4, 5]), (1, [1] * 13), (100, [13])):
-        batches = list(cut(block, at_most, 1 << 20))
+        batches = list(split_unit(block, at_most, 1 << 20))
         assert [len(batch.experts) for batch in batches if isinstance(batch, Batch)] == sizes
         assert [expert for batch in batches if isinstance(batch, Batch) for expert in batch.experts] == list(
             range(13)
@@ -40,7 +40,7 @@ def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
     assert copies
     for group in copies:
         for piece_bytes in (1000, 4096, 1 << 20):
-            pieces = [piece for piece in cut(group, 1, piece_bytes) if isinstance(piece, Piece)]
+            pieces = [piece for piece in split_unit(group, 1, piece_bytes) if isinstance(piece, Piece)]
             assert all(piece.num_bytes == piece_bytes for piece in pieces[:-1])
             assert 0 < pieces[-1].num_bytes <= piece_bytes
             ends: dict[str, int] = {}
@@ -50,16 +50,16 @@ def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
             assert ends == {ref.name: ref.num_bytes for ref in group.refs if ref.num_bytes}
 
 
-def test_stretches_are_the_spans(tmp_path: Path) -> None:
+def test_copied_ranges_cover_the_spans(tmp_path: Path) -> None:
     """What adjoins in the source and in the output is read and written at once; every byte goes where its tensor is."""
     model = write_qwen3_moe(tmp_path / "model", num_layers=2)
     source, plan = open_plan(model, "mxfp4")
     source.close()
     for group in (group for group in plan.units if not isinstance(group, MoeLayerPlan)):
         for piece_bytes in (1000, 4096, 1 << 20):
-            for piece in (piece for piece in cut(group, 1, piece_bytes) if isinstance(piece, Piece)):
+            for piece in (piece for piece in split_unit(group, 1, piece_bytes) if isinstance(piece, Piece)):
                 found = {}
-                for one in piece.stretches():
+                for one in piece.ranges():
                     run = one.run(torch.zeros(0))
                     assert one.part.num_bytes == one.num_bytes
                     for at in range(one.num_bytes):
@@ -70,9 +70,9 @@ def test_stretches_are_the_spans(tmp_path: Path) -> None:
                     for ref, start, size in piece.spans
                     for at in range(size)
                 }
-            pieces = [piece for piece in cut(group, 1, 1 << 30) if isinstance(piece, Piece)]
-            counts = [(len(list(piece.stretches())), len(piece.spans)) for piece in pieces]
-            assert all(stretches < spans for stretches, spans in counts)
+            pieces = [piece for piece in split_unit(group, 1, 1 << 30) if isinstance(piece, Piece)]
+            counts = [(len(list(piece.ranges())), len(piece.spans)) for piece in pieces]
+            assert all(ranges < spans for ranges, spans in counts)
 
 
 def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
@@ -110,7 +110,7 @@ def test_shares_are_the_runs(sizes: list[int], num_bytes: int) -> None:
         Run(number, 0, size, torch.arange(size, dtype=torch.uint8) + number)
         for number, size in enumerate(sizes)
     ]
-    dealt = shares(runs, num_bytes)
+    dealt = split_runs(runs, num_bytes)
     for run in (run for share in dealt for run in share):
         files[run.file][run.offset_bytes : run.offset_bytes + run.num_bytes] = run.data.numpy().tobytes()
     assert [bytes(file) for file in files] == [run.data.numpy().tobytes() for run in runs]

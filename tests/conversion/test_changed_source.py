@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hqconv.conversion import output_writer
+from hqconv.conversion import output_folder
 from hqconv.conversion import run as conversion
 from hqconv.conversion.progress import Progress
 from hqconv.errors import HqconvError, InputError, OutputError
@@ -208,7 +208,7 @@ def test_hashing_says_which_side_failed(
     src, out = tmp_path / "src", tmp_path / "out"
     run(write_qwen3_moe(tmp_path / "model"), src, "fp8", Grid(tp=2))
 
-    module, real = {"source": file_snapshot, "output": output_writer}[side], file_snapshot.sha256_of
+    module, real = {"source": file_snapshot, "output": output_folder}[side], file_snapshot.sha256_of
 
     def fail(path: Path, keep_on: object = None) -> str:
         if "experts" not in path.parts:

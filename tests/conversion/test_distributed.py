@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from hqconv.conversion.distributed import ProcessGroup, ProcessShare
+from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.journal import Journal, JournalEntry
 from hqconv.conversion.output_folder import OutputFolder
 from hqconv.conversion.torchrun import is_distributed, is_rank_zero, local_rank
@@ -30,26 +30,26 @@ NUM_LAYERS = 6
 SCRIPT = """
 import os, signal, sys, time
 import hqconv
-from hqconv.conversion.distributed import Share, Team
+from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 
 src, out, schema, at, mode = sys.argv[1:]
 if os.environ["RANK"] == "1" and at == "recorded":
-    record = Share.record
+    record = MemberFolder.record
     def last(self, entry):
         record(self, entry)
         os.kill(os.getpid(), signal.SIGKILL)
-    Share.record = last
+    MemberFolder.record = last
 elif os.environ["RANK"] == "1" and at == "begun":
-    Share.__init__ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    MemberFolder.__init__ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 elif os.environ["RANK"] == "1" and at == "another":
     schema = "int8-g64"
-elif os.environ["RANK"] == "0" and at == "recorded":  # rank 1 takes the first group
-    deal = Team.deal
+elif os.environ["RANK"] == "0" and at == "recorded":  # rank 1 takes the first unit
+    take_next = ProcessGroup.take_next
     def wait(self, items):
         while self.count("dealt", 0) == 0:
             time.sleep(0.01)
-        yield from deal(self, items)
-    Team.deal = wait
+        yield from take_next(self, items)
+    ProcessGroup.take_next = wait
 modes = {mode: True} if mode else {}
 hqconv.convert(src, out, schema=schema, target="sm90", device="cpu", threads=1, tp=2, in_team=True, **modes)
 """
@@ -143,7 +143,7 @@ def test_every_item_is_dealt_once() -> None:
     store, taken = HashStore(), list[tuple[int, int]]()
 
     def work(rank: int) -> None:
-        for item in ProcessGroup(store, rank, 4).deal(range(100)):
+        for item in ProcessGroup(store, rank, 4).take_next(range(100)):
             taken.append((item, rank))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
@@ -160,9 +160,9 @@ def test_who_waits_hears_that_another_failed() -> None:
     second.fail(ValueError("the disk is gone\nand more"))
     first.fail(ValueError("because of that"))  # the first failure is the one that is told
     for wait in (
-        lambda: first.hear("anything"),
-        lambda: list(first.deal([1])),
-        lambda: list(first.collect()),
+        lambda: first.receive("anything"),
+        lambda: list(first.take_next([1])),
+        lambda: list(first.receive_finished()),
     ):
         with pytest.raises(OutputError, match="Another process") as caught:
             wait()
@@ -177,12 +177,12 @@ def test_a_store_that_is_gone_is_one_message_and_hides_no_other() -> None:
 
         add = set = get = check  # type: ignore[assignment]
 
-    team = ProcessGroup(Gone(), 1, 2)
-    for call in (lambda: team.hear("x"), lambda: next(team.deal([1])), lambda: team.say("x", 1)):
+    group = ProcessGroup(Gone(), 1, 2)
+    for call in (lambda: group.receive("x"), lambda: next(group.take_next([1])), lambda: group.send("x", 1)):
         with pytest.raises(OutputError, match="lost each other") as caught:
             call()
         assert caught.value.found == "Connection reset by peer"
-    team.fail(ValueError("what really happened"))  # and is raised after this
+    group.fail(ValueError("what really happened"))  # and is raised after this
 
 
 def test_only_torchrun_makes_a_team(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +200,9 @@ def test_only_torchrun_makes_a_team(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_finished_arrives_whole() -> None:
     store = HashStore()
     entry = JournalEntry("block", [FileRecord("a", 3, "ab")], {"w1": {"relative_error": 0.1}})
-    ProcessGroup(store, 1, 3).hand_in([entry])
-    ProcessGroup(store, 2, 3).hand_in([])
-    assert list(ProcessGroup(store, 0, 3).collect()) == [entry]
+    ProcessGroup(store, 1, 3).send_finished([entry])
+    ProcessGroup(store, 2, 3).send_finished([])
+    assert list(ProcessGroup(store, 0, 3).receive_finished()) == [entry]
 
 
 # --- journals ----------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def unfinished(root: Path) -> JournalEntry:
     """A folder that rank 0 began, and in which rank 1 finished a group."""
     with OutputFolder(root, IDENTITY, ["a.safetensors"]) as folder:
         folder.start(100)
-        with ProcessShare(root, 1) as share:
+        with MemberFolder(root, 1) as share:
             (root / "a.safetensors").write_bytes(b"abc")
             digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
             entry = JournalEntry("a", [FileRecord("a.safetensors", 3, digest)], {})

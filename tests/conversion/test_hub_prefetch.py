@@ -381,7 +381,7 @@ def test_the_journal_knows_what_was_fetched(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin({"a": 1})
     for name in ("org/name@c/x", "org/name@c/x", "org/name@c/y"):
-        journal.note_fetch(name)
+        journal.record_fetch(name)
     journal.close()
     assert (tmp_path / JOURNAL).read_text().count("@c/x") == 1
     again = Journal(tmp_path)

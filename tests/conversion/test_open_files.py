@@ -12,7 +12,7 @@ from tests.make.qwen import write_qwen3_moe
 SCRIPT = """
 import os, resource, sys, time
 import hqconv
-from hqconv.conversion.output_writer import GroupWriter
+from hqconv.conversion.output_folder import GroupWriter
 
 src, out = sys.argv[1:]
 request = {"schema": "int4-c", "target": "sm90", "tp": 4, "ep": 32}

@@ -20,8 +20,13 @@ import pytest
 from hqconv.artifact import manifest as manifest_module
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry
-from hqconv.conversion.output_folder import OutputFolder, parked_folder, place_of_work, side_folder
-from hqconv.conversion.output_writer import UnitWriter
+from hqconv.conversion.output_folder import (
+    OutputFolder,
+    UnitWriter,
+    parked_folder,
+    side_folder,
+    unfinished_folder,
+)
 from hqconv.errors import OutputError
 from hqconv.io import exchange_folders as exchange_module
 from hqconv.planning.output_units import build_file
@@ -257,7 +262,7 @@ def test_the_old_artifact_stays_until_the_new_one_is_complete(
         record_group(folder, "a.safetensors", b"new")
         record_group(folder, PATHS[3], b"new")
         assert {path: (out / path).read_bytes() for path in files_of(out)} == before
-        assert place_of_work(out) == side_folder(out)
+        assert unfinished_folder(out) == side_folder(out)
         folder.seal(manifest_of(folder))
     assert files_of(out) == ["a.safetensors", PATHS[3], "hqconv.json"]
     assert b"new" in (out / "a.safetensors").read_bytes()

@@ -16,8 +16,7 @@ import pytest
 import safetensors
 
 from hqconv.conversion.journal import JournalEntry
-from hqconv.conversion.output_folder import OutputFolder
-from hqconv.conversion.output_writer import UnitWriter
+from hqconv.conversion.output_folder import OutputFolder, UnitWriter
 from hqconv.errors import OutputError
 from hqconv.io import digests
 from hqconv.io.digests import sha256_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import hqconv
 from hqconv.artifact.manifest_digest import sealed
-from hqconv.conversion.output_writer import UnitWriter
+from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.run import ConversionReport
 from hqconv.io.durable_files import FileRecord
 from hqconv.models.protocols import Source

@@ -43,13 +43,13 @@ def test_a_bad_scale_is_refused_in_the_same_words(
         file.seek(ref.offset_bytes)
         file.write(np.float32(np.nan).tobytes() if ref.dtype == "F32" else b"\xff\x7f")
     careful = []
-    real = executor.produce
+    real = executor.encode_to_runs
 
     def produce(*arguments: object, **words: object) -> object:
         careful.append(words.get("is_careful", False))
         return real(*arguments, **words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(executor, "produce", produce)
+    monkeypatch.setattr(executor, "encode_to_runs", produce)
     if is_together:
         monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
     with pytest.raises(InputError, match="A scale is NaN or infinite") as caught:

@@ -12,7 +12,7 @@ import torch
 from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import humming_schema
 from hqconv.layout_decoder.unrotate import unrotated
-from hqconv.quantization.hadamard import averaged, rotate
+from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.quantization.quantized import Quantizer
 from hqconv.schemas.weight_schema import ROTATIONS, WeightSchema, resolve_schema
@@ -99,7 +99,7 @@ def test_quantizing_is_of_the_rotated_matrix(name: str, source: torch.dtype) -> 
         plain = quantize(pair, resolve_schema(name), "bfloat16", quantizer=quantizer)
         for one, other, unlike in zip(found, expected, plain, strict=True):
             assert not differences(one.tensors, other.tensors)
-            assert one.cost == other.cost
+            assert one.error_sums == other.error_sums
             assert differences(one.tensors, unlike.tensors)
 
 
@@ -107,11 +107,11 @@ def test_importance_is_that_of_rotated_inputs() -> None:
     """Of inputs whose columns vary independently, the mean square of each rotated column is its block's mean."""
     importance = torch.rand(256, generator=torch.Generator().manual_seed(3))
     squares = hadamard(64) ** 2 @ importance.double().numpy().reshape(4, 64, 1)
-    np.testing.assert_allclose(averaged(importance, 64).numpy(), squares.ravel(), rtol=1e-6)
+    np.testing.assert_allclose(average_importance(importance, 64).numpy(), squares.ravel(), rtol=1e-6)
     matrix = torch.randn(1, 64, 256, generator=torch.Generator().manual_seed(4))
     weighted, schema = Quantizer("mse", importance * torch.arange(256)), rotated_schema("int4-g64-zp", 128)
     [found] = quantize_stacks([matrix], schema, "bfloat16", quantizer=weighted)
-    same = Quantizer("mse", averaged(importance * torch.arange(256), 128))
+    same = Quantizer("mse", average_importance(importance * torch.arange(256), 128))
     [expected] = quantize_stacks(
         [rotate(matrix, 128)], resolve_schema("int4-g64-zp"), "bfloat16", quantizer=same
     )

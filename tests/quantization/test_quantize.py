@@ -117,7 +117,7 @@ def humming_quant_tensor(
 def check_sums(matrix: torch.Tensor, result: Quantized, schema: WeightSchema) -> None:
     """The error against ours, in float64: exact sums, and once more in the GPU's own folding order."""
     values, decoded = matrix.double().numpy(), decode(result.tensors, schema).astype(np.float64)
-    for found, terms in ((result.cost.error, values - decoded), (result.cost.power, values)):
+    for found, terms in ((result.error_sums.error, values - decoded), (result.error_sums.power, values)):
         squares = (terms * terms).ravel()
         if np.isfinite(squares).all():
             assert found == pytest.approx(math.fsum(squares), rel=1e-12)
@@ -139,7 +139,7 @@ def test_quantize_is_hummings_quant_tensor(
     [matrix] = given_matrices
     [result] = quantize([matrix], schema, param_dtype)
     theirs = humming_quant_tensor(matrix, schema, param_dtype)
-    assert result.cost.is_finite
+    assert result.error_sums.is_finite
     assert result.tensors.keys() == theirs.keys()
     for key, value in theirs.items():
         assert_same(result.tensors[key], value, key)
@@ -165,9 +165,9 @@ def test_a_partner_changes_nothing_where_no_scale_is_shared(name: str) -> None:
     [alone] = quantize([mine], schema, "bfloat16")
     for pair, index in (([mine, other], 0), ([other, mine], 1)):
         result = quantize(pair, schema, "bfloat16")[index]
-        assert (result.cost.error.hex(), result.cost.power.hex()) == (
-            alone.cost.error.hex(),
-            alone.cost.power.hex(),
+        assert (result.error_sums.error.hex(), result.error_sums.power.hex()) == (
+            alone.error_sums.error.hex(),
+            alone.error_sums.power.hex(),
         )
         for key, value in alone.tensors.items():
             assert_same(result.tensors[key], value, key)
@@ -293,7 +293,7 @@ def test_a_second_scale_per_row(given_matrices: list[torch.Tensor], param_dtype:
     assert ((scale_2.double() - ideal.clamp_min(tiny)).abs() <= rounding * ideal.clamp_min(tiny)).all()
     effective = (scale.float() * scale_2.float()[:, None]).numpy()
     check_codes(matrix, unpack(result.tensors["weight"], 4), "float4e2m1", spread_over(effective, (32, 128)))
-    widened = Quantized({**result.tensors, "weight_scale_2": scale_2.float()}, result.cost)
+    widened = Quantized({**result.tensors, "weight_scale_2": scale_2.float()}, result.error_sums)
     check_sums(matrix, widened, NVFP4_PER_ROW)
 
 
@@ -317,7 +317,7 @@ def test_a_number_that_is_none_is_noticed(name: str, source: torch.dtype, value:
     good, bad = (torch.full((128, 128), 0.5, dtype=source) for _ in range(2))
     bad[127, 127] = value
     results = quantize([good, bad], resolve_schema(name), "bfloat16")
-    assert [r.cost.is_finite for r in results] == [True, False]
+    assert [r.error_sums.is_finite for r in results] == [True, False]
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
@@ -325,10 +325,10 @@ def test_a_number_that_is_none_is_noticed(name: str, source: torch.dtype, value:
 def test_zeros_stay_zeros(name: str, zero: float) -> None:
     schema = resolve_schema(name)
     for result in quantize([torch.full((128, 128), zero, dtype=torch.bfloat16)] * 2, schema, "bfloat16"):
-        assert result.cost.is_finite
-        assert result.cost.power == 0
+        assert result.error_sums.is_finite
+        assert result.error_sums.power == 0
         assert np.abs(decode(result.tensors, schema)).max() <= 1e-30
-        assert result.cost.error <= 128 * 128 * 1e-60
+        assert result.error_sums.error <= 128 * 128 * 1e-60
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -343,7 +343,8 @@ def test_a_source_type_that_holds_the_same_numbers_gives_the_same_bytes(name: st
     dtypes = [torch.bfloat16, torch.float16] + ([] if fuses else [torch.float32])
     reference, *others = (quantize([values.to(dtype)] * 2, schema, "bfloat16")[0] for dtype in dtypes)
     for other in others:
-        assert (other.cost.error, other.cost.power) == (reference.cost.error, reference.cost.power)
+        ours, theirs = other.error_sums, reference.error_sums
+        assert (ours.error, ours.power) == (theirs.error, theirs.power)
         for key, value in reference.tensors.items():
             assert_same(other.tensors[key], value, key)
 
@@ -367,7 +368,7 @@ def test_gaussian_error_is_what_the_format_gives(name: str) -> None:
     schema = resolve_schema(name)
     matrix = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     [result] = quantize([matrix], schema, "bfloat16")
-    relative = math.sqrt(result.cost.error / result.cost.power)
+    relative = math.sqrt(result.error_sums.error / result.error_sums.power)
     if name in known:
         assert relative == pytest.approx(known[name], rel=0.05)
     elif schema.is_integer:

@@ -18,9 +18,9 @@ from hqconv.planning.encoding import SEARCH_VERSION
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, QuantizedStack, Quantizer
-from hqconv.quantization.scale_candidates import CandidateScales
-from hqconv.quantization.scale_search import SearchStart, search
+from hqconv.quantization.scale_search import CandidateScales, SearchStart, search
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from tests.make import torch_kernels
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
 from tests.make.tensors import assert_same, same_bits
 
@@ -146,10 +146,11 @@ def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) ->
     ids=str,
 )
 @pytest.mark.parametrize("name", ALL)
-def test_torch_chooses_what_the_loops_choose(
-    name: str, param_dtype: str, weighted: bool, dtype: torch.dtype
+def test_the_search_for_gpus_chooses_what_the_loops_choose(
+    name: str, param_dtype: str, weighted: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs on a GPU, here on the CPU over the twins of Humming's ops."""
+    """The code for GPUs, run on the CPU over the twins of Humming's operations and of the Triton kernels."""
+    monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
     schema = any_schema(name)
     quantizer = Quantizer("mse", (torch.arange(SHAPE[1]) % 7).float() if weighted else None)
     stacks = hard_stacks(dtype)

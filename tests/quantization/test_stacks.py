@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hqconv.errors import RequestError
 from hqconv.humming_layout.runtime import resident
 from hqconv.humming_layout.transform import kernel_form, to_kernel
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack, stack_tensors
 from hqconv.schemas.weight_schema import resolve_schema
+from tests.make import torch_kernels
 from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.tensors import assert_same, same_bits
 
 SHAPE = (128, 384)
 NUM_EXPERTS = 3
+
+
+@pytest.fixture(autouse=True)
+def kernels_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code for GPUs runs on the CPU here: over the twins of Humming's operations and of the Triton kernels."""
+    monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
 
 
 def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -51,7 +57,7 @@ def test_every_expert_is_quantized_as_if_alone(name: str, dtype: torch.dtype) ->
         for key, tensor in stack_tensors([pair[index].tensors for pair in alone]).items():
             assert_same(stack.tensors[key], tensor, key)
         for e, one in enumerate(stack.split()):
-            assert repr(one.cost) == repr(alone[e][index].cost)  # NaN among them
+            assert repr(one.error_sums) == repr(alone[e][index].error_sums)  # NaN among them
             for key, tensor in one.tensors.items():
                 assert_same(tensor, alone[e][index].tensors[key], key)
 
@@ -110,30 +116,12 @@ def test_a_swapped_expert_is_seen() -> None:
         assert_same_stacks(right, wrong)
 
 
-def test_where_no_kernel_can_be_built_torch_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a C compiler, say: it is tried once, and the other sums are the same (see the recipe above)."""
-    monkeypatch.setattr(cuda, "_CANNOT_BUILD", threading.Event())
-    monkeypatch.setitem(sys.modules, "hqconv.quantization.triton_sums", None)  # loading it fails
+def test_without_a_c_compiler_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    class OnGpu:
-        is_cuda = True
-
-    assert cuda._sums_at_once(OnGpu(), {}, None) is None  # type: ignore[arg-type]
-    assert cuda._CANNOT_BUILD.is_set()
-    monkeypatch.setattr(cuda, "_BUILDING", None)  # would fail if it were tried again
-    assert cuda._sums_at_once(OnGpu(), {}, None) is None  # type: ignore[arg-type]
-
-
-def test_running_out_of_gpu_memory_is_not_taken_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(cuda, "_CANNOT_BUILD", threading.Event())
-    monkeypatch.setitem(sys.modules, "hqconv.quantization.triton_sums", SimpleNamespace(error_sums=run_out))
-
-    class OnGpu:
-        is_cuda = True
-
-    with pytest.raises(torch.OutOfMemoryError):
-        cuda._sums_at_once(OnGpu(), {}, None)  # type: ignore[arg-type]
-    assert not cuda._CANNOT_BUILD.is_set()
+    monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(folded=fail))
+    with pytest.raises(RequestError) as info:
+        cuda.check_kernels(torch.device("cpu"))
+    assert info.value.found.startswith("RuntimeError: Failed to find C compiler")
+    assert "--device cpu" in str(info.value)

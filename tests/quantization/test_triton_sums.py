@@ -16,7 +16,7 @@ from tests.make.places import REPO
 SCRIPT = """
 import sys
 import torch
-from hqconv.backends import cuda_sums
+from hqconv.quantization import triton_kernels
 from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.humming_layout.runtime import resident
@@ -35,7 +35,7 @@ for name in sys.argv[1 : -1 if flip else None]:
         if flip:
             tensors["weight"] = tensors["weight"] ^ 1
         with resident(torch.device("cpu")):
-            error, power = cuda_sums.error_sums(stack, tensors, humming_schema(schema))
+            error, power = triton_kernels.error_sums(stack, tensors, humming_schema(schema))
         assert same_bits(power, done.power)
         agree.append(same_bits(error, done.error))
     print(name, *agree)
@@ -53,10 +53,10 @@ def sums_agree(*words: str) -> list[list[str]]:
 
 
 @pytest.mark.full
-def test_the_kernel_sums_as_the_loops_do() -> None:
+def test_kernel_gives_the_sums_of_the_compiled_loops() -> None:
     schemas = ["nvfp4", "int3-g64", "int4-g64-zp", "fp8-tensor"]
     assert sums_agree(*schemas) == [[schema, "True", "True"] for schema in schemas]
 
 
-def test_flipped_bits_are_seen() -> None:
+def test_flipped_bits_are_detected() -> None:
     assert sums_agree("mxfp4", "flip")[0][2] == "False"

@@ -46,7 +46,7 @@ def test_recipe_can_be_converted(name: str) -> None:
     schema = load_schema(CONFIGS / f"{name}.toml")
     matrix = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     (result,) = quantize([matrix], schema, "bfloat16")
-    assert result.cost.is_finite
+    assert result.error_sums.is_finite
     limit = {3: 0.25, 4: 0.12, 8: 0.03}[schema.num_bits]
-    assert 0 < (result.cost.error / result.cost.power) ** 0.5 < limit
+    assert 0 < (result.error_sums.error / result.error_sums.power) ** 0.5 < limit
     assert "weight" in kernel_form(256, 512, kernel_spec_of(schema, "bfloat16", 90)).tensors

@@ -1,96 +1,47 @@
-"""The search for the least squared error by torch's operations: for CUDA, and the same bits on any device.
+"""The Triton kernels of `hqconv.quantization.triton_kernels` by torch's operations: their reference, on any device.
 
 Legend: E experts, N output rows, K input columns, R rows of scales, G groups along K.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hqconv.cpu_loops import arithmetic
 from hqconv.humming_layout.runtime import humming
-from hqconv.humming_layout.transform import humming_schema
-from hqconv.quantization.cpu_groups import code_of
-from hqconv.quantization.quantized import fold_sum
-from hqconv.quantization.scale_candidates import CandidateScales, scales_of, tensors_of
-from hqconv.quantization.scale_search import SearchResult, SearchStart, search
+from hqconv.quantization.quantized import code_of, fold_sum
+from hqconv.quantization.scale_search import CandidateScales
 from hqconv.schemas.weight_schema import WeightSchema
 
-CHUNK = 1 << 20  # weights whose errors torch works out at once, in float64
-_BUILDING = threading.Lock()  # one lane builds a kernel, the others find it
-CANNOT_BUILD = threading.Event()
+CHUNK = 1 << 20  # weights whose errors are computed at once, in float64
 
 
-def improved(
-    stacks: Sequence[torch.Tensor],
-    packed: Sequence[dict[str, torch.Tensor]],
-    schema: WeightSchema,
-    param_dtype: str,
-    importance: torch.Tensor | None,
-) -> list[dict[str, torch.Tensor]]:
-    """`packed`, round-to-nearest's tensors of the stacks [E, N, K] of one expert each, with what loses least."""
-    starts = [_start(s, p, schema, importance) for s, p in zip(stacks, packed, strict=True)]
-    found = search(starts, schema, param_dtype)
-    return [
-        _replaced(stack, one, choice, schema, param_dtype)
-        for stack, one, choice in zip(stacks, packed, found, strict=True)
-    ]
+def error_sums(
+    stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of (w - decoded)**2 and of w**2 of each matrix, float64 [E] each; `schema` is Humming's."""
+    values = stack.double()
+    difference = values - schema.dequant_tensors(dict(tensors)).double()
+    return fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
 
 
-def _start(
-    stack: torch.Tensor,
-    packed: dict[str, torch.Tensor],
-    schema: WeightSchema,
-    importance: torch.Tensor | None,
-) -> SearchStart:
-    weights = None if importance is None else importance.to(stack.device, non_blocking=True).double()
-    scales = scales_of(packed, schema)
-
-    def errors(tried: CandidateScales, words: torch.Tensor | None = None) -> torch.Tensor:
-        def by_kernel() -> torch.Tensor | None:
-            from hqconv.quantization import (
-                triton_search,
-                triton_sums,  # load Triton
-            )
-
-            if not triton_search.covers(stack, tried):
-                return None
-            table = None if words is None else triton_sums.code_values(humming_schema(schema), stack.device)
-            return triton_search.errors(stack, tried, words, table, schema, weights)
-
-        done = _built(stack, by_kernel)
-        return row_errors(stack, tried, words, schema, weights) if done is None else done
-
-    return SearchStart(scales, errors(scales, packed["weight"]), errors)
-
-
-def _built(stack: torch.Tensor, launch: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """What a kernel of our own gives on a GPU; None where none can be built, or it does not cover the groups."""
-    if not stack.is_cuda or CANNOT_BUILD.is_set():
-        return None
-    with _BUILDING:
-        try:
-            return launch()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # noqa: BLE001 - whatever keeps Triton from building; torch gives the same bits
-            CANNOT_BUILD.set()
-            return None
+def code_values(schema: Any, device: torch.device) -> None:
+    """No table: `row_errors` decodes with Humming's operations."""
 
 
 def row_errors(
     stack: torch.Tensor,
     scales: CandidateScales,
     words: torch.Tensor | None,
+    table: None,
     schema: WeightSchema,
     importance: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Float64 [E, N, G]: what each row of each group loses under `scales`, by torch's operations.
+    """Squared error of each row's part of each group under `scales`, float64 [E, N, G].
 
-    `words`: packed codes to take; None: codes are chosen for the scales. `importance`: float64 [K].
+    words: packed codes; None to choose codes for the scales. importance: weight of each column's error, float64 [K].
     """
     num_groups, ops = scales.scale.size(2), humming().ops
     out = torch.empty(*stack.shape[:2], num_groups, dtype=torch.float64, device=stack.device)
@@ -206,29 +157,6 @@ def _codes(numbers: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     subnormal = (magnitude + threshold).view(torch.int32) - ((shift + 1) << 23)
     normal = magnitude.view(torch.int32) - (shift << 23)
     return (torch.where(magnitude < threshold, subnormal, normal) >> drop) | sign
-
-
-def _replaced(
-    stack: torch.Tensor,
-    packed: dict[str, torch.Tensor],
-    found: SearchResult,
-    schema: WeightSchema,
-    param_dtype: str,
-) -> dict[str, torch.Tensor]:
-    """The tensors with what was found; groups that did not change keep their codes."""
-    ops, words = humming().ops, packed["weight"]
-
-    def by_kernel() -> torch.Tensor | None:
-        from hqconv.quantization import triton_search
-
-        if not triton_search.covers(stack, found.scales):
-            return None
-        return triton_search.codes(stack, found.scales, found.changed, words, schema)
-
-    codes = _built(stack, by_kernel)
-    codes = chosen_codes(stack, found.scales, found.changed, words, schema) if codes is None else codes
-    weight = ops.pack_weight(codes, schema.num_bits)
-    return {**packed, **tensors_of(found.scales, schema, param_dtype), "weight": weight}
 
 
 def chosen_codes(
