@@ -1,0 +1,208 @@
+"""Plants faults in the product, one at a time, and counts the ones that `make test` and `make test-all` find.
+
+    python scripts/plant_faults.py [--num 48] [--seed 1] [--rooms planning,formats] [--log FILE]
+
+A fault is a small change of one expression: a comparison or a boolean turned round, a sum made a difference, a constant
+one larger. Expressions are drawn over all product modules that tests reach without a GPU and without vLLM. For each fault
+the tests of the module's room run first, then the tests of whole conversions, in the sample that `make test` runs. A fault
+that the sample misses meets the same files with all cases. A copy of the repository is changed, never the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+LEFT_OUT = ("triton", "cuda", "serving/vllm", "fused_moe", "__main__", "serving/warm/compiler", "hub_upload")
+ROOM_TESTS = {
+    "api.py": ["tests/test_api.py", "tests/cli/test_app.py"],
+    "cpu_loops": ["tests/cpu_loops", "tests/quantization", "tests/humming_layout", "tests/formats"],
+    "errors.py": ["tests/test_errors.py", "tests/cli"],
+    "jit.py": ["tests/test_jit.py"],
+}
+CONVERSIONS = [
+    "tests/conversion/test_convert.py",
+    "tests/conversion/test_golden_artifacts.py",
+    "tests/sources/test_formats.py",
+    "tests/verification/test_weights.py",
+    "tests/verification/test_files.py",
+]
+LIMIT_S = 420  # of one run of tests; a fault that makes them hang is found
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A changed expression: the product file, its line and first byte there, the text before and after."""
+
+    path: str
+    line: int
+    column: int
+    before: str
+    after: str
+
+
+def changed(node: ast.AST) -> ast.expr | None:
+    """The expression with the fault in it; None for a node that has none."""
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=right) if type(op) in COMPARISONS:
+            return ast.Compare(left, [COMPARISONS[type(op)]()], right)
+        case ast.BinOp(left=first, op=operator, right=second) if type(operator) in OPERATORS:
+            return ast.BinOp(first, OPERATORS[type(operator)](), second)
+        case ast.BoolOp(op=op, values=values):
+            return ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return operand
+        case ast.Constant(value=bool(value)):
+            return ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            return ast.Constant(value + 1)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return ast.IfExp(test, orelse, body)
+    return None
+
+
+def faults_in(path: Path, root: Path) -> Iterator[Fault]:
+    """Every fault that can be planted in the functions of a file, their signatures and f-strings aside."""
+    source = path.read_text(encoding="utf-8")
+    functions = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.FunctionDef)]
+    for function in functions:
+        for statement in function.body:
+            texts = {
+                id(x)
+                for text in ast.walk(statement)
+                if isinstance(text, ast.JoinedStr)
+                for x in ast.walk(text)
+            }
+            for node in ast.walk(statement):
+                if id(node) in texts or not isinstance(node, ast.expr) or (new := changed(node)) is None:
+                    continue
+                before = ast.get_source_segment(source, node)
+                if before and "\n" not in before:
+                    after = f"({ast.unparse(new)})"
+                    yield Fault(
+                        path.relative_to(root).as_posix(), node.lineno, node.col_offset, before, after
+                    )
+
+
+def draw(root: Path, num: int, seed: int, rooms: list[str]) -> list[Fault]:
+    """`num` faults, a quarter of them in constants, drawn over all files that tests on a CPU can reach."""
+    files = [
+        x for x in sorted((root / "hqconv").rglob("*.py")) if not any(y in x.as_posix() for y in LEFT_OUT)
+    ]
+    files = [x for x in files if not rooms or x.relative_to(root / "hqconv").parts[0] in rooms]
+    found = sorted({fault for path in files for fault in faults_in(path, root)}, key=repr)
+    constants = [fault for fault in found if fault.before.isdigit()]
+    others = [fault for fault in found if not fault.before.isdigit()]
+    generator = random.Random(seed)
+    return generator.sample(others, min(num - num // 4, len(others))) + generator.sample(constants, num // 4)
+
+
+def tests_of(fault: Fault, root: Path) -> list[list[str]]:
+    """Test files that run for a fault: of its room, then of whole conversions."""
+    room = fault.path.split("/")[1]
+    own = [x for x in ROOM_TESTS.get(room, [f"tests/{room}"]) if (root / x).exists()]
+    return [own, [x for x in CONVERSIONS if (root / x).exists() and x.split("/")[1] != room]]
+
+
+def is_found(root: Path, tests: list[str], *, whole: bool) -> bool:
+    """Whether a test of some files fails on the changed copy."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "HQCONV_TESTS": "all" if whole else ""}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode not in (0, 5)
+
+
+def plant(fault: Fault, root: Path) -> str:
+    """Run the tests against one fault; returns quick, all or none: the suite that found the fault."""
+    path = root / fault.path
+    original = path.read_text(encoding="utf-8")
+    lines = original.encode().splitlines(keepends=True)
+    line, end = lines[fault.line - 1], fault.column + len(fault.before.encode())
+    lines[fault.line - 1] = line[: fault.column] + fault.after.encode() + line[end:]
+    path.write_bytes(b"".join(lines))
+    try:
+        for suite in ("quick", "all"):
+            for tests in tests_of(fault, root):
+                if tests and is_found(root, tests, whole=suite == "all"):
+                    return suite
+        return "none"
+    finally:
+        path.write_text(original, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rooms", default="")
+    parser.add_argument("--log", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "repo"
+        listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
+        for name in listed.stdout.splitlines():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            if (REPO / name).is_symlink() or (REPO / name).is_file():
+                shutil.copy2(REPO / name, root / name, follow_symlinks=False)
+        results = []
+        for fault in draw(root, options.num, options.seed, [x for x in options.rooms.split(",") if x]):
+            start_s = time.monotonic()
+            suite = plant(fault, root)
+            results.append({**asdict(fault), "found_by": suite})
+            seconds = time.monotonic() - start_s
+            print(
+                f"{suite:5} {seconds:5.0f} s  {fault.path}:{fault.line}  {fault.before} -> {fault.after}",
+                flush=True,
+            )
+            if options.log:
+                options.log.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    counts = {suite: sum(x["found_by"] == suite for x in results) for suite in ("quick", "all", "none")}
+    found = counts["quick"] + counts["all"]
+    print(f"{len(results)} faults: {found} found by make test-all, {counts['quick']} of them by make test")
+
+
+if __name__ == "__main__":
+    main()
