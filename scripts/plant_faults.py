@@ -3,9 +3,9 @@
     python scripts/plant_faults.py [--num 48] [--seed 1] [--rooms planning,formats] [--log FILE]
 
 A fault is a small change of one expression: a comparison or a boolean turned round, a sum made a difference, a constant
-one larger. Expressions are drawn over all product modules that tests reach without a GPU and without vLLM. For each fault
-the tests of the module's room run first, then the tests of whole conversions, in the sample that `make test` runs. A fault
-that the sample misses meets the same files with all cases. A copy of the repository is changed, never the repository.
+one larger. Expressions are drawn over all product modules that tests reach without a GPU and without vLLM. For each
+fault the tests of its room run first, then the tests of whole conversions, in the sample that `make test` runs. A fault
+that the sample misses meets the same files with all cases. The script changes a copy of the repository.
 """
 
 from __future__ import annotations
