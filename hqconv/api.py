@@ -26,7 +26,7 @@ from hqconv.planning.options import ConversionOptions
 from hqconv.planning.plan import plan_conversion
 from hqconv.schemas.options import ConversionArguments, conversion_options
 from hqconv.serving.warm.compile_kernels import warm as warm
-from hqconv.sources.opening import open_headers, open_source, without_gc
+from hqconv.sources.opening import open_source, without_gc
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def plan(
     stands for. Raises the errors that `convert` raises before it writes.
     """
     parsed, device = ConversionOptions.parse(**options), choose_device(device)
-    with open_headers(src, revision) as source, without_gc():
+    with open_source(src, revision, is_lazy=True) as source, without_gc():
         return plan_conversion(parsed, source, choose_target(parsed, source, device))
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.sources.opening import open_headers
+from hqconv.sources.opening import open_source
 
 # The last word of a weight's name, in transformers' models; biases have others.
 _W13 = ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3", "v1")
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     try:
-        with open_headers(args.model, None) as source:
+        with open_source(args.model, is_lazy=True) as source:
             blocks, architectures = source.map_experts().blocks, source.config.get("architectures") or []
         text = Path(args.text).read_text(encoding="utf-8")
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)

@@ -95,7 +95,7 @@ LIGHT = (
     *("hqconv.models", "hqconv.humming_layout.gemm_forms", "hqconv.humming_layout.compatibility"),
     *("hqconv.humming_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     *("hqconv.formats.quant_config", "hqconv.formats.resolve", "hqconv.formats.source_format"),
-    *("hqconv.sources.safetensors_headers", "hqconv.sources.opening", "hqconv.artifact.reader"),
+    *("hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.compatibility"),
     *("hqconv.serving.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
     *(
@@ -453,8 +453,8 @@ def test_what_a_server_reaches_is_found_along_the_way(frame: str) -> None:
     files = {
         "hqconv.serving.artifact_view": frame.format("from hqconv.artifact.manifest import x"),
         "hqconv.artifact": "",
-        "hqconv.artifact.manifest": "from hqconv.checkpoint import folder",
-        "hqconv.sources.checkpoint": "",
+        "hqconv.artifact.manifest": "from hqconv.io import checkpoint_files",
+        "hqconv.io.checkpoint_files": "",
         "hqconv.serving.warm.compile_kernels": "import hqconv.io.durable_files",
         "hqconv.io.durable_files": "",
     }

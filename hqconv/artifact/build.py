@@ -13,7 +13,7 @@ from hqconv.artifact.lineage import DERIVED, derived_from
 from hqconv.artifact.manifest import read_manifest
 from hqconv.io.digests import blob_sha256, sha256_of
 from hqconv.io.durable_files import FileRecord
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec

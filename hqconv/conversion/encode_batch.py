@@ -14,7 +14,7 @@ from hqconv.conversion.encode import EncodedBatch, encode_batch
 from hqconv.humming_layout.rank_slices import gemm_tensors
 from hqconv.humming_layout.transform import to_kernel
 from hqconv.models.expert_bytes import RawExperts, RawLayout
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
 from hqconv.quantization.content_sums import expert_sums, sum_names
 from hqconv.quantization.quantize import ErrorSums

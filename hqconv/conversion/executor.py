@@ -37,7 +37,7 @@ from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import InputError
 from hqconv.io.open_files import open_limit
 from hqconv.models.expert_bytes import RawExperts
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import OutFile, OutputUnit
 from hqconv.schemas.tensors import TensorRef
 

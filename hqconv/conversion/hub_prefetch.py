@@ -21,7 +21,7 @@ from hqconv.conversion.stages import Stages
 from hqconv.errors import OutputError, RequestError
 from hqconv.io import hub_cache
 from hqconv.io.durable_files import output_errors
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 
 _NUM_THREADS = 4  # parallel downloads

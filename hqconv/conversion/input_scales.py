@@ -14,7 +14,7 @@ from hqconv.conversion.output_folder import UnitWriter
 from hqconv.errors import InputError
 from hqconv.formats.source_format import LAID_OUT
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.input_scales import static_blocks
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan

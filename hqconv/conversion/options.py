@@ -18,7 +18,7 @@ from hqconv.sources.opening import own_target
 if TYPE_CHECKING:
     from hqconv.conversion.hub_prefetch import CachePolicy
     from hqconv.conversion.resources import Resources
-    from hqconv.models.protocols import SourceHeaders
+    from hqconv.models.source_protocol import Source
     from hqconv.planning.options import ConversionOptions
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.spec import ConversionSpec
@@ -78,7 +78,7 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def choose_target(options: ConversionOptions, source: SourceHeaders, device: str) -> GpuTarget:
+def choose_target(options: ConversionOptions, source: Source, device: str) -> GpuTarget:
     """Return the target of `--target` and `--cuda`, with `--schema source` an artifact's own, or the GPU `device`.
 
     Raises RequestError if there is none. The checkpoint layout does not depend on the target.

@@ -13,7 +13,7 @@ from hqconv.conversion.encode_batch import Batch, Piece
 from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.stages import StageProfile, Stages
 from hqconv.errors import InputError
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.plan import ConversionPlan
 
 

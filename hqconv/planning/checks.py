@@ -8,9 +8,9 @@ from hqconv.errors import RequestError
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
 from hqconv.humming_layout.compatibility import nearest, why_not, why_overflow
 from hqconv.humming_layout.layer_config import fuses_exponents, needs_cuda
-from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.source_protocol import Source
 from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_blocks
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
@@ -125,7 +125,7 @@ def _check_sizes(block: MoeLayer, spec: ConversionSpec) -> None:
         raise RequestError(error.what, **words, remedy=error.remedy + hint) from None
 
 
-def check_copied(checkpoint: CheckpointHeaders, experts: ExpertMap, spec: ConversionSpec) -> None:
+def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
     """Refuse the checkpoint layout where tensors that it copies are quantized: vLLM would take them for plain ones."""
     if spec.layout != artifact_names.CHECKPOINT or checkpoint.quantization is None:
         return

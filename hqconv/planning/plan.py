@@ -11,9 +11,8 @@ from pathlib import Path
 
 from hqconv.errors import InputError
 from hqconv.io.front_matter import FrontMatter
-from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.protocols import SourceHeaders
+from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_copied, check_request, refuse_unserved, request_warnings
 from hqconv.planning.input_scales import static_blocks
 from hqconv.planning.options import ConversionOptions
@@ -170,7 +169,7 @@ class ConversionPlan:
         return {**words, "layout of the output files": digest.hexdigest()}
 
 
-def plan_conversion(options: ConversionOptions, source: SourceHeaders, target: GpuTarget) -> ConversionPlan:
+def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarget) -> ConversionPlan:
     """Plan the conversion of a source: layers left as they are, spec, output files.
 
     Raises RequestError or InputError for options, a source or their combination that no conversion can have.
@@ -191,7 +190,7 @@ def plan_conversion(options: ConversionOptions, source: SourceHeaders, target: G
     return plan
 
 
-def make_plan(checkpoint: CheckpointHeaders, experts: ExpertMap, spec: ConversionSpec) -> ConversionPlan:
+def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> ConversionPlan:
     """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
     check_request(experts, spec)
     check_copied(checkpoint, experts, spec)
@@ -221,12 +220,12 @@ def make_plan(checkpoint: CheckpointHeaders, experts: ExpertMap, spec: Conversio
     )
 
 
-def _left_out(checkpoint: CheckpointHeaders) -> list[str]:
+def _left_out(checkpoint: Source) -> list[str]:
     """What is not taken along, although it lies in the source."""
     return [f"{name} is left out: {reason}." for name, reason in checkpoint.loose.left_out.items()]
 
 
-def _card_warnings(checkpoint: CheckpointHeaders) -> list[str]:
+def _card_warnings(checkpoint: Source) -> list[str]:
     """That the source's license and tags are not taken over."""
     problem = FrontMatter.of(checkpoint.loose.card or b"").problem
     return [f"The front matter of {artifact_names.CARD} was not taken over: {problem}."] if problem else []

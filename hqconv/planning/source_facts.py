@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
+from hqconv.models.source_protocol import Source
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SourceFacts:
         return {"name": self.repo_id or self.name, "revision": self.revision}
 
 
-def source_facts(checkpoint: CheckpointHeaders, experts: ExpertMap | None) -> SourceFacts:
+def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
     """The facts of an opened source; `experts` None where they cannot be mapped."""
     kinds = (
         {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}

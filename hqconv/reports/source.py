@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from hqconv.errors import RequestError
-from hqconv.io.protocols import CheckpointHeaders
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.source_protocol import Source
 from hqconv.planning.source_facts import SourceFacts, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
@@ -17,15 +17,15 @@ from hqconv.schemas.grid import slice_unit, working_tp_sizes
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema
 
 
-def describe_source(checkpoint: CheckpointHeaders, map_experts: Callable[[], ExpertMap]) -> Words:
-    """A checkpoint: sizes, formats, family and blocks, or why it cannot be converted.
+def describe_source(checkpoint: Source) -> Words:
+    """Describe a checkpoint: sizes, formats, family and blocks, or why it cannot be converted.
 
-    `map_experts` finds its experts. Raises InputError where the checkpoint contradicts itself.
+    Raises InputError where the checkpoint contradicts itself.
     """
     words: Words = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
     words["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
     try:
-        experts = map_experts()
+        experts = checkpoint.map_experts()
     except RequestError as error:
         return {**words, "convertible": False, "obstacle": error.message()}
     facts = source_facts(checkpoint, experts)
@@ -73,7 +73,7 @@ def layer_to_dict(block: MoeLayer) -> Words:
     return words | {"source_dtype": block.dtype, "source_format": block.format.describe()}
 
 
-def _bytes_by_dtype(checkpoint: CheckpointHeaders) -> dict[str, int]:
+def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
     totals: Counter[str] = Counter()
     for ref in checkpoint.tensors.values():
         totals[ref.dtype] += ref.num_bytes

@@ -1,115 +1,280 @@
 """An artifact in the kernel layout as a source: for another TP, EP or schema, without the original model.
 
-Experts come back through the independent decoder of the kernel layout, ranks put together; the other tensors are the
-artifact's ordinary shards.
+The independent decoder of the kernel layout reads the experts back and joins their ranks; the other tensors are the
+artifact's ordinary shards. A damaged artifact is a damaged input, also for the exit code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader
-from hqconv.errors import InputError
-from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.artifact.reader import Artifact
+from hqconv.errors import InputError, RequestError, VerificationError
+from hqconv.formats.resolve import UNUSED_PARTS
+from hqconv.formats.source_format import LAID_OUT, SourceFormat
+from hqconv.humming_layout.layer_config import fuses_exponents
+from hqconv.io.hub import Listing
 from hqconv.models.expert_bytes import RawExperts
-from hqconv.models.moe_layer import MoeLayer
-from hqconv.quantization import bit_codec
-from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
-from hqconv.quantization.hadamard import rotate
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.moe_layer import InputScales, MoeLayer, TensorSlice
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of, torch_dtype
-from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.sources.artifact_headers import ArtifactHeaders, as_source
+from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.safetensors import SafetensorsSource
 
+if TYPE_CHECKING:
+    import torch
 
-class ArtifactSource(ArtifactHeaders, SafetensorsSource):
-    """An artifact opened as a checkpoint whose experts are read back."""
+    from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader
+    from hqconv.formats.decode_matrix import SourceMatrix
 
-    def __init__(self, root: Path, **words: Any) -> None:
-        """Read manifest and headers, as `ArtifactHeaders`, whose `words` they are."""
-        super().__init__(root, **words)
-        self._readers: dict[str, ExpertReader] = {}
+_AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
+_CONVERT_AGAIN = "Convert the original model again."
+
+
+@contextmanager
+def as_input_error() -> Iterator[None]:
+    """Turn a VerificationError into an InputError with the same message; also as a decorator."""
+    try:
+        yield
+    except VerificationError as error:
+        raise InputError(
+            error.what,
+            where=error.where,
+            expected=error.expected,
+            found=error.found,
+            remedy=error.remedy or _AGAIN,
+        ) from error
+
+
+class ArtifactSource(SafetensorsSource):
+    """An artifact opened as a checkpoint. Rank tensors are named `<rank file>:<tensor>`."""
 
     reads_ahead = False
 
-    @as_source()
+    def __init__(self, root: Path, *, repo_id: str | None = None, listing: Listing | None = None) -> None:
+        """Read manifest and headers; parameters as in `SafetensorsSource`. Raises InputError for a damaged artifact.
+
+        RequestError for an artifact whose codes differ from those of its schema.
+        """
+        super().__init__(root, repo_id=repo_id, listing=listing)
+        with as_input_error():
+            self.artifact = Artifact(root, listing, is_sealed=True)
+            _refuse_fused_exponents(self.artifact)
+        self.quantization = self.artifact.manifest["source"].get("quantization_config")
+        self.config = names.admit_transformers(self.config)
+        self.config.pop("quantization_config", None)
+        self.other_files = tuple(f for f in self.other_files if f != names.MANIFEST)
+        self._readers: dict[str, ExpertReader] = {}
+        self._add_rank_files()
+
+    def close(self) -> None:
+        """Close the files of the checkpoint and of the artifact."""
+        super().close()
+        self.artifact.close()
+
+    def forget(self, name: str) -> None:
+        """Read a file from the Hub again, as its copy will be removed."""
+        super().forget(name)
+        self.artifact.forget(name)
+
+    def _add_rank_files(self) -> None:
+        files = list(self.files)
+        for path in sorted(self.artifact.manifest["files"]):
+            if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
+                continue
+            file, header, _ = self._read_file(len(files), path)
+            for tensor, ref in header.items():
+                full = f"{path}:{tensor}"
+                self.tensors[full] = ref._replace(name=full)
+            files.append(file)
+        self.files = tuple(files)
+        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
+
+    # --- headers
+
+    @as_input_error()
+    def map_experts(self) -> ExpertMap:
+        """Map the artifact's MoE layers, and every tensor to its use. Raises InputError for inconsistent files."""
+        layers = tuple(self._layer(name) for name in self.artifact.blocks)
+        converted = {name: layer.name for layer in layers for name in layer.tensor_names()}
+        scales = [name for layer in layers for name in layer.input_scales.names]
+        dropped = dict.fromkeys(scales, UNUSED_PARTS[names.INPUT_SCALE])
+        copied = tuple(name for name in self.tensors if name not in converted and name not in dropped)
+        stray = next((name for name in copied if name.startswith(f"{names.EXPERTS_FOLDER}/")), None)
+        if stray is not None:
+            what, remedy = "A rank file holds a tensor that no kernel reads.", "Verify the artifact."
+            raise InputError(what, where=stray, remedy=remedy)
+        because = f"{self.artifact.manifest.get('family_chosen_because')}; read back from the kernel layout"
+        left = self.artifact.left  # among the copied tensors
+        return ExpertMap(self.artifact.family.name, because, layers, converted, copied, dropped, left)
+
+    def _layer(self, name: str) -> MoeLayer:
+        layer = self.artifact.expert_block(name)
+        parts = {role: self._parts(name, "w2" if role == "w2" else "w13") for role in layer.roles}
+        homes = self.artifact.grid.homes(layer.num_experts)
+        sources = tuple(
+            {
+                role: {key: self._expert_ref(p, homes[e][0]) for key, p in of.items()}
+                for role, of in parts.items()
+            }
+            for e in range(layer.num_experts)
+        )
+        return replace(
+            layer,
+            format=self.format_of(name),
+            dtype=parts["w2"]["weight"].dtype,
+            parts=parts,
+            sources=sources,
+            input_scales=self._input_scales(name),
+        )
+
+    def _input_scales(self, layer: str) -> InputScales:
+        """The static scales of activations in all ranks' files."""
+        inputs = self.artifact.kernel_spec_of(layer).inputs
+        if not inputs.is_static:
+            return InputScales()
+        refs = {}
+        for gemm in names.GEMMS:
+            name = names.input_scale(layer, gemm)
+            in_ranks = [f"{names.rank_file(layer, *rank)}:{name}" for rank in self.artifact.grid.ranks]
+            missing = next((full for full in in_ranks if full not in self.tensors), None)
+            if missing is not None:
+                what = "A rank's activation scale is missing."
+                raise VerificationError(what, where=missing, remedy=_CONVERT_AGAIN)
+            refs[gemm] = tuple(self.tensors[full] for full in in_ranks)
+        return InputScales(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
+
+    def _parts(self, layer: str, gemm: str) -> dict[str, TensorSlice]:
+        """The rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
+        parts = {}
+        for index, rank in enumerate(self.artifact.grid.ranks):
+            path = names.rank_file(layer, *rank)
+            if path not in self.artifact.manifest["files"]:
+                what = "The manifest lists no file for a rank."
+                raise VerificationError(what, where=path, remedy=_CONVERT_AGAIN)
+            prefix = f"{path}:{layer}.{gemm}_"
+            for tensor in self.artifact.header(path)[0]:
+                ref = self.tensors[f"{path}:{tensor}"]
+                if ref.name.startswith(prefix) and not names.is_input_scale(tensor):
+                    part = ref.name.removeprefix(prefix)
+                    key = part if index == 0 else f"{part}@tp{rank[0]}-ep{rank[1]}"
+                    parts[key] = TensorSlice(ref.name, ref.dtype, ref.shape)
+        return parts
+
+    def _expert_ref(self, part: TensorSlice, home: tuple[int, int]) -> TensorRef:
+        """An expert's bytes in a rank tensor, to count them; none in a file of another EP rank than `home`."""
+        ref = self.tensors[part.template]
+        ep_rank, local = home
+        if f"-ep{ep_rank}/" not in part.template:
+            return ref._replace(num_bytes=0)
+        return ref.entry(local)
+
+    def format_of(self, layer: str) -> SourceFormat:
+        """The source format of a layer's schema; rotated weights have no codes to keep."""
+        schema, param = self.artifact.schema_of(layer), self.artifact.param_dtype
+        group_n, group_k = schema.scale_group()
+        options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
+        return SourceFormat(
+            name=f"hqconv kernel layout, {schema.name}{', rotated' if schema.rotation else ''}",
+            decoder=LAID_OUT,
+            b_dtype="" if schema.rotation else schema.b_dtype,
+            scale_dtype=schema.scale_dtype(param),
+            group_n=group_n,
+            group_k=group_k,
+            has_zero_point=schema.has_zero_point,
+            scale_2=schema.weight_scale_2_type,
+            options=options,
+        )
+
+    # --- experts
+
+    @as_input_error()
     def read_expert(
         self,
-        block: MoeLayer,
+        layer: MoeLayer,
         expert: int,
         roles: Sequence[str],
         device: torch.device,
         raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
-        """Projections of one expert, put together from all TP ranks. Raises InputError for what cannot be decoded."""
-        if block.name not in self._readers:
-            self._readers[block.name] = ExpertReader(self.artifact, block, self._refuse)
-        reader = self._readers[block.name]
-        found: dict[str, ExpertMatrix] = {}
+        """Decode projections of one expert, joined from all TP ranks. Raises InputError for undecodable tensors."""
+        from hqconv.artifact.expert_reader import ExpertReader
+
+        if layer.name not in self._readers:
+            self._readers[layer.name] = ExpertReader(self.artifact, layer, self._refuse)
+        reader = self._readers[layer.name]
+        matrices: dict[str, ExpertMatrix] = {}
         for gemm, of_gemm in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             if set(of_gemm).intersection(roles):
-                found |= reader.read(gemm, expert, self._refuse)
+                matrices |= reader.read(gemm, expert, self._refuse)
         return {
-            role: self._coded(block, f"{block.name}, {role} of expert {expert}", found[role], device)
+            role: self._to_source(layer, f"{layer.name}, {role} of expert {expert}", matrices[role], device)
             for role in roles
         }
 
     def _refuse(self, where: str, what: str, expected: object, found: object) -> None:
-        """What the `weights` check of `verify` would list."""
+        """Raise InputError for a problem that the `weights` check of `verify` would list."""
         remedy = "Verify the artifact; where it is damaged, convert the original model again."
-        where = str(self.root / where)
-        raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
+        raise InputError(what, where=str(self.root / where), expected=expected, found=found, remedy=remedy)
 
-    def _coded(self, block: MoeLayer, where: str, matrix: ExpertMatrix, device: torch.device) -> SourceMatrix:
+    def _to_source(
+        self, layer: MoeLayer, where: str, matrix: ExpertMatrix, device: torch.device
+    ) -> SourceMatrix:
+        import numpy as np
+        import torch
+
+        from hqconv.formats.decode_matrix import SourceMatrix
+        from hqconv.quantization import bit_codec
+        from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
+        from hqconv.quantization.hadamard import rotate
+
         if matrix.flushed is not None and bool(matrix.flushed.any()):
             raise InputError(
                 "The artifact lost scales when it was made for float16: its source's values cannot be told.",
                 where=where,
                 remedy="Convert the original model.",
             )
-        schema, format_ = self.artifact.schema_of(block.name), block.format
+
+        def tensor(bits: Any, code: str) -> torch.Tensor | None:
+            """View bit patterns as a tensor of the safetensors dtype `code`."""
+            if bits is None:
+                return None
+            signed = np.ascontiguousarray(bits).view(f"i{bits.itemsize}" if bits.itemsize > 1 else np.uint8)
+            return torch.from_numpy(signed).view(torch_dtype(code)).to(device)
+
+        schema, param_code = self.artifact.schema_of(layer.name), code_of(self.artifact.param_dtype)
+        scale = tensor(matrix.scale, matrix.scale_dtype)
+        assert scale is not None
         coded = CodedMatrix(
             b_dtype=schema.b_dtype,
             packed=bit_codec.pack(torch.from_numpy(matrix.codes), schema.num_bits).to(device),
-            scale=_tensor(matrix.scale, matrix.scale_dtype, device),
-            group_n=format_.group_n,
-            group_k=format_.group_k,
-            zero_point=self._zero_point(matrix, schema, device),
-            scale_2=self._scale_2(matrix, schema, device),
+            scale=scale,
+            group_n=layer.format.group_n,
+            group_k=layer.format.group_k,
+            zero_point=tensor(matrix.zero_point, param_code if schema.is_fp_zero_point else "U8"),
+            scale_2=tensor(matrix.scale_2, "F32" if schema.weight_scale_2_type == "tensor" else param_code),
         )
-        bias = None if matrix.bias is None else _tensor(matrix.bias, self._param_code, device)
-        named = {"weight": where, "bias": where}
-        if schema.rotation:  # turned back; no target keeps these codes
-            return SourceMatrix(named, floats=rotate(dequantize(coded), schema.rotation), bias=bias)
-        return SourceMatrix(named, coded=coded, bias=bias)
-
-    @property
-    def _param_code(self) -> str:
-        return code_of(self.artifact.param_dtype)
-
-    def _zero_point(
-        self, matrix: ExpertMatrix, schema: WeightSchema, device: torch.device
-    ) -> torch.Tensor | None:
-        if matrix.zero_point is None:
-            return None
-        code = self._param_code if schema.is_fp_zero_point else "U8"
-        return _tensor(matrix.zero_point, code, device)
-
-    def _scale_2(
-        self, matrix: ExpertMatrix, schema: WeightSchema, device: torch.device
-    ) -> torch.Tensor | None:
-        if matrix.scale_2 is None:
-            return None
-        is_tensor = schema.weight_scale_2_type == "tensor"
-        return _tensor(matrix.scale_2, "F32" if is_tensor else self._param_code, device)
+        bias = tensor(matrix.bias, param_code)
+        origin = {"weight": where, "bias": where}
+        if schema.rotation:  # rotated back; no target keeps these codes
+            return SourceMatrix(origin, floats=rotate(dequantize(coded), schema.rotation), bias=bias)
+        return SourceMatrix(origin, coded=coded, bias=bias)
 
 
-def _tensor(bits: np.ndarray[Any, Any], code: str, device: torch.device) -> torch.Tensor:
-    """Raw bit patterns as a tensor of the safetensors dtype `code`."""
-    signed = np.ascontiguousarray(bits).view(f"i{bits.itemsize}" if bits.itemsize > 1 else np.uint8)
-    return torch.from_numpy(signed).view(torch_dtype(code)).to(device)
+def _refuse_fused_exponents(artifact: Artifact) -> None:
+    """Refuse mxfp4 for fp8 or int8 activations: its codes differ on every TP rank, and the original ones are lost."""
+    if artifact.manifest["layout"] != names.KERNEL:
+        return
+    for layer in artifact.blocks:
+        if fuses_exponents(artifact.kernel_spec_of(layer)):
+            raise RequestError(
+                "The exponents were folded into the codes: the artifact cannot be a source.",
+                where=f"{artifact.root}: {layer}",
+                found=str(artifact.kernel_spec_of(layer)),
+                remedy="Convert the original again.",
+            )

@@ -1,33 +1,34 @@
-"""Opens whatever can be converted, as what it is."""
+"""Open a source to convert: a safetensors folder, a Hub repo, a folder with GGUF files, or an artifact."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.errors import RequestError
+from hqconv.io import hub_snapshot
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.gguf_header import holds_gguf
-from hqconv.io.hub_snapshot import is_repo_id, look
-from hqconv.io.source_names import named
+from hqconv.io.hub import Listing
+from hqconv.io.source_names import named, refuse_what_is_no_model
 from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.gpu_target import GpuTarget, parse_target
-from hqconv.sources.artifact_headers import as_source
+from hqconv.sources.artifact import ArtifactSource, as_input_error
+from hqconv.sources.gguf import open_with_gguf
+from hqconv.sources.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
-    from hqconv.models.protocols import Source, SourceHeaders
-
-Opened = TypeVar("Opened", bound="SourceHeaders")
+    from hqconv.models.source_protocol import Source
 
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Pauses cycle collection: walking 70,000 tensors' objects again and again would double the time."""
+    """Pause cycle collection: walking 70,000 tensors' objects again and again would double the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -39,106 +40,93 @@ def without_gc() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where a source lies, and what it is: kind is artifact, gguf or safetensors.
+    """The folder of a source and its kind: artifact, gguf or safetensors.
 
-    words: of a repo on the Hub, as `Checkpoint` takes them; none of a folder.
+    repo_id: of a Hub repo, of which `root` is the snapshot in the cache. listing: the repo's files; None offline.
     """
 
     root: Path
     kind: str
-    words: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The folder's name, or the repo's without the organisation."""
-        return self.words["repo_id"].split("/")[1] if self.words else self.root.resolve().name
+    repo_id: str | None = None
+    listing: Listing | None = None
 
 
 def locate_source(src: str | Path, revision: str | None = None) -> SourceLocation:
-    """Where a folder or a repo lies; of a repo the words are downloaded. Raises as `open_headers`."""
-    root, words = Path(src), {}
-    if str(src) and not root.exists() and is_repo_id(str(src)):
-        root, listing = look(str(src), revision)
-        words = {"repo_id": str(src), "revision": root.name, "listing": listing}
-    elif is_unfinished(root):
+    """Find the folder and kind of a source; of a Hub repo only small files are downloaded. Raises as `open_source`."""
+    src, revision = named(str(src), revision)
+    root = Path(src)
+    if src and not root.exists() and hub_snapshot.is_repo_id(src):
+        root, listing = hub_snapshot.look(src, revision)
+        is_kernel = is_artifact(root) and read_manifest(root)["layout"] == KERNEL
+        return SourceLocation(root, "artifact" if is_kernel else "safetensors", src, listing)
+    if is_unfinished(root):
         raise RequestError(
             "The source is an unfinished conversion of hqconv, not a checkpoint.",
-            where=str(src),
+            where=src,
             remedy="Finish it with --resume, or give the model folder it is made from.",
         )
-    is_plain = bool(words) or revision is None  # a folder has no revisions, which opening it says
-    if is_plain and is_artifact(root) and read_manifest(root)["layout"] == KERNEL:
-        return SourceLocation(root, "artifact", words)
-    is_gguf = bool(str(src)) and revision is None and not words and holds_gguf(root)
-    return SourceLocation(root, "gguf" if is_gguf else "safetensors", words)
+    if revision is None and is_artifact(root) and read_manifest(root)["layout"] == KERNEL:
+        return SourceLocation(root, "artifact")
+    if src and revision is None and holds_gguf(root):
+        return SourceLocation(root, "gguf")
+    refuse_what_is_no_model(root)
+    if not (src and root.is_dir()):  # Path("") is the current folder
+        raise hub_snapshot.no_repo(src)
+    if revision is not None:
+        what, remedy = "A local folder has no revisions.", "Leave the revision out."
+        raise RequestError(what, where=src, found=f"revision {revision}", remedy=remedy)
+    return SourceLocation(root, "safetensors")
 
 
-def _held(source: Opened, *, is_whole: bool = True) -> Opened:
-    """An artifact's files held to its manifest, whichever layout it has; closed where they are not those."""
+@without_gc()
+def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool = False) -> Source:
+    """Open a model folder, a Hub repo (`org/name`), a folder with GGUF files or an artifact. Loads no torch.
+
+    is_lazy: download no weights of a checkpoint on the Hub; `read_into` reads ranges, `fetch` downloads files. The
+    weights of an artifact on the Hub are never downloaded here.
+    HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME and the token have their meaning in huggingface_hub.
+    A context manager that closes the source. Raises RequestError for an unknown folder, repo or revision, or one
+    without access; InputError for broken, missing or contradictory files and damaged artifacts; NetworkError where
+    the Hub fails.
+    """
+    with readable(src), as_input_error():
+        return open_location(locate_source(src, revision), is_lazy=is_lazy)
+
+
+def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
+    """Open a located source, as `open_source` does. The files of an artifact are checked against its manifest."""
+    root, repo_id, listing = location.root, location.repo_id, location.listing
+    if location.kind == "gguf":
+        source = open_with_gguf(root)
+    elif location.kind == "artifact":
+        source = ArtifactSource(root, repo_id=repo_id, listing=listing)
+    else:
+        if repo_id is not None and listing is not None and not is_lazy:
+            hub_snapshot.download(repo_id, listing.commit)
+            listing = None
+        source = SafetensorsSource(root, repo_id=repo_id, listing=listing)
     try:
-        if is_artifact(source.root):
-            listing, names = source.listing, [*source.other_files, *(file.name for file in source.files)]
-            sizes = {} if listing is None else {name: listing.sizes[name] for name in names}
-            digests = {} if listing is None else listing.digests
-            listed = read_manifest(source.root, is_sealed=True)["files"]
-            source.guard.hold_to(listed, sizes, digests, is_whole=is_whole)
+        _check_against_manifest(source)
     except BaseException:
         source.close()
         raise
     return source
 
 
-@without_gc()
-def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool = False) -> Source:
-    """Opens what can be converted: a model folder, a Hub repo (`org/name`), a folder with GGUF files, an artifact.
-
-    is_lazy: of a model on the Hub no weights are downloaded until they are asked for, as never of an artifact there.
-    A context manager that closes it. Raises RequestError, InputError (also of a damaged artifact) or NetworkError.
-    """
-    from hqconv.sources.safetensors import SafetensorsSource
-
-    with readable(src), as_source():
-        src, revision = named(str(src), revision)
-        place = locate_source(src, revision)
-        if place.kind == "artifact":
-            from hqconv.sources.artifact import ArtifactSource
-
-            return _held(ArtifactSource(place.root, name=place.name, **place.words), is_whole=not place.words)
-        if place.kind == "gguf":
-            from hqconv.sources.gguf import open_with_gguf
-
-            return _held(open_with_gguf(place.root))
-        if place.words and is_lazy:
-            return _held(SafetensorsSource(place.root, name=place.name, **place.words), is_whole=False)
-        return _held(SafetensorsSource.open(src, revision), is_whole=not place.words)
+def _check_against_manifest(source: Source) -> None:
+    """Have an artifact's files, in whichever layout, compared with its manifest."""
+    if not is_artifact(source.root):
+        return
+    listing, names = source.listing, [*source.other_files, *(file.name for file in source.files)]
+    sizes = {} if listing is None else {name: listing.sizes[name] for name in names}
+    digests = {} if listing is None else listing.digests
+    listed = read_manifest(source.root, is_sealed=True)["files"]
+    source.guard.hold_to(listed, sizes, digests, is_whole=source.repo_id is None)
 
 
-@without_gc()
-def open_headers(src: str | Path, revision: str | None = None) -> SourceHeaders:
-    """Opens it as `open_source` does, for a look: loads no torch, and of a repo downloads no weights."""
-    from hqconv.sources.safetensors_headers import SafetensorsHeaders
-
-    with readable(src), as_source():
-        src, revision = named(str(src), revision)
-        place = locate_source(src, revision)
-        if place.kind == "artifact":
-            from hqconv.sources.artifact_headers import ArtifactHeaders
-
-            return _held(
-                ArtifactHeaders(place.root, name=place.name, **place.words), is_whole=not place.words
-            )
-        if place.kind == "gguf":
-            from hqconv.sources.gguf_headers import GgufHeaders, open_with_gguf_as
-
-            return _held(open_with_gguf_as(place.root, SafetensorsHeaders, GgufHeaders))
-        if place.words:
-            return _held(SafetensorsHeaders(place.root, name=place.name, **place.words), is_whole=False)
-        return _held(SafetensorsHeaders.open(src, revision))
-
-
-def own_target(source: SourceHeaders) -> GpuTarget | None:
-    """The target that an artifact in the kernel layout was made for; None of any other source."""
+def own_target(source: Source) -> GpuTarget | None:
+    """The target that an artifact in the kernel layout was made for; None for any other source."""
     if not is_artifact(source.root):
         return None
-    words = read_manifest(source.root)
-    return parse_target(words["target"], words.get("cuda")) if words["layout"] == KERNEL else None
+    manifest = read_manifest(source.root)
+    return parse_target(manifest["target"], manifest.get("cuda")) if manifest["layout"] == KERNEL else None

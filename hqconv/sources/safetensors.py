@@ -1,65 +1,284 @@
-"""A checkpoint of safetensors files as a source: each expert's byte ranges read, cut to projections and decoded."""
+"""A checkpoint of safetensors files in a folder or a Hub repo: headers, config and experts; torch only to decode bytes.
+
+The weight files are chosen as in transformers: `model.safetensors` if present, else the shards that
+`model.safetensors.index.json` names. The index and the headers must then agree on every tensor, both ways.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import torch
-
-from hqconv.formats.decode_matrix import SourceMatrix, decode_matrix
+from hqconv.errors import InputError, NetworkError, first_few
+from hqconv.io import checkpoint_files, hub, hub_snapshot
+from hqconv.io.file_snapshot import FileSnapshot
+from hqconv.io.open_files import Descriptors
+from hqconv.io.ranges import adjoining, fill
+from hqconv.io.safetensors_header import parse_header, read_header
+from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts, stored_shape
+from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer, View
+from hqconv.models.source_protocol import SourceFile
+from hqconv.schemas.artifact_names import INDEX, SINGLE
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
-from hqconv.sources.safetensors_headers import SafetensorsHeaders
+from hqconv.schemas.untrusted_files import open_regular
+
+if TYPE_CHECKING:
+    import torch
+    from _typeshed import WriteableBuffer
+
+    from hqconv.formats.decode_matrix import SourceMatrix
+
+_NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
+_KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
 
-class SafetensorsSource(SafetensorsHeaders):
-    """A checkpoint whose experts are tensors of its own. See `hqconv.models.protocols.Source`."""
+class SafetensorsSource:
+    """An opened checkpoint whose experts are safetensors tensors; a context manager. See `source_protocol.Source`."""
 
     reads_ahead: ClassVar[bool] = True
 
+    def __init__(self, root: Path, *, repo_id: str | None = None, listing: hub.Listing | None = None) -> None:
+        """Read and check config, index and headers in the folder `root`.
+
+        repo_id: of a Hub repo, whose snapshot `root` is. listing: the repo's files, if `root` does not hold all.
+        Raises InputError where files are broken, missing or contradict each other, NetworkError where the Hub fails.
+        """
+        self.root, self.repo_id = root, repo_id
+        self.name = root.resolve().name if repo_id is None else repo_id.split("/")[1]
+        self.revision = None if repo_id is None else root.name
+        self.listing, self.guard = listing, FileSnapshot(root)
+        checkpoint_files.check_regular(root)
+        self.guard.look_if_there(
+            name for name in hub_snapshot.WORDS if name != INDEX or not self._has(SINGLE)
+        )
+        self.config: dict[str, Any] = checkpoint_files.read_config(root)
+        self.quantization = checkpoint_files.read_quantization(root, self.config)
+        weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root, self._has(SINGLE))
+        names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+        if weight_map is not None:
+            self._check_present(weight_map)
+        self.files, self.tensors, self.metadata = self._read_files(names)
+        if weight_map is not None:
+            checkpoint_files.check_weight_map(
+                weight_map, self.tensors, tuple(file.name for file in self.files)
+            )
+        self.loose = (
+            SidecarFiles.of_folder(root) if listing is None else SidecarFiles.of_listing(listing.sizes, root)
+        )
+        self.other_files = self.loose.names
+        self.guard.look_if_there(self.other_files)
+        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
+        self._descriptors = Descriptors(self._open_file)
+
+    def map_experts(self) -> ExpertMap:
+        """Map the experts from the tensors' names, shapes and the config."""
+        return map_experts(self.tensors, self.config, self.quantization)
+
+    # --- headers
+
+    def _has(self, name: str) -> bool:
+        return (self.root / name).is_file() or (self.listing is not None and name in self.listing.sizes)
+
+    def _check_present(self, weight_map: dict[str, str]) -> None:
+        tensor_of = {name: tensor for tensor, name in reversed(weight_map.items())}
+        missing = sorted(name for name in tensor_of if not self._has(name))
+        if missing:
+            shown = first_few(missing)
+            what = f"{len(missing)} of the {len(tensor_of)} shards the index names are missing: {shown}."
+            where = f"{self.root}, tensor {tensor_of[missing[0]]!r} and others"
+            raise InputError(what, where=where, remedy="Copy or download the missing files.")
+
+    def _read_files(
+        self, names: list[str]
+    ) -> tuple[tuple[SourceFile, ...], dict[str, TensorRef], tuple[Mapping[str, str], ...]]:
+        """The files, all their tensors, and each file's metadata."""
+        with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
+            read = list(pool.map(self._read_file, range(len(names)), names))
+        tensors: dict[str, TensorRef] = {}
+        for _, refs, _ in read:
+            twice = tensors.keys() & refs.keys()
+            if twice:
+                name = next(name for name in refs if name in twice)
+                both = f"{names[tensors[name].file]} and {names[refs[name].file]}"
+                what, where = "A tensor is in two files.", f"tensor {name!r}"
+                raise InputError(
+                    what, where=where, expected="one", found=both, remedy=checkpoint_files.COPY_AGAIN
+                )
+            tensors |= refs
+        return tuple(file for file, _, _ in read), tensors, tuple(metadata for _, _, metadata in read)
+
+    def _read_file(self, number: int, name: str) -> tuple[SourceFile, dict[str, TensorRef], dict[str, str]]:
+        path = self.root / name
+        if self.listing is not None and not path.is_file():
+            size, where = self._size(name), f"{self.repo_id}/{name}"
+            refs, metadata, sha256 = parse_header(where, self.listing.read_head(name), size, number)
+            return SourceFile(name, size, sha256, 0), refs, metadata
+        status = self.guard.look(name)
+        refs, metadata, sha256 = read_header(path, number)
+        mtime_ns = status.st_mtime_ns if self.repo_id is None else 0
+        return SourceFile(name, status.st_size, sha256, mtime_ns), refs, metadata
+
+    def _size(self, name: str) -> int:
+        """Bytes of a file, as the Hub says. Raises InputError where the repo has no such file."""
+        assert self.listing is not None
+        if name not in self.listing.sizes:
+            what, where = "The Hub repo lacks a file.", f"{self.repo_id}, revision {self.revision}"
+            raise InputError(what, where=where, expected=name, remedy="Upload the model again, whole.")
+        return self.listing.sizes[name]
+
+    # --- files of a repo
+
+    def is_here(self, name: str) -> bool:
+        """Whether a file is on this machine, and is read from there."""
+        return self.listing is None or self.guard.has_seen(name)
+
+    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None) -> None:
+        """Bring files of a repo into the Hub cache, those that are not here; any thread may. Nothing for a folder.
+
+        check: as of `hub.fetch_file`. Raises as `open`, and InputError where what came is not what its header was.
+        """
+        for name in names:
+            if self.listing is None or self.is_here(name):
+                continue
+            path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check)
+            self._check_fetched(name, path)
+            self.guard.look(name)
+
+    def _check_fetched(self, name: str, path: Path) -> None:
+        expected, found = self._size(name), path.stat().st_size
+        if expected != found:
+            what, remedy = "A download has another size than the Hub says.", f"Remove {path} and try again."
+            raise NetworkError(
+                what, where=f"{self.repo_id}/{name}", expected=expected, found=found, remedy=remedy
+            )
+        file = next((file for file in self.files if file.name == name), None)
+        if file is not None and read_header(path)[2] != file.header_sha256:
+            what, remedy = "A download has another header than the Hub sent before.", "Try again."
+            raise InputError(what, where=str(path), remedy=remedy)
+
+    def forget(self, name: str) -> None:
+        """A file of a repo is read from the Hub again, as it will be removed here; nobody may be reading it."""
+        self.guard.forget(name)
+        self._descriptors.drop(name)
+
+    # --- experts
+
     def read_raw(self, raw: RawExperts, places: Iterable[tuple[TensorRef, int]]) -> None:
-        """Read ranges into the buffer. Raises InputError as `read_into`."""
+        """Read byte ranges into the buffer, each to its start. Raises InputError as `read_into`."""
         buffer = raw.buffer.numpy().data
         self.read_all_into((ref, buffer[start : start + ref.num_bytes]) for ref, start in places)
 
     def read_expert(
         self,
-        block: MoeLayer,
+        layer: MoeLayer,
         expert: int,
         roles: Sequence[str],
         device: torch.device,
         raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
-        """Projections of one expert; a tensor that several of them share is read once. On the CPU, views of `raw`."""
+        """Decode projections of one expert, on the CPU as views of `raw`; a shared tensor is read once."""
+        from hqconv.formats.decode_matrix import decode_matrix
+
         read: dict[tuple[int, int], torch.Tensor] = {}
-        found = {}
+        matrices = {}
         for role in roles:
-            refs, parts, names = block.sources[expert][role], {}, {}
-            for part, ref in refs.items():
-                source = block.parts[role][part]
-                place = (ref.file, ref.offset_bytes)
-                if place not in read:
-                    read[place] = (
+            parts, names = {}, {}
+            for part, ref in layer.sources[expert][role].items():
+                tensor_slice = layer.parts[role][part]
+                key = (ref.file, ref.offset_bytes)
+                if key not in read:
+                    read[key] = (
                         raw.tensor(ref).to(device, non_blocking=True) if raw else self._read(ref, device)
                     )
-                whole = read[place]
-                parts[part] = whole if source.is_run else _look(whole, source.view)
-                names[part] = f"{ref.name}, expert {expert}" if source.is_stacked else ref.name
-            found[role] = decode_matrix(block.format, parts, block.shape(role), names)
-        return found
+                parts[part] = read[key] if tensor_slice.is_run else _cut(read[key], tensor_slice.view)
+                names[part] = f"{ref.name}, expert {expert}" if tensor_slice.is_stacked else ref.name
+            matrices[role] = decode_matrix(layer.format, parts, layer.shape(role), names)
+        return matrices
 
     def _read(self, ref: TensorRef, device: torch.device) -> torch.Tensor:
-        """A tensor in its own dtype, on `device` (through pinned memory for CUDA)."""
+        """Read a tensor in its stored dtype to `device` (through pinned memory for CUDA)."""
+        import torch
+
         host = torch.empty(stored_shape(ref), dtype=torch_dtype(ref.dtype), pin_memory=device.type == "cuda")
         self.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
         return host if device.type == "cpu" else host.to(device, non_blocking=True)
 
+    # --- bytes
 
-def _look(whole: torch.Tensor, view: View) -> torch.Tensor:
-    """One projection out of an expert's share of a fused tensor."""
+    def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
+        """Fills all of `buffer` (C-contiguous) with the tensor's bytes from byte `start` on; any thread may.
+
+        Raises ValueError for a range outside the tensor; InputError if the file changed since its header was
+        read, ends too early, or cannot be read.
+        """
+        view = memoryview(buffer)
+        if start < 0 or start + view.nbytes > ref.num_bytes:
+            raise ValueError(f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}")
+        if view.nbytes:  # cast() refuses empty views
+            self._fill([ref], [view.cast("B")], ref.offset_bytes + start)
+
+    def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
+        """Fills a buffer with all of each tensor's bytes, as `read_into`; what adjoins is read at once."""
+        for run in adjoining(pieces):
+            refs, views = zip(*run, strict=True)
+            self._fill(refs, views, refs[0].offset_bytes)
+
+    def _fill(self, refs: Sequence[TensorRef], views: Sequence[memoryview], offset: int) -> None:
+        name = self.files[refs[0].file].name
+        if self.listing is not None and not self.is_here(name):
+            data = memoryview(self.listing.read(name, offset, offset + sum(map(len, views))))
+            for view in views:
+                view[:], data = data[: len(view)], data[len(view) :]
+            return
+        try:
+            with self._descriptors.using(name) as descriptor:
+                reached = fill(descriptor, views, offset)
+        except OSError as error:
+            raise self._read_error(refs[0], "A file of the source cannot be read.", error.strerror) from error
+        if reached < offset + sum(map(len, views)):
+            ref = next(ref for ref in refs if ref.offset_bytes + ref.num_bytes > reached)
+            what = "The file shrank since its header was read."
+            raise self._read_error(ref, what, f"end of file at byte {reached}")
+
+    def close(self) -> None:
+        """Closes the files; no read may be under way, and none may follow."""
+        self._descriptors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_file(self, name: str) -> int:
+        descriptor, before = open_regular(self.root / name), self.guard.look(name)
+        status = os.fstat(descriptor)
+        if (status.st_size, status.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            os.close(descriptor)
+            raise InputError(
+                "The file changed since its header was read.",
+                where=str(self.root / name),
+                expected=f"{before.st_size} bytes, mtime {before.st_mtime_ns} ns",
+                found=f"{status.st_size} bytes, mtime {status.st_mtime_ns} ns",
+                remedy=_KEEP,
+            )
+        return descriptor
+
+    def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
+        where = f"{self.root / self.files[ref.file].name}, tensor {ref.name!r}"
+        return InputError(what, where=where, found=found, remedy=_KEEP)
+
+
+def _cut(whole: torch.Tensor, view: View) -> torch.Tensor:
+    """Cut one projection out of an expert's part of a fused tensor."""
+    import torch
+
     bits = whole.view(torch.uint8) if whole.element_size() == 1 else whole
     if view.transposed and bits.ndim > 1:
         bits = bits.transpose(0, 1)

@@ -17,7 +17,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
 from hqconv.io.digests import sha256_of
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_blocks

@@ -16,7 +16,7 @@ from hqconv.conversion.encode import encode
 from hqconv.errors import HqconvError
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.encoding import Encoding
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import Quantized

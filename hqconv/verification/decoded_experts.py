@@ -21,7 +21,7 @@ from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.layout_decoder.stack_scales import float_values
 from hqconv.layout_decoder.unrotate import unrotated
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import code_of
 from hqconv.verification.reference import Expert
 from hqconv.verification.scheduling import ahead

@@ -16,7 +16,7 @@ from hqconv.artifact.reader import Artifact, Header
 from hqconv.conversion.progress import Meter
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.serving.engine import ENGINE
 from hqconv.verification.accounting import Placed, check_accounting

@@ -13,7 +13,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.input_scales import InputScales, reduce_scales
 from hqconv.errors import HqconvError
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.verification.result import CheckResult
 

@@ -27,7 +27,7 @@ from hqconv.humming_layout.fused_moe import (
 )
 from hqconv.layout_decoder.unrotate import unrotated
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of

@@ -13,7 +13,7 @@ from typing import Any
 from hqconv.artifact.lineage import ancestors
 from hqconv.artifact.reader import Artifact
 from hqconv.formats.source_format import DIRECT
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.encoding import SEARCH_VERSION, EncodingOptions
 from hqconv.planning.importance import Importance
 from hqconv.schemas.options import QUANTIZERS, RTN

@@ -17,7 +17,7 @@ from hqconv.conversion.progress import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.io.digests import sha256_of
 from hqconv.io.hub import Listing
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel_spec import KernelSpec

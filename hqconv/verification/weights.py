@@ -15,7 +15,7 @@ from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import relative_error
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.encoding import encoding_of
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype

@@ -22,7 +22,7 @@ from hqconv.io.source_names import named
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
-from hqconv.sources.opening import open_headers
+from hqconv.sources.opening import open_source
 from tests.make.conversions import manifest, run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -111,7 +111,7 @@ def test_a_folder_with_such_a_name_is_the_folder(tmp_path: Path, monkeypatch: py
 
 def opening(path: Path) -> str:
     with pytest.raises(HqconvError) as error:
-        open_headers(path)
+        open_source(path)
     assert isinstance(error.value, RequestError | InputError)
     return error.value.message()
 
@@ -164,7 +164,7 @@ def test_a_recut_takes_the_artifacts_own_target(model: Path, tmp_path: Path) -> 
 def test_a_checkpoint_has_no_target(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4", layout="checkpoint")
     for path in (model, tmp_path / "out"):
-        with open_headers(path) as source:
+        with open_source(path) as source:
             assert own_target(source) is None
 
 

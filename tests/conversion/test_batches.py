@@ -15,7 +15,7 @@ from hqconv.errors import InputError
 from hqconv.models.expert_bytes import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.schemas.tensors import TensorRef
-from hqconv.sources.checkpoint import Checkpoint
+from hqconv.sources.safetensors import SafetensorsSource
 from tests.make import conversions
 from tests.make.conversions import open_plan
 from tests.make.qwen import write_qwen3_moe
@@ -81,23 +81,23 @@ def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
     model = write_qwen3_moe(tmp_path / "model", num_layers=2)
     _, plan = open_plan(model, "mxfp4")
     refs = [ref for group in plan.units if not isinstance(group, MoeLayerPlan) for ref in group.refs]
-    victim, real = sorted(refs, key=lambda ref: ref.offset_bytes)[len(refs) // 2], Checkpoint.read_into
+    victim, real = sorted(refs, key=lambda ref: ref.offset_bytes)[len(refs) // 2], SafetensorsSource.read_into
 
-    def read(self: Checkpoint, ref: TensorRef, buffer: memoryview, start: int = 0) -> None:
+    def read(self: SafetensorsSource, ref: TensorRef, buffer: memoryview, start: int = 0) -> None:
         first = ref.offset_bytes + start
         if first < victim.offset_bytes + victim.num_bytes and first + len(buffer) > victim.offset_bytes:
             raise InputError("A tensor cannot be read.", where=f"tensor {ref.name}")
         real(self, ref, buffer, start)
 
-    real_all = Checkpoint.read_all_into
+    real_all = SafetensorsSource.read_all_into
 
-    def read_all(self: Checkpoint, pieces: Iterable[tuple[TensorRef, memoryview]]) -> None:
+    def read_all(self: SafetensorsSource, pieces: Iterable[tuple[TensorRef, memoryview]]) -> None:
         for ref, buffer in (given := list(pieces)):
             read(self, ref, buffer)
         real_all(self, given)
 
-    monkeypatch.setattr(Checkpoint, "read_into", read)
-    monkeypatch.setattr(Checkpoint, "read_all_into", read_all)
+    monkeypatch.setattr(SafetensorsSource, "read_into", read)
+    monkeypatch.setattr(SafetensorsSource, "read_all_into", read_all)
     with pytest.raises(InputError) as caught:
         conversions.run(model, tmp_path / "out", "mxfp4")
     assert caught.value.where == f"tensor {victim.name}"

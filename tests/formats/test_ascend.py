@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.quant_config import declared_formats
 from hqconv.schemas.ascend import ascend_quantization_config, patterns
-from hqconv.sources.checkpoint import Checkpoint
+from hqconv.sources.opening import open_source
 from tests.make import conversions
 from tests.make.formats import write
 from tests.make.qwen import write_qwen3_moe
@@ -125,7 +125,7 @@ def test_the_file_decides_and_the_tensors_are_held_to_it(tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     (folder / "config.json").write_text(json.dumps({**config, "quantize": "w4a8"}))  # whatever this says
-    with Checkpoint.open(str(folder)) as source:
+    with open_source(folder) as source:
         assert source.quantization is not None
         assert source.quantization["modules"]["model.layers.*.mlp.experts.*.up_proj"] == INT8
     conversions.open_plan(folder, "int4")[0].close()
@@ -159,4 +159,4 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "source", "ascend-w8a8-file", hidden=128, inner=128).folder
     (folder / "quant_model_description.json").write_text("{")
     with pytest.raises(InputError, match=r"quant_model_description\.json"):
-        Checkpoint.open(str(folder))
+        open_source(folder)

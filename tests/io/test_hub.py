@@ -83,14 +83,14 @@ def without_place(words: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_look_at_a_repo_downloads_headers_only(model: Path, tmp_path: Path) -> None:
     with client(model, tmp_path / "home") as one:
-        seen = one.words("inspect", "org/name")
+        seen = one.to_dict("inspect", "org/name")
         assert seen["revision"] == COMMIT
-        planned = one.words(*DRY_RUN)
+        planned = one.to_dict(*DRY_RUN)
         # Two looks at four shards, 32 KiB each, of 12.7 MB.
         assert header_bytes(model) < one.hub.num_bytes_of_weights <= 2 * 4 * (1 << 15)
-        local = one.words("inspect", model)
+        local = one.to_dict("inspect", model)
         assert without_place(seen) == without_place(local)
-        local = one.words(*("convert", model, *DRY_RUN[2:]))
+        local = one.to_dict(*("convert", model, *DRY_RUN[2:]))
         assert without_place(planned) == without_place(local)
         assert not list((tmp_path / "home").rglob("*.safetensors"))
 
@@ -98,9 +98,9 @@ def test_a_look_at_a_repo_downloads_headers_only(model: Path, tmp_path: Path) ->
 def test_a_look_at_a_repo_sees_what_ascend_writes_beside_it(tmp_path: Path) -> None:
     model = write(tmp_path / "model", "ascend-w8a8-file", hidden=128, inner=128).folder
     with client(model, tmp_path / "home") as one:
-        seen = one.words("inspect", "org/name")
+        seen = one.to_dict("inspect", "org/name")
         assert seen["quant_method"] == "ascend"
-        assert without_place(seen) == without_place(one.words("inspect", model))
+        assert without_place(seen) == without_place(one.to_dict("inspect", model))
 
 
 def test_a_server_that_ignores_ranges_is_left_early(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_server_that_ignores_ranges_is_left_early(tmp_path: Path) -> None:
     # Larger by far than what sockets buffer on the way.
     save_file(tensors | {"lm_head.weight": torch.zeros(50 << 20, 2).byte()}, model / "model.safetensors")
     with client(model, tmp_path / "home", honours_ranges=False) as one:
-        assert one.words("inspect", "org/name")["convertible"]
+        assert one.to_dict("inspect", "org/name")["convertible"]
         assert one.hub.num_bytes_of_weights < total_bytes(model) / 4
 
 
@@ -119,7 +119,9 @@ def test_headers_larger_than_the_first_request(model: Path, tmp_path: Path) -> N
     )
     assert header_bytes(many) > 1 << 16
     with client(many, tmp_path / "home") as one:
-        assert without_place(one.words("inspect", "org/name")) == without_place(one.words("inspect", many))
+        assert without_place(one.to_dict("inspect", "org/name")) == without_place(
+            one.to_dict("inspect", many)
+        )
         assert one.hub.num_bytes_of_weights == header_bytes(many)
 
 
@@ -132,7 +134,7 @@ def test_a_conversion_downloads_once_and_gives_the_folders_bytes(model: Path, tm
         num_bytes = one.hub.num_bytes_of_weights
         assert total_bytes(model) < num_bytes <= total_bytes(model) + 4 * (1 << 15)
         # Afterwards the cache has it all, and a look at it asks the server for no weights.
-        assert one.words("inspect", "org/name")["num_files"] == 4
+        assert one.to_dict("inspect", "org/name")["num_files"] == 4
         assert one.hub.num_bytes_of_weights == num_bytes
         done = one.call("verify", tmp_path / "hub", "--source", "org/name", "--device", "cpu")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -151,7 +153,7 @@ def test_an_artifact_on_the_hub_is_described_from_its_manifest(model: Path, tmp_
         common = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu", "-q")
         assert one.call("convert", model, "-o", tmp_path / "out", *common).returncode == 0
     with client(tmp_path / "out", tmp_path / "home2") as one:
-        words = one.words("inspect", "org/name")
+        words = one.to_dict("inspect", "org/name")
         assert (words["kind"], words["schema"]["name"]) == ("artifact", "mxfp4")
         assert one.hub.num_bytes_of_weights == 0
 

@@ -13,7 +13,7 @@ from hqconv.artifact.manifest_digest import sealed
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.run import ConversionReport
 from hqconv.io.durable_files import FileRecord
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.options import ConversionOptions
 from hqconv.planning.output_units import OutFile
 from hqconv.planning.plan import ConversionPlan, make_plan

@@ -19,7 +19,7 @@ from hqconv.artifact.manifest_digest import sealed
 from hqconv.artifact.reader import Artifact
 from hqconv.humming_layout.rank_slices import gemm_tensors
 from hqconv.humming_layout.transform import kernel_form, to_kernel
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
@@ -124,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif re.fullmatch(rf"/api/models/{self.hub.repo_id}/tree/[^/]+", path):
             self._send_json(self._tree(recursive="recursive=true" in query.lower()))
         elif match := re.fullmatch(rf"/{self.hub.repo_id}/resolve/[^/]+/(.+)", path):
-            self._send_file(match[1])
+            self._send_file(unquote(match[1]))
         else:
             self._send(404, b"not found", {"X-Error-Code": "RepoNotFound"})
 

@@ -24,7 +24,7 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_MODEL_TYPE, UNSUPPORTED, Family, Stack
 from hqconv.models.families import FUSED as FUSED_STACKS
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
 from hqconv.verification.reference import Routing, is_known, moe_forward
 from tests.make.families import FAMILIES, SIZES, experts_forward, moe_blocks, save_family

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hqconv.models.expert_map import map_experts
-from hqconv.sources.checkpoint import Checkpoint
+from hqconv.sources.opening import open_source
 from scripts import make_checkpoint
 from scripts.make_checkpoint import MODELS, main
 
@@ -50,7 +50,7 @@ def test_transformers_loads_every_tensor(tmp_path: Path, model_type: str, dtype:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_hqconv_maps_every_expert(tmp_path: Path, model_type: str) -> None:
     out = make(tmp_path / "m", "--model-type", model_type)
-    with Checkpoint.open(str(out)) as checkpoint:
+    with open_source(out) as checkpoint:
         found = map_experts(checkpoint.tensors, checkpoint.config)
     assert [block.num_experts for block in found.blocks] == [4] * (1 if model_type == "deepseek_v3" else 2)
     assert {(block.hidden_size, block.intermediate_size, block.top_k) for block in found.blocks} == {
@@ -128,7 +128,7 @@ def test_sparse_layout_of_terabytes_takes_no_disk_and_opens_fast(tmp_path: Path)
         *("--sparse", "--model-type=deepseek_v3", "--layers=60", "--experts=384", "--top-k=8"),
         *("--hidden=7168", "--intermediate=2048", "--vocab=163840", "--shard-size=5GB"),
     )
-    with Checkpoint.open(str(out)) as checkpoint:
+    with open_source(out) as checkpoint:
         found = map_experts(checkpoint.tensors, checkpoint.config)
     assert time.monotonic() - start < 10
     assert len(found.blocks) == 59
@@ -138,7 +138,7 @@ def test_sparse_layout_of_terabytes_takes_no_disk_and_opens_fast(tmp_path: Path)
 
 def test_sparse_has_the_same_headers(tmp_path: Path) -> None:
     full, sparse = make(tmp_path / "a"), make(tmp_path / "b", "--sparse")
-    with Checkpoint.open(str(full)) as left, Checkpoint.open(str(sparse)) as right:
+    with open_source(full) as left, open_source(sparse) as right:
         assert left.tensors == right.tensors
         assert [f.header_sha256 for f in left.files] == [f.header_sha256 for f in right.files]
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 import hqconv
 from hqconv.errors import RequestError
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.sources.opening import open_headers
+from hqconv.sources.opening import open_source
 from scripts.make_importance import collect, experts_modules, main, matched, token_batches
 from tests.make.families import make_family, moe_blocks, save_family
 
@@ -26,7 +26,7 @@ FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "grani
 
 
 def blocks_of(folder: Path) -> tuple[MoeLayer, ...]:
-    with open_headers(folder, None) as source:
+    with open_source(folder) as source:
         return source.map_experts().blocks
 
 

@@ -32,10 +32,13 @@ from hqconv.errors import HqconvError, InputError, NetworkError, RequestError
 from hqconv.io import hub
 from hqconv.io import safetensors_header as checked
 from hqconv.io.safetensors_header import read_header
+from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import DTYPES, num_bits
 from hqconv.schemas.tensors import TensorRef
-from hqconv.sources.checkpoint import Checkpoint
+from hqconv.sources.opening import open_source
+from hqconv.sources.safetensors import SafetensorsSource
 from tests.make.effort import num_examples
+from tests.make.hub_server import COMMIT, serve, use
 from tests.make.places import REPO
 
 ONE = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -73,7 +76,7 @@ def two_shards() -> dict[str, dict[str, np.ndarray]]:
     return {"model-1-of-2.safetensors": first, "model-2-of-2.safetensors": second}
 
 
-def read_all(checkpoint: Checkpoint, name: str) -> bytes:
+def read_all(checkpoint: Source, name: str) -> bytes:
     buffer = bytearray(checkpoint.tensors[name].num_bytes)
     checkpoint.read_into(checkpoint.tensors[name], buffer)
     return bytes(buffer)
@@ -402,7 +405,7 @@ def test_valid_files_read_as_the_library_reads_them(
 def test_opens_a_sharded_folder(tmp_path: Path) -> None:
     shards = two_shards()
     root = write_folder(tmp_path / "my-model", shards, '{"model_type": "x", "limit": Infinity}')
-    with Checkpoint.open(str(root)) as checkpoint:
+    with open_source(root) as checkpoint:
         assert (checkpoint.root, checkpoint.name) == (root, "my-model")
         assert (checkpoint.revision, checkpoint.repo_id) == (None, None)
         assert checkpoint.config == {"model_type": "x", "limit": float("inf")}
@@ -431,7 +434,7 @@ def test_opens_a_sharded_folder(tmp_path: Path) -> None:
 
 def test_name_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write_folder(tmp_path / "here", {"model.safetensors": {"a": np.ones(1)}}))
-    checkpoint = Checkpoint.open(".")
+    checkpoint = open_source(".")
     assert checkpoint.name == "here"
     assert checkpoint.index_sha256 is None
 
@@ -439,7 +442,7 @@ def test_name_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_single_file_wins_over_the_index_as_in_transformers(tmp_path: Path) -> None:
     root = write_folder(tmp_path, two_shards())
     save_file({"only": np.ones(2)}, root / "model.safetensors")
-    checkpoint = Checkpoint.open(str(root))
+    checkpoint = open_source(root)
     assert list(checkpoint.tensors) == ["only"]
     assert checkpoint.index_sha256 is None
 
@@ -455,7 +458,7 @@ def test_shards_in_a_subfolder(tmp_path: Path) -> None:
     root = write_folder(
         tmp_path, {"sub/m.safetensors": {"a": np.arange(3)}, "n.safetensors": {"b": np.ones(1)}}
     )
-    checkpoint = Checkpoint.open(str(root))
+    checkpoint = open_source(root)
     assert [file.name for file in checkpoint.files] == ["n.safetensors", "sub/m.safetensors"]
     assert read_all(checkpoint, "a") == np.arange(3).tobytes()
 
@@ -496,14 +499,14 @@ def test_other_files(tmp_path: Path) -> None:
     for name in copied + skipped:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")
-    assert Checkpoint.open(str(root)).other_files == tuple(sorted(copied))
+    assert SafetensorsSource(root).other_files == tuple(sorted(copied))
 
 
 def test_a_dangling_link_is_not_passed_over(tmp_path: Path) -> None:
     root = write_folder(tmp_path, two_shards())
     (root / "tokenizer.json").symlink_to("../blobs/absent")
     with pytest.raises(InputError, match=r"tokenizer\.json"):
-        Checkpoint.open(str(root))
+        open_source(root)
 
 
 def test_an_unreadable_subfolder_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,13 +521,13 @@ def test_an_unreadable_subfolder_is_not_passed_over(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(InputError, match="Permission denied") as caught:
-        Checkpoint.open(str(root))
+        open_source(root)
     assert caught.value.where == str(root / "sub")
 
 
 def refuse(root: Path, *texts: str) -> None:
     with pytest.raises(InputError) as caught:
-        Checkpoint.open(str(root))
+        open_source(root)
     for text in texts:
         assert text in str(caught.value)
 
@@ -628,11 +631,11 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
         "",
     ):
         with pytest.raises(RequestError):
-            Checkpoint.open(src)
+            open_source(src)
     with pytest.raises(RequestError, match="revision"):
-        Checkpoint.open(str(root), "main")
+        open_source(str(root), "main")
     with pytest.raises(InputError, match="x" * 90 + ".*…"):
-        Checkpoint.open("x" * 300)
+        open_source("x" * 300)
 
 
 # --- reads ---
@@ -653,7 +656,7 @@ def big(tmp_path: Path) -> Path:
     [(0, 0), (0, 1), (1, 7), (39_999, 40_000), (40_000, 40_000), (123, 30_000), (0, 40_000)],
 )
 def test_partial_reads(big: Path, start: int, stop: int) -> None:
-    with Checkpoint.open(str(big)) as checkpoint:
+    with open_source(big) as checkpoint:
         ref = checkpoint.tensors["t2.0"]
         want = safetensors.safe_open(big / "model-2.safetensors", "np").get_tensor("t2.0")
         out = np.full(stop - start + 2, 7, np.uint8)
@@ -664,7 +667,7 @@ def test_partial_reads(big: Path, start: int, stop: int) -> None:
 
 def test_reads_into_typed_buffers(tmp_path: Path) -> None:
     value = np.arange(12, dtype=np.float32).reshape(3, 4)
-    checkpoint = Checkpoint.open(str(write_folder(tmp_path, {"model.safetensors": {"a": value}})))
+    checkpoint = open_source(str(write_folder(tmp_path, {"model.safetensors": {"a": value}})))
     out = np.zeros((2, 4), np.float32)
     checkpoint.read_into(checkpoint.tensors["a"], out, 16)
     assert (out == value[1:]).all()
@@ -679,7 +682,7 @@ def test_reads_into_typed_buffers(tmp_path: Path) -> None:
     ("start", "num_bytes"), [(-1, 1), (0, 40_001), (40_000, 1), (39_999, 2), (50_000, 0)]
 )
 def test_reads_outside_the_tensor(big: Path, start: int, num_bytes: int) -> None:
-    with Checkpoint.open(str(big)) as checkpoint, pytest.raises(ValueError, match=r"t1\.0"):
+    with open_source(big) as checkpoint, pytest.raises(ValueError, match=r"t1\.0"):
         checkpoint.read_into(checkpoint.tensors["t1.0"], bytearray(num_bytes), start)
 
 
@@ -691,7 +694,7 @@ def test_short_reads_are_continued(big: Path, monkeypatch: pytest.MonkeyPatch) -
         return real(fd, [buffers[0][:999]], offset)
 
     monkeypatch.setattr(os, "preadv", short)
-    with Checkpoint.open(str(big)) as checkpoint:
+    with open_source(big) as checkpoint:
         want = safetensors.safe_open(big / "model-3.safetensors", "np").get_tensor("t3.5")
         assert read_all(checkpoint, "t3.5") == want.tobytes()
     assert len(calls) == 41
@@ -724,7 +727,7 @@ def test_threads_read_the_right_bytes_through_one_descriptor_a_file(
             checkpoint.read_into(ref, buffer, start)
             assert buffer == want[ref.name][start : start + len(buffer)]
 
-    with Checkpoint.open(str(big)) as checkpoint:
+    with open_source(big) as checkpoint:
         refs = list(checkpoint.tensors.values())
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(8)))
@@ -740,7 +743,7 @@ def test_descriptors_are_lazy_and_closed(big: Path) -> None:
         )
 
     before = num_open()
-    with Checkpoint.open(str(big)) as checkpoint:
+    with open_source(big) as checkpoint:
         assert num_open() == before
         read_all(checkpoint, "t0.0")
         read_all(checkpoint, "t0.1")
@@ -753,7 +756,7 @@ def test_descriptors_are_lazy_and_closed(big: Path) -> None:
 
 def test_a_shard_that_shrinks(big: Path) -> None:
     path = big / "model-1.safetensors"
-    with Checkpoint.open(str(big)) as checkpoint:
+    with open_source(big) as checkpoint:
         *_, ref = (ref for ref in checkpoint.tensors.values() if ref.file == 1)
         read_all(checkpoint, ref.name)
         os.truncate(path, ref.offset_bytes + 100)
@@ -769,7 +772,7 @@ def test_a_shard_that_shrinks(big: Path) -> None:
 @pytest.mark.parametrize("change", ["shrink", "replace", "remove"])
 def test_a_shard_that_changes_before_its_first_read(big: Path, change: str) -> None:
     path = big / "model-1.safetensors"
-    with Checkpoint.open(str(big)) as checkpoint:
+    with open_source(big) as checkpoint:
         if change == "shrink":
             os.truncate(path, 1000)
         elif change == "replace":
@@ -786,7 +789,7 @@ def test_a_read_error_says_why(big: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: object) -> int:
         raise OSError(5, os.strerror(5))
 
-    with Checkpoint.open(str(big)) as checkpoint:
+    with open_source(big) as checkpoint:
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(InputError, match="Input/output error") as caught:
             read_all(checkpoint, "t1.3")
@@ -795,14 +798,12 @@ def test_a_read_error_says_why(big: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 # --- the Hub ---
 
-SHA = "0123456789abcdef0123456789abcdef01234567"
-
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An offline Hub cache that holds org/name: the snapshot, of links to blobs as in a real one."""
     repo = tmp_path / "cache" / "models--org--name"
-    snapshot = repo / "snapshots" / SHA
+    snapshot = repo / "snapshots" / COMMIT
     write_folder(snapshot, two_shards())
     (snapshot / "tokenizer.json").write_text("{}")
     (repo / "blobs").mkdir()
@@ -810,18 +811,18 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.rename(repo / "blobs" / str(number))
         path.symlink_to(f"../../blobs/{number}")
     (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(SHA)
+    (repo / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(repo.parent))
     monkeypatch.chdir(tmp_path)
     return snapshot
 
 
-@pytest.mark.parametrize("revision", [None, "main", SHA])
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
 def test_opens_a_cached_repo(hub_cache: Path, revision: str | None) -> None:
-    with Checkpoint.open("org/name", revision) as checkpoint:
+    with open_source("org/name", revision) as checkpoint:
         assert checkpoint.root == hub_cache
-        assert (checkpoint.name, checkpoint.repo_id, checkpoint.revision) == ("name", "org/name", SHA)
+        assert (checkpoint.name, checkpoint.repo_id, checkpoint.revision) == ("name", "org/name", COMMIT)
         assert checkpoint.other_files == ("tokenizer.json",)
         for shard in two_shards().values():
             for name, value in shard.items():
@@ -829,25 +830,25 @@ def test_opens_a_cached_repo(hub_cache: Path, revision: str | None) -> None:
 
 
 def test_opens_a_cached_repo_by_environment(hub_cache: Path) -> None:
-    code = "from hqconv.sources.checkpoint import Checkpoint; print(Checkpoint.open('org/name').revision)"
+    code = "from hqconv.sources.opening import open_source; print(open_source('org/name').revision)"
     env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache.parents[2]), "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", code]
     result = subprocess.run(
         command, env=env, cwd=hub_cache.parent, capture_output=True, text=True, check=True
     )
-    assert result.stdout.strip() == SHA
+    assert result.stdout.strip() == COMMIT
 
 
 def test_a_folder_wins_over_a_repo_of_the_same_name(hub_cache: Path, tmp_path: Path) -> None:
     write_folder(tmp_path / "org" / "name", {"model.safetensors": {"local": np.ones(1)}})
-    assert list(Checkpoint.open("org/name").tensors) == ["local"]
+    assert list(open_source("org/name").tensors) == ["local"]
 
 
 @pytest.mark.parametrize("name", ["model-2-of-2.safetensors", "config.json", "model.safetensors.index.json"])
 def test_an_incomplete_cached_repo(hub_cache: Path, name: str) -> None:
     (hub_cache / name).unlink()
     with pytest.raises(InputError) as caught:
-        Checkpoint.open("org/name")
+        open_source("org/name")
     assert name in str(caught.value)
 
 
@@ -856,36 +857,14 @@ def test_an_incomplete_cached_repo(hub_cache: Path, name: str) -> None:
 )
 def test_offline_and_not_cached(hub_cache: Path, src: str, revision: str | None) -> None:
     with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as caught:
-        Checkpoint.open(src, revision)
+        open_source(src, revision)
     assert src in caught.value.where
     assert (revision or "main") in caught.value.where
 
 
 def test_an_invalid_repo_id(hub_cache: Path) -> None:
     with pytest.raises(RequestError, match="valid Hub repo id"):
-        Checkpoint.open("org/name--x")
-
-
-class FakeHub:
-    """Stands for `snapshot_download`: the library's own pattern filter on a folder, and a log."""
-
-    def __init__(self, repo: Path, cache: Path) -> None:
-        self.repo, self.snapshot = repo, cache / SHA
-        self.revisions: list[str | None] = []
-        self.fetched: list[list[str]] = []
-
-    def __call__(self, repo_id: str, *, revision: str | None, cache_dir: str | None, **patterns: Any) -> str:
-        from huggingface_hub.utils import filter_repo_objects
-
-        assert cache_dir is None, "the library's own"
-        names = [path.relative_to(self.repo).as_posix() for path in self.repo.rglob("*") if path.is_file()]
-        chosen = sorted(filter_repo_objects(names, **patterns))
-        self.revisions.append(revision)
-        self.fetched.append(chosen)
-        for name in chosen:
-            (self.snapshot / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.repo / name, self.snapshot / name)
-        return str(self.snapshot)
+        open_source("org/name--x")
 
 
 def test_downloads_what_is_needed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -910,23 +889,23 @@ def test_downloads_what_is_needed_and_nothing_else(tmp_path: Path, monkeypatch: 
     ]
     for name in small + unwanted:
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
-        (repo / name).write_text("x")
-    fake = FakeHub(repo, tmp_path / "cache")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    checkpoint = Checkpoint.open("org/name", "main")
-    assert fake.revisions == ["main", SHA]
-    assert fake.fetched[0] == sorted([*small, "config.json", "model.safetensors.index.json"])
-    assert fake.fetched[1] == sorted([first, second, "[odd].safetensors"])
+        (repo / name).write_text(name)  # each of other bytes: the library downloads the same ones once
+    with serve(repo) as server:
+        use(monkeypatch, server.url, tmp_path / "cache")
+        checkpoint = open_source("org/name", "main")
+    wanted = [*small, "config.json", "model.safetensors.index.json", first, second, "[odd].safetensors"]
+    assert sorted(server.whole) == sorted(wanted)
+    assert server.fetched == set(wanted)
     assert checkpoint.other_files == tuple(sorted(small))
-    assert checkpoint.other_files == Checkpoint.open(str(repo)).other_files
+    assert checkpoint.other_files == open_source(repo).other_files
 
 
 def test_downloads_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = write_folder(tmp_path / "repo", {"model.safetensors": {"a": np.ones(1)}})
-    fake = FakeHub(repo, tmp_path / "cache")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    assert list(Checkpoint.open("org/name").tensors) == ["a"]
-    assert fake.fetched == [["config.json"], ["model.safetensors"]]
+    with serve(repo) as server:
+        use(monkeypatch, server.url, tmp_path / "cache")
+        assert list(open_source("org/name").tensors) == ["a"]
+    assert server.fetched == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize(
@@ -982,7 +961,7 @@ def test_seventy_thousand_tensors_open_quickly(tmp_path: Path) -> None:
         os.truncate(tmp_path / name, len(raw) + len(header) * num_bytes)
     write_index(tmp_path, weight_map)
     start = time.perf_counter()
-    checkpoint = Checkpoint.open(str(tmp_path))
+    checkpoint = open_source(tmp_path)
     elapsed_s = time.perf_counter() - start
     assert len(checkpoint.tensors) == num_tensors
     assert checkpoint.total_bytes == num_tensors * num_bytes
@@ -992,8 +971,9 @@ def test_seventy_thousand_tensors_open_quickly(tmp_path: Path) -> None:
 def test_opening_a_folder_loads_neither_torch_nor_the_hub_library(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "m", two_shards())
     code = f"""import sys
-from hqconv.sources.checkpoint import Checkpoint
-Checkpoint.open({str(root)!r})
+from hqconv.sources.opening import open_source
+from hqconv.sources.safetensors import SafetensorsSource
+open_source({str(root)!r})
 print([name for name in ("torch", "numpy", "huggingface_hub") if name in sys.modules])"""
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True

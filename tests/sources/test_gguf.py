@@ -22,11 +22,11 @@ from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.formats.source_format import REQUANTIZED, conversion_of, why_not_direct
 from hqconv.io.gguf_header import read_header
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.protocols import Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.encoding import takes_powers_of_two
 from hqconv.schemas.weight_schema import PRESETS
-from hqconv.sources.checkpoint import Checkpoint
 from hqconv.sources.gguf import GgufSource, open_with_gguf
+from hqconv.sources.safetensors import SafetensorsSource
 from tests.make.conversions import write_manifest
 from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.startup import cold
@@ -186,15 +186,15 @@ def test_types_may_differ(model: Path, tensors: dict[str, Stack]) -> None:
 
 def test_only_the_experts_own_bytes_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = Checkpoint.read_into
+    plain = SafetensorsSource.read_into
     with open_with_gguf(model) as source:
         experts = source.map_experts()
 
-        def spy(self: Checkpoint, ref: Any, buffer: Any, start: int = 0) -> None:
+        def spy(self: SafetensorsSource, ref: Any, buffer: Any, start: int = 0) -> None:
             seen.append(memoryview(buffer).nbytes)
             plain(self, ref, buffer, start)
 
-        monkeypatch.setattr(Checkpoint, "read_into", spy)
+        monkeypatch.setattr(SafetensorsSource, "read_into", spy)
         read(source, experts, 0, 1)
     per_256 = {kind: gguf.GGML_QUANT_SIZES[kind][1] for kind in MIXED.values()}
     assert seen == [H * I // 256 * per_256[kind] for kind in MIXED.values()]

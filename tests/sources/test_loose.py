@@ -18,7 +18,7 @@ import hqconv
 from hqconv import api
 from hqconv.errors import HqconvError, InputError, OutputError
 from hqconv.io.durable_files import copy_whole
-from hqconv.sources.checkpoint import Checkpoint
+from hqconv.sources.opening import open_source
 from tests.make.nodes import NODES, in_time
 from tests.make.qwen import write_qwen3_moe
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_read_is_refused(
 def test_what_is_left_out_is_said(source: Path, tmp_path: Path) -> None:
     put("a.partial", "sub/b.json.partial", "experts.partial", ".hidden", "original/x.json")(source)
     link("more", "sub")(source)
-    left = dict(Checkpoint.open(str(source)).loose.left_out)
+    left = dict(open_source(source).loose.left_out)
     unfinished = "an unfinished download or conversion"
     assert left == {
         **dict.fromkeys(("a.partial", "experts.partial", "sub/b.json.partial"), unfinished),
@@ -253,14 +253,14 @@ def test_links_inside_and_into_the_cache_of_the_hub(source: Path, tmp_path: Path
         (links / file.name).symlink_to(file)
     (links / "same.json").symlink_to("tokenizer.json")
     for folder in (snapshot, links):
-        assert "tokenizer.json" in Checkpoint.open(str(folder)).other_files
+        assert "tokenizer.json" in open_source(folder).other_files
     hqconv.convert(links, tmp_path / "out", **OPTIONS)
     assert (tmp_path / "out/same.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
     assert not (tmp_path / "out/same.json").is_symlink()
     put("x/blobs/secret")(tmp_path)  # no cache: there are no snapshots beside it
     (links / "x.json").symlink_to(tmp_path / "x/blobs/secret")
     with pytest.raises(InputError, match="leads out"):
-        Checkpoint.open(str(links))
+        open_source(links)
 
 
 def test_loose_files_are_streamed(tmp_path: Path) -> None:

@@ -1,0 +1,123 @@
+"""The interface of a source to planning, conversion and verification, whatever files its experts are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from hqconv.io.file_snapshot import FileSnapshot
+from hqconv.io.hub import Listing
+from hqconv.io.sidecar_files import SidecarFiles
+from hqconv.models.expert_bytes import RawExperts
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.schemas.tensors import TensorRef
+
+if TYPE_CHECKING:
+    import torch
+    from _typeshed import WriteableBuffer
+
+    from hqconv.formats.decode_matrix import SourceMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One weight file: its name relative to the root, and facts that show a change.
+
+    mtime_ns: 0 for a file of a Hub repo, which its commit identifies.
+    """
+
+    name: str
+    size_bytes: int
+    header_sha256: str
+    mtime_ns: int
+
+
+class Source(Protocol):
+    """A checkpoint, a folder with experts in GGUF files, or an artifact. A context manager that closes its files.
+
+    Opening one reads headers only and loads no torch; `read_expert` and `read_raw` do.
+
+    root: the folder. name: the folder's name, or the repo's without the organisation. repo_id, revision: Hub id and
+    commit, None for a folder. config: config.json. quantization: its quantization_config or the file that stands for
+    it. files: the weight files sorted by name. tensors: by file, then by offset. metadata: `__metadata__` of each file.
+    index_sha256: None without an index. loose: the files beside the weights. other_files: the names of loose files that
+    an artifact gets verbatim, relative to root. total_bytes: of all tensors. guard: state of all files that are read.
+    listing: files of a Hub repo of which some are not on this machine, else None.
+    reads_ahead: True if the bytes of experts are ranges that `read_raw` can fetch before they are decoded.
+    """
+
+    root: Path
+    name: str
+    repo_id: str | None
+    revision: str | None
+    config: dict[str, Any]
+    quantization: dict[str, Any] | None
+    files: tuple[SourceFile, ...]
+    tensors: dict[str, TensorRef]
+    metadata: tuple[Mapping[str, str], ...]
+    index_sha256: str | None
+    loose: SidecarFiles
+    other_files: tuple[str, ...]
+    total_bytes: int
+    guard: FileSnapshot
+    listing: Listing | None
+    reads_ahead: ClassVar[bool]
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None:
+        """Close the files; no read may be under way, and none may follow."""
+        ...
+
+    def map_experts(self) -> ExpertMap:
+        """Map the experts, and every tensor to its use. Raises RequestError or InputError for unclear tensors."""
+        ...
+
+    def is_here(self, name: str) -> bool:
+        """Return True if a file is on this machine; else it is read from the Hub, range by range."""
+        ...
+
+    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None) -> None:
+        """Download files of a repo that are not in the Hub cache; any thread may. Nothing happens for a folder.
+
+        check: called between pieces of a download, see `hub.fetch_file`.
+        """
+        ...
+
+    def forget(self, name: str) -> None:
+        """Read a file of a repo from the Hub again, as its copy will be removed; nobody may be reading it."""
+        ...
+
+    def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
+        """Fill all of `buffer` with a tensor's bytes from byte `start` on; any thread may. Raises InputError."""
+        ...
+
+    def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
+        """Fill each buffer with all bytes of its tensor; adjoining ranges are read by one call. Raises InputError."""
+        ...
+
+    def read_raw(self, raw: RawExperts, places: Iterable[tuple[TensorRef, int]]) -> None:
+        """Read byte ranges into the buffer, each to its start; any thread may. Raises InputError.
+
+        Only if `reads_ahead`.
+        """
+        ...
+
+    def read_expert(
+        self,
+        layer: MoeLayer,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
+    ) -> dict[str, SourceMatrix]:
+        """Decode projections of one expert on `device`; any thread may. Raises InputError for unusable values.
+
+        With `raw` nothing is read from files; the result may hold views of it.
+        """
+        ...
