@@ -897,7 +897,7 @@ def test_downloads_what_is_needed_and_nothing_else(tmp_path: Path, monkeypatch: 
     assert sorted(server.whole) == sorted(wanted)
     assert server.fetched == set(wanted)
     assert checkpoint.other_files == tuple(sorted(small))
-    assert checkpoint.other_files == open_source(repo).other_files
+    assert checkpoint.other_files == SafetensorsSource(repo).other_files
 
 
 def test_downloads_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
