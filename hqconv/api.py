@@ -21,7 +21,7 @@ from hqconv.conversion.options import (
     resources_of,
 )
 from hqconv.errors import OutputError, RequestError
-from hqconv.io.hub_snapshot import is_repo_id, look
+from hqconv.io.hub import is_repo_id, open_repo
 from hqconv.planning.options import ConversionOptions
 from hqconv.planning.plan import plan_conversion
 from hqconv.schemas.options import ConversionArguments, conversion_options
@@ -222,7 +222,9 @@ def verify(
     if source is None and revision is not None and is_folder:
         what, remedy = "A revision is of a source.", "Name the source, or leave the revision out."
         raise RequestError(what, where="--revision", found=revision, remedy=remedy)
-    root, listing = (Path(out), None) if is_folder else look(str(out), revision if source is None else None)
+    root, listing = (
+        (Path(out), None) if is_folder else open_repo(str(out), revision if source is None else None)
+    )
     with nullcontext(None) if source is None else open_source(source, revision) as opened:
         return run(root, opened, options, listing)
 

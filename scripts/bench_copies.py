@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from scripts.bench_headers import apart, config
 
 PER_SHARD = 250_000

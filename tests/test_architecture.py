@@ -57,11 +57,7 @@ INDEPENDENT = {
 ONLY_IN = {
     "humming": ("hqconv.humming_layout", "hqconv.serving.vllm.tuning"),
     "numba": ("hqconv.jit", "hqconv.cpu_loops.arithmetic"),
-    "huggingface_hub": (
-        "hqconv.io.hub",
-        "hqconv.io.hub_cache",
-        "hqconv.io.hub_upload",
-    ),
+    "huggingface_hub": ("hqconv.io.hub", "hqconv.io.hub_upload"),
     "vllm": (
         "hqconv.serving.vllm.config",
         "hqconv.serving.vllm.other_layers",

@@ -11,8 +11,8 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.lineage import DERIVED, derived_from
 from hqconv.artifact.manifest import read_manifest
-from hqconv.io.digests import blob_sha256, sha256_of
 from hqconv.io.durable_files import FileRecord
+from hqconv.io.file_access import blob_sha256, sha256_of
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan

@@ -17,9 +17,8 @@ from hqconv.artifact.manifest import read_manifest, schema_of
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.humming_layout.compatibility import why_not
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import Descriptors, sha256_of
 from hqconv.io.hub import Listing
-from hqconv.io.open_files import Descriptors
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.families import FAMILIES, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import CARD, MANIFEST, SUMS
 
 _ESCAPED = str.maketrans({"\\": "\\\\", "\n": "\\n", "\r": "\\r"})

@@ -221,7 +221,7 @@ def schemas(*, recipes: bool, json: bool) -> None:
 
 def main() -> None:
     """Entry point of the `hqconv` command."""
-    from hqconv.io.open_files import raise_limit
+    from hqconv.io.file_access import raise_limit
 
     interrupt.listen()
     raise_limit()

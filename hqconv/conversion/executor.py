@@ -35,7 +35,7 @@ from hqconv.conversion.source_integrity import SourceIntegrity
 from hqconv.conversion.stages import StageProfile, Stages
 from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import InputError
-from hqconv.io.open_files import open_limit
+from hqconv.io.file_access import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import OutFile, OutputUnit

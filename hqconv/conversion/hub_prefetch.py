@@ -19,7 +19,7 @@ from pathlib import Path
 from hqconv.conversion.journal import Journal
 from hqconv.conversion.stages import Stages
 from hqconv.errors import OutputError, RequestError
-from hqconv.io import hub_cache
+from hqconv.io import hub
 from hqconv.io.durable_files import output_errors
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
@@ -153,7 +153,7 @@ class HubPrefetch:
             if self._key(file.name) not in self._journal.fetched:
                 continue
             if not self._source.is_here(file.name):
-                hub_cache.tidy(self._source.root, self._source.listing.digests.get(file.name))
+                hub.remove_killed_downloads(self._source.root, self._source.listing.digests.get(file.name))
             else:
                 self._state.fetched.add(file.name)
                 self._state.held_bytes += file.size_bytes
@@ -226,7 +226,7 @@ class HubPrefetch:
     def _drop(self, name: str) -> None:
         self._source.forget(name)
         with suppress(OSError):  # the file only takes up space
-            hub_cache.drop(self._source.root, name)
+            hub.remove_cached_file(self._source.root, name)
         self._state.fetched.discard(name)
         self._state.held_bytes -= self._size(name)
 
@@ -278,7 +278,7 @@ class HubPrefetch:
         """Record a download, unless the cache has the bytes already."""
         listing = self._source.listing
         assert listing is not None
-        if self._keeps or hub_cache.has_bytes(self._source.root, name, listing.digests.get(name)):
+        if self._keeps or hub.has_cached_bytes(self._source.root, name, listing.digests.get(name)):
             return
         self._journal.record_fetch(self._key(name))
         self._state.fetched.add(name)

@@ -18,20 +18,20 @@ from hqconv.artifact.manifest import is_artifact, read_manifest
 from hqconv.artifact.sha256sums import are_sums, is_own_card
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
 from hqconv.errors import HqconvError, OutputError, first_few
-from hqconv.io.digests import sha256_of
 from hqconv.io.durable_files import (
     FileRecord,
     check_space,
+    exchange,
     is_whole,
     make_folder,
     output_errors,
     partial,
+    settle,
     sync_above,
     sync_folders,
     write_whole,
 )
-from hqconv.io.exchange_folders import exchange, settle
-from hqconv.io.open_files import Descriptors
+from hqconv.io.file_access import Descriptors, sha256_of
 from hqconv.planning.output_units import OutFile
 from hqconv.schemas.artifact_names import (
     CARD,

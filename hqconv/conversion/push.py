@@ -14,7 +14,7 @@ from typing import Any
 from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.sha256sums import is_own_card
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, first_few
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import BranchFiles, HubBranch
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
 

@@ -31,8 +31,8 @@ from hqconv.conversion.stages import StageProfile
 from hqconv.errors import OutputError, RequestError
 from hqconv.humming_layout.gemm_forms import planned_packed_form
 from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed_form
-from hqconv.io.digests import sha256_of
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
+from hqconv.io.file_access import sha256_of
 from hqconv.models.source_protocol import Source
 from hqconv.planning.encoding import Encoding
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit, gemm_shapes

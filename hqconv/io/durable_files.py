@@ -1,7 +1,8 @@
-"""Files that are either absent or complete, also after a power cut: temporary name, fsync, rename, fsync of names."""
+"""Files and folders that are either absent or complete, also after a power cut: temporary name, fsync, rename."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import os
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hqconv.errors import InputError, OutputError
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import PARTIAL
 from hqconv.schemas.untrusted_files import open_regular
 
@@ -31,7 +32,7 @@ class FileRecord:
 
 @contextmanager
 def output_errors(where: object) -> Iterator[None]:
-    """Turn what the operating system says about the output into an OutputError."""
+    """Turn an OSError of the output into an OutputError."""
     try:
         yield
     except OSError as error:
@@ -44,7 +45,7 @@ def output_errors(where: object) -> Iterator[None]:
 
 @contextmanager
 def source_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about a file of the source into an InputError."""
+    """Turn an OSError of a source file into an InputError."""
     try:
         yield
     except OSError as error:
@@ -53,7 +54,7 @@ def source_errors(path: Path) -> Iterator[None]:
 
 
 def partial(path: Path) -> Path:
-    """The name that a file has until it is complete."""
+    """The temporary name of a file until it is complete."""
     return path.with_name(path.name + PARTIAL)
 
 
@@ -67,13 +68,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_folders(root: Path, folders: Iterable[Path]) -> None:
-    """`sync_folder` of folders below `root`, of those between, and of `root`: what they hold lasts, and so do they."""
-    found = {root}
+    """Flush the names in `root`, in folders below it, and in all folders between, so that these names are durable."""
+    to_sync = {root}
     for folder in folders:
-        while folder not in found:
-            found.add(folder)
+        while folder not in to_sync:
+            to_sync.add(folder)
             folder = folder.parent
-    for folder in sorted(found, key=lambda folder: (-len(folder.parts), folder)):
+    for folder in sorted(to_sync, key=lambda folder: (-len(folder.parts), folder)):
         sync_folder(folder)
 
 
@@ -84,11 +85,11 @@ def sync_above(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are not there; all names of the latter last."""
-    lacking = [one for one in (folder, *folder.parents) if not one.exists()]
+    """Make a folder and its missing parents, with durable names."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in reversed(lacking):
-        sync_above(one)
+    for path in reversed(missing):
+        sync_above(path)
 
 
 def write_whole(root: Path, name: str, data: bytes) -> FileRecord:
@@ -97,7 +98,7 @@ def write_whole(root: Path, name: str, data: bytes) -> FileRecord:
 
 
 def copy_whole(source: Path, root: Path, name: str) -> FileRecord:
-    """Copy a file into the folder `root`, a chunk at a time. Raises InputError where it cannot be read."""
+    """Copy a file into the folder `root`, a chunk at a time. Raises InputError for an unreadable file."""
 
     def chunks() -> Iterator[bytes]:
         with source_errors(source), open(open_regular(source), "rb", buffering=0) as file:  # noqa: PTH123
@@ -125,13 +126,13 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
 
 
 def is_whole(root: Path, record: FileRecord) -> bool:
-    """Whether a file of the folder is there, with its size and digest."""
+    """Return True if a file of the folder exists with its recorded size and digest."""
     path = root / record.path
     return path.is_file() and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
 
 
 def check_space(root: Path, num_bytes: int) -> None:
-    """Refuse to start where the disk cannot hold `num_bytes` more, or the folder cannot be written."""
+    """Raise OutputError if the disk lacks space for `num_bytes`, or the folder cannot be written."""
     folder = root
     while not folder.exists():
         folder = folder.parent
@@ -149,3 +150,45 @@ def check_space(root: Path, num_bytes: int) -> None:
     if not writable:
         what, remedy = "The output folder cannot be written.", "Check its permissions."
         raise OutputError(what, where=str(folder), remedy=remedy)
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # linux/fs.h
+# Errors of kernels and file systems that cannot exchange: NFS, some overlays and FUSE file systems, gVisor.
+_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def exchange(new: Path, old: Path, parked: Path) -> None:
+    """Exchange the contents of two folders, safely against power cuts. Raises OSError.
+
+    Where the file system cannot exchange, three renames by way of `parked` do; `settle` completes them after a kill.
+    """
+    if not _exchange_at_once(new, old):
+        old.rename(parked)
+        new.rename(old)
+        parked.rename(new)
+    sync_above(old)
+
+
+def settle(new: Path, old: Path, parked: Path) -> None:
+    """Finish, or undo, an interrupted exchange by three renames."""
+    if not parked.exists():
+        return
+    if not old.exists():
+        (new if new.exists() else parked).rename(old)
+    if parked.exists() and not new.exists():
+        parked.rename(new)
+    sync_above(old)
+
+
+def _exchange_at_once(left: Path, right: Path) -> bool:
+    """renameat2 with RENAME_EXCHANGE; False where the system has no such call."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT:
+        return False
+    raise OSError(number, os.strerror(number), str(right))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import InputError
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import COMPANIONS, CONFIG, INDEX, MANIFEST
 
 _KEEP = "Keep the source as it is during a conversion. Then go on with --resume, which refuses where that is not safe."

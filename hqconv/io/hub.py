@@ -1,27 +1,184 @@
-"""A Hugging Face Hub repo at one commit: its files with their sizes, ranges of them, and whole files in the Hub cache.
+"""A Hugging Face Hub repo at one commit: its files with their sizes, byte ranges of them, and copies in the Hub cache.
 
-The Hub library's exceptions are turned into ours. It takes half a second to import, so that functions do it.
+huggingface_hub takes half a second to import, so that only functions import it; its exceptions become ours. Ranges are
+requested here, not by its `HfFileSystem`, which downloads a whole file from a server that ignores ranges.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
+import os
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError
+from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError, first_few
+from hqconv.io import checkpoint_files
 from hqconv.io.safetensors_header import header_length
+from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
+from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
+from hqconv.schemas.untrusted_files import MAX_LIST_BYTES
 
 _FIRST_BYTES = 1 << 15  # of a shard: most headers fit, so that one request is enough
 _TRIES = 4  # of a range whose transfer breaks off
+# The files that a look at a repo needs, besides headers.
+SMALL_FILES = (CONFIG, *checkpoint_files.QUANTIZATION_FILES, INDEX, MANIFEST, CARD)
+
+
+def is_repo_id(src: str) -> bool:
+    """Return True for a valid repo name (`org/name`) that is no path on this machine."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", src, re.ASCII) is not None and not Path(src).exists()
+
+
+def no_repo(src: str) -> RequestError:
+    """The error for a source that is neither a folder nor a repo's name."""
+    expected = "a model folder or a Hub repo id (org/name)"
+    found = "a file" if Path(src).exists() else "no such path"
+    return RequestError("The checkpoint cannot be opened.", where=src, expected=expected, found=found)
+
+
+# --- files of a commit
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of one commit of a repo, and their bytes by range requests.
+
+    sizes: path → bytes, as the Hub says. digests: path → sha256 of those that it keeps as large files.
+    """
+
+    repo_id: str
+    commit: str
+    sizes: Mapping[str, int]
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, repo_id: str, revision: str | None) -> Listing:
+        """Ask the Hub for the commit of a branch, tag or commit, and for its files.
+
+        Raises as `fetch`; RequestError too where the repo has another name by now; InputError where the commit, a
+        file's name or a digest could lead out of the cache.
+        """
+        from huggingface_hub import HfApi, constants
+
+        with explained(repo_id, revision):
+            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            info: Any = HfApi().model_info(repo_id, revision=revision, timeout=timeout, files_metadata=True)
+        if info.id != repo_id:
+            what, remedy = "The Hub repo has another name now.", f"Give {info.id}."
+            raise RequestError(what, where=repo_id, found=info.id, remedy=remedy)
+        files = list(info.siblings or ())
+        for file in files:
+            _check_name(repo_id, file.rfilename)
+        digests = {f.rfilename: _check_digest(repo_id, f.rfilename, f.lfs["sha256"]) for f in files if f.lfs}
+        commit = check_commit(repo_id, info.sha)
+        return cls(repo_id, commit, {file.rfilename: int(file.size or 0) for file in files}, digests)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files."""
+        return sum(self.sizes.values())
+
+    def fetched(self, root: Path, name: str) -> Path:
+        """Return a file's path in the snapshot folder `root`; download the file if it is missing there."""
+        if name in self.sizes and not (root / name).is_file():
+            fetch_file(self.repo_id, self.commit, name)
+        return root / name
+
+    def read_head(self, name: str) -> bytes:
+        """Read the bytes before the tensors of a safetensors file, by range requests.
+
+        Raises InputError for an implausible header, else as `fetch`.
+        """
+        where, size = f"{self.repo_id}/{name}", self.sizes[name]
+        head = self.read(name, 0, min(_FIRST_BYTES, size))
+        num_bytes = header_length(where, head, size)
+        if num_bytes > len(head):
+            head += self.read(name, len(head), num_bytes)
+        return head[:num_bytes]
+
+    def read(self, name: str, begin: int, end: int) -> bytes:
+        """Read bytes begin … end - 1 of a file; a broken transfer is repeated. Raises as `fetch`."""
+        if begin >= end:
+            return b""
+        for number in range(1, _TRIES + 1):
+            try:
+                return self._read(name, begin, end)
+            except NetworkError as error:  # the library repeated a request with an HTTP status
+                if number == _TRIES or status_of(error) is not None:
+                    raise
+                time.sleep(number)
+        raise AssertionError
+
+    def _read(self, name: str, begin: int, end: int) -> bytes:
+        """Send one range request; close the connection early if the server sends the whole file."""
+        from huggingface_hub import constants, hf_hub_url, utils
+
+        library: Any = utils  # which has no type annotations
+        headers = {
+            **library.build_hf_headers(),
+            "Range": f"bytes={begin}-{end - 1}",
+            "Accept-Encoding": "identity",
+        }
+        # Not on exceptions: one that is raised while bytes arrive would repeat the request inside this response.
+        kwargs = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "retry_on_exceptions": ()}
+        url, data = hf_hub_url(self.repo_id, name, revision=self.commit), bytearray()
+        with (
+            explained(self.repo_id, self.commit),
+            library.http_stream_backoff("GET", url, headers=headers, **kwargs) as response,
+        ):
+            library.hf_raise_for_status(response)
+            skip = begin if response.status_code == 200 else 0
+            for chunk in response.iter_bytes():
+                data += chunk
+                if len(data) >= skip + end - begin:
+                    break
+        data = data[skip : skip + end - begin]
+        if len(data) < end - begin:
+            what, where = "The Hub sent fewer bytes of a file than it has.", f"{self.repo_id}/{name}"
+            raise NetworkError(what, where=where, expected=end - begin, found=len(data), remedy="Try again.")
+        return bytes(data)
+
+
+def check_commit(repo_id: str, commit: object) -> str:
+    """Return a commit hash that the Hub named. Raises InputError for any other text: it becomes a folder's name."""
+    if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40}", commit):
+        what, expected = "The Hub names a commit that is no commit hash.", "40 hexadecimal digits"
+        remedy = "Check HF_ENDPOINT."
+        raise InputError(what, where=repo_id, expected=expected, found=repr(commit), remedy=remedy)
+    return commit
+
+
+def _check_name(repo_id: str, name: str) -> None:
+    """Refuse a file name that is not a plain path inside the repo."""
+    if "\\" in name or "\0" in name or {"", ".", ".."}.intersection(name.split("/")):
+        what = "A file of the Hub repo has a name that could lead elsewhere."
+        expected = "a path inside the repo"
+        raise InputError(what, where=repo_id, expected=expected, found=repr(name))
+
+
+def _check_digest(repo_id: str, name: str, digest: object) -> str:
+    """Return the SHA-256 of a large file. Raises InputError for any other text: it becomes a file's name."""
+    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+        what, where = "The Hub names no valid SHA-256 for a file.", f"{repo_id}/{name}"
+        remedy = "Check HF_ENDPOINT."
+        raise InputError(
+            what, where=where, expected="64 hexadecimal digits", found=repr(digest), remedy=remedy
+        )
+    return digest
+
+
+# --- downloads into the Hub cache
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE keeps the Hub library from asking."""
+    """Return True if HF_HUB_OFFLINE forbids requests to the Hub."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -35,7 +192,7 @@ def fetch(
     ignore_patterns: Sequence[str] | None = None,
     cache_dir: str | None = None,
 ) -> Path:
-    """Brings the matching files of a model repo into the Hub cache (or `cache_dir`) and returns the snapshot's folder.
+    """Download the matching files of a model repo to the Hub cache (or `cache_dir`); return the snapshot's folder.
 
     The folder's name is the commit hash. Offline, or where the Hub does not answer, it may lack files.
     Raises RequestError where repo or revision do not exist or access is denied, NetworkError where the download fails.
@@ -53,8 +210,8 @@ def fetch(
     return Path(folder)
 
 
-def cached(repo_id: str, revision: str | None) -> Path | None:
-    """The folder of what the cache has of a branch, tag or commit, without asking the Hub; None without any."""
+def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
+    """Find the cached snapshot of a branch, tag or commit without a request to the Hub; None without any."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -65,21 +222,21 @@ def cached(repo_id: str, revision: str | None) -> Path | None:
 
 
 def fetch_file(repo_id: str, commit: str, name: str, check: Callable[[], None] | None = None) -> Path:
-    """One file's path in the Hub cache, downloaded if it is not there.
+    """Return one file's path in the Hub cache; download the file if it is missing.
 
-    check: called between pieces of the download, which ends with what it raises; then no bar is shown.
+    check: called between pieces of the download; its exception ends the download. No progress bar is shown then.
     Raises as `fetch`, and OutputError where the cache is full or cannot be written.
     """
     from huggingface_hub import hf_hub_download
 
-    words: dict[str, Any] = {} if check is None else {"tqdm_class": _bar(check)}
+    kwargs: dict[str, Any] = {} if check is None else {"tqdm_class": _silent_bar(check)}
     with explained(repo_id, commit):
-        found: Any = hf_hub_download(repo_id, name, revision=commit, **words)
-    return Path(found)
+        path: Any = hf_hub_download(repo_id, name, revision=commit, **kwargs)
+    return Path(path)
 
 
-def _bar(check: Callable[[], None]) -> Any:
-    """A progress bar that shows nothing, and asks whether to go on."""
+def _silent_bar(check: Callable[[], None]) -> Any:
+    """A progress bar class that shows nothing, and calls `check` at each update."""
     from huggingface_hub import utils
 
     library: Any = utils
@@ -96,150 +253,169 @@ def _bar(check: Callable[[], None]) -> Any:
     return Silent
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The files of one commit of a repo, and their bytes by range requests.
+def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]:
+    """Download a repo's small files, such as config.json; return the snapshot's folder and a listing of all files.
 
-    sizes: path → bytes, as the Hub says. digests: path → sha256 of those that it keeps as large files.
+    Offline, and where the Hub fails but all weights are in the cache, the listing is None: all files are in the folder.
+    Raises as `fetch`, and InputError for a repo without config.json.
     """
-
-    repo_id: str
-    commit: str
-    sizes: Mapping[str, int]
-    digests: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, repo_id: str, revision: str | None) -> Listing:
-        """Ask the Hub for the files of a branch, tag or commit, and for the commit that it is.
-
-        Raises as `fetch`; RequestError too where the repo has another name by now; InputError where a file's name
-        could lead elsewhere.
-        """
-        from huggingface_hub import HfApi, constants
-
-        with explained(repo_id, revision):
-            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-            info: Any = HfApi().model_info(repo_id, revision=revision, timeout=timeout, files_metadata=True)
-        if info.id != repo_id:
-            what, remedy = "The Hub repo has another name now.", f"Give {info.id}."
-            raise RequestError(what, where=repo_id, found=info.id, remedy=remedy)
-        files = list(info.siblings or ())
-        for file in files:
-            _check_name(repo_id, file.rfilename)
-        digests = {file.rfilename: str(file.lfs["sha256"]) for file in files if file.lfs}
-        return cls(repo_id, info.sha, {file.rfilename: int(file.size or 0) for file in files}, digests)
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all files."""
-        return sum(self.sizes.values())
-
-    def fetched(self, root: Path, name: str) -> Path:
-        """Where a file lies in the snapshot's folder `root`; a file of the repo is downloaded if it is not there."""
-        if name in self.sizes and not (root / name).is_file():
-            fetch_file(self.repo_id, self.commit, name)
-        return root / name
-
-    def read_head(self, name: str) -> bytes:
-        """The bytes before the tensors of a safetensors file, by range requests.
-
-        Raises InputError for a header that is not plausible, else as `fetch`.
-        """
-        where, size = f"{self.repo_id}/{name}", self.sizes[name]
-        head = self.read(name, 0, min(_FIRST_BYTES, size))
-        num_bytes = header_length(where, head, size)
-        if num_bytes > len(head):
-            head += self.read(name, len(head), num_bytes)
-        return head[:num_bytes]
-
-    def read(self, name: str, begin: int, end: int) -> bytes:
-        """Bytes begin … end - 1 of a file. A transfer that breaks off is tried again. Raises as `fetch`."""
-        if begin >= end:
-            return b""
-        for number in range(1, _TRIES + 1):
-            try:
-                return self._read(name, begin, end)
-            except NetworkError as error:  # a status was asked for again by the library
-                if number == _TRIES or status_of(error) is not None:
-                    raise
-                time.sleep(number)
-        raise AssertionError
-
-    def _read(self, name: str, begin: int, end: int) -> bytes:
-        """One request; a server that ignores the range is not listened to any longer."""
-        from huggingface_hub import constants, hf_hub_url, utils
-
-        library: Any = utils  # which says nothing of its types
-        headers = {
-            **library.build_hf_headers(),
-            "Range": f"bytes={begin}-{end - 1}",
-            "Accept-Encoding": "identity",
-        }
-        # Not on exceptions: what is raised while bytes come in would be asked for again inside this one's answer.
-        words = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "retry_on_exceptions": ()}
-        url, found = hf_hub_url(self.repo_id, name, revision=self.commit), bytearray()
-        with (
-            explained(self.repo_id, self.commit),
-            library.http_stream_backoff("GET", url, headers=headers, **words) as response,
-        ):
-            library.hf_raise_for_status(response)
-            skip = begin if response.status_code == 200 else 0
-            for chunk in response.iter_bytes():
-                found += chunk
-                if len(found) >= skip + end - begin:
-                    break
-        found = found[skip : skip + end - begin]
-        if len(found) < end - begin:
-            raise _too_few(f"{self.repo_id}/{name}", end - begin, len(found))
-        return bytes(found)
+    if is_offline():
+        return download(repo_id, revision), None
+    try:
+        listing = Listing.of(repo_id, revision)
+    except NetworkError:
+        root = cached_snapshot(repo_id, revision)
+        if root is None or not is_complete(root):
+            raise
+        return root, None
+    wanted = [name for name in SMALL_FILES if name in listing.sizes]
+    if CONFIG not in wanted:
+        what, remedy = f"The Hub repo has no {CONFIG}.", "Give the repo of a transformers model."
+        found = first_few(sorted(listing.sizes)) or "no files"
+        raise InputError(what, where=f"{repo_id}, revision {listing.commit}", found=found, remedy=remedy)
+    root = fetch(repo_id, listing.commit, allow_patterns=_patterns(wanted))
+    missing = next((name for name in wanted if not (root / name).is_file()), None)
+    if missing is not None:
+        what, remedy = "The Hub did not send a file that it has.", "Try again."
+        raise NetworkError(what, where=f"{repo_id}/{missing}", remedy=remedy)
+    return root, listing
 
 
-def _too_few(where: str, expected: int, found: int) -> NetworkError:
-    what, remedy = "The Hub sent fewer bytes of a file than it has.", "Try again."
-    return NetworkError(what, where=where, expected=expected, found=found, remedy=remedy)
+def download(repo_id: str, revision: str | None) -> Path:
+    """Download a model to the Hub cache in two steps: all files but weights, then the weights by name.
+
+    revision: a commit of `Listing.of`, which checked it; offline also a branch or tag.
+    """
+    ignored = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
+    ignored += [f"*{suffix}.index.json" for suffix in WEIGHT_SUFFIXES if suffix != ".safetensors"]
+    ignored += [f"{folder}/*" for folder in WEIGHT_FOLDERS] + [".*", "*/.*"]
+    root = fetch(repo_id, revision, ignore_patterns=ignored)
+    # model.safetensors is requested along with the shards, as only the download shows if it exists.
+    fetch(repo_id, root.name, allow_patterns=_patterns({SINGLE, *_shards(root)}))
+    return root
 
 
-def _check_name(repo_id: str, name: str) -> None:
-    """Refuse what is no path downwards in its one spelling."""
-    if "\\" in name or "\0" in name or {"", ".", ".."}.intersection(name.split("/")):
-        what, expected = (
-            "A file of the Hub repo has a name that could lead elsewhere.",
-            "a path inside the repo",
-        )
-        raise InputError(what, where=repo_id, expected=expected, found=repr(name))
+def is_complete(root: Path) -> bool:
+    """Return True if a snapshot's folder has all weights that its index names, or all files of an artifact."""
+    names = {CONFIG, *(set(_shards(root)) or {SINGLE})}
+    if (root / MANIFEST).is_file():
+        listed = checkpoint_files.read_json(root / MANIFEST, max_bytes=MAX_LIST_BYTES)[0].get("files")
+        names = set(listed) if isinstance(listed, dict) else names
+    return all((root / name).is_file() for name in names)
 
+
+def _shards(root: Path) -> Iterator[str]:
+    """List the shards that the index names; none without an index."""
+    if (root / INDEX).is_file():
+        weight_map = checkpoint_files.read_json(root / INDEX, max_bytes=MAX_LIST_BYTES)[0].get("weight_map")
+        names = weight_map.values() if isinstance(weight_map, dict) else ()
+        yield from filter(checkpoint_files.is_plain_name, names)
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Escape file names to patterns that match nothing else."""
+    return [glob.escape(name) for name in sorted(names)]
+
+
+# --- files in the Hub cache
+
+# The cache keeps bytes in `blobs`, under their digest, and in `snapshots/<commit>` links to them under the files'
+# names; on a file system without links, the files themselves. The library removes whole revisions only.
+
+
+def has_cached_bytes(root: Path, name: str, digest: str | None) -> bool:
+    """Return True if the cache has a file of the snapshot `root`, or its bytes under another name or commit."""
+    blobs = root.parent.parent / "blobs"
+    return (root / name).exists() or (digest is not None and os.path.lexists(blobs / digest))
+
+
+def remove_killed_downloads(root: Path, digest: str | None) -> None:
+    """Remove unfinished copies of a file that killed downloads left, unless another process downloads the file now.
+
+    Only copies that the library cannot continue: newer versions give each download a separate name.
+    """
+    repo = root.parent.parent
+    left = [] if digest is None else list((repo / "blobs").glob(f"{digest}.*.incomplete"))
+    lock = repo.parent / ".locks" / repo.name / f"{digest}.lock"
+    if not left or not lock.is_file():
+        return
+    with (
+        lock.open("rb") as file,
+        suppress(OSError),
+    ):  # the library holds its lock, or the file system has no locks
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in left:
+            path.unlink(missing_ok=True)
+
+
+def remove_cached_file(root: Path, name: str) -> None:
+    """Remove a file of the snapshot `root`, and its bytes if no other name or commit has them. Raises OSError."""
+    path = root / name
+    if not path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    blob = Path(os.path.normpath(path.parent / path.readlink()))
+    if (
+        blob.is_symlink()
+    ):  # newer versions of the library may store bytes once for all repos, and count the users
+        from huggingface_hub import scan_cache_dir
+
+        cache: Any = scan_cache_dir(root.parents[2])
+        of_path = [f for repo in cache.repos for r in repo.revisions for f in r.files if f.file_path == path]
+        cache.delete_files(*of_path).execute()
+        return
+    path.unlink()
+    if blob.parent == root.parent.parent / "blobs" and not _is_linked(root.parent, blob):
+        blob.unlink(missing_ok=True)
+
+
+def _is_linked(snapshots: Path, blob: Path) -> bool:
+    """Return True if a snapshot has a link to these bytes."""
+    for folder, _, names in os.walk(snapshots):
+        for path in (Path(folder) / name for name in names):
+            if path.is_symlink() and Path(os.path.normpath(path.parent / path.readlink())) == blob:
+                return True
+    return False
+
+
+# --- errors of the Hub library
 
 _SIGN_IN = "`hf auth login` or set HF_TOKEN"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
-_Told = tuple[type[HqconvError], str, str]  # the error's class, what, and what to do
+_Explanation = tuple[type[HqconvError], str, str]  # the error's class, message and remedy
+
+
+def explained(repo_id: str, revision: str | None) -> AbstractContextManager[None]:
+    """Turn exceptions of the Hub library into ours."""
+    return translated(lambda error: _explain(error, repo_id, revision or "main"))
 
 
 @contextmanager
-def explained(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Turns what the Hub library raises into one of our errors."""
+def translated(explain: Callable[[Exception], HqconvError]) -> Iterator[None]:
+    """Raise `explain(error)` instead of an exception of the Hub library."""
     from huggingface_hub import errors
 
     # The base of its HTTP exceptions: of requests, httpx or httpx2, by the library's version.
     http_error: type[Exception] = vars(errors)["HTTPError"]
-    # RuntimeError is what the Xet extension raises.
+    # RuntimeError comes from the Xet extension.
     failures = (OSError, ValueError, RuntimeError, http_error, errors.EntryNotFoundError)
     try:
         yield
     except HqconvError:
         raise
     except failures as error:
-        raise _explain(error, repo_id, revision or "main") from error
+        raise explain(error) from error
 
 
 def status_of(error: BaseException | None) -> int | None:
-    """The HTTP status that an error of the Hub library, or of ours made of one, came from; None without any."""
+    """Return the HTTP status behind an error of the Hub library, or of ours raised from one; None without any."""
     response = _response(error)
     return None if response is None else int(response.status_code)
 
 
 def _response(error: BaseException | None) -> Any:
-    """The answer that an error came from: it may lie below one that says that the cache has no file either."""
+    """Return the response behind an error, maybe the cause of an error on the cache; None without any."""
     while error is not None:
         response = vars(error).get("response")
         if response is not None:
@@ -257,8 +433,8 @@ def _explain(error: Exception, repo_id: str, revision: str) -> HqconvError:
     return kind(what, where=f"{repo_id}, revision {revision}", found=found, remedy=remedy)
 
 
-def _of_repo(error: Exception, repo_id: str, revision: str) -> _Told | None:
-    """What is wrong with the repo that is asked for, where the Hub says so."""
+def _of_repo(error: Exception, repo_id: str, revision: str) -> _Explanation | None:
+    """Explain an error of the library that names a problem of the repo."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{repo_id}"
@@ -281,8 +457,8 @@ def _of_repo(error: Exception, repo_id: str, revision: str) -> _Told | None:
     return None
 
 
-def _of_status(error: Exception) -> _Told | None:
-    """What the Hub answered, where it answered."""
+def _of_status(error: Exception) -> _Explanation | None:
+    """Explain an HTTP status of the Hub."""
     status = status_of(error)
     if status == 401:
         return RequestError, "The Hub does not accept the token, or wants one.", f"Sign in: {_SIGN_IN}."
@@ -305,7 +481,7 @@ def _of_status(error: Exception) -> _Told | None:
 
 
 def _wait(response: Any) -> str:
-    """How long the Hub wants not to be asked, by Retry-After or its own header of limits; else empty."""
+    """Return the waiting time of Retry-After or of the Hub's header of rate limits; else an empty text."""
     from huggingface_hub import utils
 
     seconds = response.headers.get("Retry-After", "")
@@ -313,13 +489,13 @@ def _wait(response: Any) -> str:
         return f"until {seconds}"
     library: Any = utils
     limits = getattr(library, "parse_ratelimit_headers", None)
-    if not seconds and limits is not None and (told := limits(response.headers)) is not None:
-        seconds = str(told.reset_in_seconds)
+    if not seconds and limits is not None and (limit := limits(response.headers)) is not None:
+        seconds = str(limit.reset_in_seconds)
     return f"{seconds} seconds" if seconds else ""
 
 
-def _of_machine(error: Exception) -> _Told:
-    """What lies on this side: offline mode, the network, the cache's disk."""
+def _of_machine(error: Exception) -> _Explanation:
+    """Explain an error of this machine: offline mode, the network, the cache's disk."""
     from huggingface_hub import constants, errors
 
     number = getattr(error, "errno", None)

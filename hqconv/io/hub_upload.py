@@ -1,18 +1,19 @@
-"""A repo of the Hugging Face Hub to write to: what it holds, and commits to one of its branches.
+"""Upload to a Hugging Face Hub repo: the files of one of its branches, and commits to it.
 
-The Hub library's exceptions are turned into ours. It takes half a second to import, so that functions do it.
+huggingface_hub takes half a second to import, so that only functions import it; its exceptions become ours.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import HqconvError, NetworkError, RequestError
+from hqconv.io.hub import check_commit, translated
 
 _AGAIN = "Repeat the same command: what is there already is not sent again."
 
@@ -26,20 +27,20 @@ class RemoteFile:
     is_lfs: bool
 
     def holds(self, path: Path, sha256: str) -> bool:
-        """Whether its bytes are those with this SHA-256; path: where they lie, read where git keeps the file."""
+        """Return True if the file has the bytes with this SHA-256; path: these bytes, read if git stores the file."""
         if self.is_lfs:
             return self.digest == sha256
         return self.size_bytes == path.stat().st_size and self.digest == git_digest(path.read_bytes())
 
 
 def git_digest(data: bytes) -> str:
-    """What git calls a file with these bytes."""
+    """Git's SHA-1 of a file with these bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 @dataclass(frozen=True)
 class BranchFiles:
-    """What a branch holds: its last commit, and its files by path."""
+    """A branch: its last commit, and its files by path."""
 
     commit: str
     files: Mapping[str, RemoteFile]
@@ -52,23 +53,21 @@ class HubBranch:
         self.repo_id, self.branch = repo_id, branch
 
     def create(self, *, private: bool) -> None:
-        """Make the repo and the branch, where they are not there. Raises RequestError, too, for a public one."""
+        """Create the repo and the branch if they are missing. With `private` a public repo raises RequestError."""
         from huggingface_hub import HfApi
 
         with self._explained():
             api: Any = HfApi()
             api.create_repo(self.repo_id, private=private or None, exist_ok=True)
             if private and not api.model_info(self.repo_id).private:
-                what, remedy = (
-                    "The repo is there already, and is public.",
-                    "Change that on its page, or leave --private out.",
-                )
+                what = "The repo is there already, and is public."
+                remedy = "Change that on its page, or leave --private out."
                 raise RequestError(what, where=self.repo_id, expected="a private repo", remedy=remedy)
             if self.branch is not None:
                 api.create_branch(self.repo_id, branch=self.branch, exist_ok=True)
 
     def state(self) -> BranchFiles:
-        """The branch as it is now."""
+        """Ask for the branch's last commit and its files. Raises InputError, too, for an invalid commit hash."""
         from huggingface_hub import HfApi
 
         with self._explained():
@@ -77,10 +76,10 @@ class HubBranch:
             for file in info.siblings or ():
                 digest = str(file.blob_id) if file.lfs is None else str(file.lfs.sha256)
                 files[str(file.rfilename)] = RemoteFile(int(file.size or 0), digest, file.lfs is not None)
-            return BranchFiles(str(info.sha), files)
+            return BranchFiles(check_commit(self.repo_id, info.sha), files)
 
     def read(self, name: str, commit: str) -> Path:
-        """A file of a commit, brought into the Hub library's cache."""
+        """Download a file of a commit to the Hub cache."""
         from huggingface_hub import hf_hub_download
 
         with self._explained():
@@ -89,30 +88,20 @@ class HubBranch:
     def commit(
         self, message: str, put: Mapping[str, Path], delete: Iterable[str] = (), parent: str | None = None
     ) -> str:
-        """One commit: files of this machine put at their paths, others deleted; its hash.
+        """Make one commit that adds files of this machine at their paths and deletes others; return its hash.
 
-        parent: what the branch's last commit must be by then.
+        parent: the commit that the branch must still end with.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         with self._explained():
             operations: list[Any] = [CommitOperationDelete(path_in_repo=name) for name in delete]
             operations += [CommitOperationAdd(name, str(path)) for name, path in put.items()]
-            words: Any = {"revision": self.branch, "parent_commit": parent}
-            return str(HfApi().create_commit(self.repo_id, operations, commit_message=message, **words).oid)
+            kwargs: Any = {"revision": self.branch, "parent_commit": parent}
+            return str(HfApi().create_commit(self.repo_id, operations, commit_message=message, **kwargs).oid)
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turns what the Hub library raises into one of our errors."""
-        from huggingface_hub import errors
-
-        http_error: type[Exception] = vars(errors)["HTTPError"]
-        try:
-            yield
-        except HqconvError:
-            raise
-        except (OSError, ValueError, RuntimeError, http_error) as error:
-            raise self._explain(error) from error
+    def _explained(self) -> AbstractContextManager[None]:
+        return translated(self._explain)
 
     def _explain(self, error: Exception) -> HqconvError:
         from huggingface_hub import errors

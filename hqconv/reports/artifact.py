@@ -13,7 +13,7 @@ from hqconv.artifact.lineage import ancestors
 from hqconv.artifact.manifest import check_details, read_manifest, schema_of
 from hqconv.artifact.manifest_digest import alteration
 from hqconv.formats.source_format import SourceFormat
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing
 from hqconv.planning.encoding import EncodingOptions
 from hqconv.reports.documents import Words, block_runs, otherwise, quant_method, schema_to_dict

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from hqconv.errors import VerificationError
-from hqconv.io.ranges import fill
+from hqconv.io.file_access import fill
 from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.artifact_view import ArtifactView
 from hqconv.serving.rank_file import RankFile, check_digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.errors import RequestError
-from hqconv.io import hub_snapshot
+from hqconv.io import hub
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub import Listing
-from hqconv.io.source_names import named, refuse_what_is_no_model
 from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.gpu_target import GpuTarget, parse_target
 from hqconv.sources.artifact import ArtifactSource, as_input_error
@@ -24,6 +24,18 @@ from hqconv.sources.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
     from hqconv.models.source_protocol import Source
+
+
+_SCHEMES = re.compile(
+    r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<rest>.*)", re.IGNORECASE
+)
+_REPO = re.compile(
+    r"(?P<repo>\w[\w.-]*/[\w.-]+?)(?:@(?P<at>[^\s?#]+)|/(?:tree|blob|resolve)/(?P<tree>[^/\s?#]+)(?P<file>/[^?#]*)?)?/?",
+    re.ASCII,
+)
+_IN_CACHE = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
+_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json")
+ADAPTER = "adapter_config.json"
 
 
 @contextmanager
@@ -53,10 +65,10 @@ class SourceLocation:
 
 def locate_source(src: str | Path, revision: str | None = None) -> SourceLocation:
     """Find the folder and kind of a source; of a Hub repo only small files are downloaded. Raises as `open_source`."""
-    src, revision = named(str(src), revision)
+    src, revision = parse_source_name(str(src), revision)
     root = Path(src)
-    if src and not root.exists() and hub_snapshot.is_repo_id(src):
-        root, listing = hub_snapshot.look(src, revision)
+    if src and not root.exists() and hub.is_repo_id(src):
+        root, listing = hub.open_repo(src, revision)
         is_kernel = is_artifact(root) and read_manifest(root)["layout"] == KERNEL
         return SourceLocation(root, "artifact" if is_kernel else "safetensors", src, listing)
     if is_unfinished(root):
@@ -69,13 +81,53 @@ def locate_source(src: str | Path, revision: str | None = None) -> SourceLocatio
         return SourceLocation(root, "artifact")
     if src and revision is None and holds_gguf(root):
         return SourceLocation(root, "gguf")
-    refuse_what_is_no_model(root)
+    _refuse_common_mistakes(root)
     if not (src and root.is_dir()):  # Path("") is the current folder
-        raise hub_snapshot.no_repo(src)
+        raise hub.no_repo(src)
     if revision is not None:
         what, remedy = "A local folder has no revisions.", "Leave the revision out."
         raise RequestError(what, where=src, found=f"revision {revision}", remedy=remedy)
     return SourceLocation(root, "safetensors")
+
+
+def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Split a typed source into folder or repo and revision: `org/name@rev`, `hf://org/name`, or a URL of the Hub.
+
+    An existing path is returned as it is. Raises RequestError for the URL of one file, and for two revisions.
+    """
+    if not src or Path(src).exists():
+        return src, revision
+    link = _SCHEMES.fullmatch(src)
+    match = _REPO.fullmatch(link["rest"] if link else src)
+    if match is None or (link is None and match["tree"]):
+        return src, revision
+    if match["file"] and match["file"] != "/":
+        what, remedy = "This is the address of one file.", f"Name the repo: {match['repo']}."
+        raise RequestError(what, where=src, expected="a model folder or a Hub repo", remedy=remedy)
+    given = match["at"] or match["tree"]
+    if given and revision not in (None, given):
+        what, remedy = "Two revisions are named.", "Name one of them."
+        raise RequestError(what, where=src, expected=f"revision {revision}", found=given, remedy=remedy)
+    return match["repo"], given or revision
+
+
+def _refuse_common_mistakes(path: Path) -> None:
+    """Raise RequestError for a path that users often confuse with a model's folder, and name the right one."""
+    if path.is_file():
+        is_known = path.name.lower().endswith(_FILES)
+        remedy = f"Give the folder that it lies in: {path.parent}." if is_known else ""
+        expected = "a model folder or a Hub repo id (org/name)"
+        raise RequestError("This is a file.", where=str(path), expected=expected, remedy=remedy)
+    if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+        what = "This is an adapter (LoRA), not a model: it has no experts of its own."
+        remedy = "Merge it into its base model first (peft: merge_and_unload, save_pretrained), and give that folder."
+        raise RequestError(what, where=str(path), found=ADAPTER, remedy=remedy)
+    cached = _IN_CACHE.fullmatch(path.name)
+    if cached and (path / "snapshots").is_dir():
+        remedy = (
+            f"Name the repo, {cached['org']}/{cached['name']}, or one of the folders in {path / 'snapshots'}."
+        )
+        raise RequestError("This is a repo's place in the Hub's cache.", where=str(path), remedy=remedy)
 
 
 @without_gc()
@@ -102,7 +154,7 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
         source = ArtifactSource(root, repo_id=repo_id, listing=listing)
     else:
         if repo_id is not None and listing is not None and not is_lazy:
-            hub_snapshot.download(repo_id, listing.commit)
+            hub.download(repo_id, listing.commit)
             listing = None
         source = SafetensorsSource(root, repo_id=repo_id, listing=listing)
     try:

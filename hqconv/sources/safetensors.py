@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hqconv.errors import InputError, NetworkError, first_few
-from hqconv.io import checkpoint_files, hub, hub_snapshot
+from hqconv.io import checkpoint_files, hub
+from hqconv.io.file_access import Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
-from hqconv.io.open_files import Descriptors
-from hqconv.io.ranges import adjoining, fill
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts, stored_shape
@@ -54,9 +53,7 @@ class SafetensorsSource:
         self.revision = None if repo_id is None else root.name
         self.listing, self.guard = listing, FileSnapshot(root)
         checkpoint_files.check_regular(root)
-        self.guard.look_if_there(
-            name for name in hub_snapshot.WORDS if name != INDEX or not self._has(SINGLE)
-        )
+        self.guard.look_if_there(name for name in hub.SMALL_FILES if name != INDEX or not self._has(SINGLE))
         self.config: dict[str, Any] = checkpoint_files.read_config(root)
         self.quantization = checkpoint_files.read_quantization(root, self.config)
         weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root, self._has(SINGLE))

@@ -15,7 +15,7 @@ from hqconv.artifact.build import without_digests
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names

@@ -15,7 +15,7 @@ from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.artifact.reader import Artifact, ManifestFacts
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names

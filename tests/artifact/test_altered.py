@@ -18,7 +18,7 @@ import pytest
 
 import hqconv
 from hqconv.errors import HqconvError, InputError, VerificationError
-from hqconv.io import digests
+from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import open_artifact_view
@@ -186,7 +186,7 @@ def edit_header(out: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     words = manifest(out)
-    words["files"][RANK_FILE] = {"size_bytes": path.stat().st_size, "sha256": digests.sha256_of(path)}
+    words["files"][RANK_FILE] = {"size_bytes": path.stat().st_size, "sha256": file_access.sha256_of(path)}
     write_manifest(out, words)
 
 
@@ -249,7 +249,7 @@ def test_a_rank_file_that_does_not_say_whose_it_is(made: dict[str, Path], tmp_pa
 def slow_reads(monkeypatch: pytest.MonkeyPatch, begun: threading.Event) -> None:
     """Rank files are read as if each had 1,000 chunks, a hundred a second."""
 
-    real = digests.sha256_of
+    real = file_access.sha256_of
 
     def slow(path: Path, keep_on: Callable[[], object] | None = None) -> str:
         if "experts" in path.parts:
@@ -287,7 +287,7 @@ def test_an_interrupt_does_not_wait_for_a_digest(
 
 
 def test_a_digest_asks_after_every_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "_CHUNK_BYTES", 10)
+    monkeypatch.setattr(file_access, "_CHUNK_BYTES", 10)
     (tmp_path / "x").write_bytes(bytes(95))
     asked: list[int] = []
 
@@ -297,5 +297,5 @@ def test_a_digest_asks_after_every_chunk(tmp_path: Path, monkeypatch: pytest.Mon
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        digests.sha256_of(tmp_path / "x", keep_on)
+        file_access.sha256_of(tmp_path / "x", keep_on)
     assert len(asked) == 7

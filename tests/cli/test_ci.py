@@ -21,7 +21,7 @@ from hqconv.artifact.error_summary import over_limit
 from hqconv.cli import json_documents
 from hqconv.cli.app import app
 from hqconv.conversion import run as conversion
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 

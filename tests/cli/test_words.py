@@ -18,11 +18,10 @@ from hqconv.cli.options import OPTIONS, at_home
 from hqconv.cli.progress import line_of
 from hqconv.conversion.progress import Progress
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.io.source_names import named
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
-from hqconv.sources.opening import open_source
+from hqconv.sources.opening import open_source, parse_source_name
 from tests.make.conversions import manifest, run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -92,21 +91,21 @@ def test_names_of_others_lead_to_schemas() -> None:
     ],
 )
 def test_other_ways_to_name_a_repo(typed: str, repo: str, revision: str | None) -> None:
-    assert named(typed) == (repo, revision)
+    assert parse_source_name(typed) == (repo, revision)
 
 
 def test_names_that_say_two_things() -> None:
     with pytest.raises(RequestError, match="Two revisions"):
-        named("org/name@a", "b")
-    assert named("org/name@a", "a") == ("org/name", "a")
+        parse_source_name("org/name@a", "b")
+    assert parse_source_name("org/name@a", "a") == ("org/name", "a")
     with pytest.raises(RequestError, match="Name the repo: org/name"):
-        named("https://huggingface.co/org/name/blob/main/config.json")
+        parse_source_name("https://huggingface.co/org/name/blob/main/config.json")
 
 
 def test_a_folder_with_such_a_name_is_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name@v1").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert named("org/name@v1") == ("org/name@v1", None)
+    assert parse_source_name("org/name@v1") == ("org/name@v1", None)
 
 
 def opening(path: Path) -> str:

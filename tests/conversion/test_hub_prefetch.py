@@ -21,7 +21,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 import hqconv
 from hqconv.conversion.journal import Journal
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError
-from hqconv.io import hub_cache
+from hqconv.io import hub
 from hqconv.schemas.artifact_names import JOURNAL
 from hqconv.schemas.grid import Grid
 from tests.make import conversions, input_scales, small
@@ -341,7 +341,7 @@ def test_a_resumed_run_drops_what_an_earlier_one_fetched(
 ) -> None:
     """Also a shard whose groups were all done when the kill came between the journal and the cache."""
     with monkeypatch.context() as patch:
-        patch.setattr(hub_cache, "drop", lambda *_: None)
+        patch.setattr(hub, "remove_cached_file", lambda *_: None)
         gone = {"X_Error_Code": "EntryNotFound"}
         server.before = lambda name: server.fail(f"/{shard(5)}$", 404, **gone) if name == shard(4) else None
         with pytest.raises(InputError):
@@ -444,10 +444,10 @@ def test_bytes_that_another_commit_has_too_stay(server: LocalHub, cache: Path) -
     other.mkdir()
     (other / "same.safetensors").symlink_to((root / shard(0)).readlink())
     blob = (root / shard(0)).resolve()
-    hub_cache.drop(root, shard(0))
+    hub.remove_cached_file(root, shard(0))
     assert not (root / shard(0)).exists()
     assert blob.exists()
-    hub_cache.drop(other, "same.safetensors")
+    hub.remove_cached_file(other, "same.safetensors")
     assert not blob.exists()
     assert (root / shard(1)).exists()
 
@@ -456,9 +456,9 @@ def test_a_cache_without_links(tmp_path: Path) -> None:
     root = tmp_path / "models--org--name" / "snapshots" / COMMIT
     root.mkdir(parents=True)
     (root / "a").write_text("x")
-    assert hub_cache.has_bytes(root, "a", None)
-    hub_cache.drop(root, "a")
-    assert not hub_cache.has_bytes(root, "a", None)
+    assert hub.has_cached_bytes(root, "a", None)
+    hub.remove_cached_file(root, "a")
+    assert not hub.has_cached_bytes(root, "a", None)
 
 
 def test_a_link_to_elsewhere_loses_the_link_alone(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_a_link_to_elsewhere_loses_the_link_alone(tmp_path: Path) -> None:
     root.mkdir(parents=True)
     (tmp_path / "mine").write_text("x")
     (root / "a").symlink_to(tmp_path / "mine")
-    hub_cache.drop(root, "a")
+    hub.remove_cached_file(root, "a")
     assert (tmp_path / "mine").exists()
 
 

@@ -28,7 +28,7 @@ from hqconv.conversion.output_folder import (
     unfinished_folder,
 )
 from hqconv.errors import OutputError
-from hqconv.io import exchange_folders as exchange_module
+from hqconv.io import durable_files
 from hqconv.planning.output_units import build_file
 from hqconv.schemas.artifact_names import COMPANIONS, FORMAT_VERSION
 from hqconv.schemas.tensors import TensorSpec
@@ -255,7 +255,7 @@ def test_the_old_artifact_stays_until_the_new_one_is_complete(
     tmp_path: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(exchange_module, "_exchange_at_once", lambda *_: False)
+        monkeypatch.setattr(durable_files, "_exchange_at_once", lambda *_: False)
     out = finished(tmp_path / "out", *PATHS, content=b"old")
     before = {path: (out / path).read_bytes() for path in files_of(out)}
     with opened(out, overwrite=True) as folder:

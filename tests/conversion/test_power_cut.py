@@ -11,8 +11,7 @@ import pytest
 
 from hqconv.conversion.journal import Journal
 from hqconv.errors import OutputError
-from hqconv.io.durable_files import make_folder
-from hqconv.io.exchange_folders import exchange, settle
+from hqconv.io.durable_files import exchange, make_folder, settle
 from hqconv.schemas.artifact_names import JOURNAL
 from tests.make.disks import ANY, FATES, KEPT, LOST, ZEROS, Disk, Node, played
 from tests.make.power import SCENARIOS, model, out_of_order, recorded, renames_only

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 import hqconv
 from hqconv.errors import HqconvError, InputError, NetworkError, RequestError
-from hqconv.io import hub, hub_snapshot
+from hqconv.io import hub
+from hqconv.sources.opening import open_source
+from tests.make import hub_server
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
 from tests.make.qwen import write_qwen3_moe
 
@@ -211,11 +213,29 @@ def test_a_name_that_leads_elsewhere(server: LocalHub, monkeypatch: pytest.Monke
     assert "config.json" in seen
 
 
+@pytest.mark.parametrize("commit", ["../../x", "/tmp/x", "main", COMMIT.upper(), COMMIT + "\n", "", None])
+def test_a_commit_that_leads_elsewhere(server: LocalHub, tmp_path: Path, commit: Any) -> None:
+    """The library would write a file and a folder of this name outside of its cache."""
+    server.commit = commit
+    for call in (hqconv.inspect, open_source, lambda name: hqconv.plan(name, **PLAN), hqconv.verify):
+        with pytest.raises(InputError, match="no commit hash") as caught:
+            call(NAME)
+        assert (caught.value.where, caught.value.found) == (NAME, repr(commit))
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_digest_that_leads_elsewhere(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    lfs = {"sha256": "../../x", "size": 1, "pointerSize": 1}
+    monkeypatch.setattr(hub_server, "_sibling", lambda file: file.get("lfs") and lfs)
+    with pytest.raises(InputError, match="no valid SHA-256"):
+        hqconv.inspect(NAME)
+
+
 # --- without the Hub ---------------------------------------------------------------------------------------
 
 
 def fill(server: LocalHub) -> None:
-    hub_snapshot.download(NAME, None)
+    hub.download(NAME, None)
     server.sent.clear()
 
 
@@ -264,10 +284,10 @@ def test_where_the_hub_fails_a_complete_cache_does(
 
 
 def test_a_cache_is_complete_with_all_weights(server: LocalHub, model: Path) -> None:
-    root = hub_snapshot.download(NAME, None)
-    assert hub_snapshot.is_complete(root)
+    root = hub.download(NAME, None)
+    assert hub.is_complete(root)
     next(root.glob("*.safetensors")).unlink()
-    assert not hub_snapshot.is_complete(root)
+    assert not hub.is_complete(root)
 
 
 def test_a_transfer_that_dies_is_the_networks(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from hqconv.io.open_files import Descriptors
+from hqconv.io.file_access import Descriptors
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_file
@@ -67,7 +67,7 @@ def test_64_ranks_and_many_shards_with_64_open_files(tmp_path: Path) -> None:
 
 def test_the_command_raises_the_soft_limit(tmp_path: Path) -> None:
     code = (
-        "import resource, hqconv.io.open_files as d\n"
+        "import resource, hqconv.io.file_access as d\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))\n"
         "d.raise_limit()\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"

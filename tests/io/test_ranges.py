@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hqconv.io import ranges
-from hqconv.io.ranges import adjoining, fill
+from hqconv.io import file_access
+from hqconv.io.file_access import adjoining, fill
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -27,7 +27,7 @@ def test_runs_are_what_lies_side_by_side_in_a_file() -> None:
 
 
 def test_a_run_has_no_more_buffers_than_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_MAX_BUFFERS", 2)
+    monkeypatch.setattr(file_access, "_MAX_BUFFERS", 2)
     runs = list(adjoining((ref(0, i, 1), bytearray(1)) for i in range(5)))
     assert [len(run) for run in runs] == [2, 2, 1]
 

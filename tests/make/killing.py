@@ -19,7 +19,7 @@ from hqconv.humming_layout.runtime import humming
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 import hqconv.planning.output_units
-import hqconv.io.exchange_folders
+import hqconv.io.durable_files
 
 humming()
 hqconv.planning.output_units.MAX_SHARD_BYTES = 70_000
@@ -52,7 +52,7 @@ for name in ("pwrite", "fsync", "posix_fallocate", "write", "ftruncate", "trunca
     touch(os, name)
 for name in ("replace", "unlink", "rename", "rmdir", "mkdir"):
     touch(Path, name)
-touch(hqconv.io.exchange_folders, "_exchange_at_once")
+touch(hqconv.io.durable_files, "_exchange_at_once")
 
 with tempfile.TemporaryDirectory() as folder:  # loads what is compiled, once for all children
     run(Path(sys.argv[1]), Path(folder) / "warm", "mxfp4", Grid(2, 2))
@@ -64,7 +64,7 @@ for line in sys.stdin:
     if child == 0:
         fatal, when = job["fatal"], job["when"]
         if job["by_renames"]:
-            hqconv.io.exchange_folders._exchange_at_once = lambda *_: False
+            hqconv.io.durable_files._exchange_at_once = lambda *_: False
         try:
             modes = {"resume": job["resume"], "overwrite": job["overwrite"]}
             summary = run(Path(job["src"]), Path(job["out"]), job["schema"], Grid(2, 2), **modes)

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-import hqconv.io.exchange_folders
+import hqconv.io.durable_files
 from hqconv.conversion.distributed import ProcessGroup
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, is_member_journal
 from hqconv.schemas.grid import Grid
@@ -58,7 +58,7 @@ class Recorded:
 @contextmanager
 def renames_only() -> Iterator[None]:
     """A file system that cannot exchange folders at once."""
-    with patch.object(hqconv.io.exchange_folders, "_exchange_at_once", lambda *_: False):
+    with patch.object(hqconv.io.durable_files, "_exchange_at_once", lambda *_: False):
         yield
 
 

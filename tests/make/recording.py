@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import hqconv.io.exchange_folders
+import hqconv.io.durable_files
 
 # Ways to change a disk that no conversion takes; one that would is not recorded, so that it must not pass unseen.
 UNKNOWN = ("pwritev", "writev", "link", "symlink", "sendfile", "copy_file_range", "removedirs", "renames")
@@ -57,7 +57,7 @@ class Recorder:
             opens = self._file(io.open)
             for module in (io, builtins):
                 stack.enter_context(patch.object(module, "open", opens))
-            exchange = hqconv.io.exchange_folders
+            exchange = hqconv.io.durable_files
             at_once = self._exchange(exchange._exchange_at_once)
             stack.enter_context(patch.object(exchange, "_exchange_at_once", at_once))
             yield

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hqconv.io.digests import sha256_of
+from hqconv.io.file_access import sha256_of
 from tests.make.hub_both import BothHubs, serve_both
 from tests.make.hub_server import COMMIT
 from tests.make.places import REPO

@@ -123,7 +123,7 @@ def test_stacks_of_so_many_experts(number: int) -> None:
 @pytest.mark.parametrize("digits", [30, 4000, 5000])
 @pytest.mark.parametrize("part", ["layers.0.", "experts.0."])
 def test_names(part: str, digits: int, model: Path) -> None:
-    with api.open_headers(model) as source:
+    with api.open_source(model) as source:
         to = part.replace("0", "1" * digits)
         refs = {n.replace(part, to): r._replace(name=n.replace(part, to)) for n, r in source.tensors.items()}
         assert at_once(lambda: map_experts(refs, source.config)).exit_code == 3

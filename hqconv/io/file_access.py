@@ -1,0 +1,165 @@
+"""Reads of files: adjoining byte ranges by one system call, digests, and a bounded pool of open files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hqconv.schemas.tensors import TensorRef
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_MAX_BUFFERS = 512  # of one call; Linux takes 1024
+
+
+def adjoining(
+    pieces: Iterable[tuple[TensorRef, WriteableBuffer]],
+) -> Iterator[list[tuple[TensorRef, memoryview]]]:
+    """Group tensors into runs that adjoin in one file, by file and offset; empty tensors are left out."""
+    run: list[tuple[TensorRef, memoryview]] = []
+    for ref, buffer in sorted(pieces, key=lambda piece: (piece[0].file, piece[0].offset_bytes)):
+        if not ref.num_bytes:
+            continue
+        if run and (len(run) == _MAX_BUFFERS or not _follows(ref, run[-1][0])):
+            yield run
+            run = []
+        run.append((ref, memoryview(buffer).cast("B")))
+    if run:
+        yield run
+
+
+def _follows(ref: TensorRef, last: TensorRef) -> bool:
+    return (ref.file, ref.offset_bytes) == (last.file, last.offset_bytes + last.num_bytes)
+
+
+def fill(descriptor: int, views: Iterable[memoryview], offset: int) -> int:
+    """Fill non-empty byte views one after the other from byte `offset` of a file on; return the offset reached.
+
+    Fewer bytes are read at the end of the file only. Raises OSError.
+    """
+    views = list(views)
+    while views:  # one call reads 2 GiB at most, and any call may return fewer bytes than requested
+        num_read = os.preadv(descriptor, views, offset)
+        if not num_read:
+            break
+        offset += num_read
+        while views and num_read >= len(views[0]):
+            num_read -= len(views.pop(0))
+        if views and num_read:
+            views[0] = views[0][num_read:]
+    return offset
+
+
+_OTHERS = 40  # descriptors left to the rest of the process: libraries, the journal, a terminal
+# Owners that may have files open at the same time: a source, an artifact, and four groups of output files.
+_SHARE = 6
+_LEAST, _MOST = 4, 512
+
+
+def raise_limit() -> None:
+    """Raise this process's limit of open files to the system's; for commands, not for libraries."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft == hard:
+        return
+    wanted = max(soft, 1 << 16) if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_limit() -> int:
+    """Number of files that one owner may keep open under the limit of the process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST
+    return max(_LEAST, min(_MOST, (soft - _OTHERS) // _SHARE))
+
+
+class Descriptors:
+    """A pool of at most `limit` open files of one owner, by key; any thread may use it.
+
+    The least recently used idle file is closed first, and opened again at its next use. A file in use is never closed,
+    so that for a moment there may be one more for each thread.
+    """
+
+    def __init__(self, open_file: Callable[[str], int], limit: int | None = None) -> None:
+        """`open_file` opens a descriptor for a key; its exceptions reach the caller of `using`."""
+        self._open_file = open_file
+        self._limit = open_limit() if limit is None else limit
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._num_users: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @contextmanager
+    def using(self, key: str) -> Iterator[int]:
+        """Open a descriptor, or reuse it, until the block ends. Raises ValueError for a closed pool."""
+        with self._lock:
+            if self._is_closed:
+                raise ValueError(f"{key}: use of a file whose owner is closed")
+            if key not in self._open:
+                self._make_room()
+                self._open[key] = self._open_file(key)
+            self._open.move_to_end(key)
+            self._num_users[key] = self._num_users.get(key, 0) + 1
+            descriptor = self._open[key]
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._num_users[key] -= 1
+
+    def _make_room(self) -> None:
+        idle = [key for key in self._open if not self._num_users.get(key)]
+        for key in idle[: max(0, len(self._open) - self._limit + 1)]:
+            os.close(self._open.pop(key))
+
+    def drop(self, key: str) -> None:
+        """Close one file, if it is open; nobody may be using it."""
+        with self._lock:
+            if key in self._open:
+                os.close(self._open.pop(key))
+
+    def close(self) -> None:
+        """Close all files; nobody may be using one, and none may be opened again."""
+        with self._lock:
+            self._is_closed = True
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+
+_CHUNK_BYTES = 1 << 20  # a smaller one is no faster, and takes Python's global lock more often
+
+
+def sha256_of(path: Path, keep_on: Callable[[], object] | None = None) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal. Raises OSError for an unreadable file.
+
+    keep_on: called between chunks of a MiB; its exception ends the work.
+    """
+    digest = hashlib.sha256()
+    buffer = bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            if keep_on is not None:
+                keep_on()
+    return digest.hexdigest()
+
+
+def blob_sha256(path: Path) -> str | None:
+    """SHA-256 in the name of a Hub cache file that a repo stores in LFS; None for any other file.
+
+    The Hub reported this digest; the file is not read for it.
+    """
+    if not path.is_symlink():
+        return None
+    blob = path.resolve()
+    is_cached = blob.parent.name == "blobs" and (blob.parent.parent / "snapshots").is_dir()
+    return blob.name if is_cached and re.fullmatch(r"[0-9a-f]{64}", blob.name) else None
