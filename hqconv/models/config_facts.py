@@ -1,60 +1,77 @@
-"""What a config says of one layer's experts: their sizes, how many serve a token, and what activates them."""
+"""Values of config.json for the experts of one layer: sizes, experts per token, and the activation."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from hqconv.errors import RequestError
-from hqconv.models.families import Config, Family
+from hqconv.errors import InputError, RequestError
+from hqconv.models.families import Family
 from hqconv.models.family_choice import FamilyChoice
-from hqconv.models.layer_checks import ConfigSizes, Size, contradiction
 from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers
 from hqconv.schemas.grid import MAX_SIZE
+from hqconv.schemas.model_config import Config
+
+Size = tuple[str, int]  # the config key of a value, "" if from shapes, and the value
+REMEDY = "Check that the checkpoint is complete and that config.json belongs to it."
+_UNUSABLE = "A value of config.json is not usable."
+
+
+@dataclass(frozen=True)
+class ConfigSizes:
+    """Sizes of a layer's experts as config.json gives them; None for a missing key."""
+
+    num_experts: Size | None
+    hidden: Size | None
+    intermediate: Size | None
+
+
+def contradiction(what: str, where: str, expected: object, found: object) -> InputError:
+    """The error for tensors and a config that do not belong together."""
+    return InputError(what, where=where, expected=expected, found=found, remedy=REMEDY)
 
 
 def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[str, int]:
-    """block name → layer; `mtp.layers.i` counts on from the last decoder layer, as vLLM numbers it."""
-    index = re.compile(r"(?:^|\.)(?:layers|blocks|mtp)\.([0-9]+)\.")
-    found = {name: int(match.group(1)) for name in names if (match := index.search(name))}
-    mtp = {name for name in found if name.startswith(("mtp.", "language_model.mtp."))}
-    last = max((layer for name, layer in found.items() if name not in mtp), default=-1)
-    configured = number(text, family.num_layers_keys, 0)
-    offset = configured[1] if configured else last + 1
-    return {name: layer + offset if name in mtp else layer for name, layer in found.items()}
+    """Map names of MoE layers to layer indices; `mtp.layers.i` follow the last decoder layer, as in vLLM."""
+    pattern = re.compile(r"(?:^|\.)(?:layers|blocks|mtp)\.([0-9]+)\.")
+    indices = {name: int(match.group(1)) for name in names if (match := pattern.search(name))}
+    mtp = {name for name in indices if name.startswith(("mtp.", "language_model.mtp."))}
+    last = max((index for name, index in indices.items() if name not in mtp), default=-1)
+    num_layers = config_number(text, family.num_layers_keys, 0)
+    offset = num_layers[1] if num_layers else last + 1
+    return {name: index + offset if name in mtp else index for name, index in indices.items()}
 
 
 def layer_config(family: Family, layer: int, text: Config) -> Config:
-    """The config as one layer has it, where layers have values of their own. Raises InputError for too short a list."""
-    each = text.get(family.layer_configs_key) if family.layer_configs_key else None
-    if each is None:
+    """Merge one layer's entry of a per-layer list into the config. Raises InputError for too short a list."""
+    configs = text.get(family.layer_configs_key) if family.layer_configs_key else None
+    if configs is None:
         return text
-    if not isinstance(each, list) or len(each) <= layer or not isinstance(each[layer], Mapping):
+    if not isinstance(configs, list) or len(configs) <= layer or not isinstance(configs[layer], Mapping):
         expected = f"an element with the values of layer {layer}"
-        raise contradiction(
-            "A value of config.json is not usable.", family.layer_configs_key, expected, "none"
-        )
-    return {**text, **{key: value for key, value in each[layer].items() if value is not None}}
+        raise contradiction(_UNUSABLE, family.layer_configs_key, expected, "none")
+    return {**text, **{key: value for key, value in configs[layer].items() if value is not None}}
 
 
-def sizes_of(family: Family, layer: int, text: Config) -> ConfigSizes:
-    """What the config says of the sizes of a layer's experts."""
+def config_sizes(family: Family, layer: int, text: Config) -> ConfigSizes:
+    """Read the sizes of a layer's experts."""
     keys = (family.num_experts_keys, family.hidden_size_keys, family.intermediate_size_keys)
-    return ConfigSizes(*(number(text, of_size, layer) for of_size in keys))
+    return ConfigSizes(*(config_number(text, size_keys, layer) for size_keys in keys))
 
 
 def top_k(family: Family, name: str, layer: int, text: Config) -> int:
-    """How many experts serve a token in one layer."""
-    found = number(text, family.top_k_keys, layer)
-    if found is None:
+    """Read the number of experts per token in one layer. Raises InputError without it."""
+    size = config_number(text, family.top_k_keys, layer)
+    if size is None:
         keys = " or ".join(family.top_k_keys)
         raise contradiction("The config lacks the number of experts per token.", name, keys, "no such key")
-    return found[1]
+    return size[1]
 
 
 def named_activation(choice: FamilyChoice, text: Config) -> tuple[str, str]:
-    """The activation's name and where it came from; never guessed for a model_type without a row of its own."""
+    """The activation's name and its origin; never guessed for a model_type without a row in the families table."""
     family = choice.family
     for key in family.activation_keys:
         value = text.get(key)
@@ -72,9 +89,9 @@ def named_activation(choice: FamilyChoice, text: Config) -> tuple[str, str]:
 
 
 def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> Activation:
-    """The activation of one layer with its numbers, as the model's own code takes them from the config.
+    """The activation of one layer with its numbers, as the model's code reads them from the config.
 
-    Where a config has numbers that this model's code is not known to read, the activation has a name of its own such as
+    If a config has numbers that this model's code is not known to read, the activation gets a name such as
     `silu+swiglu_limit`, of which nothing else is known. Raises InputError for a value that is no number.
     """
     numbers = _numbers_of(choice, text)
@@ -90,13 +107,13 @@ def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> 
 
 
 def _numbers_of(choice: FamilyChoice, text: Config) -> Numbers | None:
-    """Where the model's numbers are; another family's keys mean nothing certain in a model without a row of its own."""
+    """The config keys of the model's numbers; without a row for the model, another family's keys are not trusted."""
     of_type = NUMBERS.get(str(text.get("model_type")))
     return NUMBERS.get(choice.family.name) if of_type is None and choice.is_own_row else of_type
 
 
 def _reached(value: object, layer: int) -> object:
-    """A config's value for one layer; layers that a list does not reach have none, as in vLLM's model classes."""
+    """A config's value for one layer; None for layers beyond the end of a list, as in vLLM's model classes."""
     if isinstance(value, list):
         return value[layer] if layer < len(value) else None
     return value
@@ -111,26 +128,24 @@ def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float 
     least = -math.inf if field in numbers.any_value else 0
     if not isinstance(value, int | float) or isinstance(value, bool) or not least < value < math.inf:
         expected = "a finite number" if field in numbers.any_value else "a positive number"
-        raise contradiction("A value of config.json is not usable.", key, expected, text[key])
+        raise contradiction(_UNUSABLE, key, expected, text[key])
     return float(value)
 
 
-def _of_layer(value: object, layer: int) -> object:
-    """A config's value for one layer; a list holds one per layer, and an MTP layer is built like the last one."""
-    return value[min(layer, len(value) - 1)] if isinstance(value, list) and value else value
+def config_number(text: Config, keys: tuple[str, ...], layer: int) -> Size | None:
+    """The first of some keys in the config, with its value for one layer; None without any.
 
-
-def number(text: Config, keys: tuple[str, ...], layer: int) -> Size | None:
-    """The first key the config has, with its value; a list holds one value per layer.
-
-    Raises InputError for a value that is no whole number, or one that no model has.
+    A list holds one value per layer; an MTP layer has the last one. Raises InputError for a value that is no positive
+    whole number of plausible size.
     """
     for key in keys:
         if text.get(key) is None:
             continue
-        value = _of_layer(text[key], layer)
+        value = text[key]
+        if isinstance(value, list) and value:
+            value = value[min(layer, len(value) - 1)]
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
             expected = f"a positive integer below {MAX_SIZE}"
-            raise contradiction("A value of config.json is not usable.", key, expected, text[key])
+            raise contradiction(_UNUSABLE, key, expected, text[key])
         return key, value
     return None

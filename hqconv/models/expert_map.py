@@ -12,17 +12,16 @@ from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.models.config_facts import (
     activation_of,
+    config_number,
+    config_sizes,
     layer_config,
     layer_indices,
     named_activation,
-    number,
-    sizes_of,
     top_k,
 )
 from hqconv.models.families import Config, Family, text_config
 from hqconv.models.family_choice import choose_family, looks_like_expert, name_pattern, unmatched_error
-from hqconv.models.layer_builder import build_block
-from hqconv.models.layer_checks import LayerTensors, check_once
+from hqconv.models.layer_builder import LayerTensors, build_block, check_once
 from hqconv.models.moe_layer import MoeLayer, Parts, PerExpertIndex
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
@@ -193,7 +192,7 @@ def map_experts(
             "top_k": top_k(family, name, layer, own),
         }
         format_of = _formats(declared, name, found, _is_extra(family, layer, text))
-        block, unused = build_block(family, name, found, sizes_of(family, layer, own), format_of, facts)
+        block, unused = build_block(family, name, found, config_sizes(family, layer, own), format_of, facts)
         blocks.append(block)
         dropped |= unused
     converted = {name: block.name for block in blocks for name in _names(block)}
@@ -247,7 +246,7 @@ def _plain_modules(found: LayerTensors) -> set[str]:
 
 def _is_extra(family: Family, layer: int, text: Config) -> bool:
     """Whether a layer comes after the decoder's last one."""
-    num_layers = number(text, family.num_layers_keys, 0)
+    num_layers = config_number(text, family.num_layers_keys, 0)
     return num_layers is not None and layer >= num_layers[1]
 
 
@@ -258,8 +257,8 @@ def _drop_zero_experts(
     dropped: dict[str, str] = {}
     for name, found in grouped.items():
         experts = found.experts
-        count = number(text, family.num_experts_keys, layers[name])
-        zeros = number(text, family.zero_experts_keys, layers[name])
+        count = config_number(text, family.num_experts_keys, layers[name])
+        zeros = config_number(text, family.zero_experts_keys, layers[name])
         if count is None or zeros is None:
             continue
         for e in [e for e in experts if count[1] <= e < count[1] + zeros[1] and "w2" not in experts[e]]:

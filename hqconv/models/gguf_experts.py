@@ -14,10 +14,9 @@ from typing import Any
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.source_format import GGUF, SourceFormat
 from hqconv.io.gguf_header import COPY_AGAIN, wrong_shape
-from hqconv.models.config_facts import sizes_of
+from hqconv.models.config_facts import ConfigSizes, config_sizes
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family, text_config
-from hqconv.models.layer_checks import ConfigSizes
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
@@ -120,7 +119,7 @@ class _Finder:
         """
         layers, dropped = self._layers()
         for layer, parts in layers.items():
-            check_layer(layer, parts, self._family, sizes_of(self._family, layer, self._text))
+            check_layer(layer, parts, self._family, config_sizes(self._family, layer, self._text))
         blocks = {self._block_name(layer): layer for layer in sorted(layers)}
         self._check_routers(blocks)
         stand_ins: dict[str, TensorRef] = {}
@@ -233,7 +232,7 @@ class _Finder:
                 match = pattern.fullmatch(name)
                 if not match or len(ref.shape) != 2 or not _ROUTER_WORDS.intersection(match[2].split(".")):
                     continue
-                count = sizes_of(self._family, int(match[1]), self._text).num_experts
+                count = config_sizes(self._family, int(match[1]), self._text).num_experts
                 block = template.format(layer=match[1])
                 if count and ref.shape[0] == count[1] and block not in blocks:
                     raise InputError(
