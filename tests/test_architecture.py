@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -478,6 +479,26 @@ def test_what_a_server_reaches_is_found_along_the_way(frame: str) -> None:
 def test_names_beyond_the_seams_are_found(text: str, is_wrong: bool) -> None:
     assert bool(beyond_the_seams({PLAN: text})) == is_wrong
     assert not beyond_the_seams({"hqconv.serving.vllm.limits": text.replace("LayerConfig", "X")})
+
+
+LOOKUP = re.compile(
+    r"""manifests?(\[\d\])?(\.\w+)*(\[["']|\.get\(["'])"""  # manifest["key"], manifest.source.get("key")
+    r"""|read_manifest\([^()]*\)(\[|\.get\()"""
+    r"""|\.blocks\[[^][]*\](\[|\.get\()"""
+)
+
+
+def test_manifests_are_typed_outside_their_room() -> None:
+    """Keys of hqconv.json are attributes of `artifact.manifest`; nothing else looks into the document."""
+    wrong = [
+        f"{path.relative_to(REPO)}:{number}: {line.strip()}"
+        for path in sorted((REPO / "hqconv").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if LOOKUP.search(line) and path != REPO / "hqconv/artifact/manifest.py"
+    ]
+    assert wrong == []
+    for line in ('artifact.manifest["files"]', 'manifest.get("warnings")', 'artifact.blocks[name]["top_k"]'):
+        assert LOOKUP.search(line)
 
 
 def test_circles_are_found() -> None:

@@ -130,7 +130,7 @@ def _spread(total: int, count: int) -> list[int]:
 def _reader(artifact: Artifact, block: MoeLayer) -> Counts:
     """What reads and counts one expert."""
     schema, param = artifact.schema_of(block.name), artifact.param_dtype
-    matrices = _kernel_matrices if artifact.manifest["layout"] == names.KERNEL else _packed_matrices
+    matrices = _kernel_matrices if artifact.manifest.is_kernel else _packed_matrices
     matrix_reader = matrices(artifact, block)
 
     def read(expert: int) -> dict[str, tuple[CodeCounts, float]]:

@@ -74,7 +74,7 @@ def load_rank(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device
 
 
 def _check_kernel_layout(artifact: Artifact) -> None:
-    if artifact.manifest["layout"] != names.KERNEL:
+    if not artifact.manifest.is_kernel:
         what, remedy = "The checkpoint layout has no ranks.", "Read its shards as any checkpoint's."
         raise RequestError(what, where=str(artifact.root), remedy=remedy)
 

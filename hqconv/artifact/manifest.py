@@ -1,18 +1,30 @@
-"""Reads an artifact's manifest and says what is wrong with it; loads no torch."""
+"""The manifest of an artifact, hqconv.json, as a typed value: read and checked once, written from the same type.
+
+The fields of a class are the keys of one JSON object, in the order in which they are written. A field without a default
+is required; a field that is None is absent from the file (`_NULLABLE`: null there). Loads no torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import stat
+import types
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
-from hqconv.artifact.lineage import DERIVED, is_lineage
-from hqconv.artifact.manifest_digest import DIGEST, alteration
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE
+from hqconv.schemas.gpu_target import parse_target
+from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE, Grid
+from hqconv.schemas.input_schema import A16, inputs_of
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.untrusted_files import (
     MAX_DOCUMENT_BYTES,
     MAX_LIST_BYTES,
@@ -22,52 +34,428 @@ from hqconv.schemas.untrusted_files import (
 )
 from hqconv.schemas.weight_schema import WeightSchema
 
-_BYTES_PER_NAME = 16  # of quotes, spaces and the like around it
+_BYTES_PER_NAME = 16  # quotes, spaces and punctuation around a tensor's name
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
+_DIGEST = "digest"
+_DIGEST_FIELD = f',\n  "{_DIGEST}": "'.encode()
+_END = b"\n}\n"
+_LAST = "tensors"  # last key of manifests that are older than the digest
 
-# What every reader relies on; more keys may be there.
-_MANIFEST_KEYS: dict[str, type] = {
-    "hqconv_version": str,
-    "humming_kernels_version": str,
-    "source": dict,
-    "layout": str,
-    "schema_name": str,
-    "weight_schema": dict,
-    "input_schema": str,
-    "dtype": str,
-    "target": str,
-    "tp": int,
-    "ep": int,
-    "expert_placement": str,
-    "redundant_experts": int,
-    "family": str,
-    "blocks": dict,
-    "files": dict,
-    "tensors": dict,
-}
-_BLOCK_KEYS: dict[str, type] = {
-    "layer": int,
-    "num_experts": int,
-    "hidden_size": int,
-    "intermediate_size": int,
-    "activation": str,
-    "gated": bool,
-    "top_k": int,
-    "source_dtype": str,
-    "source_format": dict,
-    "source_parts": dict,
-    "conversion": str,
-    "quantization_error": dict,
-}
-_FILE_KEYS: dict[str, type] = {"size_bytes": int, "sha256": str}
-# What a block has for itself where it is made of something else than the others; all of these, or none.
-_OWN_KEYS: dict[str, type] = {"schema_name": str, "weight_schema": dict, "input_schema": str, "target": str}
-# What is there only where it says something, of the artifact and of such a block.
-_OPTIONAL_KEYS: dict[str, type] = {"activation_schema": dict, "cuda": str}
+
+# --- a JSON object with typed fields ------------------------------------------------------------------------
+
+
+_NULLABLE = {"is_null": True}  # metadata of a field that is null in the file where it is None
+_FACT = {"is_key": False}  # of a fact about the file, which is no key of it
+
+
+class Entry:
+    """A JSON object of the manifest. Unknown keys are kept, for `to_dict`, and ignored otherwise."""
+
+    _document: ClassVar[dict[str, Any] | None] = None  # of an instance that was read: the object itself
+
+    @classmethod
+    def from_dict(cls, document: Any, where: str = artifact_names.MANIFEST, **facts: Any) -> Self:
+        """Check a JSON object and return it as a value. facts: of the fields that are no keys.
+
+        Raises VerificationError, which names the place of the first wrong value.
+        """
+        if not isinstance(document, dict):
+            raise damaged(where, "an object", type(document).__name__)
+        values = {}
+        for one, kind in _keys(cls):
+            if one.name not in document:
+                if one.default is MISSING:
+                    raise damaged(f"{where}: {one.name}", _name_of(kind), "no such key")
+            elif document[one.name] is not None or not one.metadata.get("is_null"):
+                values[one.name] = _checked(kind, document[one.name], f"{where}: {one.name}")
+        entry = cls(**values, **facts)
+        object.__setattr__(
+            entry, "_document", document
+        )  # frozen; `dataclasses.replace` does not take it along
+        return entry
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object; of an entry that was read exactly the one in the file."""
+        if self._document is not None:
+            return self._document
+        values = ((one, getattr(self, one.name)) for one, _ in _keys(type(self)))
+        return {
+            one.name: _document(value)
+            for one, value in values
+            if value is not None or one.metadata.get("is_null")
+        }
+
+
+_Keys = tuple[tuple[Field[Any], Any], ...]
+_KEYS: dict[type, _Keys] = {}
+
+
+def _keys(cls: type) -> _Keys:
+    """The fields of an entry that are keys, with their types (without `None`)."""
+    if cls not in _KEYS:
+        hints = get_type_hints(cls)
+        keys = [one for one in fields(cls) if one.metadata.get("is_key", True)]
+        _KEYS[cls] = tuple((one, _without_none(hints[one.name])) for one in keys)
+    return _KEYS[cls]
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) not in (Union, types.UnionType):
+        return kind
+    return next(one for one in get_args(kind) if one is not type(None))
+
+
+def _name_of(kind: Any) -> str:
+    kind = get_origin(kind) or kind
+    return "dict" if issubclass(kind, Entry) else str(kind.__name__)
+
+
+def _checked(kind: Any, value: Any, where: str) -> Any:
+    """A JSON value as `kind`, an annotation: str, int, bool, float, dict[str, …], list[…], an Entry or Any."""
+    if kind is Any:
+        return value
+    outer, inner = get_origin(kind) or kind, (get_args(kind) or (Any,))[-1]
+    if issubclass(outer, Entry):
+        return outer.from_dict(value, where)
+    if type(value) is not outer and not (outer is float and type(value) is int):
+        shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
+        raise damaged(where, outer.__name__, shown)
+    if outer is dict and inner is not Any:
+        if isinstance(inner, type) and not issubclass(inner, Entry) and _are(value.values(), inner):
+            return value  # names of tensors: there may be a million
+        return {key: _checked(inner, one, f"{where}: {key}") for key, one in value.items()}
+    if outer is list and inner is not Any and not _are(value, inner):
+        return [_checked(inner, one, where) for one in value]
+    return value
+
+
+def _are(values: Any, kind: type) -> bool:
+    return set(map(type, values)) <= {kind}
+
+
+def _document(value: Any) -> Any:
+    if isinstance(value, Entry):
+        return value.to_dict()
+    if isinstance(value, list):
+        return [_document(one) for one in value] if value and isinstance(value[0], Entry) else value
+    if isinstance(value, dict) and isinstance(next(iter(value.values()), None), Entry):
+        return {key: _document(one) for key, one in value.items()}
+    return value
+
+
+def damaged(where: object, expected: str, found: object) -> VerificationError:
+    """The error for a manifest that says something impossible."""
+    return VerificationError(
+        "The artifact's manifest is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN
+    )
+
+
+# --- the objects of a manifest ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFileEntry(Entry):
+    """A weight file of the source. sha256: if it was hashed. hub_sha256: as the Hub lists it."""
+
+    name: str
+    size_bytes: int | None = None
+    header_sha256: str | None = None
+    sha256: str | None = None
+    hub_sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestSource(Entry):
+    """The source of a conversion. revision: the commit of a Hub repo, None for a folder."""
+
+    name: str
+    revision: str | None = field(default=None, metadata=_NULLABLE)
+    quantization_config: dict[str, Any] | None = field(default=None, metadata=_NULLABLE)
+    index_sha256: str | None = field(default=None, metadata=_NULLABLE)
+    files: list[SourceFileEntry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceEntry(Entry):
+    """The file that weighted the search for scales, of which the artifact has a copy."""
+
+    sha256: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry(Entry):
+    """Size and digest of a file of the artifact."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectionError(Entry):
+    """Relative Frobenius error of one projection of a layer.
+
+    num_…: where the source is quantized. largest_scale_change: where scales were rounded.
+    """
+
+    relative_error: float | None = None
+    worst_expert: int | None = None
+    worst_relative_error: float | None = None
+    num_experts_requantized: int | None = None
+    num_groups: int | None = None
+    num_exact_groups: int | None = None
+    largest_scale_change: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmEntry(Entry):
+    """Kernel layout of one GEMM: sizes of a rank's matrix, layout flags by Humming's names, static activation scale."""
+
+    shape_n: int
+    shape_k: int
+    pad_shape_n: int
+    pad_shape_k: int
+    flags: dict[str, bool]
+    input_scale: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestLayer(Entry):
+    """One MoE layer, a value of the key `blocks`.
+
+    The first six fields are those of a layer that is quantized in another way than the artifact's others. content_sums:
+    projection → tensor → sum (`schemas/content_sums`). w13, w2: of the kernel layout.
+    """
+
+    schema_name: str | None = None
+    weight_schema: dict[str, Any] | None = None
+    input_schema: str | None = None
+    activation_schema: dict[str, Any] | None = None
+    target: str | None = None
+    cuda: str | None = None
+    layer: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    activation_parameters: dict[str, Any] | None = None
+    activation_is_known: bool | None = None
+    gated: bool
+    top_k: int
+    w13_order: list[str] | None = None
+    source_dtype: str
+    source_format: dict[str, Any]
+    source_parts: dict[str, Any]
+    conversion: str
+    quantization_error: dict[str, ProjectionError]
+    content_sums: dict[str, dict[str, str]] | None = None
+    w13: GemmEntry | None = None
+    w2: GemmEntry | None = None
+
+    @property
+    def is_overridden(self) -> bool:
+        """Whether the layer is quantized in another way than the artifact's others."""
+        return self.weight_schema is not None
+
+    def gemm(self, name: str) -> GemmEntry | None:
+        """The entry of the GEMM `w13` or `w2`."""
+        return self.w13 if name == "w13" else self.w2
+
+    @cached_property
+    def activation_function(self) -> Activation:
+        """The activation with its numbers. Raises ValueError for numbers that are not those of the name."""
+        numbers = self.activation_parameters
+        return Activation.from_dict({"activation": self.activation, "activation_parameters": numbers})
+
+    def errors(self) -> dict[str, dict[str, Any]]:
+        """Projection → the JSON object of its quantization error."""
+        return {role: error.to_dict() for role, error in self.quantization_error.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorAccounting(Entry):
+    """Names of the source's tensors: converted → layer, copied, dropped → reason. There may be a million."""
+
+    converted: dict[str, str]
+    copied: list[str]
+    dropped: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AncestorLayer(Entry):
+    """How an ancestor's layer was converted. weight_schema: where it was another one than the artifact's."""
+
+    conversion: str | None = None
+    weight_schema: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ancestor(Entry):
+    """An artifact that this one comes from, as its own manifest described it; manifest_sha256: of that file."""
+
+    manifest_sha256: str
+    hqconv_version: str | None = None
+    humming_kernels_version: str | None = None
+    layout: str | None = None
+    schema_name: str
+    weight_schema: dict[str, Any]
+    input_schema: str | None = None
+    dtype: str
+    target: str | None = None
+    cuda: str | None = None
+    tp: int | None = None
+    ep: int | None = None
+    round_scales: bool | None = None
+    quantizer: str | None = None
+    quantizer_version: int | None = None
+    importance: ImportanceEntry | None = None
+    blocks: dict[str, AncestorLayer]
+    source: ManifestSource
+
+
+# Keys of a layer that is quantized in another way than the others.
+_REQUIRED_OVERRIDE = ("schema_name", "weight_schema", "input_schema", "target")
+OVERRIDE_KEYS = (*_REQUIRED_OVERRIDE, "activation_schema", "cuda")
+
+
+class Alteration(NamedTuple):
+    """What is wrong with a manifest's bytes by its own digest."""
+
+    what: str
+    expected: str
+    found: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Entry):
+    """The description of an artifact. blocks: its MoE layers by name. derived_from: the nearest ancestor first.
+
+    Of a manifest that was read also path, the SHA-256 of the file, and `alteration`: the file is not as it was sealed.
+    """
+
+    format_version: int
+    hqconv_version: str
+    humming_kernels_version: str
+    source: ManifestSource
+    layout: str
+    schema_name: str
+    weight_schema: dict[str, Any]
+    input_schema: str
+    activation_schema: dict[str, Any] | None = None
+    round_scales: bool | None = None
+    quantizer: str | None = None
+    quantizer_version: int | None = None
+    importance: ImportanceEntry | None = None
+    dtype: str
+    target: str
+    cuda: str | None = None
+    tp: int
+    ep: int
+    expert_placement: str
+    redundant_experts: int
+    left_blocks: list[str] | None = None
+    family: str
+    family_chosen_because: str | None = None
+    derived_from: list[Ancestor] | None = None
+    warnings: list[str] | None = None
+    blocks: dict[str, ManifestLayer]
+    files: dict[str, FileEntry]
+    tensors: TensorAccounting
+    digest: str | None = None
+    path: Path = field(default=Path(artifact_names.MANIFEST), metadata=_FACT)
+    sha256: str = field(default="", metadata=_FACT)
+    alteration: Alteration | None = field(default=None, metadata=_FACT)
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether the experts are in the kernel layout, not the checkpoint layout."""
+        return self.layout == artifact_names.KERNEL
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether layers may differ from each other, or be left as they were."""
+        return self.format_version == artifact_names.MIXED_VERSION
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Names of the MoE layers whose experts were copied as they are."""
+        return tuple(self.left_blocks or ())
+
+    @property
+    def ancestors(self) -> tuple[Ancestor, ...]:
+        """The artifacts that this one comes from, the nearest first."""
+        return tuple(self.derived_from or ())
+
+    @property
+    def steps(self) -> tuple[Manifest | Ancestor, ...]:
+        """This artifact and its ancestors, the nearest first."""
+        return (self, *self.ancestors)
+
+    @property
+    def origin(self) -> ManifestSource:
+        """The source of the first conversion on the way to this artifact."""
+        return self.steps[-1].source
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The ranks that the artifact was made for."""
+        return Grid(self.tp, self.ep, self.expert_placement, self.redundant_experts)
+
+    @cached_property
+    def kernel_spec(self) -> KernelSpec:
+        """Weights, activations and GPU of every layer that is not overridden. Raises VerificationError."""
+        return self._kernel_spec(self, "")
+
+    @cached_property
+    def overrides(self) -> dict[str, KernelSpec]:
+        """Layer name → weights, activations and GPU, of the layers that differ. Raises VerificationError."""
+        return {
+            name: self._kernel_spec(layer, f"blocks: {name}: ")
+            for name, layer in self.blocks.items()
+            if layer.is_overridden
+        }
+
+    def _kernel_spec(self, of: Manifest | ManifestLayer, inside: str) -> KernelSpec:
+        where = f"{self.path}: {inside}"
+        try:
+            schema = WeightSchema(name=of.schema_name or "", **(of.weight_schema or {}))
+        except (HqconvError, TypeError) as error:
+            key, found = getattr(error, "where", ""), getattr(error, "found", error)
+            where += f"weight_schema{f': {key}' if key else ''}"
+            raise damaged(where, "the fields of a weight schema", found) from error
+        name, numbers = of.input_schema or "", of.activation_schema
+        try:
+            if (numbers is None) != (name == A16.name):
+                what = "Activations are named without their schema."
+                raise RequestError(what, where="input_schema", found=name)
+            inputs = A16 if numbers is None else inputs_of(name, numbers, where="activation_schema")
+            return KernelSpec(schema, self.dtype, parse_target(of.target or "", of.cuda), inputs)
+        except (RequestError, TypeError) as error:
+            key = getattr(error, "where", "activation_schema").removeprefix("--")
+            expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
+            raise damaged(f"{where}{key}", expected, found) from error
+
+    def errors(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Layer name → projection → the JSON object of its quantization error."""
+        return {name: layer.errors() for name, layer in self.blocks.items()}
+
+    def as_ancestor(self) -> Ancestor:
+        """The entry of this artifact in the `derived_from` of an artifact that is made from it."""
+        shared = {one.name for one, _ in _keys(Ancestor)} & {one.name for one, _ in _keys(Manifest)}
+        blocks = {
+            name: AncestorLayer(conversion=layer.conversion, weight_schema=layer.weight_schema)
+            for name, layer in self.blocks.items()
+        }
+        facts = {name: getattr(self, name) for name in shared - {"blocks"}}
+        return Ancestor(manifest_sha256=self.sha256, blocks=blocks, **facts)
+
+
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 def is_artifact(root: Path) -> bool:
-    """Whether the folder holds a finished artifact, whole or not."""
+    """Whether the folder holds a finished artifact, damaged or not."""
     return (root / artifact_names.MANIFEST).is_file()
 
 
@@ -76,15 +464,35 @@ def is_unfinished(root: Path) -> bool:
     return (root / artifact_names.JOURNAL).is_file() and not is_artifact(root)
 
 
-def read_manifest(root: Path, *, is_sealed: bool = False) -> dict[str, Any]:
-    """An artifact's `hqconv.json`, with every key that readers rely on present and of the right type.
+def read_manifest(root: Path, *, is_sealed: bool = False, allow_links: bool = False) -> Manifest:
+    """Read and check the manifest of the artifact at `root`: types, ranges, schemas, and the names of its files.
 
-    is_sealed: its bytes must be those of its own digest as well; `verify` lists that beside whatever else is wrong.
-
-    Raises RequestError where `root` is no artifact or was made by a newer hqconv, VerificationError where
-    the conversion is unfinished or the manifest is damaged.
+    is_sealed: also refuse a file whose bytes are not those of its own digest (`verify` reports `alteration` instead).
+    allow_links: of files that are only removed, never read.
+    Raises RequestError where `root` is no artifact or was made by a newer hqconv, VerificationError where the
+    conversion is unfinished or the manifest is damaged, also where a listed file lies outside the artifact.
     """
     path = root / artifact_names.MANIFEST
+    raw, document = _read(root, path)
+    _check_version(path, document)
+    digests = _digests(raw)
+    manifest = Manifest.from_dict(
+        document, str(path), path=path, sha256=digests.file, alteration=_alteration(digests, document)
+    )
+    _check_size(manifest, len(raw))
+    _check_numbers(manifest)
+    _check_layers(manifest)
+    _check_files(root, manifest, allow_links=allow_links)
+    if is_sealed and manifest.alteration is not None:
+        what, expected, found = manifest.alteration
+        raise VerificationError(
+            what, where=f"{path}: {_DIGEST}", expected=expected, found=found, remedy=_AGAIN
+        )
+    return manifest
+
+
+def _read(root: Path, path: Path) -> tuple[bytes, Any]:
+    """The bytes of the file, and its JSON document."""
     if is_unfinished(root):
         raise VerificationError(
             "The conversion is unfinished: this is not an artifact yet.",
@@ -101,184 +509,205 @@ def read_manifest(root: Path, *, is_sealed: bool = False) -> dict[str, Any]:
         )
     try:
         raw = read_regular(path, MAX_LIST_BYTES)
-        words = parse_json(raw)
+        return raw, parse_json(raw)
     except OSError as error:
-        raise _damaged(path, "a readable file", error.strerror) from error
+        raise damaged(path, "a readable file", error.strerror) from error
     except ValueError as error:  # not UTF-8, not JSON, too deep
-        raise _damaged(path, "a JSON document", error) from error
-    _check(path, words)
-    _check_size(path, len(raw), words)
-    if is_sealed and (wrong := alteration(raw, words)) is not None:
-        where, (what, expected, found) = f"{path}: {DIGEST}", wrong
-        raise VerificationError(what, where=where, expected=expected, found=found, remedy=_AGAIN)
-    return dict(words)
+        raise damaged(path, "a JSON document", error) from error
 
 
-def _check_size(path: Path, num_bytes: int, words: Mapping[str, Any]) -> None:
-    """Only the names of tensors may make a manifest large: there may be a million."""
-    if num_bytes <= MAX_DOCUMENT_BYTES:
-        return
-    of_names = sum(
-        _BYTES_PER_NAME + len(name) + len(str(names[name]) if isinstance(names, dict) else "")
-        for names in words["tensors"].values()
-        if isinstance(names, dict | list)
-        for name in names
-        if isinstance(name, str)
-    )
-    if num_bytes - of_names > MAX_DOCUMENT_BYTES:
-        expected = f"at most {MAX_DOCUMENT_BYTES} bytes besides the names of tensors"
-        raise _damaged(path, expected, f"{num_bytes} bytes")
-
-
-def schema_of(root: Path, words: Mapping[str, Any], inside: str = "") -> WeightSchema:
-    """The weight schema that a manifest names, or a block of it. Raises VerificationError where it is none.
-
-    inside: where in the manifest, such as `blocks: NAME: `.
-    """
-    try:
-        return WeightSchema(name=words["schema_name"], **words["weight_schema"])
-    except (HqconvError, TypeError) as error:
-        field, found = getattr(error, "where", ""), getattr(error, "found", error)
-        where = f"{root / artifact_names.MANIFEST}: {inside}weight_schema{f': {field}' if field else ''}"
-        raise _damaged(where, "the fields of a weight schema", found) from error
-
-
-def check_details(root: Path, words: Mapping[str, Any]) -> None:
-    """What a description relies on besides `read_manifest`; the checks of `verify` look at it one by one.
-
-    Raises VerificationError.
-    """
-    path = root / artifact_names.MANIFEST
-    _check_kinds(root, words)
-    _check_numbers(path, words)
-    if "importance" in words:
-        _check_keys(path, "importance: ", words["importance"], {"sha256": str, "file": str})
-    warnings = words.get("warnings", [])
-    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
-        raise _damaged(f"{path}: warnings", "a list of sentences", repr(warnings)[:80])
-    if not is_lineage(words.get(DERIVED, [])):
-        raise _damaged(f"{path}: {DERIVED}", "the artifacts that it comes from", repr(words[DERIVED])[:80])
-    for kind, names in words["tensors"].items():
-        if not isinstance(names, list | dict):
-            raise _damaged(f"{path}: tensors: {kind}", "names", type(names).__name__)
-    for name, block in words["blocks"].items():
-        _check_keys(
-            path, f"blocks: {name}: source_format: ", block["source_format"], {"name": str, "decoder": str}
-        )
-        try:
-            Activation.from_dict(block)
-        except ValueError as wrong:
-            raise _damaged(f"{path}: blocks: {name}", "the activation's numbers", wrong) from wrong
-        for role, error in block["quantization_error"].items():
-            if not isinstance(error, dict) or not all(type(n) in (int, float) for n in error.values()):
-                where = f"{path}: blocks: {name}: quantization_error: {role}"
-                raise _damaged(where, "numbers by name", repr(error)[:80])
-
-
-def _check_numbers(path: Path, words: Mapping[str, Any]) -> None:
-    """Numbers that can be; whether they are those of this artifact is for `verify` to say."""
-    ranges = {"tp": (1, MAX_COUNT), "ep": (1, MAX_COUNT), "redundant_experts": (0, MAX_COUNT)}
-    of_block = {"num_experts": (1, MAX_COUNT), "top_k": (1, MAX_COUNT), "layer": (-1, MAX_SIZE)}
-    of_block |= {"hidden_size": (1, MAX_SIZE), "intermediate_size": (1, MAX_SIZE)}
-    places = [("", words, ranges), *((f"blocks: {n}: ", b, of_block) for n, b in words["blocks"].items())]
-    places += [(f"files: {n}: ", f, {"size_bytes": (0, 1 << 60)}) for n, f in words["files"].items()]
-    for inside, of, known in places:
-        for key, (least, most) in known.items():
-            if not least <= of[key] <= most:
-                raise _damaged(f"{path}: {inside}{key}", f"from {least} to {most}", of[key])
-
-
-def _check_kinds(root: Path, words: Mapping[str, Any]) -> None:
-    """What the artifact and blocks that differ are made of."""
-    own = {f"blocks: {n}: ": block for n, block in words["blocks"].items() if "weight_schema" in block}
-    for inside, one in {"": words, **own}.items():
-        try:
-            artifact_names.kernel_spec_from_dict(one, schema_of(root, one, inside), words["dtype"])
-        except (RequestError, KeyError, TypeError) as error:
-            inside += getattr(error, "where", "activation_schema").removeprefix("--")
-            expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
-            raise _damaged(f"{root / artifact_names.MANIFEST}: {inside}", expected, found) from error
-
-
-def _check(path: Path, words: Any) -> None:
-    if not isinstance(words, dict):
-        raise _damaged(path, "a JSON object", type(words).__name__)
-    version = words.get("format_version")
+def _check_version(path: Path, document: Any) -> None:
+    if not isinstance(document, dict):
+        raise damaged(path, "a JSON object", type(document).__name__)
+    version = document.get("format_version")
     if type(version) is int and version > artifact_names.MIXED_VERSION:
         raise RequestError(
             "The artifact was made by a newer hqconv.",
             where=f"{path}: format_version",
             expected=f"at most {artifact_names.MIXED_VERSION}",
-            found=f"{version} (hqconv {words.get('hqconv_version', '?')})",
+            found=f"{version} (hqconv {document.get('hqconv_version', '?')})",
             remedy="Upgrade hqconv.",
         )
-    if type(version) is not int or version not in (
-        artifact_names.FORMAT_VERSION,
-        artifact_names.MIXED_VERSION,
-    ):
-        raise _damaged(f"{path}: format_version", str(artifact_names.FORMAT_VERSION), repr(version))
-    _check_keys(path, "", words, _MANIFEST_KEYS)
-    quantization = words["source"].get("quantization_config")
-    if quantization is not None and not isinstance(quantization, dict):
-        where, found = f"{path}: source: quantization_config", type(quantization).__name__
-        raise _damaged(where, "an object or null", found)
-    for group, keys in (("blocks", _BLOCK_KEYS), ("files", _FILE_KEYS)):
-        for name, entry in words[group].items():
-            _check_keys(path, f"{group}: {name}: ", entry, keys)
-    for name in words["blocks"]:  # which become names of files
-        if not artifact_names.is_block_name(name):
-            raise _damaged(f"{path}: blocks", "names of modules: words with dots between", repr(name))
-    _check_mixed(path, words)
+    if type(version) is not int or version < artifact_names.FORMAT_VERSION:
+        raise damaged(f"{path}: format_version", str(artifact_names.FORMAT_VERSION), repr(version))
 
 
-def _check_mixed(path: Path, words: dict[str, Any]) -> None:
-    """What makes blocks differ from each other: said as it must be, and with the version that says so."""
-    _check_optional(path, "", words)
-    left = words.get("left_blocks", [])
-    if not isinstance(left, list) or not all(
-        isinstance(n, str) and artifact_names.is_block_name(n) for n in left
-    ):
-        raise _damaged(f"{path}: left_blocks", "a list of names of modules", repr(left)[:80])
-    twice = [name for name, count in Counter([*left, *words["blocks"]]).items() if count > 1]
-    if twice:
-        expected = "each name once, and of no block that is there"
-        raise _damaged(f"{path}: left_blocks", expected, repr(twice[0]))
-    keys = {*_OWN_KEYS, *_OPTIONAL_KEYS}
-    overridden = [name for name, block in words["blocks"].items() if not keys.isdisjoint(block)]
-    for name in overridden:
-        _check_own(path, f"blocks: {name}: ", words["blocks"][name], words)
-    version = artifact_names.MIXED_VERSION if left or overridden else artifact_names.FORMAT_VERSION
-    if words["format_version"] != version:
-        raise _damaged(f"{path}: format_version", f"{version}, by its blocks", words["format_version"])
-    if overridden and words["layout"] == artifact_names.CHECKPOINT:
-        raise _damaged(f"{path}: layout", "kernel, where blocks differ", words["layout"])
-
-
-def _check_own(path: Path, inside: str, block: Mapping[str, Any], words: Mapping[str, Any]) -> None:
-    """A block that is made of something else than the others, for the same GPU."""
-    _check_keys(path, inside, block, _OWN_KEYS)
-    _check_optional(path, inside, block)
-    for key in ("target", "cuda"):
-        if block.get(key) != words.get(key):
-            expected = f"{words.get(key, 'none')}, as of the artifact"
-            raise _damaged(f"{path}: {inside}{key}", expected, repr(block.get(key)))
-
-
-def _check_optional(path: Path, inside: str, words: Mapping[str, Any]) -> None:
-    _check_keys(path, inside, words, {key: kind for key, kind in _OPTIONAL_KEYS.items() if key in words})
-
-
-def _check_keys(path: Path, inside: str, words: Any, types: Mapping[str, type]) -> None:
-    if not isinstance(words, dict):
-        raise _damaged(f"{path}: {inside.rstrip(': ')}", "an object", type(words).__name__)
-    for key, expected in types.items():
-        value = words.get(key)
-        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-            found = "no such key" if key not in words else type(value).__name__
-            raise _damaged(f"{path}: {inside}{key}", expected.__name__, found)
-
-
-def _damaged(where: object, expected: str, found: object) -> VerificationError:
-    return VerificationError(
-        "The artifact's manifest is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN
+def _check_size(manifest: Manifest, num_bytes: int) -> None:
+    """Only the names of tensors may make a manifest large: there may be a million."""
+    if num_bytes <= MAX_DOCUMENT_BYTES:
+        return
+    tensors = manifest.tensors
+    texts = (
+        tensors.copied,
+        *(text for of in (tensors.converted, tensors.dropped) for text in (of, of.values())),
     )
+    num_names = len(tensors.copied) + len(tensors.converted) + len(tensors.dropped)
+    of_names = _BYTES_PER_NAME * num_names + sum(sum(map(len, one)) for one in texts)
+    if num_bytes - of_names > MAX_DOCUMENT_BYTES:
+        expected = f"at most {MAX_DOCUMENT_BYTES} bytes besides the names of tensors"
+        raise damaged(manifest.path, expected, f"{num_bytes} bytes")
+
+
+_RANGES = {
+    **dict.fromkeys(("tp", "ep", "num_experts"), (1, MAX_COUNT)),
+    "redundant_experts": (0, MAX_COUNT),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "top_k"), (1, MAX_SIZE)),
+    "layer": (-1, MAX_SIZE),
+    "size_bytes": (0, 1 << 60),
+}
+
+
+def _check_numbers(manifest: Manifest) -> None:
+    """Numbers that can be; `verify` compares them with the artifact's files."""
+    entries: list[tuple[str, Entry]] = [("", manifest)]
+    entries += [(f"blocks: {name}: ", layer) for name, layer in manifest.blocks.items()]
+    entries += [(f"files: {name}: ", file) for name, file in manifest.files.items()]
+    for inside, entry in entries:
+        for key, (least, most) in _RANGES.items():
+            value = getattr(entry, key, None)
+            if value is not None and not least <= value <= most:
+                raise damaged(f"{manifest.path}: {inside}{key}", f"from {least} to {most}", value)
+    if manifest.round_scales is False:
+        raise damaged(f"{manifest.path}: round_scales", "true, or no such key", "false")
+    try:
+        manifest.grid  # noqa: B018 - too many ranks together, or no known placement
+    except RequestError as error:
+        key = error.where.replace("--", "").replace("-", "_")
+        raise damaged(f"{manifest.path}: {key}", error.expected, error.found) from error
+
+
+def _check_layers(manifest: Manifest) -> None:
+    """Layers that differ are described whole, and with the version that says so."""
+    path, left = manifest.path, manifest.left
+    for key, names in (("blocks", manifest.blocks), ("left_blocks", left)):
+        for name in names:  # which become names of files
+            if not artifact_names.is_block_name(name):
+                raise damaged(f"{path}: {key}", "names of modules: words with dots between", repr(name)[:80])
+    twice = [name for name, count in Counter([*left, *manifest.blocks]).items() if count > 1]
+    if twice:
+        raise damaged(f"{path}: left_blocks", "each name once, and of no block that is there", repr(twice[0]))
+    overridden = {
+        name: layer
+        for name, layer in manifest.blocks.items()
+        if any(getattr(layer, key) is not None for key in OVERRIDE_KEYS)
+    }
+    for name, layer in overridden.items():
+        _check_override(f"{path}: blocks: {name}: ", layer, manifest)
+    for name, layer in manifest.blocks.items():
+        _check_layer(f"{path}: blocks: {name}", layer, manifest)
+    version = artifact_names.MIXED_VERSION if left or overridden else artifact_names.FORMAT_VERSION
+    if manifest.format_version != version:
+        raise damaged(f"{path}: format_version", f"{version}, by its blocks", manifest.format_version)
+    if overridden and manifest.layout == artifact_names.CHECKPOINT:
+        raise damaged(f"{path}: layout", "kernel, where blocks differ", manifest.layout)
+    if extra := manifest.tensors.to_dict().keys() - {"converted", "copied", "dropped"}:
+        raise damaged(f"{path}: tensors", "converted, copied and dropped", ", ".join(map(repr, extra))[:80])
+    manifest.kernel_spec, manifest.overrides  # noqa: B018 - which can be built
+
+
+def _check_override(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
+    """A layer that is quantized in another way than the others, for the same GPU."""
+    for key in _REQUIRED_OVERRIDE:
+        if getattr(layer, key) is None:
+            raise damaged(f"{where}{key}", "str", "no such key")
+    for key in ("target", "cuda"):
+        found, expected = getattr(layer, key), getattr(manifest, key)
+        if found != expected:
+            raise damaged(f"{where}{key}", f"{expected or 'none'}, as of the artifact", repr(found))
+
+
+def _check_layer(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
+    for key in ("name", "decoder"):
+        _checked(str, layer.source_format.get(key), f"{where}: source_format: {key}")
+    for key in artifact_names.GEMMS if manifest.is_kernel else ():
+        if layer.gemm(key) is None:
+            raise damaged(f"{where}: {key}", "an object", "no such key")
+    try:
+        layer.activation_function  # noqa: B018
+    except ValueError as error:
+        raise damaged(where, "the activation's numbers", error) from error
+
+
+def is_path_inside(path: str) -> bool:
+    """Whether a file name is a path downwards from the artifact in its one spelling."""
+    is_posix = path == PurePosixPath(path).as_posix() and "\\" not in path and "\0" not in path
+    return is_posix and not {"", ".", ".."}.intersection(path.split("/"))
+
+
+def _check_files(root: Path, manifest: Manifest, *, allow_links: bool) -> None:
+    """Listed files lie in the artifact: by their names, and by links if they or their folders are links.
+
+    The Hub's cache has its files in `blobs`, beside `snapshots` with links to them.
+    """
+    for name in manifest.files:
+        if not is_path_inside(name):
+            expected = "a path inside the artifact, with / between folders"
+            raise damaged(f"{manifest.path}: files: {name}", expected, repr(name)[:80])
+    if allow_links:
+        return
+    folders = {folder for name in manifest.files for folder in PurePosixPath(name).parents}
+    for name in sorted({*manifest.files, *map(str, folders)} - {"."}):
+        try:
+            is_link = stat.S_ISLNK(os.lstat(root / name).st_mode)
+        except (OSError, ValueError):  # no such file: every reader of files says so
+            continue
+        target = Path(os.path.realpath(root / name))
+        if not is_link or target.is_relative_to(root.resolve()):
+            continue
+        if target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir():
+            continue
+        expected = "a file in the artifact, or of the Hub's cache"
+        raise damaged(f"{manifest.path}: files: {name}", expected, f"a link to {target}")
+
+
+# --- the digest of the manifest, its last field -------------------------------------------------------------
+
+
+class _Digests(NamedTuple):
+    """SHA-256 of a manifest's file, and of all bytes before its own digest, if the file ends as `seal` has it."""
+
+    file: str
+    body: str | None
+
+
+def _digests(raw: bytes) -> _Digests:
+    body, key, rest = raw.rpartition(_DIGEST_FIELD)
+    running = hashlib.sha256(body)
+    sealed_by = running.hexdigest()
+    running.update(memoryview(raw)[len(body) :])
+    is_end = key and len(rest) == len(sealed_by) + 1 + len(_END) and rest.endswith(b'"' + _END)
+    return _Digests(running.hexdigest(), sealed_by if is_end else None)
+
+
+def digest_of(data: bytes) -> str | None:
+    """The value that a manifest's last field must have, by the bytes before it; None where the file ends otherwise."""
+    return _digests(data).body
+
+
+def _alteration(digests: _Digests, document: Mapping[str, Any]) -> Alteration | None:
+    """A manifest without a digest is good where it ends as manifests did before there was one."""
+    if _DIGEST not in document:
+        last = next(reversed(list(document)), "")
+        if last == _LAST:
+            return None
+        expected = f"{_DIGEST}, or {_LAST} in older ones"
+        return Alteration("The manifest does not end as one does.", expected, repr(last)[:80])
+    if document[_DIGEST] == digests.body:
+        return None
+    what = "The manifest's bytes are not those that its digest was made of."
+    expected = f"sha256 {str(document[_DIGEST])[:80]}, as the manifest's last field"
+    return Alteration(what, expected, digests.body or "another end of the file")
+
+
+def sealed(document: Mapping[str, Any]) -> bytes:
+    """The bytes of a document with `digest` as its last field: the SHA-256 of all bytes before that field.
+
+    A digest that the document has already is replaced.
+    """
+    body = json_bytes({key: value for key, value in document.items() if key != _DIGEST}).removesuffix(_END)
+    return body + _DIGEST_FIELD + hashlib.sha256(body).hexdigest().encode() + b'"' + _END
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """A JSON document as it is written into an artifact."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

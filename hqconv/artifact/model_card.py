@@ -1,21 +1,21 @@
-"""An artifact's model card, README.md: what it is and is made of, how it is served and verified, and the source's card.
+"""An artifact's model card, README.md: its source and schema, how to serve and verify it, and the source's card.
 
-All of it comes from the manifest's words and the source's card, so that the same artifact has the same card.
+All of it comes from the manifest and the source's card, so that the same artifact has the same card.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
-from hqconv.artifact.lineage import ancestors, origin
+from hqconv.artifact.manifest import Manifest, ManifestSource
 from hqconv.errors import printable_line
 from hqconv.formats.source_format import DIRECT
 from hqconv.io.front_matter import FrontMatter, in_yaml
-from hqconv.schemas.artifact_names import KERNEL, MANIFEST, SUMS
-from hqconv.schemas.grid import Grid
+from hqconv.schemas.artifact_names import MANIFEST, SUMS
+from hqconv.schemas.options import RTN
 from hqconv.serving.engine import ENGINE
 
 _MARKER = b"<!-- hqconv: what follows is the card of the source, as it was -->\n"
@@ -25,15 +25,15 @@ _PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 _HERE = "ORG/NAME"
 
 
-def card_bytes(words: Mapping[str, Any], card: bytes | None, *, is_artifact: bool) -> bytes:
+def card_bytes(manifest: Manifest, card: bytes | None, *, is_artifact: bool) -> bytes:
     """The card of the artifact with this manifest (its `files` aside), around its source's card.
 
     is_artifact: the source is an artifact, so that its card has the original's inside.
     """
     front = FrontMatter.of(card or b"")
     source = _of_source(card or b"", front, is_artifact=is_artifact)
-    lines = "\n".join(_text(words)).encode(errors="backslashreplace")
-    return in_yaml(_card_metadata(words, front)) + b"\n" + lines + b"\n" + source
+    lines = "\n".join(_text(manifest)).encode(errors="backslashreplace")
+    return in_yaml(_card_metadata(manifest, front)) + b"\n" + lines + b"\n" + source
 
 
 def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
@@ -50,12 +50,12 @@ def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
     return b"\n## The source's card\n\n" + _MARKER + b"\n" + listing + front.body
 
 
-def _card_metadata(words: Mapping[str, Any], front: FrontMatter) -> dict[str, Any]:
-    """The source's license and the like, and what this artifact is of it."""
+def _card_metadata(manifest: Manifest, front: FrontMatter) -> dict[str, Any]:
+    """The source's license and the like, and the artifact's relation to the source."""
     found = {key: value for key in _KEPT if (value := front.texts(key)) is not None}
-    first, tags = origin(words), front.texts("tags") or []
-    if first.get("revision") is not None:
-        found |= {"base_model": [str(first["name"])], "base_model_relation": "quantized"}
+    first, tags = manifest.origin, front.texts("tags") or []
+    if first.revision is not None:
+        found |= {"base_model": [first.name], "base_model_relation": "quantized"}
     tags = [tags] if isinstance(tags, str) else tags
     return {**found, "library_name": ENGINE.library_name, "tags": list(dict.fromkeys((*tags, *_TAGS)))}
 
@@ -63,71 +63,66 @@ def _card_metadata(words: Mapping[str, Any], front: FrontMatter) -> dict[str, An
 # --- the text
 
 
-def _text(words: Mapping[str, Any]) -> Iterator[str]:
-    name = printable_line(str(words["source"]["name"]))
-    yield f"# {name}, {words['schema_name']} for Humming"
+def _text(manifest: Manifest) -> Iterator[str]:
+    name = printable_line(manifest.source.name)
+    yield f"# {name}, {manifest.schema_name} for Humming"
     yield ""
     yield (
-        f"The experts of this Mixture-of-Experts model are stored as `{words['schema_name']}`, as the Humming GPU "
+        f"The experts of this Mixture-of-Experts model are stored as `{manifest.schema_name}`, as the Humming GPU "
         f"kernels take them; all other tensors have the source's bytes. Made by hqconv; `{MANIFEST}` says of what "
         "and how."
     )
-    yield from _table(("", ""), _facts(words))
-    yield from _serving(words)
-    yield from _errors(words)
-    yield from _verifying(words)
-    yield from _warnings(words)
+    yield from _table(("", ""), _facts(manifest))
+    yield from _serving(manifest)
+    yield from _errors(manifest)
+    yield from _verifying(manifest)
+    yield from _warnings(manifest)
 
 
-def _facts(words: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    yield "source", _place(words["source"])
-    for one in ancestors(words):
-        yield f"which was `{one['schema_name']}` of", _place(one["source"])
-    yield (
-        "schema",
-        f"{words['schema_name']}, {words['dtype']} parameters, {words['input_schema']} activations",
-    )
-    of_blocks = {b["schema_name"]: None for b in words["blocks"].values() if "weight_schema" in b}
-    yield "in some blocks", ", ".join(of_blocks)
-    yield "left as they were", ", ".join(map(_code, words.get("left_blocks", ())))
-    kinds = dict.fromkeys(block["conversion"] for block in words["blocks"].values())
-    yield "conversion", ", ".join(kinds)
-    yield "quantizer", words.get("quantizer", "rtn")
-    if words["layout"] == KERNEL:
-        cuda = f", CUDA {words['cuda']}" if "cuda" in words else ""
-        yield (
-            "for",
-            f"{words['target']}{cuda}; {words['tp']} TP x {words['ep']} EP ranks; no other GPU or ranks",
-        )
+def _facts(manifest: Manifest) -> Iterator[tuple[str, ...]]:
+    schema, layers = manifest.schema_name, manifest.blocks.values()
+    yield "source", _place(manifest.source)
+    for one in manifest.ancestors:
+        yield f"which was `{one.schema_name}` of", _place(one.source)
+    yield "schema", f"{schema}, {manifest.dtype} parameters, {manifest.input_schema} activations"
+    overrides = dict.fromkeys(layer.schema_name or "" for layer in layers if layer.is_overridden)
+    yield "in some blocks", ", ".join(overrides)
+    yield "left as they were", ", ".join(map(_code, manifest.left))
+    yield "conversion", ", ".join(dict.fromkeys(layer.conversion for layer in layers))
+    yield "quantizer", manifest.quantizer or RTN
+    if manifest.is_kernel:
+        cuda = "" if manifest.cuda is None else f", CUDA {manifest.cuda}"
+        ranks = f"{manifest.tp} TP x {manifest.ep} EP ranks"
+        yield "for", f"{manifest.target}{cuda}; {ranks}; no other GPU or ranks"
     else:
         yield "for", f"any GPU and ranks that {ENGINE.name}'s `humming` method serves"
-    yield "made by", f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}"
+    made_by = f"hqconv {manifest.hqconv_version}, humming-kernels {manifest.humming_kernels_version}"
+    yield "made by", made_by
 
 
-def _place(source: Mapping[str, Any]) -> str:
-    if source.get("revision") is None:
-        return f"a folder named {_code(source['name'])}; which repo it came from is not known"
-    return f"{_code(source['name'])} at {_code(source['revision'])}"
+def _place(source: ManifestSource) -> str:
+    if source.revision is None:
+        return f"a folder named {_code(source.name)}; which repo it came from is not known"
+    return f"{_code(source.name)} at {_code(source.revision)}"
 
 
-def _serving(words: Mapping[str, Any]) -> Iterator[str]:
+def _serving(manifest: Manifest) -> Iterator[str]:
     yield from ("", "## Serve it", "")
-    grid = Grid(*(words[key] for key in ("tp", "ep", "expert_placement", "redundant_experts")))
-    command = ENGINE.serve_command(_HERE, words["layout"], grid)
+    command = ENGINE.serve_command(_HERE, manifest.layout, manifest.grid)
     if command is None:
         yield f"{ENGINE.name} has no start for these ranks."
         return
-    if words["layout"] == KERNEL:
+    if manifest.is_kernel:
         yield from (f"    pip install '{ENGINE.pip_package}'", f"    {command}", "")
         yield f"{_HERE} is this repo or a folder with its files. transformers cannot load the kernel layout."
     else:
         yield from (f"    {command}", "", f"{_HERE} is this repo or a folder with its files.")
 
 
-def _errors(words: Mapping[str, Any]) -> Iterator[str]:
+def _errors(manifest: Manifest) -> Iterator[str]:
     yield from ("", "## What quantizing cost", "")
-    errors = {name: block["quantization_error"] for name, block in words["blocks"].items()}
-    artifact = " (an artifact, whose own error is not in it)" if ancestors(words) else ""
+    errors = manifest.errors()
+    artifact = " (an artifact, whose own error is not in it)" if manifest.ancestors else ""
     yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over blocks:"
     rows = (
         (
@@ -147,13 +142,13 @@ def _errors(words: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", f"Quantized anew from a quantized source: {count} matrices.")
 
 
-def _verifying(words: Mapping[str, Any]) -> Iterator[str]:
+def _verifying(manifest: Manifest) -> Iterator[str]:
     yield from ("", "## Verify it", "")
-    source = (
-        origin(words) if all(b["conversion"] == DIRECT for b in words["blocks"].values()) else words["source"]
-    )
-    known = source.get("revision") is not None
-    against = f" --source {source['name']} --revision {source['revision']}" if known else " --source SRC"
+    is_direct = all(layer.conversion == DIRECT for layer in manifest.blocks.values())
+    source = manifest.origin if is_direct else manifest.source
+    against = " --source SRC"
+    if source.revision is not None:
+        against = f" --source {source.name} --revision {source.revision}"
     yield from (f"    sha256sum -c {SUMS}", f"    hqconv verify .{printable_line(against)}", "")
     yield (
         "The conversion wrote this card; nothing had verified the artifact by then. The second command reads the "
@@ -162,8 +157,8 @@ def _verifying(words: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _warnings(words: Mapping[str, Any]) -> Iterator[str]:
-    if found := words.get("warnings"):
+def _warnings(manifest: Manifest) -> Iterator[str]:
+    if found := manifest.warnings:
         yield from ("", "## Warnings", "", "What the conversion warned of:", "")
         yield from (f"* {printable_line(text)}" for text in found)
 

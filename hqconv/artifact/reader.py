@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hqconv.artifact.manifest import read_manifest, schema_of
+from hqconv.artifact.manifest import ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.humming_layout.compatibility import why_not
@@ -30,7 +30,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE, Grid, check_grid
+from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
@@ -55,49 +55,39 @@ class ManifestFacts:
 
     @cached_property
     def schema(self) -> WeightSchema:
-        """The weight schema of the experts. Raises VerificationError where the manifest's is none."""
-        return schema_of(self.root, self.manifest)
+        """The weight schema of the experts."""
+        return self.manifest.kernel_spec.schema
 
     @cached_property
     def grid(self) -> Grid:
         """The ranks the artifact was made for."""
-        words = self.manifest
-        return Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"])
+        return self.manifest.grid
 
     @cached_property
     def spec(self) -> ConversionSpec:
-        """What was asked for, as the manifest says, without `importance`.
+        """The spec of the conversion, by the manifest, without `importance`.
 
-        Raises VerificationError where its words cannot be true.
+        Raises VerificationError for values that cannot be.
         """
-        words = self.manifest
-        facts = {
-            "dtype": words["dtype"] in PARAM_DTYPES,
-            "layout": words["layout"] in (names.KERNEL, names.CHECKPOINT),
-            "tp": 0 < words["tp"] <= MAX_COUNT,
-            "ep": 0 < words["ep"] <= MAX_COUNT,
-            "redundant_experts": 0 <= words["redundant_experts"] <= MAX_COUNT,
-        }
-        for key, holds in facts.items():
-            if not holds:
-                raise _impossible(key, words.get(key))
-        schema = self.schema
+        manifest = self.manifest
+        if manifest.dtype not in PARAM_DTYPES:
+            raise _impossible("dtype", manifest.dtype)
+        if manifest.layout not in (names.KERNEL, names.CHECKPOINT):
+            raise _impossible("layout", manifest.layout)
+        kind = manifest.kernel_spec
         try:
-            kind = names.kernel_spec_from_dict(words, schema, words["dtype"])
             spec = ConversionSpec(
-                schema,
-                words["dtype"],
+                kind.schema,
+                manifest.dtype,
                 kind.target,
-                self.grid,
-                words["layout"],
+                manifest.grid,
+                manifest.layout,
                 kind.inputs,
-                of_blocks=self._of_blocks(),
-                encoding=EncodingOptions.from_dict(words),
+                of_blocks=manifest.overrides,
+                encoding=EncodingOptions.from_dict(manifest.to_dict()),
             )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error
-        except (KeyError, TypeError) as error:
-            raise _impossible("input_schema, activation_schema", error) from error
         reasons = (why_not(one) for one in spec.kinds if spec.layout == names.KERNEL)
         if (reason := next(filter(None, reasons), None)) is not None:
             raise _impossible("weight_schema, input_schema, target", reason)
@@ -107,14 +97,13 @@ class ManifestFacts:
 
     @property
     def search_version(self) -> int | None:
-        """Which version of the search chose the scales; None where it was not recorded, or nothing searched."""
-        version = self.manifest.get("quantizer_version")
-        return None if version is None else int(version)
+        """Version of the search that chose the scales; None where it was not recorded, or nothing searched."""
+        return self.manifest.quantizer_version
 
     @property
     def has_importance(self) -> bool:
         """Whether the search was weighted with a file, of which the artifact has a copy."""
-        return "importance" in self.manifest
+        return self.manifest.importance is not None
 
     @cached_property
     def importance(self) -> Importance | None:
@@ -138,31 +127,22 @@ class ManifestFacts:
     def family(self) -> Family:
         """The family whose names the experts have. Raises VerificationError for one that is not known."""
         known = {family.name: family for family in FAMILIES if family.blocks}
-        if self.manifest["family"] not in known:
-            what, found = "The manifest names a family that is not known.", self.manifest["family"]
+        if self.manifest.family not in known:
+            what, found = "The manifest names a family that is not known.", self.manifest.family
             raise VerificationError(
                 what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found
             )
-        return known[self.manifest["family"]]
-
-    def _of_blocks(self) -> dict[str, KernelSpec]:
-        """What blocks are made of that differ from the others."""
-        dtype = self.manifest["dtype"]
-        return {
-            name: names.kernel_spec_from_dict(block, schema_of(self.root, block, f"blocks: {name}: "), dtype)
-            for name, block in self.blocks.items()
-            if "weight_schema" in block
-        }
+        return known[self.manifest.family]
 
     @property
     def is_mixed(self) -> bool:
         """Whether blocks may differ from each other, or be left as they were."""
-        return bool(self.manifest["format_version"] == names.MIXED_VERSION)
+        return self.manifest.is_mixed
 
     @property
     def left(self) -> tuple[str, ...]:
         """Blocks whose experts were copied as they are."""
-        return tuple(self.manifest.get("left_blocks", ()))
+        return self.manifest.left
 
     def kernel_spec_of(self, name: str) -> KernelSpec:
         """What decides the layout of one block. Raises VerificationError as `request`."""
@@ -173,33 +153,32 @@ class ManifestFacts:
         return self.kernel_spec_of(name).schema
 
     def activation_of(self, name: str) -> Activation:
-        """What one block's experts do between their GEMMs. Raises VerificationError where its words cannot be true."""
-        try:
-            return Activation.from_dict(self.blocks[name])
-        except ValueError as error:
-            raise _impossible(name, error) from error
+        """The activation between the GEMMs of one layer's experts."""
+        return self.blocks[name].activation_function
 
     def knows_activation(self, name: str) -> bool:
-        """Whether one block's activation is more than a name here. Raises VerificationError as `activation_of`."""
-        return self.activation_of(name).is_known(self.blocks[name]["gated"])
+        """Whether the formula of one layer's activation is known."""
+        return self.activation_of(name).is_known(self.blocks[name].gated)
 
     def expert_block(self, name: str) -> MoeLayer:
         """One block as the manifest's facts imply it, without `sources`.
 
         Raises VerificationError for facts that cannot be true.
         """
-        words, family = self.blocks[name], self.family
-        sizes = num_experts, hidden, inner = _sizes(name, words)
+        layer, family = self.blocks[name], self.family
+        if layer.top_k > layer.num_experts > 1:  # a single expert serves every token, whatever top_k says
+            raise _impossible(name, f"{layer.num_experts} experts, {layer.top_k} experts per token")
+        sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
         try:
             pads = family.pads_last_rank
             check_grid(name, *sizes, self.schema_of(name), self.spec.grid, pads_last_rank=pads)
         except RequestError as error:
             raise _impossible(error.where, f"{error.what} {error.found}") from error
         try:
-            source = SourceFormat.from_dict(words["source_format"])
+            source = SourceFormat.from_dict(layer.source_format)
             parts = {
                 role: {part: TensorSlice.from_dict(one) for part, one in of_role.items()}
-                for role, of_role in words["source_parts"].items()
+                for role, of_role in layer.source_parts.items()
             }
             if set(parts) != set(family.projections) or any("weight" not in p for p in parts.values()):
                 raise ValueError(f"projections {', '.join(parts)}")
@@ -208,17 +187,19 @@ class ManifestFacts:
         return MoeLayer(
             name=name,
             family=family.name,
-            num_experts=num_experts,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            dtype=words["source_dtype"],
+            layer=layer.layer,
+            num_experts=layer.num_experts,
+            hidden_size=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+            gated=layer.gated,
+            top_k=layer.top_k,
+            dtype=layer.source_dtype,
             pads_last_rank=family.pads_last_rank,
             format=source,
             words=dict(family.projections),
             parts=parts,
             sources=(),
             activation=self.activation_of(name),
-            **{key: words[key] for key in ("layer", "gated", "top_k")},
         )
 
     def kernel_forms(self, block: MoeLayer, target: GpuTarget | None = None) -> dict[str, KernelForm]:
@@ -252,27 +233,16 @@ class ManifestFacts:
 
     @property
     def param_dtype(self) -> str:
-        return str(self.manifest["dtype"])
+        return self.manifest.dtype
 
     @property
     def sm_version(self) -> int:
-        return int(self.manifest["target"].removeprefix("sm"))
+        return self.manifest.kernel_spec.target.sm_version
 
     @property
-    def blocks(self) -> dict[str, dict[str, Any]]:
-        """The manifest's words on each MoE block, in its order."""
-        return dict(self.manifest["blocks"])
-
-
-def _sizes(name: str, words: dict[str, Any]) -> tuple[int, int, int]:
-    """Experts, hidden and intermediate size of one block. Raises VerificationError for numbers that cannot be."""
-    experts, hidden, inner = (words[key] for key in ("num_experts", "hidden_size", "intermediate_size"))
-    if not (0 < experts <= MAX_COUNT and 0 < hidden < MAX_SIZE and 0 < inner < MAX_SIZE):
-        raise _impossible(name, f"{experts} experts, hidden {hidden}, intermediate {inner}")
-    most = experts if experts > 1 else MAX_SIZE  # a single expert serves every token, whatever top_k says
-    if not (-1 <= words["layer"] < MAX_SIZE and 0 < words["top_k"] <= most):
-        raise _impossible(name, f"layer {words['layer']}, {words['top_k']} experts per token")
-    return experts, hidden, inner
+    def blocks(self) -> dict[str, ManifestLayer]:
+        """The manifest's entry of each MoE layer, in its order."""
+        return self.manifest.blocks
 
 
 def _impossible(key: str, found: object) -> VerificationError:
@@ -389,11 +359,10 @@ class Artifact(ManifestFacts):
                 self._configs[path, gemm] = _layer_config(path, gemm, metadata)
             return self._configs[path, gemm]
 
-    def flags(self, block: str, gemm: str) -> dict[str, Any]:
-        """The manifest's layout flags of one GEMM; none where it has no words on it."""
-        words = self.blocks[block].get(gemm)
-        flags = words.get("flags") if isinstance(words, dict) else None
-        return flags if isinstance(flags, dict) else {}
+    def flags(self, block: str, gemm: str) -> dict[str, bool]:
+        """The manifest's layout flags of one GEMM; none in the checkpoint layout."""
+        entry = self.blocks[block].gemm(gemm)
+        return {} if entry is None else entry.flags
 
     def read_expert(self, block: str, gemm: str, tp_rank: int, ep_rank: int, local: int) -> Tensors:
         """One expert's kernel tensors of one GEMM as raw bits, `[1, …]` each; keys without the block's prefix."""
@@ -453,9 +422,9 @@ class Artifact(ManifestFacts):
     def shards(self) -> dict[str, str]:
         """Tensor name → ordinary shard, of the checkpoint layout; damaged headers are the `files` check's business."""
         found: dict[str, str] = {}
-        if self.manifest["layout"] != names.CHECKPOINT:
+        if self.manifest.is_kernel:
             return found
-        for path in self.manifest["files"]:
+        for path in self.manifest.files:
             if self.is_shard(path):
                 with suppress(VerificationError):
                     found |= dict.fromkeys(self.header(path)[0], path)

@@ -5,32 +5,29 @@ It and the model card may be changed by people; whether they were is said here.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from hqconv.artifact.manifest import FileEntry, Manifest
 from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import CARD, MANIFEST, SUMS
 
 _ESCAPED = str.maketrans({"\\": "\\\\", "\n": "\\n", "\r": "\\r"})
 
 
-def sums_bytes(files: Mapping[str, Mapping[str, Any]], manifest: bytes) -> bytes:
-    """The bytes of SHA256SUMS. files: of the manifest, path → `sha256`. manifest: its bytes."""
-    digests = {path: words["sha256"] for path, words in files.items()}
-    digests[MANIFEST] = hashlib.sha256(manifest).hexdigest()
+def sums_bytes(files: Mapping[str, FileEntry], manifest_sha256: str) -> bytes:
+    """The bytes of SHA256SUMS. files: of the manifest. manifest_sha256: of hqconv.json."""
+    digests = {path: entry.sha256 for path, entry in files.items()} | {MANIFEST: manifest_sha256}
     return "".join(_line(path, digests[path]) for path in sorted(digests)).encode()
 
 
-def is_own_sums(root: Path, files: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether an artifact's SHA256SUMS is there and is of its manifest, which lists `files`. Raises OSError."""
+def is_own_sums(root: Path, manifest: Manifest) -> bool:
+    """Whether an artifact's SHA256SUMS is there and is of its manifest. Raises OSError."""
     path = root / SUMS
-    if SUMS in files or not path.is_file():
+    if SUMS in manifest.files or not path.is_file():
         return False
-    manifest = (root / MANIFEST).read_bytes()
-    expected = sums_bytes(files, manifest)
+    expected = sums_bytes(manifest.files, manifest.sha256)
     return path.stat().st_size == len(expected) and path.read_bytes() == expected
 
 
@@ -44,12 +41,12 @@ def are_sums(root: Path) -> bool:
     )
 
 
-def is_own_card(root: Path, files: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether an artifact's model card is the one that its manifest lists among `files`. Raises OSError."""
-    path = root / CARD
-    if CARD not in files or not path.is_file() or path.stat().st_size != files[CARD]["size_bytes"]:
+def is_own_card(root: Path, manifest: Manifest) -> bool:
+    """Whether an artifact's model card is the one that its manifest lists. Raises OSError."""
+    path, entry = root / CARD, manifest.files.get(CARD)
+    if entry is None or not path.is_file() or path.stat().st_size != entry.size_bytes:
         return False
-    return bool(sha256_of(path) == files[CARD]["sha256"])
+    return sha256_of(path) == entry.sha256
 
 
 def _line(path: str, sha256: str) -> str:

@@ -386,7 +386,7 @@ def listed_files(root: Path) -> set[str]:
     if not is_artifact(root):
         return set()
     try:
-        files = read_manifest(root)["files"]
+        manifest = read_manifest(root, allow_links=True)  # a link is removed, not its target
     except HqconvError as error:
         raise OutputError(
             "The manifest of the artifact to replace cannot be read: it must say which files are the artifact's.",
@@ -395,8 +395,8 @@ def listed_files(root: Path) -> set[str]:
             remedy="Choose another folder with -o, or remove this one yourself.",
         ) from error
     with output_errors(root):
-        others = {CARD} if CARD in files and not is_own_card(root, files) else set()
-        return {MANIFEST, *files, *([SUMS] if are_sums(root) else [])} - others
+        others = {CARD} if CARD in manifest.files and not is_own_card(root, manifest) else set()
+        return {MANIFEST, *manifest.files, *([SUMS] if are_sums(root) else [])} - others
 
 
 def files_in(root: Path) -> set[str]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.manifest import Manifest, read_manifest
 from hqconv.artifact.sha256sums import is_own_card
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, first_few
 from hqconv.io.file_access import sha256_of
@@ -45,20 +45,20 @@ class PushReport:
 def push(
     root: Path, repo: HubBranch, *, private: bool = False, announce: Callable[[str], None] | None = None
 ) -> PushReport:
-    """Push the artifact at `root` to the repo's branch; see `hqconv.api.push`."""
-    digests = _digests(root)
-    manifest = sha256_of(root / MANIFEST)
+    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`."""
+    manifest = read_manifest(root)
+    digests = _digests(root, manifest)
     repo.create(private=private)
     state = repo.state()
-    is_same = MANIFEST in state.files and state.files[MANIFEST].holds(root / MANIFEST, manifest)
+    is_same = MANIFEST in state.files and state.files[MANIFEST].holds(root / MANIFEST, manifest.sha256)
     before = set(digests) if is_same else _listed(repo, state)
     _check_strays(repo, state, {*digests, *before})
-    # A card that was edited in the repo stays, one that was edited here is sent.
-    keeps_card = is_same and is_own_card(root, read_manifest(root)["files"])
+    # One that was edited there stays, one that was edited here is sent.
+    keeps_card = is_same and is_own_card(root, manifest)
     missing = _missing(root, state, digests, keeps_card=keeps_card)
     obsolete = sorted((before & state.files.keys()) - digests.keys())
     if is_same and not missing:
-        return PushReport(str(root), repo.repo_id, repo.branch, state.commit, 0, 0, manifest)
+        return PushReport(str(root), repo.repo_id, repo.branch, state.commit, 0, 0, manifest.sha256)
     if MANIFEST in state.files:
         repo.commit("Take the old artifact away", {}, [MANIFEST, *obsolete])
     for batch in _batches(root, missing):
@@ -71,27 +71,28 @@ def push(
         "Add the manifest: the artifact is whole", {MANIFEST: root / MANIFEST}, (), state.commit
     )
     num_bytes = sum((root / name).stat().st_size for name in (*missing, MANIFEST))
-    return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing) + 1, num_bytes, manifest)
+    return PushReport(
+        str(root), repo.repo_id, repo.branch, commit, len(missing) + 1, num_bytes, manifest.sha256
+    )
 
 
-def _digests(root: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file to send except the manifest; of the card and SHA256SUMS the present one.
+def _digests(root: Path, manifest: Manifest) -> dict[str, str]:
+    """Every file to send but the manifest, with its SHA-256; files that people may edit as they are now.
 
-    Raises VerificationError where a file is missing or has another size, RequestError where there is no artifact.
+    Raises VerificationError where one is missing or has another size.
     """
-    files = read_manifest(root)["files"]
     digests = {}
-    for name, listed in files.items():
+    for name, entry in manifest.files.items():
         path = root / name
         found = "no such file" if not path.is_file() else f"{path.stat().st_size} bytes"
-        if name != CARD and found != f"{listed['size_bytes']} bytes":
+        if name != CARD and found != f"{entry.size_bytes} bytes":
             what, remedy = (
                 "The artifact is not whole.",
                 "Verify it; convert again, or copy it from where it is whole.",
             )
-            expected = f"{listed['size_bytes']} bytes"
+            expected = f"{entry.size_bytes} bytes"
             raise VerificationError(what, where=str(path), expected=expected, found=found, remedy=remedy)
-        digests[name] = listed["sha256"]
+        digests[name] = entry.sha256
     return digests | {name: sha256_of(root / name) for name in (CARD, SUMS) if (root / name).is_file()}
 
 
@@ -100,7 +101,7 @@ def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:
     if MANIFEST not in state.files:
         return set()
     try:
-        return {*read_manifest(repo.read(MANIFEST, state.commit).parent)["files"], SUMS}
+        return {*read_manifest(repo.read(MANIFEST, state.commit).parent).files, SUMS}
     except (RequestError, VerificationError):  # of a newer hqconv, or damaged
         return set()
 

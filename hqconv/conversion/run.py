@@ -14,8 +14,7 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.build import Measured, artifact_config, build_manifest, first_difference, with_file
 from hqconv.artifact.error_summary import requantized, scale_changes
-from hqconv.artifact.manifest import read_manifest
-from hqconv.artifact.manifest_digest import json_bytes, sealed
+from hqconv.artifact.manifest import json_bytes, read_manifest, sealed
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.conversion.distributed import MemberFolder, ProcessGroup
@@ -280,8 +279,9 @@ class _Conversion:
         )
         card = card_bytes(manifest, source.loose.card, is_artifact=source.guard.is_held)
         manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
-        data = sealed(manifest)
-        write_whole(folder.root, artifact_names.SUMS, sums_bytes(manifest["files"], data))
+        data = sealed(manifest.to_dict())
+        sums = sums_bytes(manifest.files, hashlib.sha256(data).hexdigest())
+        write_whole(folder.root, artifact_names.SUMS, sums)
         source.guard.check_unchanged()
         folder.seal(data)
 
@@ -394,4 +394,4 @@ def _recorded_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[st
             where=str(out),
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
         )
-    return {name: dict(layer["quantization_error"]) for name, layer in manifest["blocks"].items()}
+    return manifest.errors()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from hqconv.errors import InputError
 from hqconv.io.file_access import sha256_of
@@ -15,6 +15,16 @@ _KEEP = "Keep the source as it is during a conversion. Then go on with --resume,
 # Of a file with the size and time that a journal knows.
 _ANEW = "Keep the source as it is during a conversion, and start anew with --overwrite."
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
+
+
+class ListedFile(Protocol):
+    """Size and digest of a file, as an artifact's manifest lists it."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def sha256(self) -> str: ...
 
 
 class FileSnapshot:
@@ -27,7 +37,7 @@ class FileSnapshot:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._seen: dict[str, os.stat_result] = {}
-        self._listed: Mapping[str, Mapping[str, Any]] | None = None
+        self._listed: Mapping[str, ListedFile] | None = None
         self._keeps_digests = False
         self.digests: dict[str, str] = {}
 
@@ -90,13 +100,13 @@ class FileSnapshot:
 
     def hold_to(
         self,
-        listed: Mapping[str, Mapping[str, Any]],
+        listed: Mapping[str, ListedFile],
         sizes: Mapping[str, int] | None = None,
         digests: Mapping[str, str] | None = None,
         *,
         is_whole: bool = True,
     ) -> None:
-        """Have an artifact's files held to what its manifest lists: name → `size_bytes` and `sha256`.
+        """Have an artifact's files held to what its manifest lists, by name.
 
         Those that were looked at must be listed, and what is listed must be there with that size, but for README.md and
         its like (without `is_whole` other files too: of a repo some may not be on this machine). The config and the
@@ -105,11 +115,11 @@ class FileSnapshot:
         """
         self._listed = listed
         for name in listed if is_whole else ():
-            self._check_there(name, listed[name]["size_bytes"])
+            self._check_there(name, listed[name].size_bytes)
         for name, size in {**(sizes or {}), **{name: s.st_size for name, s in self._seen.items()}}.items():
             if name == MANIFEST or self._is_beside(name):
                 continue
-            size_bytes = self._entry(name)["size_bytes"]
+            size_bytes = self._entry(name).size_bytes
             if size != size_bytes:
                 raise self._differs(name, f"{size_bytes} bytes", f"{size} bytes")
             if digests and name in digests:
@@ -135,7 +145,7 @@ class FileSnapshot:
         """The same of a file that was hashed while it was read; of other sources than artifacts nothing is known."""
         if self._listed is None or self._is_beside(name):
             return
-        expected = self._entry(name)["sha256"]
+        expected = self._entry(name).sha256
         if sha256 != expected:
             raise self._differs(name, f"sha256 {expected}", f"sha256 {sha256}")
 
@@ -153,7 +163,7 @@ class FileSnapshot:
         """Whether it is a model card or the like, that people edit or put beside an artifact's files."""
         return name in COMPANIONS
 
-    def _entry(self, name: str) -> Mapping[str, Any]:
+    def _entry(self, name: str) -> ListedFile:
         assert self._listed is not None
         if name not in self._listed:
             what, where = "The artifact's manifest does not list a file.", str(self._root / name)

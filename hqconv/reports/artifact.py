@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
-from hqconv.artifact.lineage import ancestors
-from hqconv.artifact.manifest import check_details, read_manifest, schema_of
-from hqconv.artifact.manifest_digest import alteration
+from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.formats.source_format import SourceFormat
-from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing
 from hqconv.planning.encoding import EncodingOptions
 from hqconv.reports.documents import Words, block_runs, otherwise, quant_method, schema_to_dict
 from hqconv.schemas import artifact_names
-from hqconv.schemas.activation import Activation
 from hqconv.schemas.content_sums import SUMS
-from hqconv.schemas.grid import Grid
 from hqconv.schemas.untrusted_files import read_json
 from hqconv.serving.engine import ENGINE
 
@@ -32,75 +26,70 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
     Raises what `read_manifest` raises, VerificationError where the manifest's schema is none.
     """
     manifest = read_manifest(root)
-    check_details(root, manifest)
-    errors = {name: block["quantization_error"] for name, block in manifest["blocks"].items()}
-    missing, altered = _missing(root, manifest, listing), _alteration(root, manifest)
+    layers, errors = manifest.blocks, manifest.errors()
+    altered = None if manifest.alteration is None else manifest.alteration.what
+    missing = _missing(root, manifest, listing)
+    source, *before = ({"name": one.source.name, "revision": one.source.revision} for one in manifest.steps)
     return {
         "kind": "artifact",
         "folder": str(root),
         **({} if repo_id is None else {"repo": repo_id, "commit": root.name}),
-        "schema": schema_to_dict(schema_of(root, manifest), manifest["dtype"]),
+        "schema": schema_to_dict(manifest.kernel_spec.schema, manifest.dtype),
         "otherwise": otherwise(
-            (name, block["schema_name"], block["input_schema"])
-            for name, block in manifest["blocks"].items()
-            if "weight_schema" in block
+            (name, layer.schema_name or "", layer.input_schema or "")
+            for name, layer in layers.items()
+            if layer.is_overridden
         ),
-        "left_blocks": manifest.get("left_blocks", []),
-        **{key: manifest[key] for key in ("layout", "target", "dtype", "input_schema", "tp", "ep")},
-        **EncodingOptions.summary_of(manifest),
-        **{key: manifest[key] for key in ("expert_placement", "redundant_experts", "family")},
-        **{key: manifest[key] for key in ("hqconv_version", "humming_kernels_version", "format_version")},
-        **_origin(root, manifest),
+        "left_blocks": list(manifest.left),
+        "layout": manifest.layout,
+        "target": manifest.target,
+        "dtype": manifest.dtype,
+        "input_schema": manifest.input_schema,
+        "tp": manifest.tp,
+        "ep": manifest.ep,
+        **EncodingOptions.summary_of(manifest.to_dict()),
+        "expert_placement": manifest.expert_placement,
+        "redundant_experts": manifest.redundant_experts,
+        "family": manifest.family,
+        "hqconv_version": manifest.hqconv_version,
+        "humming_kernels_version": manifest.humming_kernels_version,
+        "format_version": manifest.format_version,
+        "source": source,
+        "derived_from": [
+            {"schema_name": one.schema_name, "manifest_sha256": one.manifest_sha256, "source": of_one}
+            for one, of_one in zip(manifest.ancestors, before, strict=True)
+        ],
+        "manifest_sha256": manifest.sha256,
+        "warnings": list(manifest.warnings or ()),
         "quant_method": quant_method(_config_of(root).get("quantization_config")),
-        "tensors": {kind: len(names) for kind, names in manifest["tensors"].items()},
-        "blocks": block_runs({name: _manifest_layer_to_dict(b) for name, b in manifest["blocks"].items()}),
-        "conversion": dict(Counter(block["conversion"] for block in manifest["blocks"].values())),
+        "tensors": {
+            "converted": len(manifest.tensors.converted),
+            "copied": len(manifest.tensors.copied),
+            "dropped": len(manifest.tensors.dropped),
+        },
+        "blocks": block_runs({name: _layer_to_dict(layer) for name, layer in layers.items()}),
+        "conversion": dict(Counter(layer.conversion for layer in layers.values())),
         "quantization_error": summarize_errors(errors),
         "requantized": requantized(errors),
         "largest_scale_change": scale_changes(errors),
-        "input_scales": _input_scales(manifest["blocks"]),
-        "num_files": len(manifest["files"]),
-        "num_bytes": sum(entry["size_bytes"] for entry in manifest["files"].values()),
+        "input_scales": _input_scales(layers.values()),
+        "num_files": len(manifest.files),
+        "num_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
         "rank_bytes": _rank_bytes(manifest),
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
         "is_damaged": bool(missing or altered),
-        "warnings": list(manifest.get("warnings", [])),
-        "serve_command": ENGINE.serve_command(repo_id or str(root), manifest["layout"], _grid(manifest)),
+        "serve_command": ENGINE.serve_command(repo_id or str(root), manifest.layout, manifest.grid),
     }
 
 
-def _origin(root: Path, manifest: Words) -> Words:
-    """What an artifact comes from, and the digest of its manifest, which stands for all of it."""
-    source, *before = [
-        {key: one["source"].get(key) for key in ("name", "revision")}
-        for one in (manifest, *ancestors(manifest))
-    ]
-    steps = zip(ancestors(manifest), before, strict=True)
-    return {
-        "source": source,
-        "derived_from": [
-            {"schema_name": one["schema_name"], "manifest_sha256": one["manifest_sha256"], "source": of_one}
-            for one, of_one in steps
-        ],
-        "manifest_sha256": sha256_of(root / artifact_names.MANIFEST),
-        "warnings": list(manifest.get("warnings", [])),
-    }
-
-
-def _alteration(root: Path, manifest: Words) -> str | None:
-    """What is wrong with the manifest's bytes by its own digest, or None."""
-    found = alteration((root / artifact_names.MANIFEST).read_bytes(), manifest)
-    return None if found is None else found[0]
-
-
-def _missing(root: Path, manifest: Words, listing: Listing | None) -> list[str]:
+def _missing(root: Path, manifest: Manifest, listing: Listing | None) -> list[str]:
     """Files that are not there, or have another size; people may edit the card."""
     return [
         name
-        for name, entry in manifest["files"].items()
+        for name, entry in manifest.files.items()
         if (size := _size_of(root, name, listing)) is None
-        or (name != artifact_names.CARD and size != entry["size_bytes"])
+        or (name != artifact_names.CARD and size != entry.size_bytes)
     ]
 
 
@@ -109,11 +98,6 @@ def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
     if listing is not None:
         return listing.sizes.get(name)
     return (root / name).stat().st_size if (root / name).is_file() else None
-
-
-def _grid(manifest: Words) -> Grid:
-    words = (manifest[key] for key in ("tp", "ep", "expert_placement", "redundant_experts"))
-    return Grid(*words)
 
 
 def describe_unfinished(root: Path) -> Words:
@@ -144,31 +128,31 @@ def _config_of(root: Path) -> Words:
     return words if isinstance(words, dict) else {}
 
 
-def _rank_bytes(manifest: Words) -> dict[str, int]:
+def _rank_bytes(manifest: Manifest) -> dict[str, int]:
     totals: Counter[str] = Counter()
-    for name, entry in manifest["files"].items():
+    for name, entry in manifest.files.items():
         if name.startswith(f"{artifact_names.EXPERTS_FOLDER}/"):
-            totals[name.rsplit("/", 1)[0]] += entry["size_bytes"]
+            totals[name.rsplit("/", 1)[0]] += entry.size_bytes
     return dict(totals)
 
 
-def _input_scales(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Words]:
-    """GEMM → the smallest and largest static activation scale of all blocks that have one."""
+def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Words]:
+    """GEMM → the smallest and largest static activation scale of all layers that have one."""
     found: dict[str, list[float]] = {}
-    for words in blocks.values():
+    for layer in layers:
         for gemm in artifact_names.GEMMS:
-            scale = words[gemm].get(artifact_names.INPUT_SCALE) if isinstance(words.get(gemm), dict) else None
-            if isinstance(scale, float):
-                found.setdefault(gemm, []).append(scale)
+            entry = layer.gemm(gemm)
+            if entry is not None and entry.input_scale is not None:
+                found.setdefault(gemm, []).append(entry.input_scale)
     return {gemm: {"min": min(scales), "max": max(scales)} for gemm, scales in found.items()}
 
 
-def _manifest_layer_to_dict(words: Mapping[str, Any]) -> Words:
-    """A manifest's block with its source's format in one line."""
+def _layer_to_dict(layer: ManifestLayer) -> Words:
+    """A layer of the manifest with its source's format in one line."""
     try:
-        source = SourceFormat.from_dict(words["source_format"]).describe()
+        source = SourceFormat.from_dict(layer.source_format).describe()
     except (AttributeError, KeyError, TypeError, ValueError):
         source = "unknown"
-    activation = Activation.from_dict(words).to_dict(words["gated"])  # with what older manifests do not say
-    shown = {key: value for key, value in words.items() if key != SUMS}
+    shown = {key: value for key, value in layer.to_dict().items() if key != SUMS}
+    activation = layer.activation_function.to_dict(layer.gated)  # with numbers that older manifests lack
     return {**shown, **activation, "source_format": source}

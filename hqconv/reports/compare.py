@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import read_manifest, schema_of
+from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import InputError, RequestError, VerificationError, first_few
 from hqconv.io.safetensors_header import read_header
 from hqconv.reports.artifact import describe_artifact
 from hqconv.reports.documents import Words
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.grid import Grid
 from hqconv.serving.engine import ENGINE
 
 _SIZES = ("num_experts", "hidden_size", "intermediate_size", "gated")
@@ -50,17 +49,17 @@ def compare(roots: Sequence[Path], measured: Sequence[Measured] | None = None) -
     }
 
 
-def _check_models(roots: Sequence[Path], manifests: Sequence[Words]) -> None:
+def _check_models(roots: Sequence[Path], manifests: Sequence[Manifest]) -> None:
     """Refuse two that are of different models: blocks that are not there, or of other sizes."""
-    every = [{*one["blocks"], *one.get("left_blocks", [])} for one in manifests]
+    every = [{*one.blocks, *one.left} for one in manifests]
     where, remedy = f"{roots[0]}, {roots[1]}", "Compare two artifacts of one model."
     what = "The artifacts are of different models."
     if alone := sorted(every[0] ^ every[1]):
         found = f"only in one of them: {first_few(alone)}"
         raise RequestError(what, where=where, expected="the same MoE blocks", found=found, remedy=remedy)
-    for name, block in manifests[0]["blocks"].items():
-        other = manifests[1]["blocks"].get(name)
-        sizes = [{key: one[key] for key in _SIZES} for one in (block, other) if one]
+    for name, layer in manifests[0].blocks.items():
+        other = manifests[1].blocks.get(name)
+        sizes = [{key: getattr(one, key) for key in _SIZES} for one in (layer, other) if one]
         if len(sizes) == 2 and sizes[0] != sizes[1]:
             texts = [", ".join(f"{key} {value}" for key, value in one.items()) for one in sizes]
             inside = f"{where}: {name}"
@@ -70,13 +69,13 @@ def _check_models(roots: Sequence[Path], manifests: Sequence[Words]) -> None:
 Errors = dict[tuple[str, str], float]  # block and projection → relative error
 
 
-def _recorded(manifest: Words) -> Errors:
+def _recorded(manifest: Manifest) -> Errors:
     """What the conversion measured."""
     return {
-        (name, role): float(error["relative_error"])
-        for name, block in manifest["blocks"].items()
-        for role, error in block["quantization_error"].items()
-        if "relative_error" in error
+        (name, role): error.relative_error
+        for name, layer in manifest.blocks.items()
+        for role, error in layer.quantization_error.items()
+        if error.relative_error is not None
     }
 
 
@@ -89,7 +88,9 @@ def _measured(measured: Measured) -> Errors:
     }
 
 
-def _artifact(root: Path, manifest: Words, described: Words, errors: Errors, common: Sequence[Any]) -> Words:
+def _artifact(
+    root: Path, manifest: Manifest, described: Words, errors: Errors, common: Sequence[Any]
+) -> Words:
     """One of the two: what it is made of, how large it is, who serves it, what it lost in all."""
     keys = (
         "folder",
@@ -125,16 +126,16 @@ def _artifact(root: Path, manifest: Words, described: Words, errors: Errors, com
     }
 
 
-def _expert_bytes(root: Path, manifest: Words) -> int:
+def _expert_bytes(root: Path, manifest: Manifest) -> int:
     """The bytes of experts: rank files as a whole, of the checkpoint layout the tensors that were not copied.
 
     Raises VerificationError where a shard's header cannot be read.
     """
-    if manifest["layout"] == names.KERNEL:
+    if manifest.is_kernel:
         folder = f"{names.EXPERTS_FOLDER}/"
-        return sum(one["size_bytes"] for name, one in manifest["files"].items() if name.startswith(folder))
-    copied, total = set(manifest["tensors"]["copied"]), 0
-    for name in manifest["files"]:
+        return sum(one.size_bytes for name, one in manifest.files.items() if name.startswith(folder))
+    copied, total = set(manifest.tensors.copied), 0
+    for name in manifest.files:
         if "/" not in name and name.endswith(".safetensors") and name != names.IMPORTANCE:
             try:
                 entries = read_header(root / name)[0]
@@ -146,32 +147,29 @@ def _expert_bytes(root: Path, manifest: Words) -> int:
     return total
 
 
-def _obstacles(root: Path, manifest: Words) -> list[str]:
+def _obstacles(root: Path, manifest: Manifest) -> list[str]:
     """Known reasons why the engine does not serve an artifact."""
-    keys = ("tp", "ep", "expert_placement", "redundant_experts")
-    if manifest["layout"] == names.KERNEL:
-        return ENGINE.kernel_layout_obstacles(manifest["family"], Grid(*(manifest[key] for key in keys)))
-    schema = schema_of(root, manifest)
-    reasons = [ENGINE.checkpoint_layout_obstacle(schema, manifest["dtype"])]
-    reasons += [
-        ENGINE.checkpoint_family_obstacle(manifest["family"], name, schema) for name in manifest["blocks"]
-    ]
+    if manifest.is_kernel:
+        return ENGINE.kernel_layout_obstacles(manifest.family, manifest.grid)
+    schema = manifest.kernel_spec.schema
+    reasons = [ENGINE.checkpoint_layout_obstacle(schema, manifest.dtype)]
+    reasons += [ENGINE.checkpoint_family_obstacle(manifest.family, name, schema) for name in manifest.blocks]
     return list(dict.fromkeys(reason for reason in reasons if reason))
 
 
-def _overall(errors: Errors, keys: Sequence[tuple[str, str]], manifest: Words) -> float | None:
+def _overall(errors: Errors, keys: Sequence[tuple[str, str]], manifest: Manifest) -> float | None:
     """The root of the mean square of relative errors, each weighted with its number of weights; None of none."""
-    weights = [_num_weights(manifest["blocks"][block]) for block, _ in keys]
+    weights = [_num_weights(manifest.blocks[block]) for block, _ in keys]
     total = sum(weights)
     squares = math.fsum(weight * errors[key] ** 2 for key, weight in zip(keys, weights, strict=True))
     return math.sqrt(squares / total) if total else None
 
 
-def _num_weights(block: Words) -> int:
-    return int(block["num_experts"] * block["hidden_size"] * block["intermediate_size"])
+def _num_weights(layer: ManifestLayer) -> int:
+    return layer.num_experts * layer.hidden_size * layer.intermediate_size
 
 
-def _projections(errors: Sequence[Errors], common: Sequence[tuple[str, str]], manifest: Words) -> Words:
+def _projections(errors: Sequence[Errors], common: Sequence[tuple[str, str]], manifest: Manifest) -> Words:
     """Projection → the error of each artifact over all blocks that both have."""
     roles = list(dict.fromkeys(role for _, role in common))
     of_role = {role: [key for key in common if key[1] == role] for role in roles}
@@ -205,13 +203,13 @@ def _figures(measured: Measured) -> dict[str, Words]:
     return found
 
 
-def _notes(manifests: Sequence[Words], errors: Sequence[Errors], common: Sequence[Any]) -> list[str]:
+def _notes(manifests: Sequence[Manifest], errors: Sequence[Errors], common: Sequence[Any]) -> list[str]:
     """What makes the comparison less than one of two schemas."""
-    sources = [one["source"] for one in manifests]
+    pairs = {key: [getattr(one.source, key) for one in manifests] for key in _SAME}
     notes = [
-        f"The sources differ in {key.replace('index_sha256', 'index')}: {sources[0].get(key)}, {sources[1].get(key)}."
-        for key in _SAME
-        if sources[0].get(key) != sources[1].get(key)
+        f"The sources differ in {key.replace('index_sha256', 'index')}: {pair[0]}, {pair[1]}."
+        for key, pair in pairs.items()
+        if pair[0] != pair[1]
     ]
     if alone := sorted({block for one in errors for block, role in one if (block, role) not in set(common)}):
         notes.append(f"Left as they are in one of them, and not compared: {first_few(alone)}.")

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.reports.artifact import describe_artifact
 from hqconv.reports.documents import Words
 from hqconv.schemas.artifact_names import GEMMS
-from hqconv.schemas.grid import Grid
 from hqconv.serving.engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
@@ -51,7 +50,7 @@ def page_document(
     try:
         manifest = read_manifest(root)
         words["artifact"] = describe_artifact(root) | _at_home(words["name"], manifest)
-        words["blocks"] = [_block(name, block, manifest) for name, block in manifest["blocks"].items()]
+        words["blocks"] = [_block(name, layer, manifest) for name, layer in manifest.blocks.items()]
         words["provenance"] = _provenance(manifest)
         words["usage"] = read_usage(root, sample, num_threads)
     except (VerificationError, OSError) as error:
@@ -81,43 +80,36 @@ def _places(root: Path, verification: Words | None) -> dict[str, str]:
     return {str(path): path.name for path in paths if path.is_absolute() and path.name and path.is_dir()}
 
 
-def _at_home(name: str, manifest: Words) -> Words:
+def _at_home(name: str, manifest: Manifest) -> Words:
     """The folder, and how it is served, by its name only."""
-    grid = Grid(*(manifest[key] for key in ("tp", "ep", "expert_placement", "redundant_experts")))
-    return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest["layout"], grid)}
+    return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest.layout, manifest.grid)}
 
 
-def _block(name: str, block: Words, manifest: Words) -> Words:
-    """One block: its place, what it is made of, and the errors that the conversion measured."""
+def _block(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:
+    """One layer: its number, its schema, and the errors that the conversion measured."""
+    flags = [entry.flags for gemm in GEMMS if (entry := layer.gemm(gemm)) is not None]
     return {
         "name": name,
-        "layer": block["layer"],
-        "num_experts": block["num_experts"],
-        "schema": block.get("schema_name", manifest["schema_name"]),
-        "conversion": block["conversion"],
-        "has_fused_scales": any(_is_fused(block.get(gemm)) for gemm in GEMMS),
-        "errors": {role: dict(error) for role, error in block["quantization_error"].items()},
+        "layer": layer.layer,
+        "num_experts": layer.num_experts,
+        "schema": layer.schema_name or manifest.schema_name,
+        "conversion": layer.conversion,
+        "has_fused_scales": any(one.get("use_fused_e8m0_scale") is True for one in flags),
+        "errors": layer.errors(),
     }
 
 
-def _is_fused(gemm: Any) -> bool:
-    flags = gemm.get("flags") if isinstance(gemm, dict) else None
-    return isinstance(flags, dict) and flags.get("use_fused_e8m0_scale") is True
-
-
-def _provenance(manifest: Words) -> Words:
-    """Where it comes from, by what; keys that a manifest does not have are left out."""
-    source = manifest["source"]
-    files = source.get("files")
-    warnings = manifest.get("warnings")
+def _provenance(manifest: Manifest) -> Words:
+    """The source and its files, the artifacts on the way, and what made the artifact."""
+    source, ancestors = manifest.source, manifest.derived_from
     return {
-        "source": {key: source.get(key) for key in ("name", "revision", "index_sha256")},
-        "source_files": [one for one in files if isinstance(one, dict)] if isinstance(files, list) else [],
-        "digest": manifest.get("digest"),
-        "derived_from": manifest.get("derived_from"),
-        "family_chosen_because": manifest.get("family_chosen_because"),
-        "warnings": [str(one) for one in warnings] if isinstance(warnings, list) else [],
-        "files": [{"name": name, **entry} for name, entry in manifest["files"].items()],
+        "source": {"name": source.name, "revision": source.revision, "index_sha256": source.index_sha256},
+        "source_files": [one.to_dict() for one in source.files],
+        "digest": manifest.digest,
+        "derived_from": None if ancestors is None else [one.to_dict() for one in ancestors],
+        "family_chosen_because": manifest.family_chosen_because,
+        "warnings": list(manifest.warnings or ()),
+        "files": [{"name": name, **entry.to_dict()} for name, entry in manifest.files.items()],
     }
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hqconv.artifact.manifest import read_manifest, schema_of
-from hqconv.errors import RequestError, VerificationError
+from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
+from hqconv.errors import RequestError
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
@@ -80,58 +79,43 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
     where it is damaged or the conversion unfinished, and as `ArtifactLocation.fetch`.
     """
     root = Path(location.name) if location.is_folder else location.fetch(names.MANIFEST).parent
-    words = read_manifest(root, is_sealed=True)
-    _check_kind(location, words)
-    try:
-        kernel_spec = names.kernel_spec_from_dict(words, schema_of(root, words), words["dtype"])
-        return ArtifactView(
-            location=location,
-            source_name=str(words["source"].get("name", "the original model")),
-            humming_version=words["humming_kernels_version"],
-            kernel_spec=kernel_spec,
-            grid=Grid(words["tp"], words["ep"], words["expert_placement"], words["redundant_experts"]),
-            blocks={name: _block(root, name, block, kernel_spec) for name, block in words["blocks"].items()},
-            left=tuple(words.get("left_blocks", ())),
-            files={
-                path: (entry["size_bytes"], entry["sha256"])
-                for path, entry in words["files"].items()
-                if path.startswith(f"{names.EXPERTS_FOLDER}/")
-            },
-        )
-    except (RequestError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise VerificationError(
-            "The artifact's manifest describes what cannot be.",
-            where=f"{location.name}: {names.MANIFEST}",
-            found=f"{type(error).__name__}: {error}",
-            remedy="Copy the artifact again, or convert the model again.",
-        ) from error
-
-
-def _check_kind(location: ArtifactLocation, words: Mapping[str, Any]) -> None:
-    if words["layout"] != names.KERNEL:
+    manifest = read_manifest(root, is_sealed=True)
+    if not manifest.is_kernel:
         raise RequestError(
             "This artifact is not in the kernel layout.",
             where=location.name,
             expected=names.KERNEL,
-            found=words["layout"],
+            found=manifest.layout,
             remedy="Its config.json was changed: with quant_method humming "
             f"{ENGINE.name} serves it without this plugin.",
         )
+    return ArtifactView(
+        location=location,
+        source_name=manifest.source.name,
+        humming_version=manifest.humming_kernels_version,
+        kernel_spec=manifest.kernel_spec,
+        grid=manifest.grid,
+        blocks={name: _layer(name, layer, manifest) for name, layer in manifest.blocks.items()},
+        left=manifest.left,
+        files={
+            path: (entry.size_bytes, entry.sha256)
+            for path, entry in manifest.files.items()
+            if path.startswith(f"{names.EXPERTS_FOLDER}/")
+        },
+    )
 
 
-def _block(root: Path, name: str, words: Mapping[str, Any], kernel_spec: KernelSpec) -> ArtifactLayer:
-    if "weight_schema" in words:
-        schema = schema_of(root, words, f"blocks: {name}: ")
-        kernel_spec = names.kernel_spec_from_dict(words, schema, kernel_spec.param_dtype)
+def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> ArtifactLayer:
+    gemms = {gemm: entry for gemm in names.GEMMS if (entry := layer.gemm(gemm)) is not None}
     return ArtifactLayer(
         name=name,
-        layer=words["layer"],
-        num_experts=words["num_experts"],
-        hidden_size=words["hidden_size"],
-        intermediate_size=words["intermediate_size"],
-        activation=Activation.from_dict(words),
-        gated=words["gated"],
-        kernel_spec=kernel_spec,
-        flags={gemm: dict(words[gemm]["flags"]) for gemm in names.GEMMS},
-        shapes={gemm: {key: int(words[gemm][key]) for key in _SHAPES} for gemm in names.GEMMS},
+        layer=layer.layer,
+        num_experts=layer.num_experts,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        activation=layer.activation_function,
+        gated=layer.gated,
+        kernel_spec=manifest.overrides.get(name, manifest.kernel_spec),
+        flags={gemm: dict(entry.flags) for gemm, entry in gemms.items()},
+        shapes={gemm: {key: getattr(entry, key) for key in _SHAPES} for gemm, entry in gemms.items()},
     )

@@ -65,7 +65,7 @@ class ArtifactSource(SafetensorsSource):
         with as_input_error():
             self.artifact = Artifact(root, listing, is_sealed=True)
             _refuse_fused_exponents(self.artifact)
-        self.quantization = self.artifact.manifest["source"].get("quantization_config")
+        self.quantization = self.artifact.manifest.source.quantization_config
         self.config = names.admit_transformers(self.config)
         self.config.pop("quantization_config", None)
         self.other_files = tuple(f for f in self.other_files if f != names.MANIFEST)
@@ -84,7 +84,7 @@ class ArtifactSource(SafetensorsSource):
 
     def _add_rank_files(self) -> None:
         files = list(self.files)
-        for path in sorted(self.artifact.manifest["files"]):
+        for path in sorted(self.artifact.manifest.files):
             if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
                 continue
             file, header, _ = self._read_file(len(files), path)
@@ -109,7 +109,7 @@ class ArtifactSource(SafetensorsSource):
         if stray is not None:
             what, remedy = "A rank file holds a tensor that no kernel reads.", "Verify the artifact."
             raise InputError(what, where=stray, remedy=remedy)
-        because = f"{self.artifact.manifest.get('family_chosen_because')}; read back from the kernel layout"
+        because = f"{self.artifact.manifest.family_chosen_because}; read back from the kernel layout"
         left = self.artifact.left  # among the copied tensors
         return ExpertMap(self.artifact.family.name, because, layers, converted, copied, dropped, left)
 
@@ -154,7 +154,7 @@ class ArtifactSource(SafetensorsSource):
         parts = {}
         for index, rank in enumerate(self.artifact.grid.ranks):
             path = names.rank_file(layer, *rank)
-            if path not in self.artifact.manifest["files"]:
+            if path not in self.artifact.manifest.files:
                 what = "The manifest lists no file for a rank."
                 raise VerificationError(what, where=path, remedy=_CONVERT_AGAIN)
             prefix = f"{path}:{layer}.{gemm}_"
@@ -268,7 +268,7 @@ class ArtifactSource(SafetensorsSource):
 
 def _refuse_fused_exponents(artifact: Artifact) -> None:
     """Refuse mxfp4 for fp8 or int8 activations: its codes differ on every TP rank, and the original ones are lost."""
-    if artifact.manifest["layout"] != names.KERNEL:
+    if not artifact.manifest.is_kernel:
         return
     for layer in artifact.blocks:
         if fuses_exponents(artifact.kernel_spec_of(layer)):

@@ -16,8 +16,7 @@ from hqconv.io import hub
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub import Listing
-from hqconv.schemas.artifact_names import KERNEL
-from hqconv.schemas.gpu_target import GpuTarget, parse_target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.sources.artifact import ArtifactSource, as_input_error
 from hqconv.sources.gguf import open_with_gguf
 from hqconv.sources.safetensors import SafetensorsSource
@@ -69,7 +68,7 @@ def locate_source(src: str | Path, revision: str | None = None) -> SourceLocatio
     root = Path(src)
     if src and not root.exists() and hub.is_repo_id(src):
         root, listing = hub.open_repo(src, revision)
-        is_kernel = is_artifact(root) and read_manifest(root)["layout"] == KERNEL
+        is_kernel = is_artifact(root) and read_manifest(root).is_kernel
         return SourceLocation(root, "artifact" if is_kernel else "safetensors", src, listing)
     if is_unfinished(root):
         raise RequestError(
@@ -77,7 +76,7 @@ def locate_source(src: str | Path, revision: str | None = None) -> SourceLocatio
             where=src,
             remedy="Finish it with --resume, or give the model folder it is made from.",
         )
-    if revision is None and is_artifact(root) and read_manifest(root)["layout"] == KERNEL:
+    if revision is None and is_artifact(root) and read_manifest(root).is_kernel:
         return SourceLocation(root, "artifact")
     if src and revision is None and holds_gguf(root):
         return SourceLocation(root, "gguf")
@@ -172,7 +171,7 @@ def _check_against_manifest(source: Source) -> None:
     listing, names = source.listing, [*source.other_files, *(file.name for file in source.files)]
     sizes = {} if listing is None else {name: listing.sizes[name] for name in names}
     digests = {} if listing is None else listing.digests
-    listed = read_manifest(source.root, is_sealed=True)["files"]
+    listed = read_manifest(source.root, is_sealed=True).files
     source.guard.hold_to(listed, sizes, digests, is_whole=source.repo_id is None)
 
 
@@ -181,4 +180,4 @@ def own_target(source: Source) -> GpuTarget | None:
     if not is_artifact(source.root):
         return None
     manifest = read_manifest(source.root)
-    return parse_target(manifest["target"], manifest.get("cuda")) if manifest["layout"] == KERNEL else None
+    return manifest.kernel_spec.target if manifest.is_kernel else None

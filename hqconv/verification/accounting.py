@@ -13,7 +13,6 @@ from hqconv.formats.source_format import KNOWN_BY_SOURCE
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.activation import Activation
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.input_scales import is_static
 from hqconv.verification.recorded_errors import check_changes
@@ -28,7 +27,6 @@ _FACTS = {
     "top_k": "top_k",
     "source_dtype": "dtype",
 }
-_BECAUSE = "family_chosen_because"
 Placed = tuple[str, TensorRef]  # file of the artifact, and where in it
 
 
@@ -44,27 +42,25 @@ def check_accounting(
     With a `config` (given where there is no source), the names are mapped once more, as if they were a
     checkpoint's: the same blocks must come out.
     """
-    words = _accounting(artifact, result)
-    if words is None:
-        return
+    tensors = artifact.manifest.tensors
     where = f"{names.MANIFEST}: tensors"
     seen: dict[str, str] = {}
-    for kind, listed in words.items():
-        for name in listed:
+    for kind in ("converted", "copied", "dropped"):
+        for name in getattr(tensors, kind):
             if name in seen:
                 result.add(f"{where}, tensor {name}", "A tensor is counted twice.", seen[name], kind)
             seen[name] = kind
-    compare_names(f"{where}: copied", "tensor", words["copied"], copied, result)
-    _check_converted(artifact, blocks, words["converted"], result)
-    for name, layer_to_dict in artifact.blocks.items():
-        order = ["gate", "up"] if layer_to_dict["gated"] else ["up"]
-        if layer_to_dict.get("w13_order") != order:
-            where, found = f"{names.MANIFEST}: {name}: w13_order", layer_to_dict.get("w13_order")
-            result.add(where, "The rows of w13 are in another order.", order, found)
-        check_changes(name, layer_to_dict, artifact.param_dtype, result)
+    compare_names(f"{where}: copied", "tensor", tensors.copied, copied, result)
+    _check_converted(artifact, blocks, tensors.converted, result)
+    for name, layer in artifact.blocks.items():
+        order = ["gate", "up"] if layer.gated else ["up"]
+        if layer.w13_order != order:
+            where = f"{names.MANIFEST}: {name}: w13_order"
+            result.add(where, "The rows of w13 are in another order.", order, layer.w13_order)
+        check_changes(name, layer, artifact.param_dtype, result)
     # The tensors of rank files and GGUF files say nothing by their names: only a source of that kind can map them.
     if config is not None and any(_is_known_by_names(block) for block in blocks.values()):
-        _map_again(artifact, blocks, words, copied, config, result)
+        _map_again(artifact, blocks, copied, config, result)
 
 
 def _is_known_by_names(block: MoeLayer) -> bool:
@@ -100,29 +96,9 @@ def _check_converted(
         compare_names(f"{where}: {block_name}", "tensor", found, one.tensor_names(), result)
 
 
-def _accounting(artifact: Artifact, result: CheckResult) -> dict[str, Any] | None:
-    words = artifact.manifest["tensors"]
-    good = set(words) == {"converted", "copied", "dropped"}
-    good = (
-        good and isinstance(words["copied"], list) and all(isinstance(name, str) for name in words["copied"])
-    )
-    for kind in ("converted", "dropped"):
-        good = (
-            good and isinstance(words[kind], dict) and all(isinstance(v, str) for v in words[kind].values())
-        )
-    if not good:
-        what = "The manifest does not account for the source's tensors."
-        result.add(
-            f"{names.MANIFEST}: tensors", what, "converted, copied and dropped", ", ".join(map(str, words))
-        )
-        return None
-    return dict(words)
-
-
 def _map_again(
     artifact: Artifact,
     blocks: Mapping[str, MoeLayer],
-    words: Mapping[str, Any],
     copied: Mapping[str, Placed],
     config: Mapping[str, Any],
     result: CheckResult,
@@ -132,10 +108,11 @@ def _map_again(
     block = next(iter(blocks.values()))
     # Of what was dropped only the names are recorded; one number fits in any block.
     unknown = (block.dtype, (1,), 0, 0, 0)
-    listed = (*words["converted"], *words["copied"], *words["dropped"])
+    tensors = artifact.manifest.tensors
+    listed = (*tensors.converted, *tensors.copied, *tensors.dropped)
     refs = {name: known.get(name) or TensorRef(name, *unknown) for name in listed}
     try:
-        experts = map_experts(refs, config, artifact.manifest["source"].get("quantization_config"))
+        experts = map_experts(refs, config, artifact.manifest.source.quantization_config)
         experts = as_converted(artifact, experts, refs)
     except HqconvError as error:
         what = "The manifest's tensors and config.json contradict each other."
@@ -144,7 +121,7 @@ def _map_again(
     compare_blocks(artifact, experts, "config.json and the tensors' names", result)
     if any(is_static(artifact, name) for name in artifact.blocks):
         compare_names(
-            f"{names.MANIFEST}: tensors: converted", "tensor", words["converted"], experts.converted, result
+            f"{names.MANIFEST}: tensors: converted", "tensor", tensors.converted, experts.converted, result
         )
 
 
@@ -172,21 +149,22 @@ def as_converted(artifact: Artifact, experts: ExpertMap, order: Iterable[str]) -
 
 def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: CheckResult) -> None:
     """The manifest's blocks with those of a mapping, fact by fact."""
-    if artifact.manifest["family"] != experts.family:
-        found = artifact.manifest["family"]
+    manifest = artifact.manifest
+    if manifest.family != experts.family:
+        found = manifest.family
         result.add(f"{names.MANIFEST}: family", f"The family is not that of {origin}.", experts.family, found)
     # In other words by another version.
-    because, is_ours = artifact.manifest.get(_BECAUSE), artifact.manifest["hqconv_version"] == __version__
+    because, is_ours = manifest.family_chosen_because, manifest.hqconv_version == __version__
     if is_ours and because != experts.chosen_because:
         what = f"Why the family was chosen is not what {origin} say."
-        result.add(f"{names.MANIFEST}: {_BECAUSE}", what, experts.chosen_because, because)
+        result.add(f"{names.MANIFEST}: family_chosen_because", what, experts.chosen_because, because)
     mapped = {block.name: block for block in experts.blocks}
     for name in artifact.blocks:
         if name not in mapped:
             result.add(f"{names.MANIFEST}: {name}", f"A block is not in {origin}.", "absent", "present")
     for name, block in mapped.items():
-        words = artifact.blocks.get(name)
-        if words is None:
+        layer = artifact.blocks.get(name)
+        if layer is None:
             expected = f"layer {block.layer}, {block.num_experts} experts"
             result.add(
                 f"block {name}",
@@ -196,19 +174,11 @@ def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: 
             )
             continue
         facts = _facts(block, artifact)
-        found = {key: words[key] for key in facts} | _activation_fields(words)
+        ours = {key: getattr(layer, key) for key in facts}
+        ours |= layer.activation_function.to_dict(layer.gated)
         facts |= block.activation.to_dict(block.gated)
         what = f"A block's fact is not that of {origin}."
-        compare_dicts(f"{names.MANIFEST}: {name}", what, facts, found, result)
-
-
-def _activation_fields(words: Mapping[str, Any]) -> dict[str, Any]:
-    """What a block's words say of its activation, older ones by its name alone."""
-    try:
-        return Activation.from_dict(words).to_dict(words["gated"])
-    except ValueError:
-        keys = ("activation", "activation_parameters")
-        return {key: words[key] for key in keys}
+        compare_dicts(f"{names.MANIFEST}: {name}", what, facts, ours, result)
 
 
 def _facts(block: MoeLayer, artifact: Artifact) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
 from hqconv import __version__
-from hqconv.artifact.build import without_digests
+from hqconv.artifact.manifest import ManifestSource, SourceFileEntry
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
@@ -39,7 +38,7 @@ def check_source(
     Of a source that an artifact on the way was made from, blocks and tensors are compared as far as they are the same.
     """
     lineage = Lineage.of(artifact, source)
-    _check_identity(lineage.made["source"], source, pool, result)
+    _check_identity(lineage.made.source, source, pool, result)
     try:
         experts = as_converted(artifact, source.map_experts(), source.tensors)
     except HqconvError as error:
@@ -55,28 +54,28 @@ def check_source(
     _compare_copied(artifact, source, experts.copied, copied, pool, result)
     others = {
         path
-        for path in artifact.manifest["files"]
+        for path in artifact.manifest.files
         if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS)
         and not path.endswith(".safetensors")
     }
     compare_names("files copied from the source", "file", others, source.other_files, result)
     for path in sorted(others.intersection(source.other_files)):
-        expected, found = sha256_of(source.root / path), artifact.manifest["files"][path]["sha256"]
+        expected, found = sha256_of(source.root / path), artifact.manifest.files[path].sha256
         if expected != found:
             result.add(path, "A file is not the source's.", f"sha256 {expected}", found)
 
 
 def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """The card that the manifest lists is made of its words and the source's card; an older one is the source's."""
-    words, card = artifact.manifest, source.loose.card
-    found = words["files"].get(names.CARD, {}).get("sha256")
-    if words["hqconv_version"] != __version__ or found is None:  # in other words by another version
+    manifest, card = artifact.manifest, source.loose.card
+    if manifest.hqconv_version != __version__ or names.CARD not in manifest.files:  # another version's text
         return
+    found = manifest.files[names.CARD].sha256
     where = f"{names.MANIFEST}: files: {names.CARD}"
     try:
-        made = card_bytes(words, card, is_artifact=source.guard.is_held)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        result.add(where, "No model card can be made of the manifest's words.", "", type(error).__name__)
+        made = card_bytes(manifest, card, is_artifact=source.guard.is_held)
+    except (ArithmeticError, ValueError) as error:
+        result.add(where, "No model card can be made of the manifest.", "", type(error).__name__)
         return
     digests = {hashlib.sha256(one).hexdigest() for one in (made, card) if one is not None}
     if found not in digests:
@@ -85,45 +84,44 @@ def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None
 
 
 def _check_identity(
-    words: Mapping[str, Any], source: Source, pool: ThreadPoolExecutor, result: CheckResult
+    recorded: ManifestSource, source: Source, pool: ThreadPoolExecutor, result: CheckResult
 ) -> None:
     """The source is the one on record, by its files: repo and commit where both have them, and no folder's name."""
     what = "The source is not the one that was converted."
     where = f"{names.MANIFEST}: source"
-    if words.get("revision") is not None and source.revision is not None:
-        for key, found_ in (("name", source.repo_id), ("revision", source.revision)):
-            if words.get(key) != found_:
-                result.add(f"{where}: {key}", what, words.get(key), found_)
-    if words.get("quantization_config") != source.quantization:
-        texts = [json.dumps(one) for one in (source.quantization, words.get("quantization_config"))]
+    if recorded.revision is not None and source.revision is not None:
+        if recorded.name != source.repo_id:
+            result.add(f"{where}: name", what, recorded.name, source.repo_id)
+        if recorded.revision != source.revision:
+            result.add(f"{where}: revision", what, recorded.revision, source.revision)
+    if recorded.quantization_config != source.quantization:
+        texts = [json.dumps(one) for one in (source.quantization, recorded.quantization_config)]
         result.add(f"{where}: quantization_config", what, *texts)
-    if words.get("index_sha256") != source.index_sha256:
-        result.add(f"{where}: index_sha256", what, words.get("index_sha256"), source.index_sha256)
-    recorded = words.get("files")
-    if not isinstance(recorded, list) or not all(isinstance(file, dict) for file in recorded):
-        result.add(f"{where}: files", "The manifest does not record the source's files.", "a list", recorded)
-        return
-    found = {
-        file.name: {"name": file.name, "size_bytes": file.size_bytes, "header_sha256": file.header_sha256}
-        for file in source.files
-    }
-    expected = {str(file.get("name")): file for file in without_digests(words)["files"]}
+    if recorded.index_sha256 != source.index_sha256:
+        result.add(f"{where}: index_sha256", what, recorded.index_sha256, source.index_sha256)
+    found = {file.name: (file.size_bytes, file.header_sha256) for file in source.files}
+    expected = {file.name: (file.size_bytes, file.header_sha256) for file in recorded.files}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            result.add(f"{where}, file {name}", what, expected.get(name), found.get(name))
-    _check_digests(recorded, source, pool, result)
+            texts = [_size_and_header(one.get(name)) for one in (expected, found)]
+            result.add(f"{where}, file {name}", what, *texts)
+    _check_digests(recorded.files, source, pool, result)
+
+
+def _size_and_header(file: tuple[int | None, str | None] | None) -> str:
+    return "no such file" if file is None else f"{file[0]} bytes, header sha256 {file[1]}"
 
 
 def _check_digests(
-    recorded: list[dict[str, Any]], source: Source, pool: ThreadPoolExecutor, result: CheckResult
+    recorded: Sequence[SourceFileEntry], source: Source, pool: ThreadPoolExecutor, result: CheckResult
 ) -> None:
     """The bytes of the source's files, where the manifest has their digests."""
     found = {file.name for file in source.files}
     listed = [
-        (str(name), sha256)
+        (file.name, sha256)
         for file in recorded
-        for sha256 in {file[key]: None for key in ("sha256", "hub_sha256") if isinstance(file.get(key), str)}
-        if (name := file.get("name")) in found
+        for sha256 in dict.fromkeys((file.sha256, file.hub_sha256))
+        if file.name in found and sha256 is not None
     ]
     digests = pool.map(lambda name: sha256_of(source.root / name), [name for name, _ in listed])
     for (name, sha256), digest in zip(listed, digests, strict=True):
@@ -137,24 +135,19 @@ def _check_digests(
 
 def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckResult, *, is_own: bool) -> None:
     """Names of tensors; of another artifact's source those that were copied: experts have other names by now."""
-    words = artifact.manifest["tensors"]
+    tensors = artifact.manifest.tensors
     if not is_own:
         what = f"{names.MANIFEST}: tensors: copied (against the source)"
-        if isinstance(words.get("copied"), list):
-            compare_names(what, "tensor", [str(name) for name in words["copied"]], experts.copied, result)
+        compare_names(what, "tensor", tensors.copied, experts.copied, result)
         return
-    expected = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
-    for kind, listed in expected.items():
-        found = words.get(kind)
-        if not isinstance(found, list if kind == "copied" else dict):
-            continue  # reported by `_accounting`
+    for kind in ("converted", "copied", "dropped"):
         what = f"{names.MANIFEST}: tensors: {kind} (against the source)"
-        compare_names(what, "tensor", [str(name) for name in found], listed, result)
-    found = words.get("converted")
+        compare_names(what, "tensor", getattr(tensors, kind), getattr(experts, kind), result)
     for name, block in experts.converted.items():
-        if isinstance(found, dict) and found.get(name, block) != block:
+        found = tensors.converted.get(name, block)
+        if found != block:
             where = f"{names.MANIFEST}: tensors: converted, tensor {name}"
-            result.add(where, "A tensor was converted for another block.", block, found[name])
+            result.add(where, "A tensor was converted for another block.", block, found)
 
 
 def _compare_copied(

@@ -32,7 +32,7 @@ class BlockInputs:
         if not roundings:
             return None
         slices = tp_slices(
-            artifact.blocks[block]["intermediate_size"], artifact.grid.tp, artifact.schema_of(block)
+            artifact.blocks[block].intermediate_size, artifact.grid.tp, artifact.schema_of(block)
         )
         return cls(
             roundings,

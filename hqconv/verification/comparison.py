@@ -45,7 +45,7 @@ class GemmPosition:
     def describe(self, role: str, tensor: str, shape: Sequence[int], index: Sequence[int]) -> str:
         """File, tensor and expert of one value of the whole matrix."""
         base = self.block.module(self.expert, role) + "."
-        if self.artifact.manifest["layout"] == names.CHECKPOINT:
+        if not self.artifact.manifest.is_kernel:
             return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
         size = self.block.intermediate_size
         share = tp_share(size, self.tp, self.artifact.schema_of(self.block.name))

@@ -126,7 +126,7 @@ def _sum_stack(values: torch.Tensor) -> torch.Tensor:
 
 def has_sums(artifact: Artifact, block: str) -> bool:
     """Whether a block has sums that can be told again: older artifacts have none, and fused exponents change codes."""
-    return SUMS in artifact.blocks[block] and not is_folded(artifact, block)
+    return artifact.blocks[block].content_sums is not None and not is_folded(artifact, block)
 
 
 def against(artifact: Artifact, blocks: Sequence[MoeLayer], source: object | None) -> str:
@@ -146,15 +146,15 @@ def check_content(
     roles = sorted({role for one in found for role in one})
     if not has_sums(artifact, block) or any(one.keys() != set(roles) for one in found):
         return
-    recorded = artifact.blocks[block][SUMS]
-    if not isinstance(recorded, dict) or sorted(recorded) != roles:
+    recorded = artifact.blocks[block].content_sums
+    if recorded is None or sorted(recorded) != roles:
         _add(result, f"{names.MANIFEST}: {block}: {SUMS}", roles, str(recorded)[:80])
         return
     for role in roles:
         where = f"{names.MANIFEST}: {block}: {SUMS}: {role}"
         of_role, words = [one[role] for one in found], recorded[role]
         held = {name for totals in of_role for name in totals}
-        if not isinstance(words, dict) or not held <= words.keys() <= held | {"weight_scale"}:
+        if not held <= words.keys() <= held | {"weight_scale"}:
             _add(result, where, sorted(held), str(words)[:80])
             continue
         for name in sorted(held):

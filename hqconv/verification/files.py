@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import PurePosixPath
 from typing import Any
 
 from hqconv.artifact.reader import Artifact, Header
@@ -45,7 +44,7 @@ def check_files(
         headers = _read_headers(artifact, result)
         blocks = _blocks(artifact, result)
         _note_versions(artifact, result)
-        if artifact.manifest["layout"] == names.KERNEL:
+        if artifact.manifest.is_kernel:
             check_ranks(artifact, blocks, headers, result)
             check_rank_scales(artifact, blocks.values(), result)
         _check_importance(artifact, blocks, result)
@@ -68,11 +67,6 @@ def check_files(
 # --- the disk ----------------------------------------------------------------------------------------------
 
 
-def is_plain(path: str) -> bool:
-    """A path downwards from the artifact in its one spelling."""
-    return path == PurePosixPath(path).as_posix() and not {"", ".", ".."}.intersection(path.split("/"))
-
-
 def _digest(artifact: Artifact, path: str, meter: Meter | None) -> str:
     """A file's digest, or why there is none."""
     try:
@@ -81,7 +75,7 @@ def _digest(artifact: Artifact, path: str, meter: Meter | None) -> str:
         return f"unreadable: {error.strerror}"
     finally:
         if meter is not None:
-            meter.advance(path, artifact.manifest["files"][path]["size_bytes"])
+            meter.advance(path, artifact.manifest.files[path].size_bytes)
 
 
 def _check_disk(
@@ -89,32 +83,32 @@ def _check_disk(
 ) -> None:
     """Every file of the manifest is there with its size and digest."""
     present = []
-    for path, words in artifact.manifest["files"].items():
+    for path, entry in artifact.manifest.files.items():
         hidden = any(part.startswith(".") for part in path.split("/"))
-        if not is_plain(path) or hidden or path == names.MANIFEST or path.endswith(names.PARTIAL):
+        if hidden or path == names.MANIFEST or path.endswith(names.PARTIAL):
             result.add(path, "The manifest lists a file that no artifact has.")
             continue
         size = artifact.size_of(path)
         if size is None:
             result.add(
-                path, "A file of the manifest is missing.", f"{words['size_bytes']} bytes", "no such file"
+                path, "A file of the manifest is missing.", f"{entry.size_bytes} bytes", "no such file"
             )
         elif path == names.CARD:  # people may edit it: `check_beside` says so
             continue
-        elif size != words["size_bytes"]:
-            result.add(path, "A file has another size.", words["size_bytes"], size)
+        elif size != entry.size_bytes:
+            result.add(path, "A file has another size.", entry.size_bytes, size)
         else:
             present.append(path)
 
     # Every file by one thread: the largest first, so that none of them is begun when the others are done.
-    by_size = sorted(present, key=lambda path: -artifact.manifest["files"][path]["size_bytes"])
+    by_size = sorted(present, key=lambda path: -artifact.manifest.files[path].size_bytes)
     num_told = sum(map(artifact.is_proven_by_hub, present))
     if num_told:
         note = f"of {num_told} files the Hub's own digests were compared: their bytes were not read"
         result.notes.append(f"{note}, but for their headers")
     digests = {path: pool.submit(_digest, artifact, path, meter) for path in by_size}
     for path in present:
-        found, expected = digests[path].result(), artifact.manifest["files"][path]["sha256"]
+        found, expected = digests[path].result(), artifact.manifest.files[path].sha256
         if found != expected:
             result.add(
                 path, "A file's bytes are not those the manifest records.", f"sha256 {expected}", found
@@ -135,19 +129,21 @@ def _blocks(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
     if blocks:
         what, fields = "The manifest does not spell out its schema.", artifact.schema.humming_fields()
         where = f"{names.MANIFEST}: weight_schema"
-        compare_dicts(where, what, fields, artifact.manifest["weight_schema"], result)
+        compare_dicts(where, what, fields, artifact.manifest.weight_schema, result)
     return blocks
 
 
 def _check_importance(artifact: Artifact, blocks: Mapping[str, MoeLayer], result: CheckResult) -> None:
     """What the search was weighted with is there as the manifest says, and is something to weight it with."""
-    if not artifact.has_importance:
+    recorded = artifact.manifest.importance
+    if recorded is None:
         return
     where = f"{names.MANIFEST}: importance"
-    listed = artifact.manifest["files"].get(names.IMPORTANCE, {}).get("sha256", "not listed")
-    expected, words = names.importance_to_dict(listed), artifact.manifest["importance"]
-    if words != expected:
-        result.add(where, "The manifest does not name the artifact's importance file.", expected, words)
+    listed = artifact.manifest.files.get(names.IMPORTANCE)
+    expected = names.importance_to_dict("not listed" if listed is None else listed.sha256)
+    if recorded.to_dict() != expected:
+        what = "The manifest does not name the artifact's importance file."
+        result.add(where, what, expected, recorded.to_dict())
     try:
         importance = artifact.importance
         if importance is not None:
@@ -158,7 +154,7 @@ def _check_importance(artifact: Artifact, blocks: Mapping[str, MoeLayer], result
 
 def _note_versions(artifact: Artifact, result: CheckResult) -> None:
     """The layout is recomputed by the Humming that is installed, whichever it was made with."""
-    made_with = artifact.manifest["humming_kernels_version"]
+    made_with = artifact.manifest.humming_kernels_version
     with suppress(PackageNotFoundError):
         installed = version("humming-kernels")
         if made_with != installed:
@@ -168,8 +164,8 @@ def _note_versions(artifact: Artifact, result: CheckResult) -> None:
 
 def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
     headers: dict[str, Header] = {}
-    for path in artifact.manifest["files"]:
-        if path.endswith(SUFFIX) and is_plain(path) and artifact.size_of(path) is not None:
+    for path in artifact.manifest.files:
+        if path.endswith(SUFFIX) and artifact.size_of(path) is not None:
             try:
                 headers[path] = artifact.header(path)
             except VerificationError as error:
@@ -184,11 +180,11 @@ def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
 
 def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: CheckResult) -> None:
     """Ordinary shards are numbered without gaps, and the index names exactly their tensors."""
-    listed = sorted(filter(artifact.is_shard, artifact.manifest["files"]))
+    listed = sorted(filter(artifact.is_shard, artifact.manifest.files))
     total = len(listed)
     expected = [names.shard_name(i, total) for i in range(1, total + 1)]
     compare_names(names.MANIFEST, "file", listed, expected, result)
-    if names.INDEX not in artifact.manifest["files"]:
+    if names.INDEX not in artifact.manifest.files:
         if total > 1:
             result.add(
                 names.INDEX, "There is no index of the shards.", "listed in the manifest", "not listed"
@@ -226,7 +222,7 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     Artifacts of the kernel layout that are older than the entry for transformers have none.
     """
     config = read_json(artifact.root / names.CONFIG, result)
-    if names.CONFIG not in artifact.manifest["files"]:
+    if names.CONFIG not in artifact.manifest.files:
         result.add(names.CONFIG, "The manifest does not list the config.", "listed", "not listed")
     if config is None:
         return None
@@ -235,7 +231,7 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
         spec = artifact.spec
     except VerificationError:  # reported already
         return config
-    own = artifact.manifest["source"].get("quantization_config")
+    own = artifact.manifest.source.quantization_config
     expected = names.hqconv_quantization_config(spec.kind, own, is_mixed=artifact.is_mixed)
     if spec.layout == names.CHECKPOINT:
         blocks = list(artifact.blocks)

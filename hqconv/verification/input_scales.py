@@ -67,13 +67,10 @@ def check_source_scales(
             _compare(artifact, block.name, expected, "source's", result)
 
 
-def _recorded(artifact: Artifact, block: str) -> dict[str, Any]:
+def _recorded(artifact: Artifact, block: str) -> dict[str, float | None]:
     """GEMM → what the manifest says."""
-    words = {gemm: artifact.blocks[block].get(gemm) for gemm in names.GEMMS}
-    return {
-        gemm: of_gemm.get(names.INPUT_SCALE) if isinstance(of_gemm, dict) else None
-        for gemm, of_gemm in words.items()
-    }
+    entries = {gemm: artifact.blocks[block].gemm(gemm) for gemm in names.GEMMS}
+    return {gemm: None if entry is None else entry.input_scale for gemm, entry in entries.items()}
 
 
 def _is_scale(number: Any) -> bool:

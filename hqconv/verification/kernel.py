@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hqconv.artifact.load import load_rank
+from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import first_few
 from hqconv.formats.decode_matrix import SourceMatrix
@@ -67,14 +68,14 @@ def check_kernel(
     unknown: list[str] = []
     with ThreadPoolExecutor(num_threads, "hqconv-verify", partial(_begin_thread, device)) as pool:
         for block in blocks:
-            words, activation = artifact.blocks[block], artifact.activation_of(block)
-            if not is_known(activation, words["gated"]):
+            layer, activation = artifact.blocks[block], artifact.activation_of(block)
+            if not is_known(activation, layer.gated):
                 unknown.append(f"{block}: {activation.describe()}")
                 continue
             batches = [make_batch(artifact, block, count, device) for count in tokens]
             measured = _measure(artifact, block, batches, source, of_source, pool)
             result.measured[block] = measured
-            recorded = {p: _recorded(e) for p, e in words["quantization_error"].items()}
+            recorded = {p: _recorded(e) for p, e in layer.quantization_error.items()}
             check_figures(result, block, measured, of_kind[artifact.kernel_spec_of(block).inputs], recorded)
             result.notes += [
                 f"{block}.{gemm}: its scale cuts off {share:.2%} of these tokens' activations"
@@ -86,9 +87,9 @@ def check_kernel(
     return result
 
 
-def _recorded(words: Mapping[str, Any]) -> float:
+def _recorded(error: ProjectionError) -> float:
     """How far a projection's decoded weights are off the source's; where scales were rounded, of any of its experts."""
-    return max(float(words["relative_error"]), float(words.get("largest_scale_change", 0.0)))
+    return max(error.relative_error or 0.0, error.largest_scale_change or 0.0)
 
 
 def _begin_thread(device: torch.device) -> None:
@@ -136,14 +137,14 @@ def _compare_kernel(
 
     `expected` are references' outputs and intermediates of all batches together; each gives its own figures.
     """
-    words, activation = artifact.blocks[block], artifact.activation_of(block)
+    layer, activation = artifact.blocks[block], artifact.activation_of(block)
     counts = [b.x.size(0) for b in batches]
-    routes = [count * words["top_k"] for count in counts]
+    routes = [count * layer.top_k for count in counts]
     split = [(torch.split(out, counts), torch.split(hidden, routes)) for out, hidden in expected]
     outputs = [torch.zeros_like(reference) for reference in split[0][0]]
     tallies = [{"output": ErrorStats()} for _ in expected]
     schema = artifact.schema_of(block)
-    slices = tp_slices(words["intermediate_size"], artifact.grid.tp, schema)
+    slices = tp_slices(layer.intermediate_size, artifact.grid.tp, schema)
     tuned_for_m = _tuned_for_m(artifact, block, counts)
     compile_kernels(
         [config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device
@@ -152,9 +153,9 @@ def _compare_kernel(
         gemms = _load_rank(artifact, block, tp_rank, ep_rank, device)
         _, begin, end, _ = slices[tp_rank]
         for index, (batch, out) in enumerate(zip(batches, outputs, strict=True)):
-            ids = local_ids(artifact, batch.routing.ids, words["num_experts"], ep_rank)
+            ids = local_ids(artifact, batch.routing.ids, layer.num_experts, ep_rank)
             part, inner = fused_moe(
-                gemms, batch.x, ids, batch.routing.weights, activation, words["gated"], tuned_for_m
+                gemms, batch.x, ids, batch.routing.weights, activation, layer.gated, tuned_for_m
             )
             out += part.double()
             mine = (ids >= 0).reshape(-1)
@@ -173,7 +174,7 @@ def _compare_kernel(
 
 def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
     """Both GEMMs' LayerConfigs, of one rank for each number of local experts, which is compiled into the kernel."""
-    num_experts = artifact.blocks[block]["num_experts"]
+    num_experts = artifact.blocks[block].num_experts
     of_count = {len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)}
     return [
         {gemm: layer_config(artifact.layer_config(block, gemm, *rank)) for gemm in names.GEMMS}
@@ -183,26 +184,26 @@ def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
 
 def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device: torch.device) -> None:
     """Compile what `check_kernel` will need of one block; any thread may. Raises as it would."""
-    words, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
+    layer, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
     with torch.cuda.device(device):
         configs = gemm_configs(artifact, block)
     kernels = partial(
         compile_input_kernels,
         num_tokens=tokens,
-        top_k=words["top_k"],
+        top_k=layer.top_k,
         dtype=dtype,
         device=device,
         rotation=artifact.schema_of(block).rotation,
     )
     with ThreadPoolExecutor(1) as pool:
-        activation = pool.submit(kernels, *configs[0].values(), artifact.activation_of(block), words["gated"])
+        activation = pool.submit(kernels, *configs[0].values(), artifact.activation_of(block), layer.gated)
         both = [config for pair in configs for config in pair.values()]
         compile_kernels(both, _tuned_for_m(artifact, block, tokens), device)
         activation.result()
 
 
 def _tuned_for_m(artifact: Artifact, block: str, tokens: Sequence[int]) -> int:
-    top_k: int = artifact.blocks[block]["top_k"]
+    top_k: int = artifact.blocks[block].top_k
     return math.ceil(max(tokens) * top_k / artifact.grid.ep)
 
 

@@ -6,11 +6,9 @@ then it is compared with the first source as if it had been made of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from hqconv.artifact.lineage import ancestors
+from hqconv.artifact.manifest import Ancestor, Manifest
 from hqconv.artifact.reader import Artifact
 from hqconv.formats.source_format import DIRECT
 from hqconv.models.source_protocol import Source
@@ -25,20 +23,20 @@ class Lineage:
     nearest first; none where the source is the artifact's own.
     """
 
-    made: Mapping[str, Any]
-    between: tuple[Mapping[str, Any], ...] = ()
+    made: Manifest | Ancestor
+    between: tuple[Manifest | Ancestor, ...] = ()
 
     @classmethod
     def of(cls, artifact: Artifact, source: Source) -> Lineage:
         """By the source's files, or else by their names; the artifact's own source, where no step lists them."""
-        own = artifact.manifest
-        steps = [own, *ancestors(own)]
+        steps = artifact.manifest.steps
         for keys in (("name", "header_sha256"), ("name",)):
             found = {tuple(getattr(file, key) for key in keys) for file in source.files}
             for number, step in enumerate(steps):
-                if _listed(step["source"].get("files"), keys) == found:
-                    return cls(step, tuple(steps[:number]))
-        return cls(own)
+                listed = {tuple(getattr(file, key) for key in keys) for file in step.source.files}
+                if listed == found:
+                    return cls(step, steps[:number])
+        return cls(artifact.manifest)
 
     @property
     def is_own(self) -> bool:
@@ -47,34 +45,27 @@ class Lineage:
 
     def encoding_options(self, importance: Importance | None) -> EncodingOptions:
         """Return the options of the conversion from the given source; `importance`: its file. Raises RequestError."""
-        return EncodingOptions.from_dict(self.made, importance)
+        return EncodingOptions.from_dict(self.made.to_dict(), importance)
 
     def why_not_comparable(self, artifact: Artifact) -> str:
         """Why the artifact's codes are not those that the source gives; "" where they are."""
         if self.is_own:
             return ""
-        quantizer = self.made.get("quantizer", RTN)
-        if quantizer not in QUANTIZERS or "importance" in self.made:
+        quantizer = self.made.quantizer or RTN
+        if quantizer not in QUANTIZERS or self.made.importance is not None:
             return "the first conversion searched with what this artifact has no copy of"
-        if quantizer != RTN and self.made.get("quantizer_version") != SEARCH_VERSION:
+        if quantizer != RTN and self.made.quantizer_version != SEARCH_VERSION:
             return "the first conversion searched with another version of the search"
-        if self.made["dtype"] != artifact.param_dtype:
-            return f"its parameters were {self.made['dtype']} at first, and are {artifact.param_dtype} now"
+        if self.made.dtype != artifact.param_dtype:
+            return f"its parameters were {self.made.dtype} at first, and are {artifact.param_dtype} now"
         for name in artifact.blocks:
             for step in self.between:
-                conversion = step["blocks"].get(name, {}).get("conversion")
+                layer = step.blocks.get(name)
+                conversion = None if layer is None else layer.conversion
                 if conversion != DIRECT:
                     return f"{name} was {conversion} from an artifact: its codes are not the source's"
-            block = self.made["blocks"].get(name, {})
-            if (
-                block.get("weight_schema", self.made["weight_schema"])
-                != artifact.schema_of(name).humming_fields()
-            ):
+            layer = self.made.blocks.get(name)
+            schema = (layer and layer.weight_schema) or self.made.weight_schema
+            if schema != artifact.schema_of(name).humming_fields():
                 return f"{name} had another schema at first: its codes are not the source's"
         return ""
-
-
-def _listed(files: Any, keys: tuple[str, ...]) -> set[tuple[str, ...]]:
-    """Some words of each file that a manifest's `source` lists."""
-    words = [file for file in files if isinstance(file, dict)] if isinstance(files, list) else []
-    return {tuple(str(file.get(key)) for key in keys) for file in words}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from hqconv.artifact.manifest_digest import DIGEST
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.errors import VerificationError
 from hqconv.humming_layout.gemm_forms import KernelForm
@@ -48,15 +47,15 @@ def check_ranks(
             path = names.rank_file(block.name, tp_rank, ep_rank)
             num_local = len(grid.local_experts(block.num_experts, ep_rank))
             expected_paths.add(path)
-            if path not in artifact.manifest["files"]:
+            if path not in artifact.manifest.files:
                 result.add(path, "A rank has no file of a block.", "listed in the manifest", "not listed")
             elif path in headers:
                 form = form if form is not None else _form_of_file(block.name, headers[path])
                 scales = names.GEMMS if is_static(artifact, block.name) else ()
                 extra = {names.input_scale(block.name, gemm): ("F32", (1,)) for gemm in scales}
                 _compare_with_form(path, headers[path], block.name, form, num_local, extra, result)
-                _check_rank(path, headers[path][1], DIGEST in artifact.manifest, result)
-    for path in artifact.manifest["files"]:
+                _check_rank(path, headers[path][1], artifact.manifest.digest is not None, result)
+    for path in artifact.manifest.files:
         if blocks and "/" in path and path.endswith(SUFFIX) and path not in expected_paths:
             what = "A weight file belongs to no rank and block of the manifest."
             result.add(path, what, "not listed", "listed")
@@ -85,12 +84,11 @@ def _check_gemm_metadata(
     sizes = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
     for gemm, one in form.items():
         expected = {**{key: one.config[key] for key in sizes}, **one.flags}
-        found = artifact.blocks[block.name].get(gemm)
-        if isinstance(found, dict) and is_static(artifact, block.name):  # its scale is looked at by itself
-            found = {key: value for key, value in found.items() if key != names.INPUT_SCALE}
-        if isinstance(found, dict) and isinstance(found.get("flags"), dict):
-            found = {**found, **found["flags"]}
-            del found["flags"]
+        entry = artifact.blocks[block.name].gemm(gemm)
+        found = {} if entry is None else {**entry.to_dict(), **entry.flags}
+        found.pop("flags", None)
+        if is_static(artifact, block.name):  # its scale is looked at by itself
+            found.pop(names.INPUT_SCALE, None)
         where = f"{names.MANIFEST}: {block.name}: {gemm}"
         compare_dicts(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
 
@@ -151,7 +149,7 @@ def check_packed(
 ) -> set[str]:
     """The experts' packed tensors of the checkpoint layout; returns their names (none in the kernel layout)."""
     found: set[str] = set()
-    if artifact.manifest["layout"] != names.CHECKPOINT:
+    if artifact.manifest.is_kernel:
         return found
     for block in blocks.values():
         prefix, form = f"{block.name}.", _forms(artifact.packed_forms, block, result)

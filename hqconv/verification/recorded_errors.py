@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from hqconv import __version__
+from hqconv.artifact.manifest import ManifestLayer, ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.quant_error import requantized_counts, scale_changes
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
@@ -24,7 +24,7 @@ _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms i
 
 def check_recorded(
     block: MoeLayer,
-    recorded: Mapping[str, Any],
+    recorded: Mapping[str, ProjectionError],
     figures: Mapping[str, Sequence[Figures]],
     is_coded: bool,
     result: CheckResult,
@@ -32,25 +32,23 @@ def check_recorded(
     """The manifest's error figures with those measured, where every expert was."""
     for role in sorted(recorded.keys() | figures.keys()):
         where = f"{names.MANIFEST}: {block.name}: quantization_error: {role}"
-        of_role, words = figures.get(role, []), recorded.get(role)
-        if role not in figures or not isinstance(words, dict):
-            result.add(
-                where, "The recorded errors are not those of the block's projections.", list(figures), words
-            )
+        of_role, error = figures.get(role, []), recorded.get(role)
+        if role not in figures or error is None:
+            what = "The recorded errors are not those of the block's projections."
+            result.add(where, what, list(figures), error and error.to_dict())
         elif len(of_role) == block.num_experts:
             each = [one.recorded_error() for one in of_role]
             # Experts that were kept as they are have no error; the total is of the others.
             changed = [one for one in of_role if one.quantizer is None or not one.quantizer.is_exact]
             total = summarize(changed, as_recorded=True)["relative_error"] if changed else 0.0
-            worst = words.get("worst_expert")
-            at_worst = each[worst] if type(worst) is int and 0 <= worst < len(each) else None
-            expected = {"relative_error": total, "worst_relative_error": max(each)}
-            for key, value in expected.items():
-                _check_figure(f"{where}: {key}", value, words.get(key), result)
+            worst = error.worst_expert
+            at_worst = each[worst] if worst is not None and 0 <= worst < len(each) else None
+            _check_figure(f"{where}: relative_error", total, error.relative_error, result)
+            _check_figure(f"{where}: worst_relative_error", max(each), error.worst_relative_error, result)
             _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
-            if type(worst) is int and at_worst is not None:
+            if worst is not None and at_worst is not None:
                 _check_first(f"{where}: worst_expert", worst, of_role, result)
-            _check_counts(where, words, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
+            _check_counts(where, error, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
 
 
 def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: CheckResult) -> None:
@@ -69,18 +67,18 @@ def check_search(artifact: Artifact, result: CheckResult) -> None:
         "The scales were searched for by another version of the search, which cannot be repeated here: "
         "verify against the source with the hqconv that made the artifact, or convert again.",
         f"{SEARCH_VERSION} (hqconv {__version__})",
-        f"{artifact.search_version or 'none'} (hqconv {artifact.manifest['hqconv_version']})",
+        f"{artifact.search_version or 'none'} (hqconv {artifact.manifest.hqconv_version})",
     )
 
 
-def check_changes(block: str, words: Mapping[str, Any], param_dtype: str, result: CheckResult) -> None:
+def check_changes(name: str, layer: ManifestLayer, param_dtype: str, result: CheckResult) -> None:
     """How far a block's scales moved: said where they were rounded and nowhere else, and no more than rounding does."""
-    is_rounded = words["conversion"] == DIRECT_ROUNDED
+    is_rounded = layer.conversion == DIRECT_ROUNDED
     limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # of no other dtype is an artifact
-    for role, error in words["quantization_error"].items():
-        change = error.get("largest_scale_change") if isinstance(error, dict) else None
-        where = f"{names.MANIFEST}: {block}: quantization_error: {role}: largest_scale_change"
-        if not is_rounded or not isinstance(change, float | int) or isinstance(change, bool):
+    for role, error in layer.quantization_error.items():
+        change, worst = error.largest_scale_change, error.worst_relative_error
+        where = f"{names.MANIFEST}: {name}: quantization_error: {role}: largest_scale_change"
+        if not is_rounded or change is None:
             if is_rounded or change is not None:
                 what = "A change of scales is recorded where none is rounded, or none where they are."
                 result.add(where, what, "a number" if is_rounded else "none", change)
@@ -88,30 +86,26 @@ def check_changes(block: str, words: Mapping[str, Any], param_dtype: str, result
         if not 0 <= change <= limit:
             what = "Scales moved further than rounding moves them."
             result.add(where, what, f"at most {limit} for {param_dtype}", change)
-        worst = error.get("worst_relative_error")
-        if not isinstance(worst, float | int) or not worst <= change + _DECODED:
+        if worst is None or not worst <= change + _DECODED:
             what = "The recorded error is larger than the change of scales explains."
             result.add(where, what, f"at most {change}", worst)
 
 
 def _check_counts(
-    where: str, words: Mapping[str, Any], costs: Sequence[ErrorSums], is_coded: bool, result: CheckResult
+    where: str, error: ProjectionError, costs: Sequence[ErrorSums], is_coded: bool, result: CheckResult
 ) -> None:
     """The manifest's counts of what was quantized anew, of what came out without an error, and how far scales moved."""
     expected = (requantized_counts(costs) if is_coded else {}) | scale_changes(costs)
     known = {"relative_error", "worst_expert", "worst_relative_error"}
-    compare_dicts(
-        where, "The recorded count is not the counted one.", expected, _without(words, known), result
-    )
+    found = {key: value for key, value in error.to_dict().items() if key not in known}
+    compare_dicts(where, "The recorded count is not the counted one.", expected, found, result)
 
 
-def _without(words: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in words.items() if key not in keys}
-
-
-def _check_figure(where: str, expected: float | None, found: Any, result: CheckResult) -> None:
-    is_number = isinstance(found, float | int) and not isinstance(found, bool) and expected is not None
-    if not is_number or not math.isclose(expected or 0.0, found, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
+def _check_figure(where: str, expected: float | None, found: float | None, result: CheckResult) -> None:
+    is_same = expected is not None and found is not None
+    if not is_same or not math.isclose(
+        expected or 0.0, found or 0.0, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30
+    ):
         # Later digits depend on the order of summing.
         shown = [f"{value:.12g}" if isinstance(value, float) else value for value in (expected, found)]
         result.add(where, "The recorded error is not the measured one.", *shown)

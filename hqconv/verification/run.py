@@ -15,7 +15,6 @@ from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.artifact.reader import Artifact, ManifestFacts
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
-from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
@@ -41,7 +40,7 @@ def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: flo
     artifact's kernels may lose more than its manifest records.
     """
     result = CheckResult(MAX_ERROR)
-    recorded = {name: words["quantization_error"] for name, words in artifact.blocks.items()}
+    recorded = artifact.manifest.errors()
     measured = {} if weights is None else weights.measured
     result.notes.append(f"the manifest's errors of {len(recorded)} blocks")
     figures = [words for block in measured.values() for words in block.values() if isinstance(words, Mapping)]
@@ -96,8 +95,8 @@ def verify(
         report.results = [_finding(CHECKS[0], error)]
         return report
     with opened as artifact:
-        report.manifest_sha256 = sha256_of(root / names.MANIFEST)
-        report.warnings = tuple(artifact.manifest.get("warnings", ()))
+        report.manifest_sha256 = artifact.manifest.sha256
+        report.warnings = tuple(artifact.manifest.warnings or ())
         layers = _chosen_blocks(artifact, options.layers)
         with begun(_tasks(artifact, source, options, asked, layers)) as finish:
             runs: dict[str, Callable[[], CheckResult]] = {
@@ -145,8 +144,8 @@ def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | No
     listener = options.progress
     if listener is None:
         return None
-    listed = artifact.manifest["files"].items()
-    sizes = {path: words["size_bytes"] for path, words in listed if path != names.CARD}  # which is not hashed
+    listed = artifact.manifest.files.items()
+    sizes = {path: entry.size_bytes for path, entry in listed if path != names.CARD}  # which is not hashed
     if check == "weights":
         names_ = _chosen_blocks(artifact, options.layers)
         return Meter(
@@ -217,8 +216,8 @@ def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[s
     if layers is None:
         return list(artifact.blocks)
     of_layer: dict[int, list[str]] = {}
-    for block, words in artifact.blocks.items():
-        of_layer.setdefault(words["layer"], []).append(block)
+    for block, layer in artifact.blocks.items():
+        of_layer.setdefault(layer.layer, []).append(block)
     missing = sorted(set(layers) - set(of_layer))
     if missing:
         raise RequestError(
@@ -227,7 +226,7 @@ def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[s
             expected=f"layers of {', '.join(map(str, sorted(of_layer)))}",
             found=missing[0],
         )
-    return [block for layer in sorted(layers) for block in of_layer[layer]]
+    return [block for number in sorted(layers) for block in of_layer[number]]
 
 
 def _weights_device(wanted: torch.device | None) -> torch.device | None:
@@ -276,7 +275,7 @@ def _kernel(
 
 def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[torch.device | None, str]:
     """The device to run the kernel on, or None and why not."""
-    if artifact.manifest["layout"] != names.KERNEL:
+    if not artifact.manifest.is_kernel:
         return None, "the checkpoint layout has no kernel tensors"
     if wanted is not None and wanted.type != "cuda":
         return None, f"it needs a CUDA device, and --device {wanted.type} was asked for"

@@ -28,8 +28,8 @@ def worker_pool(num_workers: int) -> ThreadPoolExecutor:
 
 def block_bytes(artifact: Artifact, block: str) -> int:
     """Bytes of a block's codes, more or less: all of its weights times the schema's bits."""
-    words = artifact.blocks[block]
-    weights = words["num_experts"] * words["hidden_size"] * words["intermediate_size"] * (2 + words["gated"])
+    layer = artifact.blocks[block]
+    weights = layer.num_experts * layer.hidden_size * layer.intermediate_size * (2 + layer.gated)
     return int(weights) * artifact.schema_of(block).num_bits // 8
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hqconv.artifact.lineage import DERIVED, is_lineage
-from hqconv.artifact.manifest_digest import DIGEST, alteration
 from hqconv.artifact.reader import Artifact
 from hqconv.artifact.sha256sums import is_own_card, is_own_sums
 from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
@@ -16,7 +14,7 @@ def check_beside(artifact: Artifact, result: CheckResult) -> None:
 
     What publishing brings along may lie there, and the journal of a conversion that was killed when all was written.
     """
-    listed = {names.MANIFEST, *artifact.manifest["files"]}
+    listed = {names.MANIFEST, *artifact.manifest.files}
     paths = artifact.paths()
     tops = {path.split("/")[0] for path in paths} | {path.name for path in artifact.root.iterdir()}
     beside = [name for name in names.COMPANIONS if name not in listed and name in tops]
@@ -41,10 +39,11 @@ def check_beside(artifact: Artifact, result: CheckResult) -> None:
 
 def _note_edited(artifact: Artifact, result: CheckResult) -> None:
     """A model card that people edited, and sums that are not of this manifest: no faults, and said."""
-    root, files = artifact.root, artifact.manifest["files"]
-    if names.CARD in files and (root / names.CARD).is_file() and not is_own_card(root, files):
+    root, manifest = artifact.root, artifact.manifest
+    files = manifest.files
+    if names.CARD in files and (root / names.CARD).is_file() and not is_own_card(root, manifest):
         result.notes.append(f"{names.CARD} was edited since the conversion")
-    if names.SUMS not in files and (root / names.SUMS).is_file() and not is_own_sums(root, files):
+    if names.SUMS not in files and (root / names.SUMS).is_file() and not is_own_sums(root, manifest):
         result.notes.append(f"{names.SUMS} does not say what the manifest does")
 
 
@@ -52,29 +51,19 @@ def check_manifest(artifact: Artifact, result: CheckResult) -> None:
     """The manifest's bytes are those of its digest, it lists no stray weights, and its worst experts can be."""
     _check_digest(artifact, result)
     _check_listed(artifact, result)
-    warnings = artifact.manifest.get("warnings", [])
-    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
-        where = f"{names.MANIFEST}: warnings"
-        result.add(where, "The manifest's warnings are no sentences.", "a list of them", repr(warnings)[:80])
-    if not is_lineage(artifact.manifest.get(DERIVED, [])):
-        where, found = f"{names.MANIFEST}: {DERIVED}", repr(artifact.manifest[DERIVED])[:80]
-        result.add(
-            where, "The manifest does not say where the artifact comes from.", "a list of artifacts", found
-        )
-    for name, block in artifact.blocks.items():
-        for role, error in block["quantization_error"].items():
-            worst = error.get("worst_expert") if isinstance(error, dict) else None
-            if type(worst) is not int or not 0 <= worst < block["num_experts"]:
+    for name, layer in artifact.manifest.blocks.items():
+        for role, error in layer.quantization_error.items():
+            worst = error.worst_expert
+            if worst is None or not 0 <= worst < layer.num_experts:
                 where = f"{names.MANIFEST}: {name}: quantization_error: {role}: worst_expert"
                 result.add(where, "The worst expert is none of the block's.", "one of them", repr(worst)[:80])
 
 
 def _check_digest(artifact: Artifact, result: CheckResult) -> None:
     """Older manifests have no digest."""
-    wrong = alteration((artifact.root / names.MANIFEST).read_bytes(), artifact.manifest)
-    if wrong is not None:
-        result.add(f"{names.MANIFEST}: {DIGEST}", *wrong)
-    elif DIGEST not in artifact.manifest:
+    if artifact.manifest.alteration is not None:
+        result.add(f"{names.MANIFEST}: digest", *artifact.manifest.alteration)
+    elif artifact.manifest.digest is None:
         result.notes.append(
             "the manifest has no digest of itself, as of an older hqconv: words that nothing else tells may differ"
         )
@@ -82,10 +71,9 @@ def _check_digest(artifact: Artifact, result: CheckResult) -> None:
 
 def _check_listed(artifact: Artifact, result: CheckResult) -> None:
     """Weights are in shards, rank files (which are looked at with the blocks) and the importance file, nowhere else."""
-    is_kernel = artifact.manifest["layout"] == names.KERNEL
-    for path in artifact.manifest["files"]:
+    for path in artifact.manifest.files:
         is_weights = path.endswith((*WEIGHT_SUFFIXES, ".index.json")) or path.split("/")[0] in WEIGHT_FOLDERS
         is_own = path in (names.INDEX, names.IMPORTANCE) or artifact.is_shard(path)
-        is_ranks = is_kernel and "/" in path and path.endswith(".safetensors")
+        is_ranks = artifact.manifest.is_kernel and "/" in path and path.endswith(".safetensors")
         if is_weights and not (is_own or is_ranks):
             result.add(path, "The manifest lists weights where no artifact has any.", "not listed", "listed")

@@ -31,20 +31,20 @@ class TokenBatch:
 
 def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.device) -> TokenBatch:
     """Seeded tokens, routed by the block's own router where the artifact holds it, and every expert hit."""
-    words = artifact.blocks[block]
+    layer = artifact.blocks[block]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{block}/{num_tokens}".encode()))
-    x = torch.randn(num_tokens, words["hidden_size"], generator=generator)
+    x = torch.randn(num_tokens, layer.hidden_size, generator=generator)
     x = x.to(torch_dtype_of(artifact.param_dtype))
     config = _config(artifact)
     router, bias = _router(artifact, block)
-    if router is None or router.shape != (words["num_experts"], words["hidden_size"]):
-        logits = torch.randn(num_tokens, words["num_experts"], generator=generator)
-        routing, routed_by = route(logits, words["top_k"], {"norm_topk_prob": True}), "seeded scores"
+    if router is None or router.shape != (layer.num_experts, layer.hidden_size):
+        logits = torch.randn(num_tokens, layer.num_experts, generator=generator)
+        routing, routed_by = route(logits, layer.top_k, {"norm_topk_prob": True}), "seeded scores"
     else:
         logits = x.float() @ router.float().t()
-        routing = route(logits, words["top_k"], config, None if bias is None else bias.float())
+        routing = route(logits, layer.top_k, config, None if bias is None else bias.float())
         routed_by = "the checkpoint's router"
-    routing = cover_all_experts(routing, words["num_experts"])
+    routing = cover_all_experts(routing, layer.num_experts)
     moved = Routing(routing.ids.to(device), routing.weights.float().to(device))
     return TokenBatch(x.to(device), moved, routed_by)
 
@@ -63,7 +63,7 @@ def _router(artifact: Artifact, block: str) -> tuple[torch.Tensor | None, torch.
 
 
 def _copied(artifact: Artifact, name: str) -> torch.Tensor | None:
-    for path in artifact.manifest["files"]:
+    for path in artifact.manifest.files:
         if artifact.is_shard(path) and name in artifact.header(path)[0]:
             with safe_open(artifact.fetched(path), framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)

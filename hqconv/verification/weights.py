@@ -110,7 +110,7 @@ def _obstacle(artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device
 
 
 def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckResult) -> list[MoeLayer]:
-    chosen = [name for name, words in artifact.blocks.items() if layers is None or words["layer"] in layers]
+    chosen = [name for name, layer in artifact.blocks.items() if layers is None or layer.layer in layers]
     blocks = []
     for name in chosen:
         try:
@@ -182,7 +182,8 @@ def _original(
         options,
         layer=block.name,
     )
-    conversion = lineage.made["blocks"].get(block.name, {}).get("conversion")
+    layer = lineage.made.blocks.get(block.name)
+    conversion = None if layer is None else layer.conversion
     if conversion != encoding.conversion:
         what = "The block was not converted as its source's format asks for."
         where = f"{names.MANIFEST}: {block.name}: conversion"
@@ -230,7 +231,7 @@ def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> Non
             if len(of_role) == job.block.num_experts  # else nobody could tell whose they are
         }
     if job.original is not None and Lineage.of(job.artifact, job.original.source).is_own:
-        recorded = job.artifact.blocks[job.block.name]["quantization_error"]
+        recorded = job.artifact.blocks[job.block.name].quantization_error
         check_recorded(job.block, recorded, figures, not job.block.format.is_float, result)
 
 

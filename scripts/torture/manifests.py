@@ -17,7 +17,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 import hqconv
-from hqconv.artifact.manifest_digest import sealed
+from hqconv.artifact.manifest import sealed
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError
 from scripts.torture.tally import Tally

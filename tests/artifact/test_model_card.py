@@ -11,6 +11,14 @@ import pytest
 import yaml
 
 import hqconv
+from hqconv.artifact.manifest import (
+    FileEntry,
+    Manifest,
+    ManifestLayer,
+    ManifestSource,
+    ProjectionError,
+    TensorAccounting,
+)
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.errors import InputError, OutputError
@@ -90,31 +98,45 @@ def test_the_sources_card_is_kept_whole(source: Path, tmp_path: Path) -> None:
     assert_verified(tmp_path / "again", tmp_path / "out")
 
 
-def test_a_card_of_a_repo(model: Path) -> None:
-    words = {"warnings": ["Something | odd."], "source": {"name": "org/name", "revision": "0" * 40}}
-    text = card_bytes({**_manifest(), **words}, None, is_artifact=False).decode()
+def test_a_card_of_a_repo() -> None:
+    text = card_bytes(_manifest(), None, is_artifact=False).decode()
     assert "base_model:\n- org/name\nbase_model_relation: quantized\n" in text
     assert f"hqconv verify . --source org/name --revision {'0' * 40}\n" in text
     assert text.endswith("## Warnings\n\nWhat the conversion warned of:\n\n* Something | odd.\n")
 
 
-def _manifest() -> dict[str, Any]:
-    errors = {"w2": {"relative_error": 0.25}}
-    block = {"schema_name": "mxfp4", "conversion": "quantized", "quantization_error": errors}
-    return {
-        "layout": "kernel",
-        "schema_name": "mxfp4",
-        "dtype": "bfloat16",
-        "input_schema": "a16",
-        "target": "sm90",
-        "tp": 2,
-        "ep": 2,
-        "expert_placement": "linear",
-        "redundant_experts": 0,
-        "hqconv_version": "0",
-        "humming_kernels_version": "0",
-        "blocks": {"a.b": block},
-    }
+def _manifest() -> Manifest:
+    layer = ManifestLayer(
+        **dict.fromkeys(("layer", "num_experts", "hidden_size", "intermediate_size", "top_k"), 1),
+        activation="silu",
+        gated=True,
+        source_dtype="BF16",
+        source_format={},
+        source_parts={},
+        conversion="quantized",
+        quantization_error={"w2": ProjectionError(relative_error=0.25)},
+    )
+    return Manifest(
+        format_version=1,
+        hqconv_version="0",
+        humming_kernels_version="0",
+        source=ManifestSource(name="org/name", revision="0" * 40, files=[]),
+        layout="kernel",
+        schema_name="mxfp4",
+        weight_schema={},
+        input_schema="a16",
+        dtype="bfloat16",
+        target="sm90",
+        tp=2,
+        ep=2,
+        expert_placement="linear",
+        redundant_experts=0,
+        family="mixtral",
+        warnings=["Something | odd."],
+        blocks={"a.b": layer},
+        files={},
+        tensors=TensorAccounting(converted={}, copied=[], dropped={}),
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,9 +208,8 @@ def test_the_sums_are_sha256sums(source: Path, tmp_path: Path) -> None:
 
 def test_sums_name_the_manifest_too() -> None:
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    assert sums_bytes({"z": {"sha256": "ab"}, "a": {"sha256": "cd"}}, b"") == (
-        f"cd  a\n{empty}  hqconv.json\nab  z\n".encode()
-    )
+    files = {name: FileEntry(size_bytes=0, sha256=sha256) for name, sha256 in (("z", "ab"), ("a", "cd"))}
+    assert sums_bytes(files, empty) == (f"cd  a\n{empty}  hqconv.json\nab  z\n".encode())
 
 
 def test_a_card_that_is_no_file_or_too_large(source: Path, tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_numbers_that_are_none_are_a_damaged_manifest(
     edit(out, lambda block: block.update(activation_parameters=parameters))
     with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"):
         hqconv.inspect(out)
-    with pytest.raises(VerificationError, match=r"describes what cannot be(.|\n)*activation_parameters"):
+    with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*activation_parameters"):
         open_artifact_view(ArtifactLocation(str(out)))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hqconv
-from hqconv.artifact.manifest_digest import sealed
+from hqconv.artifact.manifest import sealed
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.run import ConversionReport
 from hqconv.io.durable_files import FileRecord

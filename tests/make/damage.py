@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from hqconv.api import open_source
-from hqconv.artifact.manifest_digest import sealed
+from hqconv.artifact.manifest import sealed
 from hqconv.artifact.reader import Artifact
+from hqconv.errors import VerificationError
 from hqconv.humming_layout.rank_slices import gemm_tensors
 from hqconv.humming_layout.transform import kernel_form, to_kernel
 from hqconv.models.source_protocol import Source
@@ -116,8 +117,14 @@ class Damaged:
     # --- the checks
 
     def check(self, with_source: bool = True) -> tuple[CheckResult, CheckResult]:
-        """(files, weights)"""
-        with Artifact(self.root) as artifact, open_source(self.source) as source:
+        """(files, weights); of a manifest that cannot be read the one finding of `verify`, twice."""
+        try:
+            artifact = Artifact(self.root)
+        except VerificationError as error:
+            result = CheckResult("files")
+            result.add(error.where, error.what, error.expected, error.found)
+            return result, result
+        with artifact, open_source(self.source) as source:
             given = source if with_source else None
             return check_files(artifact, given, 2), check_both_ways(artifact, given)
 
@@ -156,7 +163,7 @@ def check_both_ways(artifact: Artifact, source: Source | None, device: str = "cp
     batched = check_weights(artifact, source, None, 2, GIB, torch.device(device))
     assert batched.findings == result.findings
     assert_same_figures(batched.measured, result.measured)
-    is_good = not result.findings and artifact.manifest["layout"] == "kernel"
+    is_good = not result.findings and artifact.manifest.is_kernel
     assert not is_good or f"on {device}" in batched.notes, batched.notes  # no expert was looked at again
     return result
 

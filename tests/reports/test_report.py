@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hqconv
-from hqconv.artifact.lineage import derived_from
+from hqconv.artifact.manifest import read_manifest
 from hqconv.cli.app import app
 from hqconv.reports.html import figure, number
 from hqconv.reports.page import page
@@ -245,10 +246,8 @@ def test_blocks_of_several_schemas_and_blocks_that_were_left(model: Path, tmp_pa
 
 def test_warnings_and_lineage_of_a_manifest(own: Path) -> None:
     words = manifest(own)
-    words |= {
-        "warnings": ["Beware of <this>."],
-        "derived_from": derived_from(words, "ab12"),
-    }
+    ancestor = replace(read_manifest(own), sha256="ab12").as_ancestor()
+    words |= {"warnings": ["Beware of <this>."], "derived_from": [ancestor.to_dict()]}
     write_manifest(own, words)
     text = page(page_document(own))
     assert "Beware of &lt;this&gt;." in text
@@ -283,14 +282,16 @@ def test_hostile_names_come_out_as_text(own: Path) -> None:
     words = manifest(own)
     words["source"] |= {"name": HOSTILE, "revision": HOSTILE, "index_sha256": HOSTILE}
     words["source"]["files"][0] |= {"name": HOSTILE, "header_sha256": HOSTILE}
-    words |= {"family_chosen_because": HOSTILE, "warnings": [HOSTILE], "derived_from": {HOSTILE: HOSTILE}}
+    words |= {"family_chosen_because": HOSTILE, "warnings": [HOSTILE]}
+    ancestor = replace(read_manifest(own), sha256=HOSTILE, schema_name=HOSTILE, dtype=HOSTILE).as_ancestor()
+    words["derived_from"] = [ancestor.to_dict()]
     words |= {"hqconv_version": HOSTILE, "humming_kernels_version": HOSTILE, "schema_name": HOSTILE}
     words["family"] = HOSTILE
     block = words["blocks"]["model.layers.0.mlp.experts"]
     block |= {"conversion": HOSTILE, "source_dtype": HOSTILE}
-    block["quantization_error"]["w1"]["worst_expert"] = 1.5
+    block["quantization_error"]["w1"]["worst_expert"] = 999
     words["files"][f"{HOSTILE}.txt"] = {"size_bytes": 1, "sha256": HOSTILE}
-    words["tensors"][HOSTILE] = []
+    words["tensors"]["dropped"][HOSTILE] = HOSTILE
     write_manifest(own, words)
     check: dict[str, Any] = {"status": HOSTILE, "skipped_because": HOSTILE, "notes": [HOSTILE]}
     check |= {"findings": [dict.fromkeys(("where", "what", "expected", "found"), HOSTILE)]}

@@ -428,12 +428,12 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str, bool]] = {
     "too far": (of_role(lambda e: e.update(largest_scale_change=0.004)), "moved further than rounding", True),
     "a little": (of_role(lambda e: e.update(largest_scale_change=0.0039)), "", True),
     "missing": (of_role(lambda e: e.pop("largest_scale_change")), "none where they are", True),
-    "no number": (of_role(lambda e: e.update(largest_scale_change=True)), "none where they are", True),
+    "no number": (of_role(lambda e: e.update(largest_scale_change=True)), "manifest is damaged", True),
     "an error": (of_role(lambda e: e.update(worst_relative_error=0.01)), "larger than the change", True),
     "direct": (of_block(conversion="direct"), "A block's fact", True),
     "anew": (of_block(conversion="requantized"), "A block's fact", True),
-    "no flag": (lambda words: words.update(round_scales=False), "describes what cannot be", True),
-    "null": (lambda words: words.update(round_scales=None), "describes what cannot be", True),
+    "no flag": (lambda words: words.update(round_scales=False), "manifest is damaged", True),
+    "null": (lambda words: words.update(round_scales=None), "manifest is damaged", True),
 }
 
 
@@ -441,8 +441,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str, bool]] = {
 def test_a_changed_manifest_is_found(key: str, damaged: Damaged) -> None:
     edit, text, is_wrong_for_weights = EDITS[key]
     damaged.edit_manifest(edit)
-    with Artifact(damaged.root) as artifact:
-        alone = check_files(artifact, None, 2).findings
+    alone = conversions.check(damaged.root, None, "files").results[0].findings
     assert any(text in finding.what for finding in alone) if text else not alone
     report = conversions.check(damaged.root, damaged.source, "weights")
     assert report.passed != is_wrong_for_weights

@@ -131,7 +131,7 @@ def test_a_listed_card_that_is_of_no_such_manifest(copy: Damaged) -> None:
 @pytest.mark.parametrize("warnings", ["text", [1], {"a": "b"}])
 def test_warnings_that_are_none(copy: Damaged, warnings: object) -> None:
     copy.edit_manifest(lambda words: words.update(warnings=warnings))
-    found(files_of(copy), "hqconv.json: warnings", "no sentences")
+    found(copy.check(with_source=False)[0], "hqconv.json: warnings", "manifest is damaged")
 
 
 def test_the_journal_of_a_run_killed_at_its_very_end_is_noted(copy: Damaged) -> None:
@@ -142,8 +142,10 @@ def test_the_journal_of_a_run_killed_at_its_very_end_is_noted(copy: Damaged) -> 
 
 
 def test_links_are_followed_to_files_and_not_to_folders(copy: Damaged, tmp_path: Path) -> None:
-    (copy.root / "config.json").rename(tmp_path / "blob")  # as in the Hub's cache
-    (copy.root / "config.json").symlink_to(tmp_path / "blob")
+    for folder in ("blobs", "snapshots"):  # as in the Hub's cache
+        (tmp_path / folder).mkdir()
+    (copy.root / "config.json").rename(tmp_path / "blobs/1234")
+    (copy.root / "config.json").symlink_to(tmp_path / "blobs/1234")
     assert files_of(copy).findings == []
     (copy.root / "more").symlink_to(tmp_path)
     assert [f.where for f in files_of(copy).findings] == ["more"]

@@ -79,8 +79,10 @@ def test_all_ranks_and_the_manifest_alike(copy: Damaged) -> None:
 def test_what_the_manifest_says_is_no_scale(number: Any, copy: Damaged) -> None:
     record(copy, number)
     files, weights = checked(copy)
-    found(files, "hqconv.json", f"{BLOCK}: w13: input_scale", "one a conversion writes")
-    found(weights, "hqconv.json", f"{BLOCK}: w13: input_scale", "not the source's")
+    is_number = type(number) in (int, float)
+    what = ("one a conversion writes", "not the source's") if is_number else ("manifest is damaged",) * 2
+    for result, text in zip((files, weights), what, strict=True):
+        found(result, "hqconv.json", f"{BLOCK}: w13: input_scale", text)
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, float("nan"), float("inf")])

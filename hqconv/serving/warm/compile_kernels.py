@@ -60,7 +60,7 @@ def warm(
     started = time.monotonic()
     num_jobs = (os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()) or 1
     with Artifact(Path(out)) as artifact:
-        if artifact.manifest["layout"] != names.KERNEL:
+        if not artifact.manifest.is_kernel:
             what, remedy = "The checkpoint layout has no kernels of its own.", "Convert with --layout kernel."
             raise RequestError(what, where=str(out), remedy=remedy)
         folder = _check_folder(folder_beside(Path(out)) if kernels is None else Path(kernels))
@@ -133,12 +133,12 @@ def _warm(
 
 def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, int, int, dict[str, Any]]]:
     """GEMM, activation, gated, top-k, rotation and LayerConfig of every block and rank."""
-    for block, facts in artifact.blocks.items():
+    for block, layer in artifact.blocks.items():
         rotation, activation = artifact.schema_of(block).rotation, artifact.activation_of(block)
         for rank in artifact.grid.ranks:
             for gemm in names.GEMMS:
                 config = artifact.layer_config(block, gemm, *rank)
-                yield gemm, activation, facts["gated"], facts["top_k"], rotation, config
+                yield gemm, activation, layer.gated, layer.top_k, rotation, config
 
 
 def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, KernelSource], list[str]]:
