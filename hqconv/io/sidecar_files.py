@@ -41,8 +41,8 @@ class SidecarFiles:
         """The loose files of a folder. Opens each, and reads none but the card.
 
         Raises InputError, naming the file, where one is no regular file, cannot be read, has a name that is no
-        Unicode or has a backslash, or is a link that leads out of the source, or where the card is larger than 16 MiB; OSError where a
-        folder cannot be read.
+        Unicode or has a backslash, or is a link that leads out of the source, or where the card is larger than
+        16 MiB; OSError where a folder cannot be read.
         """
         sizes: dict[str, int] = {}
         left_out: dict[str, str] = {}
