@@ -43,7 +43,7 @@ FLOORS = {
 # The judges: modules that share nothing with what they judge but these rooms.
 INDEPENDENT = {
     "hqconv.layout_decoder": ("hqconv.errors", "hqconv.schemas", "hqconv.jit"),
-    "hqconv.artifact.batch_reader": (
+    "hqconv.artifact.expert_reader": (
         "hqconv.errors",
         "hqconv.schemas",
         "hqconv.models",
@@ -431,14 +431,14 @@ def test_libraries_stay_in_their_rooms(frame: str, module: str, statement: str, 
 @pytest.mark.parametrize(
     ("module", "statement", "is_wrong"),
     [
-        ("hqconv.layout_decoder.read", "from hqconv.humming_layout.transform import x", True),
-        ("hqconv.layout_decoder.read", "from hqconv.artifact.expert_reader import x", True),
-        ("hqconv.layout_decoder.read", "from hqconv.layout_decoder.layout_form import x", False),
-        ("hqconv.layout_decoder.stacks", "from hqconv.cpu_loops.repack import x", True),
-        ("hqconv.artifact.batch_reader", "from hqconv.quantization.bit_codec import x", True),
-        ("hqconv.artifact.batch_reader", "from hqconv.artifact.expert_reader import x", False),
+        ("hqconv.layout_decoder.decode", "from hqconv.humming_layout.transform import x", True),
+        ("hqconv.layout_decoder.decode", "from hqconv.artifact.expert_reader import x", True),
+        ("hqconv.layout_decoder.decode", "from hqconv.layout_decoder.layout_form import x", False),
+        ("hqconv.layout_decoder.scales", "from hqconv.cpu_loops.repack import x", True),
+        ("hqconv.artifact.expert_reader", "from hqconv.quantization.bit_codec import x", True),
+        ("hqconv.artifact.expert_reader", "from hqconv.artifact.rank_forms import x", False),
         ("hqconv.verification.reference", "from hqconv.schemas.weight_schema import x", True),
-        ("hqconv.artifact.expert_reader", "from hqconv.humming_layout.transform import x", False),
+        ("hqconv.artifact.rank_forms", "from hqconv.humming_layout.transform import x", False),
     ],
 )
 def test_judges_share_nothing(module: str, statement: str, is_wrong: bool) -> None:

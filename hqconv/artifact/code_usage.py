@@ -1,8 +1,4 @@
-"""What an artifact makes of its numbers: which codes, scales and zero points its experts use, and how large they are.
-
-Experts are read back by `ranks` and `packed`, from either layout, one at a time. Counts of codes, and of scales by
-their power of two; nothing here is compared with anything.
-"""
+"""Counts of the codes, zero points and scales (by their power of two) that an artifact's experts use."""
 
 from __future__ import annotations
 
@@ -11,27 +7,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader, code_table, decoded_rows
+from hqconv.artifact.expert_reader import ExpertReader, read_packed_expert
 from hqconv.artifact.load import refuse
-from hqconv.artifact.packed_reader import read_packed_expert
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
+from hqconv.layout_decoder.decode import DecodedStack
+from hqconv.layout_decoder.values import code_table, decoded_rows
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import WeightSchema
 
-WEIGHTS_READ = 1 << 29  # unless a number of experts is asked for: some seconds of a processor
-
-
-MatrixReader = Callable[[int], Iterator[tuple[str, ExpertMatrix]]]  # expert → projections and matrices
-Counts = Callable[
-    [int], dict[str, tuple["CodeCounts", float]]
-]  # expert → projection → counts, root mean square
+WEIGHTS_READ = 1 << 29  # without a given number of experts: some seconds of a processor
+MatrixReader = Callable[
+    [int], Iterator[tuple[str, DecodedStack]]
+]  # expert → projections and their matrices, E = 1
 
 
 @dataclass
@@ -50,7 +45,7 @@ class CodeCounts:
     num_odd: int = 0
 
     def add(self, other: CodeCounts) -> None:
-        """Count what another one counted."""
+        """Add the counts of another object."""
         self.codes += other.codes
         self.zero_points += other.zero_points
         self.scales.update(other.scales)
@@ -59,7 +54,7 @@ class CodeCounts:
         self.num_odd += other.num_odd
 
     def to_dict(self, schema: WeightSchema) -> dict[str, Any]:
-        """As JSON words; `codes`: [number that a code stands for, how many], from the least to the largest number."""
+        """Return the JSON document; `codes`: [value of the code, count], from the least to the largest value."""
         values = code_table(schema)[: 1 << schema.num_bits]
         order = np.lexsort((~np.signbit(values), values))  # minus zero before zero
         has_zero = schema.has_zero_point and not schema.is_fp_zero_point
@@ -74,12 +69,12 @@ class CodeCounts:
 
 
 def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1) -> dict[str, Any]:
-    """Counts over experts of every block, as JSON words; see docs/usage.md.
+    """Count over experts of every block; return the JSON document of docs/usage.md.
 
     num_experts: of each block, evenly spread; None: all, or so many that WEIGHTS_READ weights are read. num_threads:
-    experts read at once; the words do not depend on it.
+    experts read at once; the result does not depend on it.
 
-    Returns `schemas` (schema → projection → `CodeCounts.words`), `rms` (block → projection → root mean square of each
+    Returns `schemas` (schema → projection → `CodeCounts.to_dict`), `rms` (block → projection → root mean square of each
     expert's decoded weights, None of those that were not read), `experts_read` and `experts` in all. Raises
     RequestError where `root` is no artifact or the number is none, VerificationError where a file is damaged.
     """
@@ -96,7 +91,8 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
             for block in blocks:
                 schema = artifact.schema_of(block.name)
                 schemas[schema.name] = schema
-                read = _reader(artifact, block)
+                param, of_layout = artifact.param_dtype, _matrix_reader(artifact, block)
+                read = partial(_count_expert, of_layout, schema, param)
                 chosen = _spread(block.num_experts, counts[block.name])
                 nothing: list[float | None] = [None] * block.num_experts
                 rms[block.name] = {role: list(nothing) for role in block.roles}
@@ -127,32 +123,16 @@ def _spread(total: int, count: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
-def _reader(artifact: Artifact, block: MoeLayer) -> Counts:
-    """What reads and counts one expert."""
-    schema, param = artifact.schema_of(block.name), artifact.param_dtype
-    matrices = _kernel_matrices if artifact.manifest.is_kernel else _packed_matrices
-    matrix_reader = matrices(artifact, block)
-
-    def read(expert: int) -> dict[str, tuple[CodeCounts, float]]:
-        return {role: _count(matrix, schema, param) for role, matrix in matrix_reader(expert)}
-
-    return read
-
-
-def _kernel_matrices(artifact: Artifact, block: MoeLayer) -> MatrixReader:
-    reader = ExpertReader(artifact, block, refuse)
-
-    def matrices(expert: int) -> Iterator[tuple[str, ExpertMatrix]]:
-        for gemm in names.GEMMS:
-            yield from reader.read(gemm, expert, refuse).items()
-
-    return matrices
-
-
-def _packed_matrices(artifact: Artifact, block: MoeLayer) -> MatrixReader:
+def _matrix_reader(artifact: Artifact, block: MoeLayer) -> MatrixReader:
+    """Read one expert of a block, from either layout."""
+    if artifact.manifest.is_kernel:
+        reader = ExpertReader(artifact, block, refuse)
+        return lambda expert: (
+            one for gemm in names.GEMMS for one in reader.read(gemm, expert, refuse).items()
+        )
     shards = artifact.shards()
 
-    def matrices(expert: int) -> Iterator[tuple[str, ExpertMatrix]]:
+    def matrices(expert: int) -> Iterator[tuple[str, DecodedStack]]:
         for role in block.roles:
             matrix = read_packed_expert(artifact, block, role, expert, shards, refuse)
             assert matrix is not None  # `refuse` has raised
@@ -161,20 +141,25 @@ def _packed_matrices(artifact: Artifact, block: MoeLayer) -> MatrixReader:
     return matrices
 
 
-def _count(matrix: ExpertMatrix, schema: WeightSchema, param_dtype: str) -> tuple[CodeCounts, float]:
-    """The counts of one matrix, and the root mean square of its decoded weights."""
-    used = CodeCounts(codes=np.bincount(matrix.codes.reshape(-1), minlength=256))
+def _count_expert(
+    read: MatrixReader, schema: WeightSchema, param_dtype: str, expert: int
+) -> dict[str, tuple[CodeCounts, float]]:
+    """Counts and root mean square of the decoded weights, by projection."""
+    return {role: _count(matrix, schema, param_dtype) for role, matrix in read(expert)}
+
+
+def _count(matrix: DecodedStack, schema: WeightSchema, param_dtype: str) -> tuple[CodeCounts, float]:
+    used = CodeCounts(codes=np.bincount(matrix.codes.numpy().reshape(-1), minlength=256))
     if matrix.zero_point is not None and not schema.is_fp_zero_point:
-        used.zero_points = np.bincount(matrix.zero_point.reshape(-1), minlength=256)
-    scale = matrix.scale_value
+        used.zero_points = np.bincount(matrix.zero_point.numpy().reshape(-1), minlength=256)
+    scale = matrix.scale_value.numpy()
     is_good = np.isfinite(scale) & (scale != 0)
     powers, counts = np.unique(np.frexp(np.abs(scale[is_good]))[1] - 1, return_counts=True)
     used.scales.update(dict(zip(powers.tolist(), counts.tolist(), strict=True)))
     used.num_zero = int(np.count_nonzero(scale == 0))
     used.num_negative = int(np.count_nonzero(scale < 0))
     used.num_odd = int(scale.size - np.count_nonzero(is_good)) - used.num_zero
-    parts = [
-        float(np.square(rows, dtype=np.float64).sum())
-        for _, rows in decoded_rows(matrix, schema, param_dtype)
+    squares = [
+        np.square(rows, dtype=np.float64).sum() for _, rows in decoded_rows(matrix, schema, param_dtype)
     ]
-    return used, math.sqrt(math.fsum(parts) / matrix.codes.size)
+    return used, math.sqrt(math.fsum(map(float, squares)) / matrix.codes.numel())

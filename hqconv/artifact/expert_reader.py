@@ -1,375 +1,359 @@
-"""One projection of one expert as an artifact holds it, put together from its ranks' slices.
+"""Unsharded experts of an artifact: reassembled from its ranks' slices, or read from packed tensors, on any device.
 
-Legend: N rows, K columns, G groups along K.
+One expert at a time (`ExpertReader.read`) with a note for everything that is wrong, or many experts in one buffer
+(`plan`, `fill`, `decode`), where `DecodedStack.wrong` marks the experts that need to be read alone.
+
+Legend: E experts, N rows, K columns, G groups along K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
-from hqconv.artifact.reader import Artifact, Tensors
-from hqconv.errors import HqconvError
-from hqconv.humming_layout.gemm_forms import layout_entries
-from hqconv.layout_decoder import loops
-from hqconv.layout_decoder.layout_form import LayoutForm, read_config
-from hqconv.layout_decoder.numbers import code_values, to_float32
-from hqconv.layout_decoder.read import ADAPTED, DecodedStack, e8m0_exponents, second_scale, unlayout
-from hqconv.layout_decoder.tensors import expected_tensors
+from hqconv.artifact.rank_forms import Note, check_rank_headers, note_error
+from hqconv.artifact.reader import Artifact
+from hqconv.errors import HqconvError, VerificationError
+from hqconv.layout_decoder.decode import (
+    DecodedStack,
+    bits_of_arrays,
+    decode_layout,
+    decode_packed,
+    packed_shapes,
+)
+from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors
+from hqconv.layout_decoder.scales import Fault
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.output_units import gemm_shapes
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.dtypes import code_of
+from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import WeightSchema
 
-Array = NDArray[Any]
-Note = Callable[[str, str, object, object], None]  # where, what, expected, found
-_TENSORS = {"codes": "weight", "scale": "weight_scale", "scale_2": "weight_scale_2"}
-_CHUNK_NUMBERS = 1 << 18  # decoded at once: what a caller makes of them stays in the cache
+TENSOR_OF = {  # field of a DecodedStack → tensor of a file
+    "codes": "weight",
+    "scale": "weight_scale",
+    "zero_point": "zero_point",
+    "scale_2": "weight_scale_2",
+    "bias": "bias",
+}
+_VALUES = (*TENSOR_OF, "scale_value", "flushed")
+_ALIGNMENT = 64
+_INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertMatrix:
-    """One projection of one expert, or a slice of it, in logical order; floats as unsigned bit patterns.
-
-    codes uint8 [N, K]; scale [N, G], [N, 1] (channel), [N/bn, K/bk] (block) or [1, 1] (tensor), its dtype, and
-    what the kernels take it for, float32 (with the second scale multiplied in of e8m0 scales that were adapted to
-    float16, or fused into the codes, which then are not the source's any more); zero_point
-    [N, G | 1]; scale_2 [1] or [N]; bias [N]; flushed [N, G]: the kernels take this e8m0 scale for zero, and the
-    original was at most what `scale` says.
-    """
-
-    codes: Array
-    scale: Array
-    scale_dtype: str
-    scale_value: NDArray[np.float32]
-    zero_point: Array | None = None
-    scale_2: Array | None = None
-    bias: Array | None = None
-    flushed: NDArray[np.bool_] | None = None
-
-
-# --- slices ------------------------------------------------------------------------------------------------
+def roles_of(block: MoeLayer, gemm: str) -> list[str]:
+    """The projections of a GEMM: `w1` (if gated) and `w3`, or `w2`."""
+    return [role for role in (("w1", "w3") if gemm == "w13" else ("w2",)) if role in block.roles]
 
 
 @dataclass(frozen=True)
 class GemmLocation:
-    """One GEMM of one expert on one EP rank, for findings; `where` says it of a TP rank, and names a tensor."""
+    """One GEMM of one expert on one EP rank, for notes."""
 
     block: str
     gemm: str
     expert: int
     ep_rank: int
     local: int
-    note: Note
-    num_tp: int
 
     def path(self, tp_rank: int) -> str:
         """The file of a TP rank."""
         return names.rank_file(self.block, tp_rank, self.ep_rank)
 
     def where(self, tp_rank: int, tensor: str) -> str:
-        """The place of a tensor on a TP rank."""
+        """The position of the expert's part of a tensor on a TP rank."""
         tensor = f"{self.block}.{self.gemm}_{tensor}"
         return f"{self.path(tp_rank)}, tensor {tensor}, expert {self.expert} (local {self.local})"
 
 
-def run_of_rows(matrix: ExpertMatrix, part: int, parts: int) -> ExpertMatrix:
-    """One of `parts` equal runs of rows; what all rows share stays."""
+@dataclass(frozen=True)
+class _Region:
+    """One kernel tensor of some experts in a buffer: every `refs` entry is an expert's."""
 
-    def cut(array: Any) -> Any:
-        if array is None or array.shape[0] == 1:
-            return array
-        share = array.shape[0] // parts
-        return array[part * share : (part + 1) * share]
+    start: int
+    refs: tuple[tuple[str, TensorRef], ...]  # file, byte range
+    shape: tuple[int, ...]
+    width: int
 
-    fields = ("codes", "scale", "scale_value", "zero_point", "scale_2", "bias", "flushed")
-    return replace(matrix, **{field: cut(getattr(matrix, field)) for field in fields})
+    @property
+    def expert_bytes(self) -> int:
+        return math.prod(self.shape) * self.width // 8
 
-
-def join(slices: Sequence[ExpertMatrix], axis: int, schema: WeightSchema, home: GemmLocation) -> ExpertMatrix:
-    """Put TP slices together along rows (0) or columns (1); what is not cut must agree on all ranks."""
-    is_shared = schema.weight_scale_type == "tensor" or (schema.weight_scale_type == "channel" and axis == 1)
-    scale_axis = None if is_shared else axis
-    second_axis = 0 if schema.weight_scale_2_type == "channel" and axis == 0 else None
-    return ExpertMatrix(
-        codes=_merge([one.codes for one in slices], axis, "weight", home),
-        scale=_merge([one.scale for one in slices], scale_axis, "weight_scale", home),
-        scale_dtype=slices[0].scale_dtype,
-        scale_value=_merge([one.scale_value for one in slices], scale_axis, "", None),
-        zero_point=_merge([one.zero_point for one in slices], scale_axis, "zero_point", home),
-        scale_2=_merge([one.scale_2 for one in slices], second_axis, "weight_scale_2", home),
-        bias=_merge_bias([one.bias for one in slices], axis, home),
-        flushed=_merge([one.flushed for one in slices], scale_axis, "", None),
-    )
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """As bit patterns [len(refs), …]."""
+        raw = buffer[self.start : self.start + len(self.refs) * self.expert_bytes]
+        return raw.view(_INTEGERS[self.width]).view(len(self.refs), *self.shape)
 
 
-def trim(matrix: ExpertMatrix, axis: int, size: int, home: GemmLocation) -> ExpertMatrix:
-    """Take the last TP rank's padding off along `axis`; it must be zero, and of e8m0 scales the last ones again."""
-    total = matrix.codes.shape[axis]
-    if total == size:
-        return matrix
-    is_e8m0 = matrix.scale_dtype == "F8_E8M0"  # has no zero; the codes below are zero anyway
-    checked = ("codes", "bias", "zero_point", "scale", "scale_2")
+@dataclass(frozen=True)
+class StoredExperts:
+    """Positions of the kernel tensors of some experts in a buffer of `num_bytes`.
 
-    def cut(field: str) -> Any:
-        array = getattr(matrix, field)
-        is_along = array is not None and array.ndim > axis and array.shape[axis] > 1
-        if not is_along or (field == "bias" and axis == 1):
-            return array
-        kept = array.shape[axis] * size // total
-        inner, rest = np.split(array, [kept], axis)
-        if field in checked:
-            is_repeated = field == "scale" and is_e8m0
-            last = np.take(inner, [-1], axis) if is_repeated else np.zeros((), array.dtype)
-            _check_padding(rest != last, field, home, "the last scale" if is_repeated else "zero")
-        return inner
+    Keys are (GEMM, TP rank, tensor). firsts: every expert on its first EP rank. copies: further copies of the experts
+    at the positions `copied` of the batch.
+    """
 
-    names_ = [one.name for one in fields(matrix) if one.name != "scale_dtype"]
-    return replace(matrix, **{name: cut(name) for name in names_})
-
-
-def _check_padding(wrong: Array, field: str, home: GemmLocation, expected: str) -> None:
-    if wrong.any():
-        tensor = _TENSORS.get(field, field)
-        what, found = (
-            f"The padding of the last TP rank is not {expected}.",
-            f"{np.count_nonzero(wrong)} values",
-        )
-        home.note(home.where(home.num_tp - 1, tensor), what, expected, found)
-
-
-def _merge(parts: Sequence[Any], axis: int | None, tensor: str, home: GemmLocation | None) -> Any:
-    """The ranks' parts along `axis`, or the first one of what every rank must hold alike."""
-    if parts[0] is None or len(parts) == 1:
-        return parts[0]
-    if axis is not None:
-        return np.concatenate(parts, axis=axis)
-    for tp_rank, part in enumerate(parts):
-        wrong = np.argwhere(part != parts[0])
-        if len(wrong) and home is not None:
-            place = tuple(int(i) for i in wrong[0])
-            found = f"{part[place]:#x} at {list(place)}; {len(wrong)} of {part.size} differ"
-            expected, what = f"{parts[0][place]:#x} as on tp rank 0", "TP ranks disagree on what they share."
-            home.note(home.where(tp_rank, tensor), what, expected, found)
-    return parts[0]
-
-
-def _merge_bias(parts: Sequence[Any], axis: int, home: GemmLocation) -> Any:
-    """w13's bias is cut; w2's is on TP rank 0 and zero elsewhere, since ranks are summed."""
-    if parts[0] is None or axis == 0:
-        return _merge(parts, 0, "bias", home)
-    for tp_rank, part in enumerate(parts[1:], start=1):
-        if part.any():
-            what, found = "The w2 bias is on more than TP rank 0.", f"{np.count_nonzero(part)} values"
-            home.note(home.where(tp_rank, "bias"), what, "zero, since ranks are summed", found)
-    return parts[0]
-
-
-# --- values ------------------------------------------------------------------------------------------------
-
-
-def floats(matrix: ExpertMatrix, schema: WeightSchema, param_dtype: str) -> NDArray[np.float32]:
-    """The decoded weights [N, K], float32."""
-    out = np.empty(matrix.codes.shape, np.float32)
-    for begin, decoded in decoded_rows(matrix, schema, param_dtype):
-        out[begin : begin + len(decoded)] = decoded
-    return out
-
-
-def decoded_rows(
-    matrix: ExpertMatrix, schema: WeightSchema, param_dtype: str
-) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """(first row, decoded float32 rows), a few at a time; the array is used again."""
-    num_rows, num_columns = matrix.codes.shape
-    values = code_table(schema)
-    scale = np.repeat(matrix.scale_value, num_rows // matrix.scale_value.shape[0], axis=0)[None]
-    zero, scale_2 = np.zeros((1, num_rows, 1), np.float32), np.ones((1, num_rows), np.float32)
-    if matrix.zero_point is not None:
-        zero_dtype = code_of(param_dtype) if schema.is_fp_zero_point else "codes"
-        zero = to_float32(matrix.zero_point, zero_dtype)[None]
-    if matrix.scale_2 is not None:
-        is_tensor = schema.weight_scale_2_type == "tensor"
-        scale_2[:] = to_float32(matrix.scale_2, "F32" if is_tensor else code_of(param_dtype))
-    step = max(1, _CHUNK_NUMBERS // num_columns)
-    out = np.empty((1, min(step, num_rows), num_columns), np.float32)
-    for begin in range(0, num_rows, step):
-        rows = slice(begin, min(begin + step, num_rows))
-        part = out[:, : rows.stop - begin]
-        codes = matrix.codes[None, rows]
-        loops.decode_codes(codes, values, zero[:, rows], scale[:, rows], scale_2[:, rows], part)
-        yield begin, part[0]
-
-
-def code_table(schema: WeightSchema) -> NDArray[np.float32]:
-    """What each of 256 codes of the schema stands for."""
-    return code_values(schema.b_dtype, has_zero_point=schema.has_zero_point)
-
-
-Good = set[tuple[str, int, int]]  # GEMM, TP rank, EP rank
-
-
-def check_rank_headers(
-    artifact: Artifact, block: MoeLayer, note: Note, ranks: Iterable[tuple[int, int]] | None = None
-) -> Good:
-    """The (GEMM, TP rank, EP rank) whose LayerConfig and dtypes are those of the manifest's schema; of all `ranks`."""
-    good: Good = set()
-    for tp_rank, ep_rank in artifact.grid.ranks if ranks is None else ranks:
-        path = names.rank_file(block.name, tp_rank, ep_rank)
-        num_local = len(artifact.grid.local_experts(block.num_experts, ep_rank))
-        for gemm, shape in gemm_shapes(block, artifact.grid.tp, artifact.schema_of(block.name)).items():
-            try:
-                config = artifact.layer_config(block.name, gemm, tp_rank, ep_rank)
-                found, expected = _forms(
-                    artifact, block.name, config, artifact.flags(block.name, gemm), shape
-                )
-                for name, (dtype, _) in expected_tensors(expected).items():
-                    _check_entry(artifact, path, f"{block.name}.{gemm}_{name}", dtype, num_local, note)
-            except (HqconvError, OSError) as error:
-                note_error(f"{path}, {gemm}", error, note)
-                continue
-            wrong = [f.name for f in fields(found) if getattr(found, f.name) != getattr(expected, f.name)]
-            if wrong:
-                what = "A layer config describes another format than the manifest."
-                texts = [
-                    ", ".join(f"{name} {getattr(form, name)}" for name in wrong) for form in (expected, found)
-                ]
-                note(f"{path}, metadata {gemm}", what, *texts)
-            else:
-                good.add((gemm, tp_rank, ep_rank))
-    return good
-
-
-def _forms(
-    artifact: Artifact,
-    block: str,
-    config: Mapping[str, Any],
-    flags: Mapping[str, Any],
-    shape: tuple[int, int],
-) -> tuple[LayoutForm, LayoutForm]:
-    """The layouts that a stored layer config describes and that the manifest implies; padding is the config's."""
-    kind = artifact.kernel_spec_of(block)
-    layer = layout_entries(kind)
-    sizes = {
-        key: config[key]
-        for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
-        if key in config
-    }
-    found = read_config(config, flags)
-    return found, replace(read_config({**layer, **sizes}, layer), shape=shape)
-
-
-def _check_entry(artifact: Artifact, path: str, name: str, dtype: str, num_local: int, note: Note) -> None:
-    """A tensor's dtype, without which its bits mean something else, and its number of experts."""
-    entry = artifact.header(path)[0].get(name)
-    where = f"{path}, tensor {name}"
-    if entry is None:
-        note(where, "A rank's tensor is missing.", dtype, "absent")
-    elif entry.dtype != dtype:
-        what = "A tensor's bits are labelled with another dtype: a loader would reinterpret them."
-        note(where, what, dtype, entry.dtype)
-    elif entry.shape[:1] != (num_local,):
-        note(where, "A rank file holds another number of experts.", num_local, list(entry.shape[:1]))
-
-
-def note_error(where: str, error: HqconvError | OSError, note: Note) -> None:
-    """Note what keeps weights from being read or decoded."""
-    if isinstance(error, HqconvError):
-        inside = f"{where}: {error.where}" if error.where and error.where not in where else where
-        note(inside, f"Weights cannot be decoded: {error.what}", error.expected, error.found)
-    else:
-        note(where, "Weights cannot be read.", "", error.strerror)
+    firsts: Mapping[tuple[str, int, str], _Region]
+    copies: Mapping[tuple[str, int, str], _Region]
+    copied: tuple[int, ...]
+    num_bytes: int
 
 
 class ExpertReader:
-    """Reads one block's experts out of an opened artifact's rank files; `read` may be called from any thread."""
+    """Reads the experts of one MoE layer out of an opened artifact's rank files; any thread may call it."""
 
     def __init__(self, artifact: Artifact, block: MoeLayer, note: Note) -> None:
-        """Looks at the headers of all ranks first; what is wrong with them is noted, the others are `good`."""
-        self._artifact, self._block = artifact, block
+        """Check the headers of all ranks and note what is wrong; `forms` has the others: (GEMM, TP, EP rank) → form."""
+        self.artifact, self.block = artifact, block
         self.schema = artifact.schema_of(block.name)
-        self.good = check_rank_headers(artifact, block, note)
+        self.forms = check_rank_headers(artifact, block, note)
 
-    def read(self, gemm: str, expert: int, note: Note) -> dict[str, ExpertMatrix]:
-        """The whole projections of one GEMM of one expert; none of them if a rank's slice cannot be decoded.
+    # --- one expert
+
+    def read(self, gemm: str, expert: int, note: Note) -> dict[str, DecodedStack]:
+        """The whole projections of one GEMM of one expert, E = 1; none if a rank's slice cannot be decoded.
 
         Copies of a redundant expert are compared bit for bit with the first, which is the one decoded.
         """
-        artifact, block = self._artifact, self._block
-        places = artifact.grid.homes(block.num_experts)[expert]
-        home, *copies = (
-            GemmLocation(block.name, gemm, expert, *place, note, artifact.grid.tp) for place in places
-        )
-        slices = [
-            matrix
-            for tp_rank in range(artifact.grid.tp)
-            if (gemm, tp_rank, home.ep_rank) in self.good
-            and (matrix := self._slice(tp_rank, home, copies)) is not None
-        ]
-        if len(slices) < artifact.grid.tp:
-            return {}
-        size, schema = block.intermediate_size, self.schema
-        if gemm == "w2":
-            return {"w2": trim(join(slices, 1, schema, home), 1, size, home)}
-        roles = [role for role in ("w1", "w3") if role in block.roles]
-        parts = [[run_of_rows(one, i, len(roles)) for one in slices] for i in range(len(roles))]
-        joined = {role: join(part, 0, schema, home) for role, part in zip(roles, parts, strict=True)}
-        return {role: trim(one, 0, size, home) for role, one in joined.items()}
+        ranks = self.artifact.grid.homes(self.block.num_experts)[expert]
+        home, *copies = (GemmLocation(self.block.name, gemm, expert, *rank) for rank in ranks)
+        slices = []
+        for tp_rank in range(self.artifact.grid.tp):
+            form = self.forms.get((gemm, tp_rank, home.ep_rank))
+            if form is None:
+                continue
+            try:
+                slices.append(self._read_slice(form, tp_rank, home, copies, note))
+            except (HqconvError, OSError) as error:
+                where = f"{home.path(tp_rank)}, {gemm} of expert {expert} (local {home.local})"
+                note_error(where, error, note)
+        is_whole = len(slices) == self.artifact.grid.tp
+        found = self._assemble(gemm, slices) if is_whole else {}
+        for fault in (fault for one in found.values() or slices for fault in one.faults):
+            if bool(fault.wrong.any()):
+                note(home.where(fault.tp_rank, fault.tensor), fault.what, *fault.describe(0))
+        return found
 
-    def _slice(self, tp_rank: int, home: GemmLocation, copies: list[GemmLocation]) -> ExpertMatrix | None:
-        """One TP rank's slice; None, and a note, where it cannot be read or decoded."""
-        artifact, block, gemm = self._artifact, home.block, home.gemm
-        try:
-            first = artifact.read_expert(block, gemm, tp_rank, home.ep_rank, home.local)
-            for copy in copies:
-                other = artifact.read_expert(block, gemm, tp_rank, copy.ep_rank, copy.local)
-                _compare_copy(first, other, home.path(tp_rank), copy, tp_rank)
-            config = artifact.layer_config(block, gemm, tp_rank, home.ep_rank)
-            return _decode_slice(config, first, artifact.flags(block, gemm), home, tp_rank)
-        except (HqconvError, OSError) as error:
-            where = f"{home.path(tp_rank)}, {gemm} of expert {home.expert} (local {home.local})"
-            note_error(where, error, home.note)
-            return None
+    def _read_slice(
+        self, form: LayoutForm, tp_rank: int, home: GemmLocation, copies: Sequence[GemmLocation], note: Note
+    ) -> DecodedStack:
+        read = functools.partial(self.artifact.read_expert, home.block, home.gemm, tp_rank)
+        first = read(home.ep_rank, home.local)
+        for copy in copies:
+            other = read(copy.ep_rank, copy.local)
+            for name in sorted(first.keys() & other.keys()):
+                if not np.array_equal(first[name], other[name]):
+                    what, expected = "A redundant copy of an expert differs.", f"as in {home.path(tp_rank)}"
+                    note(copy.where(tp_rank, name), what, expected, "other bits")
+        return _on_rank(decode_layout(form, bits_of_arrays(first)), tp_rank)
+
+    def _assemble(self, gemm: str, slices: Sequence[DecodedStack]) -> dict[str, DecodedStack]:
+        """The projections of a GEMM from the slices of all TP ranks."""
+        axis, roles = 2 if gemm == "w2" else 1, roles_of(self.block, gemm)
+        found = {}
+        for index, role in enumerate(roles):
+            parts = [_run_of_rows(one, index, len(roles)) for one in slices]
+            whole = join(parts, axis, self.schema)
+            found[role] = _trim(whole, axis, self.block.intermediate_size, len(slices) - 1)
+        return found
+
+    # --- many experts
+
+    @functools.cached_property
+    def batch_forms(self) -> dict[str, LayoutForm]:
+        """GEMM → form, of all ranks. Raises VerificationError unless every rank's tensors are as they must be."""
+        forms: dict[str, LayoutForm] = {}
+        for gemm in names.GEMMS:
+            for tp_rank, ep_rank in self.artifact.grid.ranks:
+                form = self.forms.get((gemm, tp_rank, ep_rank))
+                if form is None or form != forms.setdefault(gemm, form):
+                    raise VerificationError("A rank's tensors are not as the manifest says.")
+                self._check_entries(gemm, form, tp_rank, ep_rank)
+        return forms
+
+    def _check_entries(self, gemm: str, form: LayoutForm, tp_rank: int, ep_rank: int) -> None:
+        prefix, found = f"{self.block.name}.{gemm}_", {}
+        for name, ref in self.artifact.header(names.rank_file(self.block.name, tp_rank, ep_rank))[0].items():
+            if name.startswith(prefix) and not names.is_input_scale(name):
+                found[name.removeprefix(prefix)] = (num_bits(ref.dtype), ref.shape)
+        num_local = len(self.artifact.grid.local_experts(self.block.num_experts, ep_rank))
+        expected = expected_tensors(form)
+        if found != {n: (num_bits(code), (num_local, *shape)) for n, (code, shape) in expected.items()}:
+            raise VerificationError("A rank's tensors are not those that its layer config asks for.")
+
+    def plan(self, experts: Sequence[int]) -> StoredExperts:
+        """Positions of the bytes of some experts in a buffer. Raises as `batch_forms`."""
+        homes = self.artifact.grid.homes(self.block.num_experts)
+        firsts = [homes[expert][0] for expert in experts]
+        copies = [(i, home) for i, expert in enumerate(experts) for home in homes[expert][1:]]
+        start = 0
+        regions: tuple[dict[Any, _Region], dict[Any, _Region]] = ({}, {})
+        for of_kind, ranks in zip(regions, (firsts, [home for _, home in copies]), strict=True):
+            for gemm, form in self.batch_forms.items() if ranks else ():
+                for tp_rank in range(self.artifact.grid.tp):
+                    for name, (code, shape) in expected_tensors(form).items():
+                        refs = tuple(self._entry(gemm, tp_rank, name, *rank) for rank in ranks)
+                        of_kind[gemm, tp_rank, name] = _Region(start, refs, shape, num_bits(code))
+                        start += -(-sum(ref.num_bytes for _, ref in refs) // _ALIGNMENT) * _ALIGNMENT
+        return StoredExperts(*regions, tuple(i for i, _ in copies), start)
+
+    def _entry(self, gemm: str, tp_rank: int, name: str, ep_rank: int, local: int) -> tuple[str, TensorRef]:
+        path = names.rank_file(self.block.name, tp_rank, ep_rank)
+        return path, self.artifact.header(path)[0][f"{self.block.name}.{gemm}_{name}"].entry(local)
+
+    def fill(self, stored: StoredExperts, buffer: memoryview) -> None:
+        """Read the bytes into a buffer on the host. Raises VerificationError or OSError."""
+        for region in (*stored.firsts.values(), *stored.copies.values()):
+            for i, (path, ref) in enumerate(region.refs):
+                start = region.start + i * region.expert_bytes
+                self.artifact.read(path, buffer[start : start + ref.num_bytes], ref.offset_bytes)
+
+    def decode(self, stored: StoredExperts, buffer: torch.Tensor) -> dict[str, DecodedStack]:
+        """All projections of the experts, reassembled from their TP slices; `buffer` is uint8 on any device."""
+        found: dict[str, DecodedStack] = {}
+        for gemm in names.GEMMS:
+            ranks = range(self.artifact.grid.tp)
+            found |= self._assemble(gemm, [self._slice(stored, buffer, gemm, rank) for rank in ranks])
+        return found
+
+    def _slice(self, stored: StoredExperts, buffer: torch.Tensor, gemm: str, tp_rank: int) -> DecodedStack:
+        """One TP rank's slices; an expert with a copy that differs is wrong."""
+        form = self.batch_forms[gemm]
+        bits = {name: stored.firsts[gemm, tp_rank, name].view(buffer) for name in expected_tensors(form)}
+        stack = decode_layout(form, bits)
+        if stored.copied:
+            positions = torch.tensor(stored.copied, device=buffer.device)
+            num_unequal = torch.zeros(len(stack.codes), dtype=torch.int64, device=buffer.device)
+            for name, first in bits.items():
+                copy = stored.copies[gemm, tp_rank, name].view(buffer)
+                num_unequal.index_add_(0, positions, (copy != first[positions]).reshape(len(copy), -1).sum(1))
+            fault = Fault("", "A redundant copy of an expert differs.", num_unequal > 0, lambda _: ("", ""))
+            stack = replace(stack, faults=(*stack.faults, fault))
+        return _on_rank(stack, tp_rank)
 
 
-def _compare_copy(first: Tensors, other: Tensors, path: str, copy: GemmLocation, tp_rank: int) -> None:
-    for name in sorted(first.keys() & other.keys()):
-        if not np.array_equal(first[name], other[name]):
-            what = "A redundant copy of an expert differs."
-            copy.note(copy.where(tp_rank, name), what, f"as in {path}", "other bits")
+# --- slices ------------------------------------------------------------------------------------------------
 
 
-def _decode_slice(
-    config: Mapping[str, Any], tensors: Tensors, flags: Mapping[str, Any], home: GemmLocation, tp_rank: int
-) -> ExpertMatrix:
-    unpacked = unlayout(config, tensors, flags)
-    for problem in unpacked.problems:
-        name, _, what = problem.partition(": ")
-        home.note(home.where(tp_rank, name), "A value that no conversion writes.", "", what)
-    return to_matrix(unpacked)
+def _on_rank(stack: DecodedStack, tp_rank: int) -> DecodedStack:
+    return replace(stack, faults=tuple(replace(fault, tp_rank=tp_rank) for fault in stack.faults))
 
 
-def to_matrix(unpacked: DecodedStack) -> ExpertMatrix:
-    """The first expert of a decoded stack as a matrix."""
-    bits, dtype = unpacked.weight_scale, unpacked.scale_dtype
-    value, scale_2, flushed = to_float32(bits, dtype), unpacked.weight_scale_2, None
-    if dtype in ADAPTED:
-        if (second := second_scale(unpacked)) is not None:
-            with np.errstate(over="ignore", invalid="ignore"):  # of a damaged one
-                value = value * second
-        bits, flushed = e8m0_exponents(unpacked)
-        dtype, scale_2 = "F8_E8M0", None
-    return ExpertMatrix(
-        codes=unpacked.codes[0],
-        scale=np.atleast_2d(bits[0]),
-        scale_dtype=dtype,
-        scale_value=np.atleast_2d(value[0]),
-        zero_point=None if unpacked.zero_point is None else unpacked.zero_point[0],
-        scale_2=None if scale_2 is None else np.atleast_1d(scale_2[0]),
-        bias=None if unpacked.bias is None else unpacked.bias[0],
-        flushed=None if flushed is None else flushed[0],
+def _run_of_rows(stack: DecodedStack, part: int, num_parts: int) -> DecodedStack:
+    """One of some equal runs of rows; values that all rows share are in each of them, faults in the first."""
+
+    def cut(values: torch.Tensor | None) -> torch.Tensor | None:
+        if values is None or values.size(1) == 1:
+            return values
+        share = values.size(1) // num_parts
+        return values[:, part * share : (part + 1) * share]
+
+    runs: dict[str, Any] = {name: cut(getattr(stack, name)) for name in _VALUES}
+    return replace(stack, **runs, faults=stack.faults if part == 0 else ())
+
+
+def join(slices: Sequence[DecodedStack], axis: int, schema: WeightSchema) -> DecodedStack:
+    """Join TP slices along rows (axis 1) or columns (2); values that are not cut must agree on all ranks."""
+    first = slices[0]
+    if len(slices) == 1:
+        return first
+    is_shared = schema.weight_scale_type == "tensor" or (schema.weight_scale_type == "channel" and axis == 2)
+    axes = dict.fromkeys(("scale", "scale_value", "zero_point", "flushed"), None if is_shared else axis)
+    axes |= {"codes": axis, "bias": None if axis == 2 else 1}
+    axes |= {"scale_2": 1 if schema.weight_scale_2_type == "channel" and axis == 1 else None}
+    faults = [fault for one in slices for fault in one.faults]
+    joined: dict[str, Any] = {}
+    for name, along in axes.items():
+        parts = [getattr(one, name) for one in slices]
+        if parts[0] is None:
+            continue
+        joined[name] = parts[0] if along is None else torch.cat(parts, along)
+        if along is None and name in TENSOR_OF:
+            check = _check_is_zero if name == "bias" else functools.partial(_check_agrees, name, parts[0])
+            faults += [check(part, tp_rank) for tp_rank, part in enumerate(parts) if tp_rank]
+    return replace(first, **joined, faults=tuple(faults))
+
+
+def _check_agrees(name: str, first: torch.Tensor, part: torch.Tensor, tp_rank: int) -> Fault:
+    wrong = part != first
+
+    def describe(expert: int) -> tuple[str, str]:
+        places = wrong[expert].nonzero()
+        index = tuple(places[0].tolist())
+        left, right = (hex_bits(values[expert][index]) for values in (part, first))
+        found = f"{left} at {list(index)}; {len(places)} of {wrong[expert].numel()} differ"
+        return f"{right} as on tp rank 0", found
+
+    return Fault(TENSOR_OF[name], "TP ranks disagree on what they share.", wrong, describe, tp_rank)
+
+
+def _check_is_zero(part: torch.Tensor, tp_rank: int) -> Fault:
+    """The bias of w2 is on TP rank 0 and zero elsewhere."""
+    wrong, expected = part != 0, "zero, since ranks are summed"
+    what = "The w2 bias is on more than TP rank 0."
+    return Fault(
+        "bias", what, wrong, lambda expert: (expected, f"{int(wrong[expert].sum())} values"), tp_rank
     )
+
+
+def _trim(stack: DecodedStack, axis: int, size: int, last_rank: int) -> DecodedStack:
+    """Remove the last TP rank's padding, which must be zero; of e8m0 scales it repeats the last one."""
+    total = stack.codes.size(axis)
+    if total == size:
+        return stack
+    faults, cut = list(stack.faults), {}
+    for name in _VALUES:
+        values = getattr(stack, name)
+        if values is None or values.ndim <= axis or values.size(axis) == 1:
+            continue
+        kept = values.size(axis) * size // total
+        cut[name], rest = values.split([kept, values.size(axis) - kept], axis)
+        if name in TENSOR_OF:
+            is_repeated = (
+                name == "scale" and stack.scale_dtype == "F8_E8M0"
+            )  # has no zero; the codes are zero
+            wrong = rest != (cut[name].narrow(axis, kept - 1, 1) if is_repeated else 0)
+            faults.append(_padding_fault(name, wrong, "the last scale" if is_repeated else "zero", last_rank))
+    trimmed: dict[str, Any] = cut
+    return replace(stack, **trimmed, faults=tuple(faults))
+
+
+def _padding_fault(name: str, wrong: torch.Tensor, expected: str, tp_rank: int) -> Fault:
+    what = f"The padding of the last TP rank is not {expected}."
+    found = lambda expert: (expected, f"{int(wrong[expert].sum())} values")  # noqa: E731
+    return Fault(TENSOR_OF[name], what, wrong, found, tp_rank)
+
+
+def hex_bits(value: torch.Tensor) -> str:
+    """One bit pattern as an unsigned hexadecimal number."""
+    return f"{int(value) & ((1 << 8 * value.element_size()) - 1):#x}"
+
+
+# --- packed tensors ----------------------------------------------------------------------------------------
+
+
+def read_packed_expert(
+    artifact: Artifact, block: MoeLayer, role: str, expert: int, shards: Mapping[str, str], note: Note
+) -> DecodedStack | None:
+    """One projection from the checkpoint layout; `shards` is tensor name → file. None if it cannot be read."""
+    base = block.module(expert, role) + "."
+    shape, schema = (block.hidden_size, block.intermediate_size), artifact.schema_of(block.name)
+    try:
+        dtypes, arrays = artifact.read_module(base, shards)
+    except (HqconvError, OSError) as error:
+        note_error(f"tensors {base}*", error, note)
+        return None
+    expected = packed_shapes(shape if role == "w2" else shape[::-1], schema, artifact.param_dtype)
+    found = {name: (dtypes[name], array.shape) for name, array in arrays.items() if name != "bias"}
+    if found != expected:
+        where = f"{shards.get(base + 'weight', 'no file')}, tensors {base}*"
+        note(where, "Packed tensors are not those of the manifest's schema.", expected, found)
+        return None
+    bits = {name: tensor.unsqueeze(0) for name, tensor in bits_of_arrays(arrays).items()}
+    return decode_packed(bits, schema, dtypes["weight_scale"])

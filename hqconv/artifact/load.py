@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
-from hqconv.artifact.expert_reader import ExpertReader, check_rank_headers, floats
+from hqconv.artifact.expert_reader import ExpertReader
+from hqconv.artifact.rank_forms import check_rank_headers
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_layout.layer_config import load_layer_config
-from hqconv.layout_decoder.numbers import to_float32
+from hqconv.layout_decoder.decode import DecodedStack
+from hqconv.layout_decoder.numbers import float_values
 from hqconv.layout_decoder.unrotate import unrotated
+from hqconv.layout_decoder.values import decoded_weights
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
 
@@ -24,7 +27,7 @@ from hqconv.schemas.dtypes import code_of
 class RankGemm:
     """One GEMM of one rank, ready for `humming.forward.humming_forward(gemm.layer_config(), inputs, **gemm.tensors)`.
 
-    config: Humming's LayerConfig as words, as the rank file has it. tensors: `weight`, `weight_scale` … [E_local, …].
+    config: Humming's LayerConfig as a dict, as the rank file has it. tensors: `weight`, `weight_scale` … [E_local, …].
     hadamard_block_size: where it is not 0 weights are rotated, and `humming_forward` must be given it as well.
     """
 
@@ -99,23 +102,27 @@ def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
         _check_block(artifact, block)
         described = artifact.expert_block(block)
         reader = ExpertReader(artifact, described, refuse)
-        experts = [expert_floats(artifact, reader, expert) for expert in range(described.num_experts)]
-    return {name: torch.from_numpy(np.stack([e[name] for e in experts])) for name in experts[0]}
+        experts = [expert_floats(reader, expert) for expert in range(described.num_experts)]
+    return {name: torch.stack([one[name] for one in experts]) for name in experts[0]}
 
 
-def expert_floats(artifact: Artifact, reader: ExpertReader, expert: int) -> dict[str, np.ndarray[Any, Any]]:
+def expert_floats(reader: ExpertReader, expert: int) -> dict[str, torch.Tensor]:
     """One expert of an opened artifact as float32: its projections `w1` … and biases `b1` …, see `dequantize`."""
-    found, param = {}, artifact.param_dtype
-    for gemm in names.GEMMS:
-        for role, matrix in reader.read(gemm, expert, refuse).items():
-            decoded = torch.from_numpy(floats(matrix, reader.schema, param))
-            found[role] = unrotated(decoded, reader.schema.rotation).numpy()
-            if matrix.bias is not None:
-                found["b" + role[1:]] = to_float32(matrix.bias, code_of(param))
+    stacks = {role: one for gemm in names.GEMMS for role, one in reader.read(gemm, expert, refuse).items()}
+    return {name: values[0] for name, values in stack_floats(stacks, reader).items()}
+
+
+def stack_floats(stacks: Mapping[str, DecodedStack], reader: ExpertReader) -> dict[str, torch.Tensor]:
+    """Decoded projections by role as float32 with E in front: `w1` … and biases `b1` …, see `dequantize`."""
+    found, schema, param = {}, reader.schema, reader.artifact.param_dtype
+    for role, stack in stacks.items():
+        found[role] = unrotated(decoded_weights(stack, schema, param), schema.rotation)
+        if stack.bias is not None:
+            found["b" + role[1:]] = float_values(stack.bias, code_of(param))
     return found
 
 
 def refuse(where: str, what: str, expected: object, found: object) -> None:
-    """What the `weights` check would list is an error where weights are needed."""
+    """Raise what the `weights` check would list as a finding."""
     remedy = "Verify the artifact; where it is damaged, convert the original model again."
     raise VerificationError(what, where=where, expected=expected, found=found, remedy=remedy)

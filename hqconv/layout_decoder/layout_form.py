@@ -1,13 +1,13 @@
-"""What a LayerConfig and the layout's flags say about the kernel tensors: their order, shapes and number formats.
+"""Order, shapes and number formats of kernel tensors, from a LayerConfig and the layout flags of the manifest.
 
-Part of `hqconv.layout_decoder.read`, and like it independent of Humming and of `hqconv.backends`.
+Part of `hqconv.layout_decoder.decode`, and like it independent of Humming and of the conversion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import RequestError, VerificationError
 from hqconv.layout_decoder.numbers import (
@@ -17,7 +17,10 @@ from hqconv.layout_decoder.numbers import (
     parse_weight_dtype,
     stored_scale_dtype,
 )
-from hqconv.schemas.dtypes import code_of
+from hqconv.schemas.dtypes import code_of, num_bits
+
+if TYPE_CHECKING:
+    import torch
 
 _ACTIVATION_BITS = {
     "bfloat16": 16,
@@ -30,20 +33,21 @@ _ACTIVATION_BITS = {
     "float4e2m1": 4,
     "float4e0m3": 4,
 }
-_FLAGS = (  # of the manifest: LayerConfig does not write these down
+_FLAGS = (  # of the manifest only: LayerConfig has no such fields
     *("use_native_dequant", "use_raw_weight", "use_flat_weight"),
     *("use_ldmatrix_dequant", "use_block_scaled_mma"),
 )
 _WRITTEN = ("use_fused_e8m0_scale", "use_packed_k_layout", "use_int_weight_scale")
+_ADAPTED_E8M0 = (PADDED_E5M0, FUSED_FP8, FUSED_INT8)  # files label them with the original dtype
 _SCALE_ORDERS = ("tensor", "block", "channel", "group", "tensor memory", "one a word", "four a word")
 
 
 @dataclass(frozen=True)
 class LayoutForm:
-    """What the LayerConfig says about the tensors; `padded_*` are the stored sizes.
+    """Layout of one GEMM's kernel tensors; `padded_*` are the stored sizes.
 
     order: of the codes, "rows" (Humming's packing), "chunks" (16 bytes of every row after each other) or "fragments"
-    (of the tensor core's operand; `is_native`, `is_split`, `is_packed_k` say of which kind). is_signed: integers are
+    (of the tensor core's operand; `is_native`, `is_split`, `is_packed_k` select the variant). is_signed: integers are
     in two's complement. scale_order: one of `_SCALE_ORDERS`.
     """
 
@@ -76,17 +80,17 @@ class LayoutForm:
 
     @property
     def is_fused(self) -> bool:
-        """Whether e8m0 exponents go into the codes."""
+        """True if e8m0 exponents are fused into the codes."""
         return self.scale_dtype in (FUSED_FP8, FUSED_INT8)
 
     @property
     def is_split(self) -> bool:
-        """Whether a code's sign lies apart from it: mxfp4 that becomes fp8 by two permutations of a word."""
+        """True if a code's sign is stored apart: mxfp4 that becomes fp8 by two permutations of a word."""
         return self.scale_dtype == FUSED_FP8
 
     @property
     def is_transposed(self) -> bool:
-        """Whether a fragment has its column halves before its row halves: as WGMMA takes it from registers."""
+        """True if a fragment has its column halves before its row halves, as WGMMA reads it from registers."""
         return self.is_packed_k and not self.is_fused
 
     @property
@@ -96,37 +100,40 @@ class LayoutForm:
 
 
 def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> LayoutForm:
-    """Understand a LayerConfig; RequestError for layouts not known yet, VerificationError for nonsense."""
-    words = _with_flags(config, flags)
+    """Parse a LayerConfig (JSON dict) and the manifest's layout flags.
+
+    Raises RequestError for layouts that the decoder does not know, VerificationError for contradictions.
+    """
+    merged = _with_flags(config, flags)
     try:
-        code_bits, exponent_bits = parse_weight_dtype(words["b_dtype"])
-        padded = (int(words["shape_n"]), int(words["shape_k"]))
-        shape = (padded[0] - int(words["pad_shape_n"]), padded[1] - int(words["pad_shape_k"]))
+        code_bits, exponent_bits = parse_weight_dtype(merged["b_dtype"])
+        padded = (int(merged["shape_n"]), int(merged["shape_k"]))
+        shape = (padded[0] - int(merged["pad_shape_n"]), padded[1] - int(merged["pad_shape_k"]))
         zero_kind = "none"
-        if words["has_zero_point"]:
-            zero_kind = "float" if words["is_fp_zero_point"] else "int"
+        if merged["has_zero_point"]:
+            zero_kind = "float" if merged["is_fp_zero_point"] else "int"
         form = LayoutForm(
             num_bits=code_bits,
             exponent_bits=exponent_bits,
-            activation_bits=_ACTIVATION_BITS[words["a_dtype"]],
-            order=_order(words),
-            is_signed=words["b_dtype"].startswith("int") or bool(words["use_ldmatrix_dequant"]),
-            is_native=bool(words["use_native_dequant"]),
-            is_packed_k=bool(words["use_packed_k_layout"]),
+            activation_bits=_ACTIVATION_BITS[merged["a_dtype"]],
+            order=_order(merged),
+            is_signed=merged["b_dtype"].startswith("int") or bool(merged["use_ldmatrix_dequant"]),
+            is_native=bool(merged["use_native_dequant"]),
+            is_packed_k=bool(merged["use_packed_k_layout"]),
             shape=shape,
             padded_shape=padded,
-            scale_type=words["weight_scale_type"],
-            scale_2_type=words["weight_scale_2_type"],
-            scale_dtype=stored_scale_dtype(words),
-            scale_order=_scale_order(words),
-            param_dtype=code_of(words["c_dtype"]),
-            group=int(words["weight_scale_group_size"]) or padded[1],
-            group_n=max(int(words["weight_scale_group_size_n"]), 1)
-            if words["weight_scale_type"] == "block"
+            scale_type=merged["weight_scale_type"],
+            scale_2_type=merged["weight_scale_2_type"],
+            scale_dtype=stored_scale_dtype(merged),
+            scale_order=_scale_order(merged),
+            param_dtype=code_of(merged["c_dtype"]),
+            group=int(merged["weight_scale_group_size"]) or padded[1],
+            group_n=max(int(merged["weight_scale_group_size_n"]), 1)
+            if merged["weight_scale_type"] == "block"
             else 1,
             zero_kind=zero_kind,
-            is_centred=_is_centred(words["a_dtype"], code_bits, exponent_bits, zero_kind),
-            has_bias=bool(words["has_bias"]),
+            is_centred=_is_centred(merged["a_dtype"], code_bits, exponent_bits, zero_kind),
+            has_bias=bool(merged["has_bias"]),
         )
         _check_sizes(form)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
@@ -137,7 +144,7 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> LayoutFo
 
 
 def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The words of both. Without flags only 16-bit activations on sm90 are known: all of theirs are off."""
+    """Merge config and flags. Without flags only 16-bit activations on sm90 are known: all of their flags are off."""
     a_dtype, sm_version = config.get("a_dtype"), config.get("sm_version")
     if not isinstance(a_dtype, str) or a_dtype not in _ACTIVATION_BITS:
         what = f"The kernel layout for activations in {a_dtype} cannot be read back."
@@ -158,22 +165,22 @@ def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
     return {**dict.fromkeys((*_FLAGS, *_WRITTEN), False), **flags, **config}
 
 
-def _order(words: Mapping[str, Any]) -> str:
-    return "rows" if words["use_raw_weight"] else "chunks" if words["use_flat_weight"] else "fragments"
+def _order(merged: Mapping[str, Any]) -> str:
+    return "rows" if merged["use_raw_weight"] else "chunks" if merged["use_flat_weight"] else "fragments"
 
 
-def _scale_order(words: Mapping[str, Any]) -> str:
-    """Where the scales lie; a block-scaled tensor core takes those of groups in tiles of its own."""
-    if words["weight_scale_type"] != "group" or not words["use_block_scaled_mma"]:
-        return str(words["weight_scale_type"])
-    if words["sm_version"] // 10 == 10:
+def _scale_order(merged: Mapping[str, Any]) -> str:
+    """Order of the scales; a block-scaled tensor core reads group scales in its own tiles."""
+    if merged["weight_scale_type"] != "group" or not merged["use_block_scaled_mma"]:
+        return str(merged["weight_scale_type"])
+    if merged["sm_version"] // 10 == 10:
         return "tensor memory"
-    columns = 256 // _ACTIVATION_BITS[words["a_dtype"]]  # of one instruction
-    return "one a word" if columns == words["weight_scale_group_size"] else "four a word"
+    columns = 256 // _ACTIVATION_BITS[merged["a_dtype"]]  # of one instruction
+    return "one a word" if columns == merged["weight_scale_group_size"] else "four a word"
 
 
 def _is_centred(a_dtype: str, code_bits: int, exponent_bits: int | None, zero_kind: str) -> bool:
-    """Whether codes are sign and magnitude around the zero point: integers that become floats narrower than 16 bits,
+    """True if codes are sign and magnitude around the zero point: integers that become floats narrower than 16 bits,
     or too wide for bfloat16's mantissa. The kernels read them by `normalized_uint_to_fp` (`dequant_single.cuh`)."""
     if exponent_bits is not None or zero_kind == "float" or a_dtype in ("float16", "int8", "int4"):
         return False
@@ -205,7 +212,7 @@ def _check_sizes(form: LayoutForm) -> None:
 
 
 def _facts_of_layouts(form: LayoutForm) -> dict[str, bool]:
-    """What holds where a layout is not that of 16-bit activations."""
+    """Conditions of layouts for activations other than 16-bit ones."""
     is_fragments, per_word = form.order == "fragments", form.scale_order.endswith(" a word")
     narrower = form.num_bits < form.activation_bits
     is_mxfp4 = (form.num_bits, form.exponent_bits, form.scale_type) == (4, 2, "group")
@@ -226,3 +233,68 @@ def _facts_of_layouts(form: LayoutForm) -> dict[str, bool]:
         or (form.scale_dtype in ("F8_E8M0", "F8_E4M3") and form.zero_kind == "none"),
         "groups of one instruction's columns": not per_word or form.scale_shape(padded=True)[1] % 4 == 0,
     }
+
+
+# --- kernel tensors ----------------------------------------------------------------------------------------
+
+
+def expected_tensors(form: LayoutForm) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Safetensors dtype and shape without E of every tensor of the layout."""
+    n, _ = form.padded_shape
+    groups = form.scale_shape(padded=True)[1]
+    expected = {"weight": ("I32", _weight_shape(form)), "weight_scale": _scale_tensor(form)}
+    if form.zero_kind == "float":
+        expected["zero_point"] = (form.param_dtype, (groups, n))
+    elif form.zero_kind == "int":
+        expected["zero_point"] = ("I32", (groups, n * (4 if form.num_bits <= 4 else 8) // 32))
+    if form.scale_2_type != "none":
+        is_channel = form.scale_2_type == "channel"
+        expected["weight_scale_2"] = (form.param_dtype, (n,)) if is_channel else ("F32", ())
+    if form.has_bias:
+        expected["bias"] = (form.param_dtype, (n,))
+    return expected
+
+
+def _weight_shape(form: LayoutForm) -> tuple[int, ...]:
+    """Humming's packing, or one row for each run of columns that an instruction takes (two runs for packed K)."""
+    n, k = form.padded_shape
+    if form.order != "fragments":
+        return n, k * form.num_bits // 32
+    columns = 64 if form.is_packed_k else 256 // form.activation_bits
+    return k // columns, n * columns * form.num_bits // 32
+
+
+def _scale_tensor(form: LayoutForm) -> tuple[str, tuple[int, ...]]:
+    rows, groups = form.scale_shape(padded=True)
+    stored = "F8_E8M0" if form.scale_dtype in _ADAPTED_E8M0 else form.scale_dtype
+    in_words = {
+        "tensor memory": (-(-groups // 4), rows + -rows % 128),
+        "one a word": (groups // 2, rows // 2),
+        "four a word": (groups // 4, rows),
+    }
+    if form.scale_order in in_words:
+        return "I32", in_words[form.scale_order]
+    return stored, () if form.scale_type == "tensor" else (groups, rows)
+
+
+def check_tensors(form: LayoutForm, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise VerificationError for a kernel tensor [E, …] that is missing, extra or of another shape or width."""
+    expected = expected_tensors(form)
+    for name in sorted(expected.keys() ^ tensors.keys()):
+        raise VerificationError(
+            "The kernel tensors are not those that the layer configuration asks for.",
+            where=name,
+            expected="present" if name in expected else "absent",
+            found="absent" if name in expected else "present",
+        )
+    shape = tensors["weight"].shape
+    num_experts = shape[0] if len(shape) == 3 else "E"
+    for name, (code, inner) in expected.items():
+        found = tensors[name]
+        if 8 * found.element_size() != num_bits(code) or tuple(found.shape) != (num_experts, *inner):
+            raise VerificationError(
+                "A kernel tensor has another shape or width than the layer configuration asks for.",
+                where=name,
+                expected=f"uint{num_bits(code)} (of {code}) {[num_experts, *inner]}",
+                found=f"uint{8 * found.element_size()} {list(found.shape)}",
+            )

@@ -1,4 +1,4 @@
-"""Compiled loops of `unlayout`: kernel words to codes, zero-point centring undone, codes to float32.
+"""Compiled loops of the decoder: kernel words to codes, zero-point centring undone, codes to float32.
 
 Shape legend: E experts, N rows, K columns (both padded), T tiles along K, G groups along K.
 Every loop releases the GIL: callers run one expert (or stack) per thread.
@@ -24,7 +24,7 @@ def unpack_units(words_ETW, num_bits, activation_bits, pieces, places, units_ENU
     """Write the codes of a fragment layout, all of a *unit* at once: U = K * activation_bits / 32.
 
     `words_ETW` uint32 [E, T, W]: for `4 * activation_bits` rows and `256 / activation_bits` columns, `num_bits` words
-    for each of 32 lanes. `pieces`, `places` are of `fragments.unit_pieces` and `unit_places`; a unit lies at row
+    for each of 32 lanes. `pieces`, `places` are of `codes.unit_pieces` and `unit_places`; a unit lies at row
     lane / 4 and at its lane % 4 of a half of the columns. `units_ENU` views the codes, as wide as a unit has codes.
     """
     num_experts, num_tiles, num_words = words_ETW.shape
@@ -62,7 +62,7 @@ def unpack_units(words_ETW, num_bits, activation_bits, pieces, places, units_ENU
 
 @compiled
 def unpack_singly(words_ETW, num_bits, activation_bits, pieces, places, codes_ENK):  # type: ignore[no-untyped-def]
-    """`unpack_units` code by code, where those of a unit are not alike: `pieces` is of `fragments.code_pieces`."""
+    """Do the work of `unpack_units` code by code, where those of a unit are not alike (`codes.code_pieces`)."""
     num_experts, num_tiles, num_words = words_ETW.shape
     num_chunks, per_unit = num_words // (32 * num_bits), 32 // activation_bits
     for e in range(num_experts):
@@ -119,17 +119,24 @@ def decode_codes(codes_ENK, values, zero_ENG, scale_ENG, scale_2_EN, out_ENK):  
 
 
 @compiled
-def split_bytes(data_NB, num_bits, codes_NK):  # type: ignore[no-untyped-def]
-    """Bytes as their codes of 1, 2, 4 or 8 bits, the lowest first; all uint8."""
-    per_byte, mask = np.uint64(8 // num_bits), np.uint8((1 << num_bits) - 1)
-    for n in range(data_NB.shape[0]):
-        data, codes = data_NB[n], codes_NK[n]
-        if num_bits == 4:  # both at once: twice as fast
-            for b in range(np.uint64(data.size)):
-                codes[np.uint64(2) * b] = data[b] & np.uint8(15)
-                codes[np.uint64(2) * b + np.uint64(1)] = data[b] >> np.uint8(4)
+def unpack_fields(words_NW, num_bits, codes_NK):  # type: ignore[no-untyped-def]
+    """Write the little-endian bit fields of each row of uint32 words: K = 32 W / num_bits codes, uint8."""
+    mask, width = np.uint64((1 << num_bits) - 1), np.uint64(num_bits)
+    for n in range(words_NW.shape[0]):
+        words, codes = words_NW[n], codes_NK[n]
+        if num_bits == 4:  # twice as fast as the general case
+            for w in range(np.uint64(words.size)):
+                word, at = words[w], np.uint64(8) * w
+                for i in range(np.uint64(8)):
+                    codes[at + i] = np.uint8(word & np.uint32(15))
+                    word >>= np.uint32(4)
             continue
-        for i in range(per_byte):
-            shift = np.uint8(i * np.uint64(num_bits))
-            for b in range(np.uint64(data.size)):
-                codes[b * per_byte + i] = np.uint8(data[b] >> shift) & mask
+        held, num_held, k = np.uint64(0), np.uint64(0), np.uint64(0)
+        for w in range(np.uint64(words.size)):
+            held |= np.uint64(words[w]) << num_held
+            num_held += np.uint64(32)
+            while num_held >= width:
+                codes[k] = np.uint8(held & mask)
+                held >>= width
+                num_held -= width
+                k += np.uint64(1)

@@ -1,14 +1,16 @@
 """Number formats as the kernels read them: codes, scales and parameters as float32.
 
-Part of `hqconv.layout_decoder.read`, and like it independent of Humming and of `hqconv.backends`.
+Part of `hqconv.layout_decoder.decode`, and like it independent of Humming and of the conversion.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hqconv.schemas.dtypes import code_of
@@ -31,7 +33,7 @@ def parse_weight_dtype(text: str) -> tuple[int, int | None]:
 
 
 def stored_scale_dtype(config: Any) -> str:
-    """How a LayerConfig's scales are stored: a safetensors dtype, or one of the three above."""
+    """The dtype of a LayerConfig's stored scales: a safetensors dtype, or one of the three above."""
     if config["weight_scale_type"] in ("tensor", "block"):
         return "F32"
     dtype = code_of(config["bs_dtype"] or config["c_dtype"])
@@ -52,11 +54,11 @@ def code_values(b_dtype: str, *, has_zero_point: bool) -> NDArray[np.float32]:
     half = 1 << (num_bits - 1)
     if exponent_bits is None:
         return (codes - (0 if has_zero_point else half)).astype(np.float32)
-    magnitude = _float_values(codes % half, exponent_bits, num_bits - 1 - exponent_bits)
+    magnitude = _small_floats(codes % half, exponent_bits, num_bits - 1 - exponent_bits)
     return np.where(codes >= half, -magnitude, magnitude)
 
 
-def _float_values(codes: Array, exponent_bits: int, mantissa_bits: int) -> NDArray[np.float32]:
+def _small_floats(codes: Array, exponent_bits: int, mantissa_bits: int) -> NDArray[np.float32]:
     """Unsigned small floats, every code finite; without exponent bits the magnitude itself."""
     exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
     if exponent_bits == 0:
@@ -69,19 +71,26 @@ def _float_values(codes: Array, exponent_bits: int, mantissa_bits: int) -> NDArr
     return values
 
 
-def to_float32(bits: Array, dtype: str) -> NDArray[np.float32]:
+def float_values(bits: torch.Tensor, dtype: str) -> torch.Tensor:
     """The float32 values of raw patterns of a safetensors dtype; `U8` is e5m3, "codes" are plain integers."""
     if dtype == "codes":
-        return bits.astype(np.float32)
-    if dtype == "F32":
-        return bits.view(np.float32)
-    if dtype == "F16":
-        return bits.view(np.float16).astype(np.float32)
-    if dtype == "BF16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return bits.float()
+    if wide := {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(dtype):
+        return bits.view(wide).float()
+    return look_up(_scale_values(dtype, bits.device), bits)
+
+
+def look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The table's entry of each code, in the shape of `codes`."""
+    return table.index_select(0, codes.int().flatten()).view(codes.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _scale_values(dtype: str, device: torch.device) -> torch.Tensor:
+    """The float32 value of each of 256 8-bit scales."""
     codes = np.arange(256)
     if dtype == "U8":
-        table = _float_values(codes, 5, 3)
+        table = _small_floats(codes, 5, 3)
     elif dtype == "F8_E8M0":
         table = np.ldexp(np.float32(1), np.minimum(codes, 254) - 127)
         table[255] = np.nan
@@ -92,9 +101,9 @@ def to_float32(bits: Array, dtype: str) -> NDArray[np.float32]:
         table[codes >> 3 == 31] = np.inf
     else:
         exponent_bits = {"F8_E4M3": 4, "F8_E5M2": 5}[dtype]
-        table = _float_values(codes % 128, exponent_bits, 7 - exponent_bits)
+        table = _small_floats(codes % 128, exponent_bits, 7 - exponent_bits)
         table[codes % 128 == 127] = np.nan
         if exponent_bits == 5:
             table[124:128] = table[252:] = [np.inf, np.nan, np.nan, np.nan]
         table[128:] *= -1
-    return table.astype(np.float32)[bits]
+    return torch.from_numpy(table.astype(np.float32)).to(device)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError, VerificationError
@@ -29,8 +29,9 @@ from hqconv.sources.safetensors import SafetensorsSource
 if TYPE_CHECKING:
     import torch
 
-    from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader
+    from hqconv.artifact.expert_reader import ExpertReader
     from hqconv.formats.decode_matrix import SourceMatrix
+    from hqconv.layout_decoder.decode import DecodedStack
 
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
 _CONVERT_AGAIN = "Convert the original model again."
@@ -208,7 +209,7 @@ class ArtifactSource(SafetensorsSource):
         if layer.name not in self._readers:
             self._readers[layer.name] = ExpertReader(self.artifact, layer, self._refuse)
         reader = self._readers[layer.name]
-        matrices: dict[str, ExpertMatrix] = {}
+        matrices: dict[str, DecodedStack] = {}
         for gemm, of_gemm in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             if set(of_gemm).intersection(roles):
                 matrices |= reader.read(gemm, expert, self._refuse)
@@ -223,11 +224,8 @@ class ArtifactSource(SafetensorsSource):
         raise InputError(what, where=str(self.root / where), expected=expected, found=found, remedy=remedy)
 
     def _to_source(
-        self, layer: MoeLayer, where: str, matrix: ExpertMatrix, device: torch.device
+        self, layer: MoeLayer, where: str, matrix: DecodedStack, device: torch.device
     ) -> SourceMatrix:
-        import numpy as np
-        import torch
-
         from hqconv.formats.decode_matrix import SourceMatrix
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
@@ -240,19 +238,16 @@ class ArtifactSource(SafetensorsSource):
                 remedy="Convert the original model.",
             )
 
-        def tensor(bits: Any, code: str) -> torch.Tensor | None:
-            """View bit patterns as a tensor of the safetensors dtype `code`."""
-            if bits is None:
-                return None
-            signed = np.ascontiguousarray(bits).view(f"i{bits.itemsize}" if bits.itemsize > 1 else np.uint8)
-            return torch.from_numpy(signed).view(torch_dtype(code)).to(device)
+        def tensor(bits: torch.Tensor | None, code: str) -> torch.Tensor | None:
+            """View bit patterns of one expert, E = 1, as a tensor of the safetensors dtype `code`."""
+            return None if bits is None else bits[0].contiguous().view(torch_dtype(code)).to(device)
 
         schema, param_code = self.artifact.schema_of(layer.name), code_of(self.artifact.param_dtype)
         scale = tensor(matrix.scale, matrix.scale_dtype)
         assert scale is not None
         coded = CodedMatrix(
             b_dtype=schema.b_dtype,
-            packed=bit_codec.pack(torch.from_numpy(matrix.codes), schema.num_bits).to(device),
+            packed=bit_codec.pack(matrix.codes[0], schema.num_bits).to(device),
             scale=scale,
             group_n=layer.format.group_n,
             group_k=layer.format.group_k,

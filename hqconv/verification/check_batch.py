@@ -1,31 +1,31 @@
-"""The `weights` check of many experts at once, on a device: it tells the good ones from those to be looked at again.
+"""The `weights` check of many experts at once, on a device.
 
-An expert that is all as it should be gets its outcome here. Of any other, and of what this way does not cover, nothing
-is said but that `Job.run` must look at it: there is one place that finds faults and names them.
+An expert without any fault gets its outcome here. Every other expert gets None and is checked again by `Job.run`, the
+one place that names faults. Decoder and comparison are the same.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
-from hqconv.artifact.batch_reader import BatchReader, differs, unpack_stack
+from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.conversion.devices import host_buffer
 from hqconv.conversion.encode import EncodedBatch, encode_batch
 from hqconv.errors import HqconvError
-from hqconv.layout_decoder.stacks import MatrixStack
+from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import ErrorSums, quantize_stacks
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.check_expert import Job, Original, Outcome
-from hqconv.verification.comparison import hash_of_rows, printed_rows
-from hqconv.verification.content_sums import stack_totals
+from hqconv.verification.comparison import differs, fingerprints
+from hqconv.verification.content_sums import expert_totals, stack_totals
 from hqconv.verification.figures import figures_of, measure_stack
 
 _BATCH_BYTES = 128 << 20  # of the source and the artifact: enough that Python costs little
@@ -35,12 +35,12 @@ _GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
 _GPU_BYTES_PER_WEIGHT = (
     64  # of one expert's weights, while codes and float64 sums of its projections are made
 )
-_NUM_COLUMNS = 10  # of one projection: `measure_stack`, and whether it is wrong
+_NUM_COLUMNS = 10  # of one projection: `measure_stack`, and 1 if it is wrong
 
 
 @dataclass(frozen=True)
 class BatchStaging:
-    """How experts are dealt to a device: so many batches at once are read, each into `slot_bytes` of host memory."""
+    """Number of batches that are read at once, and the host memory of each; memory of the device for one batch."""
 
     device: torch.device
     num_readers: int
@@ -54,12 +54,12 @@ class BatchStaging:
 
 
 def entered(device: torch.device) -> AbstractContextManager[object]:
-    """What is launched inside runs on the device."""
+    """Context in which kernels are launched on the device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) -> BatchStaging | None:
-    """As many readers as there are threads and memory for; None where there is no memory for one."""
+    """Plan as many readers as there are threads and memory for; None if there is no memory for one."""
     slot_bytes = 1 << max(
         0, min(_BATCH_BYTES, max_host_bytes).bit_length() - 1
     )  # pinned memory comes in such sizes
@@ -92,7 +92,7 @@ def _in_short(error: Exception) -> str:
 
 @dataclass
 class SharedState:
-    """What the blocks of one check share: the device's turn, each thread's memory, and why batches failed."""
+    """State shared by the blocks of one check: lock of the device, each thread's memory, errors of failed batches."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     slots: threading.local = field(default_factory=threading.local)
@@ -100,12 +100,12 @@ class SharedState:
 
 
 class BatchedJob:
-    """One block's check by stacks of experts. `run` may be called from any thread; the device works for one of them."""
+    """Check of one block in batches. `run` may be called from any thread; the device works for one thread at a time."""
 
     def __init__(self, job: Job, staging: BatchStaging, shared: SharedState) -> None:
-        """Of one check, all blocks share `shared`."""
+        """shared: one object for all blocks of a check."""
         self.job, self._staging, self._shared = job, staging, shared
-        self._reader = _stack_reader(job)
+        self._reader = _batch_reader(job)
         self._batch = self._num_experts_at_once()
 
     def batches(self) -> Iterator[range]:
@@ -115,7 +115,7 @@ class BatchedJob:
             yield range(begin, min(begin + size, total))
 
     def _num_experts_at_once(self) -> int:
-        """0 where not even one fits. The first expert has as many copies as any."""
+        """Experts in a batch, 0 if not even one fits. The first expert has as many copies as any."""
         if self._reader is None:
             return 0
         block, original = self.job.block, self.job.original
@@ -127,31 +127,31 @@ class BatchedJob:
         return max(0, min((self._staging.slot_bytes - _SLACK_BYTES) // expert_bytes, gpu_bytes))
 
     def run(self, experts: range) -> list[Outcome | None]:
-        """The outcome of each expert, or None where it must be looked at again."""
+        """Check some experts: the outcome of each, or None for an expert that must be checked again."""
         unknown: list[Outcome | None] = [None] * len(experts)
         if self._reader is None or not self._batch:
             return unknown
         try:
             with entered(self._staging.device):
-                return self._judge(self._reader, experts)
-        except Exception as error:  # noqa: BLE001 - where it means something, `Job.run` says it in words
+                return self._check(self._reader, experts)
+        except Exception as error:  # noqa: BLE001 - `Job.run` reports errors that matter
             self._shared.errors.append(_in_short(error))
             return unknown
 
-    def _judge(self, reader: BatchReader, experts: range) -> list[Outcome | None]:
+    def _check(self, reader: ExpertReader, experts: range) -> list[Outcome | None]:
         original, device = self.job.original, self._staging.device
         stored = reader.plan(experts)
         raw_layout = None if original is None else RawLayout(original.block, experts)
         begin = 0 if raw_layout is None else -(-raw_layout.num_bytes // 64) * 64
         host = self._slot(begin + stored.num_bytes)
-        reader.read(stored, host.numpy().data[begin:])
+        reader.fill(stored, host.numpy().data[begin:])
         if original is not None and raw_layout is not None:
             original.source.read_raw(RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges)
         try:
             buffer = host.to(device, non_blocking=True)
             raw = None if raw_layout is None else RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
             with self._shared.lock:
-                return self._compare(experts, raw, reader.stacks(stored, buffer[begin:]))
+                return self._compare(experts, raw, reader.decode(stored, buffer[begin:]))
         finally:  # the slot is used again
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -166,22 +166,21 @@ class BatchedJob:
         return slot
 
     def _compare(
-        self, experts: range, raw: RawExperts | None, stacks: dict[str, MatrixStack]
+        self, experts: range, raw: RawExperts | None, stacks: dict[str, DecodedStack]
     ) -> list[Outcome | None]:
-        """Launch all there is to do, and wait once for the figures of all of it."""
+        """Launch all the work of a batch, and wait once for its figures."""
         job, original = self.job, self.job.original
         schema, param = job.artifact.schema_of(job.block.name), job.artifact.param_dtype
         done: EncodedBatch | None = None
         if original is not None:
             device = self._staging.device
             done = encode_batch(original.source, original.block, experts, raw, original.encoding, device)
-        columns, prints, expected = [], {}, self._expected(done)
-        totals: dict[str, dict[str, torch.Tensor]] = {}
+        expected = {} if done is None else job.expected(done.tensors)
+        columns, totals = [], {}
         for role, stack in stacks.items():
             wrong, values = stack.wrong, None
             if original is not None and raw is not None:
                 wrong = differs(stack, expected[role])
-                prints[role] = expected[role].codes[:, printed_rows(expected[role].codes.size(1))]
                 values = _values(original, experts, role, raw)
                 values = rotate(values, schema.rotation) if schema.rotation else values
             figures = measure_stack(stack, values, schema, param, job.misread)
@@ -189,28 +188,26 @@ class BatchedJob:
             totals[role] = stack_totals(stack, schema)
         rows = torch.cat(columns, 1).tolist()
         costs = {} if done is None else done.error_sums([one.cpu() for one in done.measured])
-        hashes = {role: [hash_of_rows(one) for one in found.cpu().numpy()] for role, found in prints.items()}
+        hashes = {role: fingerprints(one.codes) for role, one in expected.items()}
+        sums = {role: {name: one.cpu() for name, one in of_role.items()} for role, of_role in totals.items()}
         outcomes = [self._outcome(i, rows[i], stacks, costs, hashes) for i in range(len(experts))]
-        note_totals(outcomes, totals)
+        for index, outcome in enumerate(outcomes):
+            if outcome is not None:
+                outcome.content = {
+                    role: expert_totals(sums[role], index, is_flushed=one.num_flushed > 0)
+                    for role, one in outcome.figures.items()
+                }
         return outcomes
-
-    def _expected(self, done: EncodedBatch | None) -> dict[str, MatrixStack]:
-        """The source's projections, quantized, as the artifact has them."""
-        if done is None:
-            return {}
-        schema, folding = self.job.schema, self.job.folding
-        expected = {role: unpack_stack(tensors, schema) for role, tensors in done.tensors.items()}
-        return expected if folding is None else folding.stacks(expected)
 
     def _outcome(
         self,
         index: int,
         row: Sequence[float],
-        stacks: dict[str, MatrixStack],
+        stacks: dict[str, DecodedStack],
         costs: dict[str, list[ErrorSums]],
         hashes: dict[str, list[bytes]],
     ) -> Outcome | None:
-        """One expert's, if all is as it should be; `row` holds `_NUM_COLUMNS` of each role."""
+        """The outcome of one expert, None if anything is wrong; `row` holds `_NUM_COLUMNS` of each role."""
         if not all(map(math.isfinite, row)):
             return None
         outcome = Outcome(expected={role: of_role[index] for role, of_role in hashes.items()})
@@ -231,29 +228,15 @@ class BatchedJob:
         return outcome
 
 
-def _stack_reader(job: Job) -> BatchReader | None:
-    """A reader of stacks, for a block that this way covers and of whose headers nothing is known to be wrong."""
+def _batch_reader(job: Job) -> ExpertReader | None:
+    """The job's reader, if its experts can be read in batches and nothing is known to be wrong with the headers."""
     is_read_ahead = job.original is None or job.original.source.reads_ahead
     if job.reader is None or job.findings or not is_read_ahead:
         return None
     try:
-        return BatchReader(job.artifact, job.block, job.reader.good)
+        return job.reader if job.reader.batch_forms else None
     except (HqconvError, OSError):
         return None
-
-
-def note_totals(outcomes: Sequence[Outcome | None], totals: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Add what each expert's tensors come to, by role; scales that were flushed cannot be told any more."""
-    for role, of_role in totals.items():
-        each = {name: sums.tolist() for name, sums in of_role.items()}
-        for index, outcome in enumerate(outcomes):
-            if outcome is not None:
-                is_lost = outcome.figures[role].num_flushed > 0
-                outcome.content[role] = {
-                    name: sums[index]
-                    for name, sums in each.items()
-                    if not (is_lost and name == "weight_scale")
-                }
 
 
 def _values(original: Original, experts: range, role: str, raw: RawExperts) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One expert of the `weights` check: decoded, compared with the source and measured, with words for what is wrong."""
+"""The `weights` check of one expert: decode it, compare it with the source, measure it, and list what is wrong."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from hqconv.artifact.expert_reader import ExpertMatrix, ExpertReader
-from hqconv.artifact.packed_reader import read_packed_expert, unpack
+from hqconv.artifact.expert_reader import ExpertReader, read_packed_expert, roles_of
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode import encode
 from hqconv.errors import HqconvError
 from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.encoding import Encoding
@@ -23,8 +23,8 @@ from hqconv.quantization.quantize import Quantized
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification.comparison import GemmPosition, compare, fingerprint
-from hqconv.verification.content_sums import Totals, totals_of
+from hqconv.verification.comparison import GemmPosition, compare, fingerprints
+from hqconv.verification.content_sums import Totals, expert_totals, stack_totals
 from hqconv.verification.figures import Figures, measure
 from hqconv.verification.fused_exponents import FusedExponents, folding_of, misread_code
 from hqconv.verification.result import Finding
@@ -34,10 +34,10 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Outcome:
-    """What was found of one expert.
+    """Result of the check of one expert.
 
-    `expected`, `found`: fingerprints by role, `found` of what is not as expected. `content`: by role what the tensors
-    come to.
+    expected, found: fingerprints by role; `found` only of projections that are not as expected. content: content sums
+    by role.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """A block as the source has it, and how it becomes the artifact's."""
+    """A block of the source, and the encoding that turns it into the artifact's block."""
 
     source: Source
     block: MoeLayer
@@ -61,12 +61,12 @@ class Original:
 
 
 class Job:
-    """One block's check: `run` is called once per expert, from any thread. `findings` are of the block as a whole."""
+    """Check of one block: `run` is called once per expert, from any thread. `findings` concern the block as a whole."""
 
     def __init__(
         self, artifact: Artifact, block: MoeLayer, original: Original | None, shards: Mapping[str, str]
     ) -> None:
-        """`shards`: tensor name → file, of the checkpoint layout. Looks at the headers of all ranks."""
+        """Check the headers of all ranks. shards: tensor name → file, of the checkpoint layout."""
         self.artifact, self.block, self.original = artifact, block, original
         self.shards, self.schema = shards, artifact.schema_of(block.name)
         self.findings: list[Finding] = []
@@ -76,8 +76,8 @@ class Job:
         self.misread = misread_code(artifact, block.name)
 
     def _folding(self) -> FusedExponents | None:
-        """How exponents are fused into the codes; without headers that are good there is nothing to compare."""
-        if self.original is None or self.reader is None or not self.reader.good:
+        """The fusion of exponents into codes; without good headers there is nothing to compare."""
+        if self.original is None or self.reader is None or not self.reader.forms:
             return None
         try:
             return folding_of(self.artifact, self.block)
@@ -88,12 +88,15 @@ class Job:
         self.findings.append(Finding(where, what, str(expected), str(found)))
 
     def run(self, expert: int) -> Outcome:
-        """Everything about one expert."""
+        """Check one expert."""
         outcome = Outcome()
         for gemm in names.GEMMS:
-            roles = [r for r in (("w1", "w3") if gemm == "w13" else ("w2",)) if r in self.block.roles]
+            roles = roles_of(self.block, gemm)
             found = self._read(gemm, roles, expert, outcome)
-            outcome.content |= {role: totals_of(matrix, self.schema) for role, matrix in found.items()}
+            for role, matrix in found.items():
+                is_flushed = matrix.flushed is not None and bool(matrix.flushed.any())
+                totals = stack_totals(matrix, self.schema)
+                outcome.content[role] = expert_totals(totals, 0, is_flushed=is_flushed)
             try:
                 stored = self._read_source(roles, expert)
                 results = encode(stored, self.original.encoding) if self.original is not None else {}
@@ -115,7 +118,7 @@ class Job:
 
     def _read(
         self, gemm: str, roles: Sequence[str], expert: int, outcome: Outcome
-    ) -> dict[str, ExpertMatrix]:
+    ) -> dict[str, DecodedStack]:
         if self.reader is not None:
             return self.reader.read(gemm, expert, outcome.note)
         read = partial(read_packed_expert, self.artifact, self.block, shards=self.shards, note=outcome.note)
@@ -129,35 +132,33 @@ class Job:
 
     def _compare(
         self,
-        found: Mapping[str, ExpertMatrix],
+        found: Mapping[str, DecodedStack],
         results: Mapping[str, Quantized],
         gemm: str,
         expert: int,
         outcome: Outcome,
     ) -> None:
-        expected = {role: as_matrix(one, self.schema) for role, one in results.items()}
-        expected = expected if self.folding is None else self.folding.matrices(expected)
-        place = GemmPosition(self.artifact, self.block, gemm, expert, self.shards)
+        quantized = {
+            role: {name: tensor.unsqueeze(0) for name, tensor in one.tensors.items()}
+            for role, one in results.items()
+        }
+        expected = self.expected(quantized)
+        position = GemmPosition(self.artifact, self.block, gemm, expert, self.shards)
         for role, matrix in expected.items():
-            outcome.expected[role] = fingerprint(matrix.codes)
-            if role in found and not compare(found, expected, role, place, outcome.note):
-                outcome.found[role] = fingerprint(found[role].codes)
+            [outcome.expected[role]] = fingerprints(matrix.codes)
+            if role in found and not compare(found, expected, role, position, outcome.note):
+                [outcome.found[role]] = fingerprints(found[role].codes)
+
+    def expected(self, quantized: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, DecodedStack]:
+        """The source's projections as the artifact should hold them, from the quantizer's tensors [E, …] by role."""
+        expected = {}
+        for role, tensors in quantized.items():
+            bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
+            scale_dtype = code_of_torch(tensors["weight_scale"].dtype)
+            expected[role] = decode_packed(bits, self.schema, scale_dtype)
+        return expected if self.folding is None else self.folding.fold(expected)
 
 
 def _rotated(values: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
-    """What is quantized of a source's weights."""
+    """The source's weights as they are quantized."""
     return rotate(values, schema.rotation) if schema.rotation else values
-
-
-def as_matrix(quantized: Quantized, schema: WeightSchema) -> ExpertMatrix:
-    """What the quantizer made, unpacked by code of this side's own."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    bits = {
-        name: tensor.contiguous()
-        .view(integers[tensor.element_size()])
-        .numpy()
-        .view(f"u{tensor.element_size()}")
-        for name, tensor in quantized.tensors.items()
-    }
-    scale = quantized.tensors["weight_scale"].dtype
-    return unpack(bits, schema, code_of_torch(scale))

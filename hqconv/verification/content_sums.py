@@ -1,7 +1,7 @@
-"""The content sums of what is read back, held to those that the conversion took: see `schemas/content`.
+"""Content sums of the decoded tensors, compared with the sums that the conversion recorded: see `schemas/content_sums`.
 
-They say of values that nothing else tells, without the source, whether they are the conversion's and in their places.
-How words are made of codes is worked out here once more.
+Without the source nothing else shows whether values are the conversion's and in their places. The packing of codes into
+words is written here once more, independent of the conversion.
 
 Legend: E experts, R rows, K columns, W words.
 """
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.artifact.expert_reader import Array, ExpertMatrix
 from hqconv.artifact.reader import Artifact
 from hqconv.jit import compiled
-from hqconv.layout_decoder.stacks import MatrixStack
+from hqconv.layout_decoder.codes import has_loops
+from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.content_sums import SUMS, ContentSums, factors, of_expert
@@ -26,50 +26,50 @@ from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.fused_exponents import is_folded
 from hqconv.verification.result import CheckResult
 
-Totals = dict[str, int]  # tensor → what one expert's comes to
-_SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32}
+Totals = dict[str, int]  # tensor → content sum of one expert
 _WORD, _TOP = 0xFFFFFFFF, 0x80000000
-OTHERS = {"scale": "weight_scale", "scale_2": "weight_scale_2", "bias": "bias"}  # those that are not packed
+NOT_PACKED = {"scale": "weight_scale", "scale_2": "weight_scale_2", "bias": "bias"}  # field → tensor
 
 
-# --- one expert --------------------------------------------------------------------------------------------
+# --- experts -----------------------------------------------------------------------------------------------
 
 
-def totals_of(matrix: ExpertMatrix, schema: WeightSchema) -> Totals:
-    """What each tensor of one projection comes to; of scales that cannot be told any more nothing."""
-    totals = {"weight": _of_codes(matrix.codes, schema.num_bits)}
-    if matrix.zero_point is not None:
-        is_float = schema.is_fp_zero_point
-        zero = matrix.zero_point
-        totals["zero_point"] = _of_values(zero) if is_float else _of_codes(zero.T, schema.num_bits)
-    for field, name in OTHERS.items():
-        values = getattr(matrix, field)
-        is_lost = field == "scale" and matrix.flushed is not None and bool(matrix.flushed.any())
-        if values is not None and not is_lost:
-            totals[name] = _of_values(values)
+def stack_totals(stack: DecodedStack, schema: WeightSchema) -> dict[str, torch.Tensor]:
+    """Content sum of each tensor of each expert, int64 [E]; meaningless for scales of which some are flushed."""
+    totals = {"weight": _sum_codes(stack.codes, schema.num_bits)}
+    if stack.zero_point is not None:
+        zero, is_float = stack.zero_point, schema.is_fp_zero_point
+        totals["zero_point"] = _sum_values(zero) if is_float else _sum_codes(zero.mT, schema.num_bits)
+    for field, name in NOT_PACKED.items():
+        values = getattr(stack, field)
+        if values is not None:
+            totals[name] = _sum_values(values.reshape(*values.shape, *(1,) * (3 - values.ndim)))
     return totals
 
 
-def _of_codes(codes: Array, num_bits: int) -> int:
-    num_words = codes.shape[1] * num_bits // 32
-    sums = np.empty(len(codes), np.int64)
-    _sum_codes(np.ascontiguousarray(codes), num_bits, factors("column", num_words), sums)
-    return _of_rows(sums)
+def expert_totals(totals: Mapping[str, torch.Tensor], expert: int, *, is_flushed: bool) -> Totals:
+    """One expert's part of `stack_totals`; scales that were flushed are not known any more."""
+    return {
+        name: int(sums[expert])
+        for name, sums in totals.items()
+        if not (is_flushed and name == "weight_scale")
+    }
 
 
-def _of_values(values: Array) -> int:
-    values = values.reshape(len(values), -1)
-    bits = np.ascontiguousarray(values).view(_SIGNED[values.itemsize]).astype(np.int64)
-    return _of_rows((bits * factors("column", bits.shape[1])).sum(1))
-
-
-def _of_rows(sums: Array) -> int:
-    return int((sums * factors("row", len(sums))).sum())
+def _sum_codes(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Sum over the words that the codes uint8 [E, R, K] are packed in, int64 [E]."""
+    if not has_loops(codes.device):
+        return _sum_values(_words(codes, num_bits))
+    columns = factors("column", codes.size(2) * num_bits // 32)
+    sums = np.empty(codes.shape[:2], np.int64)
+    for one, sums_of_one in zip(codes.contiguous().numpy(), sums, strict=True):
+        _sum_rows(one, num_bits, columns, sums_of_one)
+    return torch.from_numpy((sums * factors("row", codes.size(1))).sum(1))
 
 
 @compiled
-def _sum_codes(codes_RK, num_bits, factors_W, sums_R):  # type: ignore[no-untyped-def]
-    """Of each row of codes, little-endian bit fields of its words, the sum of words times factors."""
+def _sum_rows(codes_RK, num_bits, factors_W, sums_R):  # type: ignore[no-untyped-def]
+    """Write the sum of words times factors of each row of codes, which are little-endian bit fields of its words."""
     for row in range(codes_RK.shape[0]):
         held, num_held, word, total = np.uint64(0), 0, 0, np.int64(0)
         for column in range(codes_RK.shape[1]):
@@ -83,25 +83,8 @@ def _sum_codes(codes_RK, num_bits, factors_W, sums_R):  # type: ignore[no-untype
         sums_R[row] = total
 
 
-# --- many experts ------------------------------------------------------------------------------------------
-
-
-def stack_totals(stack: MatrixStack, schema: WeightSchema) -> dict[str, torch.Tensor]:
-    """`totals_of` of each expert, int64 [E] on the device; of flushed scales what means nothing."""
-    totals = {"weight": _sum_stack(_words(stack.codes, schema.num_bits))}
-    if stack.zero_point is not None:
-        packed = not schema.is_fp_zero_point
-        zero = _words(stack.zero_point.mT, schema.num_bits) if packed else stack.zero_point
-        totals["zero_point"] = _sum_stack(zero)
-    for field, name in OTHERS.items():
-        values = getattr(stack, field)
-        if values is not None:
-            totals[name] = _sum_stack(values.reshape(*values.shape, *(1,) * (3 - values.ndim)))
-    return totals
-
-
 def _words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Codes uint8 [E, R, K] as words with a sign, int64 [E, R, W]."""
+    """Codes uint8 [E, R, K] packed into words with a sign, int64 [E, R, W]."""
     num_codes = 32 if 32 % num_bits else 32 // num_bits  # that fill whole words
     runs = codes.reshape(*codes.shape[:2], -1, num_codes)
     words = [torch.zeros_like(runs[..., 0], dtype=torch.int64) for _ in range(num_codes * num_bits // 32)]
@@ -113,7 +96,8 @@ def _words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     return ((torch.stack(words, -1) ^ _TOP) - _TOP).flatten(2)
 
 
-def _sum_stack(values: torch.Tensor) -> torch.Tensor:
+def _sum_values(values: torch.Tensor) -> torch.Tensor:
+    """Sum of values [E, R, W] times the factors of their row and column, int64 [E]."""
     rows, columns = (
         torch.from_numpy(factors(axis, size).astype(np.int64)).to(values.device)
         for axis, size in (("row", values.size(1)), ("column", values.size(2)))
@@ -125,12 +109,12 @@ def _sum_stack(values: torch.Tensor) -> torch.Tensor:
 
 
 def has_sums(artifact: Artifact, block: str) -> bool:
-    """Whether a block has sums that can be told again: older artifacts have none, and fused exponents change codes."""
+    """True if a block has sums that can be repeated: older artifacts have none, and fused exponents change codes."""
     return artifact.blocks[block].content_sums is not None and not is_folded(artifact, block)
 
 
 def against(artifact: Artifact, blocks: Sequence[MoeLayer], source: object | None) -> str:
-    """What the blocks are compared with."""
+    """The sentence about what the blocks are compared with."""
     if source is not None:
         return "compared with the source"
     count = sum(has_sums(artifact, block.name) for block in blocks)
@@ -142,7 +126,7 @@ def against(artifact: Artifact, blocks: Sequence[MoeLayer], source: object | Non
 def check_content(
     artifact: Artifact, block: str, found: Sequence[Mapping[str, Totals]], result: CheckResult
 ) -> None:
-    """Hold a block's sums to the manifest's; `found`: of each expert, by role. Says nothing where one is missing."""
+    """Compare a block's sums with the manifest's; `found`: by expert and role. Adds nothing where one is missing."""
     roles = sorted({role for one in found for role in one})
     if not has_sums(artifact, block) or any(one.keys() != set(roles) for one in found):
         return
@@ -179,7 +163,7 @@ def _sum(each: Sequence[int]) -> str:
 
 
 def _because(each: Sequence[int], expected: Any) -> str:
-    """Which two experts are swapped, where that is all."""
+    """Name the two experts that are swapped, if that explains the difference; starts with a colon."""
     if not isinstance(expected, str) or len(expected) != 16:
         return ""
     try:

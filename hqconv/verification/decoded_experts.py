@@ -11,18 +11,14 @@ from typing import Generic, TypeVar
 
 import torch
 
-from hqconv.artifact.batch_reader import BatchReader, decode
 from hqconv.artifact.expert_reader import ExpertReader
-from hqconv.artifact.load import expert_floats, refuse
+from hqconv.artifact.load import expert_floats, refuse, stack_floats
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.devices import host_buffer
 from hqconv.errors import HqconvError
 from hqconv.formats.decode_matrix import SourceMatrix
-from hqconv.layout_decoder.stack_scales import float_values
-from hqconv.layout_decoder.unrotate import unrotated
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.schemas.dtypes import code_of
 from hqconv.verification.reference import Expert
 from hqconv.verification.scheduling import ahead
 
@@ -72,36 +68,30 @@ def decoded_experts(
     Raises VerificationError, here or when it is asked for an expert, for what no conversion writes.
     """
     reader = ExpertReader(artifact, block, refuse)
-    try:
-        stacks: BatchReader | None = BatchReader(artifact, block, reader.good)
-    except HqconvError:  # the reader of single experts says it in words
-        stacks = None
 
     def load_one(expert: int) -> Expert:
-        floats = expert_floats(artifact, reader, expert)
-        return {name: torch.from_numpy(values).to(device) for name, values in floats.items()}
+        return {name: values.to(device) for name, values in expert_floats(reader, expert).items()}
 
     def load(experts: range) -> dict[int, Expert]:
-        found, wrong = ({}, experts) if stacks is None else _load_stacks(stacks, experts, device)
+        try:
+            found, wrong = _load_batch(reader, experts, device)
+        except HqconvError:  # `load_one` says what is wrong
+            found, wrong = {}, experts
         return found | {expert: load_one(expert) for expert in wrong}
 
     weights = len(block.roles) * block.hidden_size * block.intermediate_size
     return InOrder(pool, load, block.num_experts, max(1, _BATCH_WEIGHTS // weights))
 
 
-def _load_stacks(
-    reader: BatchReader, experts: range, device: torch.device
+def _load_batch(
+    reader: ExpertReader, experts: range, device: torch.device
 ) -> tuple[dict[int, Expert], Sequence[int]]:
-    """Experts by number, and those that must be looked at by themselves."""
+    """Experts by number, and the numbers of experts that must be read alone."""
     stored = reader.plan(experts)
     host = host_buffer(stored.num_bytes, device)
-    reader.read(stored, host.numpy().data)
-    stacks = reader.stacks(stored, host.to(device, non_blocking=True))
-    schema, values = reader.artifact.schema_of(reader.block.name), {}
-    for role, stack in stacks.items():
-        values[role] = unrotated(decode(stack, schema, reader.artifact.param_dtype), schema.rotation)
-        if stack.bias is not None:
-            values[f"b{role[1:]}"] = float_values(stack.bias, code_of(reader.artifact.param_dtype))
+    reader.fill(stored, host.numpy().data)
+    stacks = reader.decode(stored, host.to(device, non_blocking=True))
+    values = stack_floats(stacks, reader)
     wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()
     found: dict[int, Expert] = {
         expert: {name: of_all[i] for name, of_all in values.items()}

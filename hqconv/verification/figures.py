@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.artifact.batch_reader import decode
-from hqconv.artifact.expert_reader import Array, ExpertMatrix, decoded_rows
 from hqconv.conversion.quant_error import relative_error
 from hqconv.jit import compiled_sums
-from hqconv.layout_decoder.stacks import MatrixStack
+from hqconv.layout_decoder.decode import DecodedStack
+from hqconv.layout_decoder.numbers import Array
+from hqconv.layout_decoder.values import decoded_rows, decoded_weights
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -91,21 +91,21 @@ class Figures:
 
 
 def measure(
-    matrix: ExpertMatrix,
+    matrix: DecodedStack,
     source: torch.Tensor | None,
     schema: WeightSchema,
     param_dtype: str,
     misread: int | None = None,
 ) -> Figures:
-    """Decode a matrix and sum up its error against `source` [N, K]; works on some rows at a time.
+    """Sum up the error of one expert's matrix (E = 1, on the CPU) against `source` [N, K], some rows at a time.
 
     misread: a code to be counted.
     """
-    flushed = 0 if matrix.flushed is None else int(np.count_nonzero(matrix.flushed))
-    zero_scales = int(np.count_nonzero(matrix.scale_value == 0))
-    figures = Figures(num_zero_scales=zero_scales, num_scales=matrix.scale.size, num_flushed=flushed)
-    figures.num_misread = 0 if misread is None else int(np.count_nonzero(matrix.codes == misread))
-    num_groups = matrix.codes.shape[1] // (schema.weight_scale_group_size or matrix.codes.shape[1])
+    flushed = 0 if matrix.flushed is None else int(matrix.flushed.sum())
+    zero_scales = int((matrix.scale_value == 0).sum())
+    figures = Figures(num_zero_scales=zero_scales, num_scales=matrix.scale.numel(), num_flushed=flushed)
+    figures.num_misread = 0 if misread is None else int(np.count_nonzero(matrix.codes.numpy() == misread))
+    num_groups = matrix.codes.size(2) // (schema.weight_scale_group_size or matrix.codes.size(2))
     sums: list[tuple[float, ...]] = []
     for begin, decoded in decoded_rows(matrix, schema, param_dtype):
         if source is None:
@@ -134,7 +134,7 @@ def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple
 
 
 def measure_stack(
-    stack: MatrixStack,
+    stack: DecodedStack,
     source: torch.Tensor | None,
     schema: WeightSchema,
     param_dtype: str,
@@ -145,7 +145,7 @@ def measure_stack(
     Returns float64 [E, 9]: error, power, dot, decoded power, largest ratio of a group's error and power, its index,
     number of scales that are zero, number of flushed ones, number of codes `misread`.
     """
-    decoded = decode(stack, schema, param_dtype).double()
+    decoded = decoded_weights(stack, schema, param_dtype).double()
     num_experts, _, num_columns = decoded.shape
     zeros = decoded.new_zeros(num_experts)
     columns = [zeros, zeros, zeros, decoded.square().flatten(1).sum(1), zeros, zeros]

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hqconv.artifact.expert_reader import ExpertMatrix
 from hqconv.artifact.reader import Artifact
 from hqconv.humming_layout.layer_config import fuses_exponents
-from hqconv.layout_decoder.stack_scales import float_values, look_up
-from hqconv.layout_decoder.stacks import MatrixStack
+from hqconv.layout_decoder.decode import DecodedStack
+from hqconv.layout_decoder.numbers import float_values, look_up
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.grid import TpSlice, tp_slices
@@ -59,29 +58,16 @@ class FusedExponents:
     slices: tuple[TpSlice, ...]
     is_padded: Mapping[str, tuple[bool, ...]]
 
-    def stacks(self, expected: Mapping[str, MatrixStack]) -> dict[str, MatrixStack]:
+    def fold(self, expected: Mapping[str, DecodedStack]) -> dict[str, DecodedStack]:
         """Quantized projections by role as the ranks hold them, put together again."""
-        folded: dict[str, MatrixStack] = {}
+        folded: dict[str, DecodedStack] = {}
         for gemm, roles in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             of_gemm = {role: expected[role] for role in roles if role in expected}
             if of_gemm:
                 folded |= self._gemm(gemm, of_gemm)
         return folded
 
-    def matrices(self, expected: Mapping[str, ExpertMatrix]) -> dict[str, ExpertMatrix]:
-        """`stacks` of one expert's projections."""
-        found = self.stacks({role: _as_stack(one) for role, one in expected.items()})
-        return {
-            role: replace(
-                one,
-                codes=found[role].codes[0].numpy(),
-                scale=found[role].scale[0].numpy(),
-                scale_value=found[role].scale_value[0].numpy(),
-            )
-            for role, one in expected.items()
-        }
-
-    def _gemm(self, gemm: str, expected: Mapping[str, MatrixStack]) -> dict[str, MatrixStack]:
+    def _gemm(self, gemm: str, expected: Mapping[str, DecodedStack]) -> dict[str, DecodedStack]:
         axis = 2 if gemm == "w2" else 1
         codes = {role: torch.empty_like(one.codes) for role, one in expected.items()}
         scales = {role: torch.empty_like(one.scale) for role, one in expected.items()}
@@ -100,7 +86,7 @@ class FusedExponents:
         }
 
     def _least_exponents(
-        self, gemm: str, expected: Mapping[str, MatrixStack], part: TpSlice
+        self, gemm: str, expected: Mapping[str, DecodedStack], part: TpSlice
     ) -> dict[str, torch.Tensor]:
         """The smallest exponents that a rank's slice keeps, int32 [E, N, 1] or [E, 1, 1], by role."""
         axis = 2 if gemm == "w2" else 1
@@ -160,9 +146,3 @@ def _shifted() -> np.ndarray:
     negative = magnitude | np.uint8(8)
     negative[:, 0] = 0
     return np.concatenate((magnitude, negative), 1)
-
-
-def _as_stack(matrix: ExpertMatrix) -> MatrixStack:
-    codes, scale = torch.from_numpy(matrix.codes)[None], torch.from_numpy(matrix.scale)[None]
-    value = torch.from_numpy(matrix.scale_value)[None]
-    return MatrixStack(codes, scale, matrix.scale_dtype, value, torch.zeros(1, dtype=torch.bool))

@@ -16,9 +16,8 @@ from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.compatibility import why_not
 from hqconv.humming_layout.gemm_forms import planned_kernel_form
 from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.layout_form import LayoutForm, read_config
-from hqconv.layout_decoder.numbers import FUSED_FP8, FUSED_INT8
-from hqconv.layout_decoder.read import DecodedStack, unlayout
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
@@ -26,12 +25,12 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema, re
 from tests.make.conversions import kernel_spec_of
 from tests.make.kernel_tensors import (
     assert_is_packed,
-    assert_is_twin,
+    decoded,
+    decoded_both_ways,
     field_codes,
     flipped,
     random_packed,
     raw,
-    stack_of,
     values_of,
 )
 
@@ -126,24 +125,26 @@ class Laid:
         self.kernel = {name: raw(one) for name, one in to_kernel(form, self.packed).items()}
 
     def read(self, kernel: dict[str, np.ndarray] | None = None) -> DecodedStack:
-        return unlayout(self.config, kernel or self.kernel, self.flags)
+        return decoded_both_ways(self.config, kernel or self.kernel, self.flags)
+
+    @property
+    def is_fused(self) -> bool:
+        return read_config(self.config, self.flags).is_fused
 
 
 def assert_inverts(laid: Laid) -> None:
-    unpacked = laid.read()
-    if unpacked.scale_dtype in (FUSED_FP8, FUSED_INT8):
-        assert_is_fused(laid, unpacked)
+    stack = laid.read()
+    if laid.is_fused:
+        assert_is_fused(laid, stack)
     else:
-        assert_is_packed(unpacked, laid.packed, laid.kind.schema)
-    stack = stack_of(laid.config, laid.kernel, laid.flags)
+        assert_is_packed(stack, laid.packed, laid.kind.schema)
     assert not stack.wrong.any()
-    assert_is_twin(stack, unpacked)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("names_inputs", [one.name for one in inputs()])
 def test_every_path_is_inverted(names_inputs: str) -> None:
-    """Codes, scales, zero points and biases come back bit for bit, from single experts and from stacks."""
+    """Codes, scales, zero points and biases come back bit for bit, by loops and by array operations."""
     kinds = each_path(names_inputs)
     assert kinds
     for kind in kinds:
@@ -201,24 +202,22 @@ _ids = [f"{schema}-{inputs}-sm{sm}" for schema, inputs, sm, _ in FLIPPED]
 def test_a_flipped_bit_changes_one_value_or_is_reported(
     schema: str, inputs: str, sm_version: int, cuda: tuple[int, int] | None
 ) -> None:
-    """Each bit of weight, scale and bias belongs to one value, or to padding; the stacks see the same."""
+    """Each bit of weight, scale and bias belongs to one value, or to padding."""
     laid = Laid(kernel_spec_of(schema, "bfloat16", sm_version, inputs, cuda))
     clean = laid.read()
     random = np.random.default_rng(len(schema))
-    for tensor, field in (("weight", "codes"), ("weight_scale", "weight_scale"), ("bias", "bias")):
+    for tensor, field in (("weight", "codes"), ("weight_scale", "scale"), ("bias", "bias")):
         found_any = False
         for bit in random.integers(0, laid.kernel[tensor].nbytes * 8, 24):
             kernel = flipped(laid.kernel, tensor, int(bit))
             changed = laid.read(kernel)
-            differing = np.argwhere(getattr(changed, field) != getattr(clean, field))
-            bad = {int(line.split("expert ")[1].split(",")[0]) for line in changed.problems}
+            differing = np.argwhere(raw(getattr(changed, field)) != raw(getattr(clean, field)))
+            bad = {int(line.split("expert ")[1].split(":")[0]) for line in changed.problems()}
             assert len(differing) == 1 or (len(differing) == 0 and len(bad) == 1), (tensor, bit)
             found_any |= len(differing) == 1
-            others = {"codes", "weight_scale", "bias"} - {field}
-            assert all(np.array_equal(getattr(changed, o), getattr(clean, o)) for o in others)
-            stack = stack_of(laid.config, kernel, laid.flags)
-            assert set(np.flatnonzero(stack.wrong.numpy())) == bad
-            assert_is_twin(stack, changed)
+            others = {"codes", "scale", "bias"} - {field}
+            assert all(torch.equal(getattr(changed, o), getattr(clean, o)) for o in others)
+            assert set(np.flatnonzero(changed.wrong.numpy())) == bad
         assert found_any
 
 
@@ -252,16 +251,17 @@ def fused_reference(laid: Laid) -> tuple[np.ndarray, np.ndarray]:
 
 def assert_is_fused(laid: Laid, unpacked: DecodedStack) -> None:
     """The values are those of the shifted codes, and off the source's by at most half a step of e2m1's subnormals."""
-    assert unpacked.problems == ()
-    decoded = values_of(unpacked, laid.kind.schema, laid.kind.param_dtype).astype(np.float64)
+    assert unpacked.problems() == []
+    floats = values_of(unpacked, laid.kind.schema, laid.kind.param_dtype).astype(np.float64)
     expected, source = fused_reference(laid)
-    assert np.array_equal(decoded, expected)
+    assert np.array_equal(floats, expected)
     largest = raw(laid.packed["weight_scale"]).astype(np.int64).max()
-    lost = 2.0 ** (max(largest, 127) - 127 - (11 if unpacked.scale_dtype == FUSED_FP8 else 3))
+    lost = 2.0 ** (max(largest, 127) - 127 - (11 if laid.kind.a_dtype == "float8e4m3" else 3))
     assert (
         np.abs(expected - source).max() <= lost
     )  # a step of e2m1 is at most 2, where its scale is the least
-    assert np.array_equal(unpacked.bias, raw(laid.packed["bias"]))
+    assert unpacked.bias is not None
+    assert np.array_equal(raw(unpacked.bias), raw(laid.packed["bias"]))
 
 
 FUSED = (
@@ -277,11 +277,9 @@ def test_fused_weights_are_what_the_shift_leaves(
     inputs: str, sm_version: int, param: str, size: tuple[int, int]
 ) -> None:
     laid = Laid(kernel_spec_of("mxfp4", param, sm_version, inputs), n=size[0], k=size[1])
-    unpacked = laid.read()
-    assert_is_fused(laid, unpacked)
-    stack = stack_of(laid.config, laid.kernel, laid.flags)
+    stack = laid.read()
+    assert_is_fused(laid, stack)
     assert not stack.wrong.any()
-    assert_is_twin(stack, unpacked)
     expected, source = fused_reference(laid)
     assert not np.array_equal(expected, source)  # something was lost: exponents differ by more than the range
 
@@ -293,8 +291,10 @@ def test_exponents_that_no_fused_kernel_can_add_are_reported(inputs: str) -> Non
         scale = laid.kernel["weight_scale"].copy()
         scale[1, 2, 8] = value  # stored row 8 is row 1
         changed = laid.read({**laid.kernel, "weight_scale": scale})
-        assert any(line.startswith("weight_scale: not a fused exponent") for line in changed.problems)
-        assert any("expert 1, first at [1, 2]" in line for line in changed.problems)
+        assert any(
+            line.startswith("weight_scale: expert 1: not a fused exponent") and ": first at [1, 2]" in line
+            for line in changed.problems()
+        )
 
 
 def test_rows_whose_second_scale_float16_cannot_hold_are_zero() -> None:
@@ -308,7 +308,6 @@ def test_rows_whose_second_scale_float16_cannot_hold_are_zero() -> None:
     values = values_of(laid.read(), laid.kind.schema, "float16")
     assert not values[0, 3].any()
     assert values[0, 2].any()
-    assert_is_twin(stack_of(laid.config, laid.kernel, laid.flags), laid.read())
 
 
 # --- contradictions ----------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def test_words_that_cannot_be_together_are_refused(
 ) -> None:
     laid = Laid(kernel_spec_of(schema, "bfloat16", 90, inputs))
     with pytest.raises(VerificationError, match=message):
-        unlayout({**laid.config, **words}, laid.kernel, {**laid.flags, **flags})
+        decoded({**laid.config, **words}, laid.kernel, {**laid.flags, **flags})
 
 
 def test_padding_of_words_of_scales_is_checked() -> None:
@@ -340,16 +339,17 @@ def test_padding_of_words_of_scales_is_checked() -> None:
     laid = Laid(kernel_spec_of("mxfp4", "bfloat16", 100, "fp8"), n=256, k=128)
     config = {**laid.config, "shape_k": 64, "pad_shape_k": 0}
     kernel = {**laid.kernel, "weight": laid.kernel["weight"][:, :, :8].copy()}
-    unpacked = unlayout(config, kernel, laid.flags)
-    assert unpacked.weight_scale.shape == (NUM_EXPERTS, 256, 2)
-    assert [line.split(", first")[0] for line in unpacked.problems] == [
-        f"weight_scale: padding other than 0x7f: expert {e}" for e in range(NUM_EXPERTS)
+    stack = decoded_both_ways(config, kernel, laid.flags)
+    assert stack.scale.shape == (NUM_EXPERTS, 256, 2)
+    assert stack.wrong.all()
+    assert [line.split(": first")[0] for line in stack.problems()] == [
+        f"weight_scale: expert {e}: padding other than 0x7f" for e in range(NUM_EXPERTS)
     ]
     filled = laid.kernel["weight_scale"].copy()
     filled.view(np.uint8).reshape(-1, 4)[:, 2:] = 127
-    assert unlayout(config, {**kernel, "weight_scale": filled}, laid.flags).problems == ()
-    assert not stack_of(config, {**kernel, "weight_scale": filled}, laid.flags).wrong.any()
-    assert stack_of(config, kernel, laid.flags).wrong.all()
+    stack = decoded_both_ways(config, {**kernel, "weight_scale": filled}, laid.flags)
+    assert stack.problems() == []
+    assert not stack.wrong.any()
 
 
 def test_padding_is_checked_in_every_order() -> None:
@@ -360,11 +360,11 @@ def test_padding_is_checked_in_every_order() -> None:
     ):
         laid = Laid(kernel_spec_of(schema, "bfloat16", sm_version, inputs_name), n=512, k=512)
         laid.config = {**laid.config, "pad_shape_n": 128, "pad_shape_k": 128}
-        unpacked = laid.read()
-        reported = {line.split(":")[0] for line in unpacked.problems}
+        stack = laid.read()
+        reported = {line.split(":")[0] for line in stack.problems()}
         assert {"weight", "bias"} <= reported, schema
         assert "weight_scale" in reported, schema
-        assert stack_of(laid.config, laid.kernel, laid.flags).wrong.all()
+        assert stack.wrong.all()
 
 
 def test_a_kind_is_read_back_from_its_plan_alone() -> None:
@@ -373,4 +373,4 @@ def test_a_kind_is_read_back_from_its_plan_alone() -> None:
     laid = Laid(kind)
     one = {name: array[1:] for name, array in laid.kernel.items()}
     planned = planned_kernel_form(*laid.size, kind, True)
-    assert np.array_equal(unlayout(planned.config, one, planned.flags).codes, laid.read().codes[1:])
+    assert torch.equal(decoded(planned.config, one, planned.flags).codes, laid.read().codes[1:])

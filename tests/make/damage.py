@@ -29,6 +29,7 @@ from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.make.conversions import kernel_spec_of
+from tests.make.kernel_tensors import array_operations
 
 BLOCK = "model.layers.0.mlp.experts"
 GIB = 1 << 30
@@ -160,7 +161,8 @@ class Damaged:
 def check_both_ways(artifact: Artifact, source: Source | None, device: str = "cpu") -> CheckResult:
     """The weights check expert by expert, once it is shown that batches on a device (of torch's) find the same."""
     result = check_weights(artifact, source, None, 2, GIB)
-    batched = check_weights(artifact, source, None, 2, GIB, torch.device(device))
+    with array_operations():  # as on a GPU
+        batched = check_weights(artifact, source, None, 2, GIB, torch.device(device))
     assert batched.findings == result.findings
     assert_same_figures(batched.measured, result.measured)
     is_good = not result.findings and artifact.manifest.is_kernel

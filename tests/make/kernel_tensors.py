@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
-from hqconv.artifact.expert_reader import floats, to_matrix
 from hqconv.humming_layout.gemm_forms import planned_packed_form
+from hqconv.layout_decoder import codes, values
+from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_layout
 from hqconv.layout_decoder.layout_form import read_config
-from hqconv.layout_decoder.numbers import PADDED_E5M0
-from hqconv.layout_decoder.read import DecodedStack, e8m0_exponents
-from hqconv.layout_decoder.stacks import MatrixStack, read_stack
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.verification import content_sums
 
 
 def random_packed(
@@ -42,8 +43,7 @@ def random_packed(
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
     """Bit patterns; written apart from the inverse's own."""
-    tensor = tensor.contiguous()
-    flat = tensor.flatten().view(torch.uint8).numpy()
+    flat = tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
     return flat.view(f"u{tensor.element_size()}").reshape(tensor.shape)
 
 
@@ -61,64 +61,72 @@ def flipped(kernel: dict[str, np.ndarray], name: str, bit: int) -> dict[str, np.
     return arrays
 
 
-def stack_of(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> MatrixStack:
-    """The inverse for stacks, of raw bits."""
-    signed = {
-        key: array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
-        for key, array in kernel.items()
-    }
-    return read_stack(read_config(config, flags or {}), {k: torch.from_numpy(v) for k, v in signed.items()})
+def decoded(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> DecodedStack:
+    """The inverse of the kernel layout, of raw bits."""
+    return decode_layout(read_config(config, flags or {}), bits_of_arrays(kernel))
 
 
-def one_of(unpacked: DecodedStack, expert: int) -> DecodedStack:
-    """One expert's part."""
-    arrays = ("codes", "weight_scale", "zero_point", "weight_scale_2", "bias")
-    parts = {
-        key: array[expert : expert + 1] for key in arrays if (array := getattr(unpacked, key)) is not None
-    }
-    return dataclasses.replace(unpacked, **parts)
+@contextmanager
+def array_operations() -> Iterator[None]:
+    """Run on the CPU the array operations that decode on a GPU, instead of compiled loops."""
+    with ExitStack() as stack:
+        for module in (codes, values, content_sums):
+            stack.enter_context(mock.patch.object(module, "has_loops", return_value=False))
+        yield
 
 
-def values_of(unpacked: DecodedStack, schema: WeightSchema, param_dtype: str) -> np.ndarray:
-    """The decoded weights [E, N, K] of a stack."""
-    each = [to_matrix(one_of(unpacked, e)) for e in range(len(unpacked.codes))]
-    return np.stack([floats(matrix, schema, param_dtype) for matrix in each])
+def values_of(stack: DecodedStack, schema: WeightSchema, param_dtype: str) -> np.ndarray:
+    """The decoded weights [E, N, K] of a stack; loops and array operations agree."""
+    found = values.decoded_weights(stack, schema, param_dtype)
+    with array_operations():
+        again = values.decoded_weights(stack, schema, param_dtype)
+    assert found.numpy().tobytes() == again.numpy().tobytes()
+    return found.numpy()
 
 
-def assert_is_packed(unpacked: DecodedStack, packed: dict[str, torch.Tensor], schema: WeightSchema) -> None:
+def assert_is_packed(stack: DecodedStack, packed: dict[str, torch.Tensor], schema: WeightSchema) -> None:
     """Every array equals the packed tensor it came from, and nothing was left over."""
-    assert unpacked.problems == ()
-    assert np.array_equal(unpacked.codes, field_codes(packed["weight"].numpy(), schema.num_bits))
-    if unpacked.scale_dtype == PADDED_E5M0:
-        original, is_flushed = e8m0_exponents(unpacked)
-        expected = raw(packed["weight_scale"])
+    assert stack.problems() == []
+    assert np.array_equal(stack.codes, field_codes(packed["weight"].numpy(), schema.num_bits))
+    expected = raw(packed["weight_scale"])
+    if stack.flushed is not None:
+        original, is_flushed = stack.scale.numpy(), stack.flushed.numpy()
         assert np.array_equal(original[~is_flushed], expected[~is_flushed])
         assert (expected <= original)[is_flushed].all()
     else:
-        assert np.array_equal(unpacked.weight_scale, raw(packed["weight_scale"]))
-        assert (unpacked.weight_scale_2 is None) == ("weight_scale_2" not in packed)
-        if unpacked.weight_scale_2 is not None:
-            assert np.array_equal(unpacked.weight_scale_2, raw(packed["weight_scale_2"]))
-    assert (unpacked.zero_point is None) == ("zero_point" not in packed)
-    if unpacked.zero_point is not None:
+        assert np.array_equal(raw(stack.scale).reshape(expected.shape), expected)
+        assert (stack.scale_2 is None) == ("weight_scale_2" not in packed)
+        if stack.scale_2 is not None:
+            second = raw(packed["weight_scale_2"])
+            assert np.array_equal(raw(stack.scale_2).reshape(second.shape), second)
+    assert (stack.zero_point is None) == ("zero_point" not in packed)
+    if stack.zero_point is not None:
         expected = raw(packed["zero_point"])
         if not schema.is_fp_zero_point:
             expected = field_codes(expected.swapaxes(-1, -2), schema.num_bits).swapaxes(-1, -2)
-        assert np.array_equal(unpacked.zero_point, expected)
-    assert (unpacked.bias is None) == ("bias" not in packed)
-    if unpacked.bias is not None:
-        assert np.array_equal(unpacked.bias, raw(packed["bias"]))
+        assert np.array_equal(raw(stack.zero_point), expected)
+    assert (stack.bias is None) == ("bias" not in packed)
+    if stack.bias is not None:
+        assert np.array_equal(raw(stack.bias), raw(packed["bias"]))
 
 
-def assert_is_twin(stack: MatrixStack, unpacked: DecodedStack) -> None:
-    """Every expert's matrix, bit for bit."""
-    for e in range(len(unpacked.codes)):
-        matrix = to_matrix(one_of(unpacked, e))
-        assert matrix.scale_dtype == stack.scale_dtype
-        for field in ("codes", "scale", "scale_value", "zero_point", "scale_2", "bias", "flushed"):
-            ours, theirs = getattr(stack, field), getattr(matrix, field)
-            assert (ours is None) == (theirs is None), field
-            if ours is not None:
-                array = ours[e].contiguous().numpy()
-                assert array.shape == theirs.shape, field
-                assert array.tobytes() == theirs.tobytes(), field
+def assert_same_stack(ours: DecodedStack, theirs: DecodedStack) -> None:
+    """Equal bit for bit, and the same faults."""
+    assert ours.scale_dtype == theirs.scale_dtype
+    assert ours.problems() == theirs.problems()
+    for field in ("codes", "scale", "scale_value", "zero_point", "scale_2", "bias", "flushed"):
+        left, right = getattr(ours, field), getattr(theirs, field)
+        assert (left is None) == (right is None), field
+        if left is not None:
+            assert (left.shape, left.dtype) == (right.shape, right.dtype), field
+            assert left.numpy().tobytes() == right.numpy().tobytes(), field
+
+
+def decoded_both_ways(
+    config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None
+) -> DecodedStack:
+    """`decoded`, by compiled loops, once array operations have given the same."""
+    found = decoded(config, kernel, flags)
+    with array_operations():
+        assert_same_stack(decoded(config, kernel, flags), found)
+    return found

@@ -12,7 +12,7 @@ import torch
 
 import hqconv
 from hqconv.api import open_source
-from hqconv.artifact.batch_reader import BatchReader
+from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.reader import Artifact
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.verification import run as run_module
@@ -132,7 +132,7 @@ def test_what_fails_in_a_batch_is_looked_at_again(
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(BatchReader, "stacks", fails)
+    monkeypatch.setattr(ExpertReader, "decode", fails)
     result = batched(out, src)
     note = "on cpu; 8 of 8 experts again on the CPU, some after OutOfMemoryError: no memory"
     assert (result.status, result.notes[-1]) == ("pass", note)

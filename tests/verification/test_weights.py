@@ -14,17 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hqconv.api import open_source
-from hqconv.artifact.expert_reader import ExpertMatrix, GemmLocation, decoded_rows, join
-from hqconv.artifact.packed_reader import unpack
+from hqconv.artifact.expert_reader import join
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.humming_layout.runtime import resident
 from hqconv.humming_layout.transform import humming_schema
-from hqconv.layout_decoder.packed import packed_shapes, unpack_codes
+from hqconv.layout_decoder.codes import unpack_fields
+from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed, packed_shapes
+from hqconv.layout_decoder.values import decoded_rows
 from hqconv.quantization.quantize import quantize
+from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from hqconv.verification.check_expert import as_matrix
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.make.conversions import run
@@ -179,26 +180,23 @@ def test_redundant_copies_are_identical(placement: str, src: Path, tmp_path: Pat
         )
 
 
-def piece(**fields: Any) -> ExpertMatrix:
-    one = {"codes": np.zeros((2, 4), np.uint8), "scale": np.zeros((2, 1), np.uint16), "scale_dtype": "BF16"}
-    return ExpertMatrix(**{**one, "scale_value": np.ones((2, 1), np.float32), **fields})
+def piece(bias: torch.Tensor) -> DecodedStack:
+    codes, scale = torch.zeros(1, 2, 4, dtype=torch.uint8), torch.zeros(1, 2, 1, dtype=torch.int16)
+    return DecodedStack(codes, scale, "BF16", torch.ones(1, 2, 1), bias=bias)
 
 
 def test_the_w2_bias_is_on_the_first_rank_only() -> None:
-    notes: list[Any] = []
-    schema, home = (
-        resolve_schema("fp8"),
-        GemmLocation(BLOCK, "w2", 3, 1, 0, lambda *words: notes.append(words), 2),
-    )
-    bias, zero = np.array([1, 2], np.uint16), np.zeros(2, np.uint16)
-    whole = join([piece(bias=bias), piece(bias=zero)], 1, schema, home)
+    schema = resolve_schema("fp8")
+    bias, zero = (torch.tensor([values], dtype=torch.int16) for values in ([1, 2], [0, 0]))
+    whole = join([piece(bias), piece(zero)], 2, schema)
     assert whole.bias is not None
-    assert (whole.bias.tolist(), notes) == ([1, 2], [])
-    join([piece(bias=bias), piece(bias=bias)], 1, schema, home)
-    assert notes[0][0] == f"experts/tp1-ep1/{BLOCK}.safetensors, tensor {BLOCK}.w2_bias, expert 3 (local 0)"
-    rows = join([piece(bias=bias), piece(bias=bias)], 0, schema, home)
+    assert (whole.bias.tolist(), whole.problems()) == ([[1, 2]], [])
+    [fault] = [one for one in join([piece(bias), piece(bias)], 2, schema).faults if one.wrong.any()]
+    assert (fault.tensor, fault.tp_rank, fault.what) == ("bias", 1, "The w2 bias is on more than TP rank 0.")
+    assert fault.describe(0) == ("zero, since ranks are summed", "2 values")
+    rows = join([piece(bias), piece(bias)], 1, schema)
     assert rows.bias is not None
-    assert (rows.bias.tolist(), rows.codes.shape) == ([1, 2, 1, 2], (4, 4))
+    assert (rows.bias.tolist(), rows.codes.shape) == ([[1, 2, 1, 2]], (1, 4, 4))
 
 
 def test_a_source_of_nothing_but_nan(src: Path, tmp_path: Path) -> None:
@@ -226,7 +224,8 @@ def test_a_block_that_cannot_be_compared(src: Path, tmp_path: Path, key: str) ->
 def test_codes_are_little_endian_bit_fields(num_bits: int) -> None:
     words = np.random.default_rng(num_bits).integers(0, 1 << 32, (5, 2 * num_bits), np.uint32)
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(5, -1, num_bits)
-    assert np.array_equal(unpack_codes(words, num_bits), (bits << np.arange(num_bits)).sum(-1))
+    found = unpack_fields(torch.from_numpy(words.view(np.int32)), num_bits)
+    assert np.array_equal(found, (bits << np.arange(num_bits)).sum(-1))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -236,8 +235,9 @@ def test_packed_shapes_are_the_quantizers(name: str) -> None:
     shapes = {key: tuple(tensor.shape) for key, tensor in packed.tensors.items()}
     expected = packed_shapes((128, 256), schema, "bfloat16")
     assert {key: shape for key, (_, shape) in expected.items()} == shapes
-    matrix = as_matrix(packed, schema)
-    assert matrix.codes.shape == (128, 256)
+    bits = {key: bits_of(tensor).unsqueeze(0) for key, tensor in packed.tensors.items()}
+    matrix = decode_packed(bits, schema, code_of_torch(packed.tensors["weight_scale"].dtype))
+    assert matrix.codes.shape == (1, 128, 256)
     assert matrix.scale_dtype == expected["weight_scale"][0]
     with resident(torch.device("cpu")):
         decoded = humming_schema(schema).dequant_tensors(dict(packed.tensors)).numpy()
@@ -252,6 +252,9 @@ def test_packed_tensors_of_another_shape(src: Path, tmp_path: Path) -> None:
     found(weights_of(copy.root, None), f"{BLOCK}.0.gate_proj.", "Packed tensors are not those")
 
 
-def test_unpack_makes_tensor_scales_two_dimensional() -> None:
-    bits = {"weight": np.zeros((4, 8), np.uint32), "weight_scale": np.ones(1, np.uint32)}
-    assert unpack(bits, resolve_schema("fp8-tensor"), "F32").scale.shape == (1, 1)
+def test_scales_of_a_tensor_have_three_dimensions() -> None:
+    bits = {
+        "weight": torch.zeros(2, 4, 8, dtype=torch.int32),
+        "weight_scale": torch.ones(2, dtype=torch.int32),
+    }
+    assert decode_packed(bits, resolve_schema("fp8-tensor"), "F32").scale.shape == (2, 1, 1)

@@ -1,0 +1,88 @@
+"""LayoutForm of every rank's GEMMs, once headers and LayerConfigs agree with the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from hqconv.artifact.reader import Artifact
+from hqconv.errors import HqconvError
+from hqconv.humming_layout.gemm_forms import layout_entries
+from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors, read_config
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.planning.output_units import gemm_shapes
+from hqconv.schemas import artifact_names as names
+
+Note = Callable[[str, str, object, object], None]  # where, what, expected, found
+RankForms = dict[tuple[str, int, int], LayoutForm]  # by GEMM, TP rank, EP rank
+
+
+def check_rank_headers(
+    artifact: Artifact, block: MoeLayer, note: Note, ranks: Iterable[tuple[int, int]] | None = None
+) -> RankForms:
+    """Note what is wrong in the headers of `ranks` (None: all), and return the forms of the others.
+
+    A LayerConfig and the dtypes must be those of the manifest's schema.
+    """
+    good: RankForms = {}
+    for tp_rank, ep_rank in artifact.grid.ranks if ranks is None else ranks:
+        path = names.rank_file(block.name, tp_rank, ep_rank)
+        num_local = len(artifact.grid.local_experts(block.num_experts, ep_rank))
+        for gemm, shape in gemm_shapes(block, artifact.grid.tp, artifact.schema_of(block.name)).items():
+            try:
+                config = artifact.layer_config(block.name, gemm, tp_rank, ep_rank)
+                found, expected = _forms(
+                    artifact, block.name, config, artifact.flags(block.name, gemm), shape
+                )
+                for name, (dtype, _) in expected_tensors(expected).items():
+                    _check_entry(artifact, path, f"{block.name}.{gemm}_{name}", dtype, num_local, note)
+            except (HqconvError, OSError) as error:
+                note_error(f"{path}, {gemm}", error, note)
+                continue
+            wrong = [f.name for f in fields(found) if getattr(found, f.name) != getattr(expected, f.name)]
+            if wrong:
+                what = "A layer config describes another format than the manifest."
+                texts = [
+                    ", ".join(f"{name} {getattr(form, name)}" for name in wrong) for form in (expected, found)
+                ]
+                note(f"{path}, metadata {gemm}", what, *texts)
+            else:
+                good[gemm, tp_rank, ep_rank] = found
+    return good
+
+
+def _forms(
+    artifact: Artifact,
+    block: str,
+    config: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    shape: tuple[int, int],
+) -> tuple[LayoutForm, LayoutForm]:
+    """The layouts that a stored layer config describes and that the manifest implies; padding is the config's."""
+    layer = layout_entries(artifact.kernel_spec_of(block))
+    keys = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
+    sizes = {key: config[key] for key in keys if key in config}
+    return read_config(config, flags), replace(read_config({**layer, **sizes}, layer), shape=shape)
+
+
+def _check_entry(artifact: Artifact, path: str, name: str, dtype: str, num_local: int, note: Note) -> None:
+    """Check a tensor's dtype, which gives its bits their meaning, and its number of experts."""
+    entry = artifact.header(path)[0].get(name)
+    where = f"{path}, tensor {name}"
+    if entry is None:
+        note(where, "A rank's tensor is missing.", dtype, "absent")
+    elif entry.dtype != dtype:
+        what = "A tensor's bits are labelled with another dtype: a loader would reinterpret them."
+        note(where, what, dtype, entry.dtype)
+    elif entry.shape[:1] != (num_local,):
+        note(where, "A rank file holds another number of experts.", num_local, list(entry.shape[:1]))
+
+
+def note_error(where: str, error: HqconvError | OSError, note: Note) -> None:
+    """Note an error of reading or decoding weights."""
+    if isinstance(error, HqconvError):
+        inside = f"{where}: {error.where}" if error.where and error.where not in where else where
+        note(inside, f"Weights cannot be decoded: {error.what}", error.expected, error.found)
+    else:
+        note(where, "Weights cannot be read.", "", error.strerror)

@@ -1,0 +1,185 @@
+"""The inverse of the kernel layout: codes, scales and zero points of stacks of experts, on the device of their bytes.
+
+Independent of the forward path on purpose: this follows how Humming's GEMM kernels *read* the tensors
+(`include/humming/memory/s2r_loader`, `datatype/dequant*.cuh`, `mma/wgmma.cuh`), shares no code with the conversion,
+and needs no Humming. So `verify` can trust it, on any machine.
+
+The weight that a kernel computes with is (value of its code - zero point) * value of its scale * second scale, see
+`hqconv.layout_decoder.values`. That holds where exponents are fused into the codes as well, with `scale_value`.
+
+Legend: E experts, N rows, K columns, G groups along K. Floats are bit patterns: uint8, int16 or int32 by their width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hqconv.layout_decoder.codes import decode_codes, unpack_fields
+from hqconv.layout_decoder.layout_form import LayoutForm, check_tensors
+from hqconv.layout_decoder.numbers import FUSED_INT8, PADDED_E5M0, Array, float_values
+from hqconv.layout_decoder.scales import Checks, Fault, decode_scale, decode_zero_point, unpermute_channels
+from hqconv.schemas.dtypes import code_of
+from hqconv.schemas.weight_schema import WeightSchema
+
+_FLUSHED_POWER = -25  # of half of the least float16: second scales up to it are rounded to 0
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedStack:
+    """Matrices of E experts, or slices of them, in logical order without padding.
+
+    codes: uint8 [E, N, K], Humming's codes (integers offset binary). scale: [E, N, G], [E, N, 1] (channel),
+    [E, N/bn, K/bk] (block) or [E, 1, 1] (tensor), of the safetensors dtype `scale_dtype` (`U8` is e5m3).
+    scale_value: what the kernels take the scale for, float32; of e8m0 scales that were adapted to float16 or fused
+    into the codes with the second scale multiplied in, which is not the source's then and left out.
+    zero_point: uint8 codes or int16 patterns [E, N, G | 1]. scale_2: [E, 1] or [E, N]. bias: [E, N].
+    flushed: bool [E, N, G], the kernels take this e8m0 scale for zero, and the original was at most `scale`.
+    faults: checks of the values, evaluated by `wrong` and `problems`.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    scale_dtype: str
+    scale_value: torch.Tensor
+    zero_point: torch.Tensor | None = None
+    scale_2: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    flushed: torch.Tensor | None = None
+    faults: tuple[Fault, ...] = ()
+
+    @functools.cached_property
+    def wrong(self) -> torch.Tensor:
+        """Experts with values that no conversion writes, bool [E]."""
+        wrong = torch.zeros(len(self.codes), dtype=torch.bool, device=self.codes.device)
+        return functools.reduce(torch.logical_or, (fault.experts() for fault in self.faults), wrong)
+
+    def problems(self) -> list[str]:
+        """One line for every fault and expert."""
+        return [
+            f"{fault.tensor}: expert {expert}: {fault.describe(expert)[1]}"
+            for fault in self.faults
+            for expert in fault.experts().nonzero().flatten().tolist()
+        ]
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bit patterns."""
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def bits_of_arrays(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Bit patterns of numpy arrays of unsigned integers, without a copy."""
+    signed = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+    return {name: torch.from_numpy(array.view(signed[array.itemsize])) for name, array in arrays.items()}
+
+
+# --- kernel layout -----------------------------------------------------------------------------------------
+
+
+def decode_layout(form: LayoutForm, bits: Mapping[str, torch.Tensor]) -> DecodedStack:
+    """Decode kernel tensors `weight`, `weight_scale`, … [E, …], bit patterns, as the GEMM kernels read them.
+
+    Any slice of a rank's experts may be given. Raises VerificationError where a tensor is missing, extra or of another
+    shape or width than the form's. Values that padding or unused bits should not have are `faults`.
+    """
+    check_tensors(form, bits)
+    checks = Checks()
+    zero, zero_padded = decode_zero_point(form, bits.get("zero_point"), checks)
+    codes = decode_codes(form, bits["weight"], zero_padded)
+    checks.padding("weight", codes, form.shape, 0)
+    rows, columns = form.shape
+    channels: dict[str, torch.Tensor] = {}
+    for name in ("bias", "weight_scale_2"):
+        if name in bits and bits[name].ndim == 2:
+            values = unpermute_channels(bits[name])
+            checks.padding(name, values.unsqueeze(2), (rows, 1), 0)
+            channels[name] = values[:, :rows]
+    scale_2 = channels.get("weight_scale_2", bits.get("weight_scale_2"))
+    scale = decode_scale(form, bits["weight_scale"], scale_2, checks)
+    stack = DecodedStack(
+        codes=codes[:, :rows, :columns],
+        scale=scale,
+        scale_dtype=form.scale_dtype,
+        scale_value=float_values(scale, form.scale_dtype),
+        zero_point=zero,
+        scale_2=None if scale_2 is None else scale_2.view(len(codes), -1),
+        bias=channels.get("bias"),
+    )
+    if form.is_fused or form.scale_dtype == PADDED_E5M0:
+        stack = _restore_e8m0(stack, form, checks)
+    return replace(stack, faults=tuple(checks.faults))
+
+
+def _restore_e8m0(stack: DecodedStack, form: LayoutForm, checks: Checks) -> DecodedStack:
+    """Exponents adapted to float16, or fused into the codes, as the e8m0 scales [E, N, G] that they stand for.
+
+    For float16, the forward path subtracts log2(weight_scale_2) from an expert's exponents and rebiases them; those
+    that fall below 2^-14 are flushed. Where `flushed` is set, the original byte was at most the one returned, and the
+    kernels take the scale for zero. Largest exponents are never lost.
+    Fused exponents are what the codes were shifted for; a row whose second scale is below float16 is flushed.
+    """
+    value = stack.scale_value
+    if form.scale_dtype == PADDED_E5M0:
+        exponent, flushed = (stack.scale.int() >> 3) - 15, stack.scale >> 3 == 0
+    else:
+        exponent = stack.scale.int() + (form.scale_dtype == FUSED_INT8)
+        flushed = torch.zeros_like(stack.scale, dtype=torch.bool)
+    if stack.scale_2 is not None:
+        second = float_values(stack.scale_2, "F32" if form.scale_2_type == "tensor" else form.param_dtype)
+        second = second.unsqueeze(2)
+        is_lost = (second == 0) & ((form.scale_dtype, form.param_dtype) == (FUSED_INT8, "F16"))
+        fraction, power = torch.frexp(second)
+        wrong = (fraction != 0.5) & ~is_lost
+        checks.values("weight_scale_2", "a second scale of e8m0 scales that is no power of two", wrong)
+        exponent = exponent + torch.where(is_lost, _FLUSHED_POWER, power - 1)
+        value, flushed = value * second, flushed | is_lost
+    scale = (exponent + 127).clamp(0, 255).to(torch.uint8)
+    return replace(
+        stack, scale=scale, scale_dtype="F8_E8M0", scale_value=value, scale_2=None, flushed=flushed
+    )
+
+
+# --- packed tensors ----------------------------------------------------------------------------------------
+
+
+def packed_shapes(
+    shape: tuple[int, int], schema: WeightSchema, param_dtype: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of one matrix's tensors in Humming's packing, worked out from the schema alone."""
+    (n, k), param = shape, code_of(param_dtype)
+    group = schema.weight_scale_group_size or k
+    rows = n // (schema.weight_scale_group_size_n or 1)
+    dtype = code_of(schema.scale_dtype(param_dtype))
+    scale: tuple[int, ...] = (1,) if schema.weight_scale_type == "tensor" else (rows, k // group)
+    shapes = {"weight": ("I32", (n, k * schema.num_bits // 32)), "weight_scale": (dtype, scale)}
+    if schema.has_zero_point:
+        is_float = schema.is_fp_zero_point
+        packed_rows = n if is_float else n * schema.num_bits // 32
+        shapes["zero_point"] = (param if is_float else "I32", (packed_rows, k // group))
+    if schema.weight_scale_2_type == "tensor":
+        shapes["weight_scale_2"] = ("F32", (1,))
+    elif schema.weight_scale_2_type == "channel":
+        shapes["weight_scale_2"] = (param, (n,))
+    return shapes
+
+
+def decode_packed(bits: Mapping[str, torch.Tensor], schema: WeightSchema, scale_dtype: str) -> DecodedStack:
+    """Decode tensors in Humming's packing [E, …], bit patterns; shares no code with the packer."""
+    scale, zero, scale_2 = bits["weight_scale"], bits.get("zero_point"), bits.get("weight_scale_2")
+    if zero is not None and not schema.is_fp_zero_point:
+        zero = unpack_fields(zero.mT, schema.num_bits).mT
+    scale = scale.reshape(len(scale), 1, 1) if scale.ndim < 3 else scale
+    return DecodedStack(
+        codes=unpack_fields(bits["weight"], schema.num_bits),
+        scale=scale,
+        scale_dtype=scale_dtype,
+        scale_value=float_values(scale, scale_dtype),
+        zero_point=zero,
+        scale_2=None if scale_2 is None else scale_2.view(len(scale), -1),
+        bias=bits.get("bias"),
+    )
