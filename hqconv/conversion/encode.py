@@ -29,7 +29,7 @@ from hqconv.quantization.quantized import (
     stack_direct,
     stack_tensors,
 )
-from hqconv.quantization.scale_rounding import round_scales
+from hqconv.quantization.scale_rounding import round_to_param_dtype
 from hqconv.schemas.dtypes import torch_dtype_of
 
 _ASYNCHRONOUS = ("cuda",)  # types of devices that run ahead of the host
@@ -322,7 +322,7 @@ def pass_through(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> di
 def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: Encoding) -> PassedThrough:
     if not encoding.rounds_scales:
         return PassedThrough(express(coded, encoding.schema, encoding.param_dtype))
-    rounded = round_scales(coded, encoding.param_dtype, matrix.names)
+    rounded = round_to_param_dtype(coded, encoding.param_dtype, matrix.names)
     return PassedThrough(express(rounded.coded, encoding.schema, encoding.param_dtype), rounded.sums)
 
 

@@ -24,12 +24,13 @@ from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema
 
 _TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the one asked for does not work
+_DEFAULTS = EncodingOptions()
 _MAX_BLOCK = 128  # of scales that serve whole matrices
 _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
 
 def source_schemas(
-    blocks: Iterable[MoeLayer], param_dtype: str, tp: int, options: EncodingOptions
+    blocks: Iterable[MoeLayer], param_dtype: str, tp: int, options: EncodingOptions = _DEFAULTS
 ) -> dict[str, WeightSchema]:
     """Return layer → the schema that keeps its codes and scales, cut for `tp` ranks.
 

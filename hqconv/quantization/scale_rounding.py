@@ -35,7 +35,7 @@ class Rounded:
     sums: torch.Tensor
 
 
-def round_scales(coded: CodedMatrix, param_dtype: str, names: Mapping[str, str]) -> Rounded:
+def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[str, str]) -> Rounded:
     """The same codes with scales in `param_dtype`, to the nearest, ties to even. `names`: part → tensor name.
 
     A scale moves by half a unit in the last place at most. Raises InputError naming the tensor where one cannot:

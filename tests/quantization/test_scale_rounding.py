@@ -15,7 +15,7 @@ from hqconv.errors import InputError
 from hqconv.quantization import bit_codec
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
 from hqconv.quantization.deferred_checks import deferring_checks
-from hqconv.quantization.scale_rounding import _sums_of_rows, _sums_of_tensors, round_scales
+from hqconv.quantization.scale_rounding import _sums_of_rows, _sums_of_tensors, round_to_param_dtype
 from tests.make.coded import Draw, cases
 from tests.make.effort import num_examples
 
@@ -65,14 +65,14 @@ def test_every_scale_is_the_nearest_or_refused(dtype: str, value: float) -> None
     is_lost = expected != exact and (abs(float(exact)) < SMALLEST[dtype] or np.isinf(expected))
     if is_lost:
         with pytest.raises(InputError, match="A scale is out of range") as caught:
-            round_scales(coded, dtype, {"scale": "e.scale", "weight": "e.weight"})
+            round_to_param_dtype(coded, dtype, {"scale": "e.scale", "weight": "e.weight"})
         assert caught.value.where == "e.scale"
         assert "at [0, 0]" in caught.value.found
         with deferring_checks() as doubts:
-            round_scales(coded, dtype, {})
+            round_to_param_dtype(coded, dtype, {})
         assert [bool(doubt) for doubt in doubts.masks] == [True]
         return
-    rounded = round_scales(coded, dtype, {})
+    rounded = round_to_param_dtype(coded, dtype, {})
     assert rounded.coded.scale.dtype == getattr(torch, dtype)
     assert rounded.coded.scale.float().flatten().tolist() == [expected, 1.0]
     change = abs(expected - float(exact)) / abs(float(exact)) if value else 0.0
@@ -83,7 +83,7 @@ def test_every_scale_is_the_nearest_or_refused(dtype: str, value: float) -> None
 @settings(max_examples=50, deadline=None)
 @given(values=st.lists(st.floats(2.0**-13, 60000.0, width=32), min_size=1, max_size=40))
 def test_the_largest_change_is_that_of_all_rows(dtype: str, values: list[float]) -> None:
-    rounded = round_scales(with_scale(values), dtype, {})
+    rounded = round_to_param_dtype(with_scale(values), dtype, {})
     changes = [abs(nearest(np.float32(v), dtype) - v) / v for v in values]
     assert rounded.sums[2].item() == max(changes)
 
@@ -104,7 +104,7 @@ def test_the_error_is_that_of_the_decoded_weights_on_every_device(name: str) -> 
     """By rows as on the CPU, and by tensors as on a GPU: the same bits, and what the weights say."""
     coded = next(case for case in cases() if case.name == name).coded()
     wide = replace(coded, scale=coded.scale.float() * (1 + 2.0**-9 + 2.0**-13))
-    rounded = round_scales(wide, "bfloat16", {})
+    rounded = round_to_param_dtype(wide, "bfloat16", {})
     assert torch.equal(rounded.coded.scale, wide.scale.to(torch.bfloat16))
     by_rows, by_tensors = (of(wide, rounded.coded) for of in (_sums_of_rows, _sums_of_tensors))
     assert torch.equal(torch.stack(by_rows), torch.stack(by_tensors))
@@ -120,7 +120,7 @@ def test_the_error_is_that_of_the_decoded_weights_on_every_device(name: str) -> 
 
 def test_the_same_codes_with_scales_of_zero() -> None:
     coded = with_scale([0.0])
-    rounded = round_scales(coded, "float16", {})
+    rounded = round_to_param_dtype(coded, "float16", {})
     assert rounded.coded.scale[0].item() == 0
     assert rounded.coded.packed is coded.packed
     assert rounded.sums[2].item() == 0

@@ -1,0 +1,71 @@
+"""Conversion options: one table for the API, the command line and recipes, and few files for each option."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv.errors import RequestError
+from hqconv.planning.encoding import EncodingOptions
+from hqconv.planning.options import ConversionOptions
+from hqconv.schemas.options import ENCODING_KEYS, EncodingArguments, conversion_options
+from tests.make.places import REPO
+
+MAX_FILES = 6  # CONTRIBUTING.md lists them
+
+
+def test_an_option_that_changes_bytes_is_named_in_few_files() -> None:
+    files = [path for path in (REPO / "hqconv").rglob("*.py") if "round_scales" in path.read_text()]
+    assert len(files) <= MAX_FILES, files
+
+
+def test_encoding_options_are_the_rows_of_the_table() -> None:
+    assert set(EncodingArguments.__annotations__) == set(inspect.signature(EncodingOptions).parameters)
+    for name in EncodingArguments.__annotations__:
+        assert getattr(EncodingOptions(), name) == conversion_options()[name].default
+
+
+@pytest.mark.parametrize("function", [hqconv.plan, hqconv.convert])
+def test_the_api_has_every_option(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    for name, option in conversion_options().items():
+        assert (parameters[name].default is inspect.Parameter.empty) == option.is_required
+        assert f"{name}: {option.help}" in function.__doc__
+    with pytest.raises(TypeError, match="nothing_known"):
+        function("model", schema="int4", nothing_known=1)
+    with pytest.raises(TypeError, match="'schema'"):
+        function("model")
+
+
+@pytest.mark.parametrize(
+    "options", [EncodingOptions(), EncodingOptions(True), EncodingOptions(True, "mse")], ids=repr
+)
+def test_a_manifest_gives_back_the_options(options: EncodingOptions) -> None:
+    document = options.to_dict()
+    assert document.keys() <= set(ENCODING_KEYS)
+    assert EncodingOptions.from_dict(document) == options
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        ({"round_scales": False}, "round_scales"),
+        ({"quantizer": "best"}, "quantizer"),
+        ({"quantizer_version": 1}, "quantizer_version"),
+        ({"quantizer": "mse", "quantizer_version": True}, "quantizer_version"),
+        ({"importance": {}}, "importance"),
+    ],
+)
+def test_a_manifest_with_impossible_options(document: dict[str, Any], key: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        EncodingOptions.from_dict(document)
+    assert caught.value.where == key
+
+
+def test_options_are_parsed_before_a_source_is_opened() -> None:
+    options = ConversionOptions.parse(schema="source", tp=2, quantizer="mse")
+    assert options.schema is None
+    assert (options.grid.tp, options.encoding.quantizer) == (2, "mse")
