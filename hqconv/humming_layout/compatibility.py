@@ -1,4 +1,4 @@
-"""Which weights run with which activations on which GPU, and why not. No Humming, no torch.
+"""Combinations of weights, activations and GPU that Humming runs, and reasons against the others. No Humming, no torch.
 
 Humming's own rule (`is_humming_schema_compatible`, humming 0.1.19), held to it by tests for every kind; and `_MORE`,
 what that rule lets through and something behind it refuses: LayerConfig, the tuners, the kernels' own assertions.
@@ -33,12 +33,12 @@ _COMMON = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int4-
 
 
 def why_not(kind: KernelSpec) -> str | None:
-    """Why Humming does not run a kind on its target, in words; None where it does."""
+    """Return why Humming does not run a kernel spec on its target, or None."""
     return next((found for rule in (*_RULES, *_MORE) if (found := rule(kind))), None)
 
 
 def why_incompatible(kind: KernelSpec) -> str | None:
-    """The same by Humming's own rule alone."""
+    """Return why Humming's own rule alone refuses a combination, or None."""
     return next((found for rule in _RULES if (found := rule(kind))), None)
 
 
@@ -53,7 +53,7 @@ def why_overflow(kind: KernelSpec) -> str | None:
 
 
 def nearest(kind: KernelSpec) -> tuple[list[str], list[str]]:
-    """Names of input schemas that run with the weights, and of weight schemas that run with the inputs, there."""
+    """Names of input schemas that run with the weights on the target, and of weight schemas with the inputs."""
     inputs = [name for name, one in INPUT_PRESETS.items() if not why_not(replace(kind, inputs=one))]
     schemas = {name: PRESETS.get(name) or resolve_schema(name) for name in _COMMON}
     return inputs, [name for name, one in schemas.items() if not why_not(replace(kind, schema=one))]
@@ -96,7 +96,7 @@ def _width(kind: KernelSpec) -> str | None:
 
 
 def _values(kind: KernelSpec) -> str | None:
-    """Whether every code, decoded, is a number of what the tensor core multiplies."""
+    """Refuse weights with codes whose values the tensor core's operand type lacks."""
     weight, has_zero, code = _weight(kind), kind.schema.has_zero_point, kind.schema.b_dtype
     if kind.a_dtype in ("int8", "int4"):
         widest = number(kind.a_dtype).num_bits
@@ -195,7 +195,7 @@ def _weight(kind: KernelSpec) -> NumberType:
 
 
 def _operand(kind: KernelSpec) -> str:
-    """What the tensor core multiplies with (Humming's `get_mma_b_dtype`)."""
+    """Operand type of the tensor core (Humming's `get_mma_b_dtype`)."""
     weight, code = _weight(kind), kind.schema.b_dtype
     is_float = not weight.is_integer
     if is_float and any(kind.a_dtype in kinds and code in kinds for kinds in (FP8, FP4)):

@@ -1,4 +1,4 @@
-"""Runs the production kernel: Humming's indexed fused-MoE GEMMs, as vLLM's `fused_humming_moe.py` calls them.
+"""The production kernel: Humming's indexed fused-MoE GEMMs, as vLLM's `fused_humming_moe.py` calls them.
 
 Legend: T tokens, k choices per token, E experts of this rank, H hidden size, I this rank's intermediate size.
 """
@@ -168,7 +168,7 @@ def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> Kernel
 
 
 def input_values(config: Any, inputs: KernelInputs) -> torch.Tensor:
-    """What the codes stand for, float32 [rows, K]; 16-bit activations as they are."""
+    """Values of the codes, float32 [rows, K]; 16-bit activations as they are."""
     if not config.input_quant_mode.should_quantize:
         return inputs.codes
     values = _decoded(config.a_dtype.dtype_str, inputs.codes)

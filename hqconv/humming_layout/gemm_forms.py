@@ -1,7 +1,7 @@
-"""The two layouts of a matrix, worked out from its facts alone: what a plan needs, without Humming and without torch.
+"""Forms of a GEMM, derived from its facts alone: packed and kernel tensors, layer config, flags. No Humming, no torch.
 
-What Humming fills in is in `schemas.layer`; here are the tensors that follow. A conversion holds both to what Humming
-itself says before it writes (`hqconv.conversion.run`), and to what its transform gives.
+A conversion compares both with Humming's own answers before it writes (`hqconv.conversion.run`), and with what its
+transform gives.
 
 Legend: N output rows and K input columns, in the kernel layout with their padding.
 """
@@ -51,7 +51,7 @@ class KernelForm:
 
 
 def splits_e8m0(kind: KernelSpec) -> bool:
-    """Whether e8m0 scales get a second scale, as those that a kernel widens to float16 always do, whatever they are.
+    """Return whether e8m0 scales get a second scale: always where a kernel widens them to float16.
 
     Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
     not depend on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0.

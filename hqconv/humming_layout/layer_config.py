@@ -1,4 +1,4 @@
-"""What Humming's LayerConfig makes of a kernel kind: fields left open, and the layout's flags. No Humming, no torch.
+"""Humming's LayerConfig of a kernel spec: derived fields and the layout's flags. No Humming, no torch.
 
 The rules of humming 0.1.19's `config/config.py` and `transform.prepare_layer_config`; tests hold them to Humming for
 every kind. No flag depends on a matrix's size: N is padded to a multiple of 256 before the one rule that asks.
@@ -60,7 +60,7 @@ def number(name: str) -> NumberType:
 
 @dataclass(frozen=True)
 class LayerConfigFields:
-    """A kernel kind with all that Humming fills in. Names are those of LayerConfig."""
+    """A kernel spec with the fields that Humming derives, by their names in LayerConfig."""
 
     b_dtype: str
     bs_dtype: str
@@ -81,7 +81,7 @@ class LayerConfigFields:
 
 @functools.cache
 def resolve(kind: KernelSpec) -> LayerConfigFields:
-    """What Humming makes of a kind, whether or not it runs it; `pairs.why_incompatible` says that."""
+    """Derive the fields of a kernel spec, also of one that Humming does not run (`compatibility.why_incompatible`)."""
     schema = kind.schema
     umma, block_scaled = _is_umma(kind), _is_block_scaled(kind)
     ldmatrix = _uses_ldmatrix(kind)
@@ -130,7 +130,7 @@ def activation_entries(kind: KernelSpec) -> dict[str, Any]:
 
 
 def needs_cuda(kind: KernelSpec) -> bool:
-    """Whether the layout depends on the version of the serving CUDA compiler."""
+    """Return whether the layout depends on the version of the serving CUDA compiler."""
     old, new = (
         resolve(replace(kind, target=replace(kind.target, cuda=cuda))).use_native_dequant
         for cuda in ((0, 0), (99, 0))
@@ -215,7 +215,7 @@ def _has_fp4_scales(kind: KernelSpec) -> bool:
 
 
 def _is_block_scaled(kind: KernelSpec) -> bool:
-    """Whether the tensor core multiplies group scales in."""
+    """Return whether the tensor core applies the group scales."""
     if _is_mxmma(kind):
         return True
     a = number(kind.a_dtype)
@@ -282,7 +282,7 @@ def _is_packed_k(kind: KernelSpec, fused: bool, is_raw_or_flat: bool) -> bool:
 
 
 def _has_native_dequant(kind: KernelSpec) -> bool:
-    """Whether the GPU has an instruction that converts this type, and the compiler knows it."""
+    """Return whether the GPU and its compiler have an instruction that converts this type."""
     sm_version, cuda = kind.target.sm_version, kind.target.cuda or (0, 0)
     if sm_version // 10 == 9:
         return False

@@ -35,7 +35,7 @@ def humming_inputs(inputs: InputSchema) -> Any:
 
 
 def is_compatible(kind: KernelSpec) -> bool:
-    """Whether the target GPU runs the schema with these activations, by Humming's own rule."""
+    """Return whether the target GPU runs the schema with these activations, by Humming's own rule."""
     lib = humming()
     with target_facts(kind.target):
         return bool(
@@ -62,7 +62,7 @@ def kernel_form(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = F
 def is_as_planned(
     form: KernelForm, shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False
 ) -> bool:
-    """Whether Humming makes the LayerConfig of a form for these facts; its tensors are looked at by `to_kernel`."""
+    """Return whether Humming gives a planned form's LayerConfig; `to_kernel` checks the tensors."""
     config = _layer_config(shape_n, shape_k, kind, has_bias)
     return _words(config, kind.target) == (form.config, form.flags)
 
@@ -152,7 +152,7 @@ def _attributes(
     has_bias: bool,
     num_experts: int | None,
 ) -> dict[str, dict[str, Any]]:
-    """What Humming says of a matrix's packed tensors: `shape`, and torch's `dtype`."""
+    """Humming's `shape` and torch `dtype` of a matrix's packed tensors."""
     attrs: dict[str, dict[str, Any]] = humming_schema(schema).get_tensors_attrs(
         shape_n=shape_n,
         shape_k=shape_k,

@@ -1,4 +1,4 @@
-"""Where a server finds an artifact: a folder, or a repo of the Hub of which it takes single files."""
+"""Location of an artifact for a server: a folder, or a Hub repo from which single files are downloaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ArtifactLocation:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder of this machine."""
+        """Whether the location is a folder of this machine."""
         return Path(self.name).is_dir()
 
     def fetch(self, path: str) -> Path:

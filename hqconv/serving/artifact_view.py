@@ -1,4 +1,4 @@
-"""What a server needs to know of a kernel artifact: its manifest's facts, in the words of one rank. Loads no torch.
+"""A kernel artifact as a server needs it: the facts of its manifest. Loads no torch.
 
 A server makes these values once and sends them to its workers, so that they are small and can be pickled.
 """
@@ -68,7 +68,7 @@ class ArtifactView:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether one `--schema` would not make this artifact."""
+        """Whether the layers differ, so that no single `--schema` makes this artifact."""
         return bool(self.left) or any(block.kernel_spec != self.kernel_spec for block in self.blocks.values())
 
 

@@ -1,4 +1,4 @@
-"""Fills tensors from files: pieces of them in order, several in flight, through small pinned buffers to a GPU.
+"""Fill tensors from files: pieces in order, several in flight, through small pinned buffers to a GPU.
 
 A file's bytes go once from the page cache into a pinned buffer and from there into the tensor: no tensor is made, and
 what is held beside the tensors is the buffers alone.
@@ -92,7 +92,7 @@ class Buffers:
 
 
 class ParameterFiller:
-    """Fills the tensors of several files in the background, in the order given; `wait` for one owner's at a time."""
+    """Fill the tensors of several files in the background, in the order given; `wait` for one owner at a time."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ParameterFiller:
         self._pool.shutdown(wait=False)  # no more work: the threads end when this is done
 
     def __contains__(self, owner: Hashable) -> bool:
-        """Whether an owner's tensors are being filled, or full and not waited for."""
+        """Return whether an owner's tensors are being filled, or full and not waited for."""
         return owner in self._begun
 
     @property
@@ -237,7 +237,7 @@ class Filled(Hashable, Protocol):
 
 
 class ParameterLoader:
-    """Fills layers in the order in which they were made, files of later ones while an earlier one is waited for."""
+    """Fill layers in the order of their creation, files of later layers while an earlier layer is waited for."""
 
     def __init__(self, log: logging.Logger = logger) -> None:
         self._log = log  # the engine's, for its handlers to print

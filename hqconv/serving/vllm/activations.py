@@ -1,4 +1,4 @@
-"""What experts do between their GEMMs, as the manifest has it and as vLLM does. No torch, no vLLM.
+"""The activation between the experts' GEMMs, as in the manifest and as in vLLM. No torch, no vLLM.
 
 Both are an `Activation`: the manifest's by hqconv's names, vLLM's by those of its `MoEActivation`. vLLM's `silu` has a
 limit where it is `silu_clamp` here; `swiglustep` has the bound 7 and says no number.

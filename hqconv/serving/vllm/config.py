@@ -139,11 +139,11 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         return (self.dense or QuantizationConfig).get_cache_scale_mapper()
 
     def get_checkpoint_weight_mapper(self) -> Any:
-        """Which tensors the source's quantization leaves unread."""
+        """Mapper of the source's quantization for tensors that stay unread."""
         return (self.dense or QuantizationConfig).get_checkpoint_weight_mapper()
 
     def __getattr__(self, name: str) -> Any:
-        """What model classes ask of the source's quantization, such as `weight_block_size`."""
+        """Attributes of the source's quantization that model classes read, such as `weight_block_size`."""
         dense = self.__dict__.get("dense")
         if dense is None or name.startswith("__"):
             raise AttributeError(name)
@@ -165,7 +165,7 @@ def _restored(state: dict[str, Any]) -> HqconvConfig:
 
 
 def _is_part_of_model() -> bool:
-    """Whether this process has some of the model's layers only, which may be ones without experts."""
+    """Return whether this process has only some of the model's layers, maybe without experts."""
     config = get_current_vllm_config_or_none()
     return config is None or config.parallel_config.pipeline_parallel_size > 1
 

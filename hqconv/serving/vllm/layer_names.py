@@ -1,4 +1,4 @@
-"""Which block of an artifact a MoE layer of vLLM's is.
+"""Names of MoE layers: from vLLM's prefix to the artifact's block.
 
 vLLM names a layer by the place it has in vLLM's own model, and an artifact names a block by the module path of its
 source. A model class's `hf_to_vllm_mapper` leads from the one to the other; what it leaves over is below. Read in

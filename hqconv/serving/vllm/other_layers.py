@@ -50,7 +50,7 @@ def _undrafted(location: ArtifactLocation, hf_config: Any) -> Any:
 
 
 def _heads(words: Mapping[str, Any], hf_config: Any) -> dict[str, int]:
-    """What vLLM adds for compressed-tensors, so that scales of attention heads are cut for ranks."""
+    """Entries that vLLM adds for compressed-tensors, so that scales of attention heads are cut for ranks."""
     if words.get("quant_method") != "compressed-tensors" or hf_config is None:
         return {}
     text = hf_config.get_text_config()

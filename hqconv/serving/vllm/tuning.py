@@ -33,7 +33,7 @@ def tuning_key(config: Any, asked: Mapping[str, Any], gpu: Gpu) -> str:
 
 
 def is_table(words: Any) -> bool:
-    """Whether it has a table's form: runs of numbers of rows, each with its settings."""
+    """Return whether a document is a tuning table: ranges of row counts, each with its settings."""
     return (
         isinstance(words, list)
         and bool(words)

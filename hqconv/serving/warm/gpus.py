@@ -1,4 +1,4 @@
-"""What Humming's tuning asks about a GPU, for GPUs that are not here; loads no torch.
+"""GPU facts that Humming's tuning depends on, for GPUs that are not in this machine; loads no torch.
 
 None of it can make a kernel wrong: a server finds a kernel by its whole source, in which the tuning stands. A fact
 that is not the server's GPU's only makes kernels that it does not ask for, and leaves it some to compile.
@@ -40,7 +40,7 @@ class Gpu:
         return asdict(self)
 
     def facts(self) -> SimpleNamespace:
-        """What Humming's `DeviceInfo` of that GPU answers, made as its `csrc/device_info.cpp` makes it."""
+        """Attributes of Humming's `DeviceInfo` of that GPU, computed as in its `csrc/device_info.cpp`."""
         operations, threads, smem, l1 = _ARCHITECTURES[self.sm_version]
         tops = self.sm_count * operations * self.sm_clock_khz / 1e9
         major, minor = divmod(self.sm_version, 10)

@@ -30,7 +30,7 @@ _MAX_FILE_BYTES, _MAX_MANIFEST_BYTES, _MAX_KERNELS = 64 << 20, 16 << 20, 10_000
 
 
 def kernels_folder(artifact: Path) -> Path:
-    """Where an artifact's kernels lie: where the environment says, or beside it, `OUT-kernels`.
+    """Folder of an artifact's kernels: from the environment, or `OUT-kernels` beside the artifact.
 
     Not inside: an artifact may be read-only, and `verify` knows every file in it.
     """
