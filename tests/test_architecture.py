@@ -67,7 +67,7 @@ ONLY_IN = {
         "hqconv.serving.vllm.tuning",
     ),
     "gguf": ("hqconv.io.gguf_header",),
-    "bitsandbytes": ("hqconv.formats.decode_bitsandbytes",),
+    "bitsandbytes": ("hqconv.formats.bitsandbytes",),
     "typer": ("hqconv.cli.app", "hqconv.cli.help_format", "hqconv.cli.errors", "hqconv.cli.options"),
     "rich": tuple(f"hqconv.cli.{name}" for name in ("render", "progress")),
 }
@@ -91,7 +91,7 @@ LIGHT = (
     *("hqconv.api", "hqconv.cli.app", "hqconv.schemas", "hqconv.io", "hqconv.planning", "hqconv.reports"),
     *("hqconv.models", "hqconv.humming_layout.gemm_forms", "hqconv.humming_layout.compatibility"),
     *("hqconv.humming_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
-    *("hqconv.formats.quant_config", "hqconv.formats.resolve", "hqconv.formats.source_format"),
+    "hqconv.formats",
     *("hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.compatibility"),
     *("hqconv.serving.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),

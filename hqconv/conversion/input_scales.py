@@ -72,7 +72,7 @@ def reduce_scales(source: Source, block: MoeLayer, pool: ThreadPoolExecutor) -> 
     reduced = {}
     for gemm, refs in block.input_scales.refs.items():
         scales = list(pool.map(lambda ref: _read_scale(source, ref), refs))
-        if block.format.decoder == LAID_OUT and len(set(scales)) > 1:
+        if block.format.encoding == LAID_OUT and len(set(scales)) > 1:
             what = "The ranks of an artifact have different scales of activations."
             where = f"{block.name}: {gemm}"
             raise InputError(what, where=where, found=str(sorted(set(scales))), remedy="Verify the artifact.")

@@ -1,4 +1,4 @@
-"""Humming's own checkpoint layout: what its config declares, and what it stores for one projection.
+"""Humming's own checkpoint layout: the method `humming` and its encoding.
 
 Legend: N output rows, K input columns, G groups along K.
 """
@@ -6,32 +6,37 @@ Legend: N output rows, K input columns, G groups along K.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.config_reader import (
-    ConfigReader,
-    Rule,
-    Text,
-    always,
-    beginning_with,
-    containing,
-    regex,
-    when,
-)
-from hqconv.formats.source_format import SourceFormat
-from hqconv.formats.stored_tensors import (
+from hqconv.formats.bounded_regex import BoundedRegex
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import (
     ONE,
-    SCALE_CODES,
+    SCALE_DTYPES,
+    Encoding,
+    Headers,
+    Names,
+    Parts,
+    Shape,
     StoredTensor,
-    bias_need,
+    as_e8m0,
+    coded_matrix,
     grid_shapes,
     require_multiples,
+    scale_grid,
+    shape_of_words,
 )
+from hqconv.formats.module_rules import Rule, always, containing, when
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
+
+if TYPE_CHECKING:
+    from hqconv.quantization.coded_matrix import CodedMatrix
 
 # Names of a field, the first that is present counts. Source: HummingWeightSchema.KWARGS_ALIAS.
 _NAMES = {
@@ -44,39 +49,40 @@ _NAMES = {
 }
 
 
-def humming(words: ConfigReader, _text: Text) -> list[Rule]:
-    """Humming's checkpoint layout. Exceptions as vLLM's HummingConfig reads them: "-" goes before "+".
+@quant_method("humming")
+def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse Humming's config, with exceptions as vLLM's HummingConfig reads them: "-" goes before "+".
 
-    They speak of vLLM's modules, where all experts of a block are one: the module to ask for is the block.
+    They speak of vLLM's modules, where all experts of a layer are one module.
     """
     keys = ("ignored_layers", "ignore", "modules_to_not_convert")
-    key = next((key for key in keys if words.values.get(key)), keys[0])
-    ignored = words.names(key)
+    key = next((key for key in keys if config.values.get(key)), keys[0])
+    ignored = config.names(key)
     plain = [name for name in ignored if not name.startswith("re:")]
     patterns = [name for name in ignored if name.startswith("re:")]
     left_out, overriding = [], []
-    for pattern, overrides in words.tables("dynamic"):
+    for pattern, overrides in config.tables("dynamic"):
         # Without a sign vLLM passes over a pattern.
-        search = beginning_with(regex(pattern[2:], words.where("dynamic")))
+        matches = BoundedRegex(pattern[2:], config.where("dynamic")).matches
         if pattern.startswith("-"):
-            left_out.append(when(search))
+            left_out.append(when(matches))
         elif pattern.startswith("+"):
-            overriding.append(when(search, _format(words.overridden(overrides))))
+            overriding.append(when(matches, _format(config.overridden(overrides))))
     return [
         when(containing(plain)),
-        *(when(beginning_with(regex(pattern[3:], words.where(key)))) for pattern in patterns),
+        *(when(BoundedRegex(pattern[3:], config.where(key)).matches) for pattern in patterns),
         *left_out,
         *overriding,
-        always(_format(words)),
+        always(_format(config)),
     ]
 
 
-def _format(words: ConfigReader) -> SourceFormat:
-    if words.text("quant_method", default="humming") != "humming":
-        raise words.unsupported("quant_method", "humming")
-    if words.integer("hadamard_block_size", -1, default=0) not in (0, 1):
-        raise words.unsupported("hadamard_block_size", "0: weights that are not rotated")
-    schema = _schema(words)
+def _format(config: ConfigReader) -> SourceFormat:
+    if config.text("quant_method", default="humming") != "humming":
+        raise config.unsupported("quant_method", "humming")
+    if config.integer("hadamard_block_size", -1, default=0) not in (0, 1):
+        raise config.unsupported("hadamard_block_size", "0: weights that are not rotated")
+    schema = _schema(config)
     rows, columns = schema.scale_group()
     is_shared = schema.weight_scale_type in ("block", "tensor")
     return SourceFormat(
@@ -92,49 +98,86 @@ def _format(words: ConfigReader) -> SourceFormat:
     )
 
 
-def _schema(words: ConfigReader) -> WeightSchema:
-    """The schema that the words describe. Raises InputError where Humming could not hold it."""
-    keys = {field: words.first(*names) for field, names in _NAMES.items()}
-    size = words.integer(keys["weight_scale_group_size"], 0, default=0)
-    size_n = words.integer(keys["weight_scale_group_size_n"], 0, default=0)
+def _schema(config: ConfigReader) -> WeightSchema:
+    """Return the schema that the config describes. Raises InputError where Humming could not hold it."""
+    keys = {field: config.first(*names) for field, names in _NAMES.items()}
+    size = config.integer(keys["weight_scale_group_size"], 0, default=0)
+    size_n = config.integer(keys["weight_scale_group_size_n"], 0, default=0)
     implied = "block" if size_n > 1 else "group" if size else "channel"
-    kind = words.text(keys["weight_scale_type"], ("group", "channel", "block", "tensor"), implied)
-    scale = words.text(keys["bs_dtype"], default="")
+    kind = config.text(keys["weight_scale_type"], ("group", "channel", "block", "tensor"), implied)
+    scale = config.text(keys["bs_dtype"], default="")
     try:
         return WeightSchema(
             name="humming",
-            b_dtype=re.sub(r"^int", "uint", words.text(keys["b_dtype"])),
+            b_dtype=re.sub(r"^int", "uint", config.text(keys["b_dtype"])),
             bs_dtype=scale or None,
             weight_scale_type=kind,
             weight_scale_group_size=size,
             weight_scale_group_size_n=0 if size_n == 1 else size_n,
-            weight_scale_2_type=words.text(keys["weight_scale_2_type"], default="none"),
-            has_zero_point=words.flag("has_zero_point", False),
-            is_fp_zero_point=words.flag("is_fp_zero_point", False),
+            weight_scale_2_type=config.text(keys["weight_scale_2_type"], default="none"),
+            has_zero_point=config.flag("has_zero_point", False),
+            is_fp_zero_point=config.flag("is_fp_zero_point", False),
         )
     except RequestError as error:
         key = keys.get(error.where, error.where)
         what = "The quantization config describes no format of Humming's."
-        raise InputError(what, where=words.where(key), expected=error.expected, found=error.found) from error
+        raise InputError(what, where=config.where(key), expected=error.expected, found=error.found) from error
 
 
-def humming_needs(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
-    """The tensors of one matrix, as `HummingWeightSchema.get_tensors_attrs` gives them."""
-    bits = code_bits(fmt.b_dtype)
-    require_multiples(parts, [("columns", k, 32)])
-    codes = SCALE_CODES.get(fmt.scale_dtype, FLOATS)
-    needs = [
-        StoredTensor("weight", ("weight",), ("I32",), ((n, k * bits // 32),)),
-        StoredTensor("scale", ("weight_scale",), codes, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
-        bias_need(n),
-    ]
-    groups = k // fmt.group_k if fmt.group_k else 1
-    if fmt.has_zero_point and fmt.option("is_fp_zero_point"):
-        needs.append(StoredTensor("zero_point", ("zero_point",), FLOATS, ((n, groups),)))
-    elif fmt.has_zero_point:
-        require_multiples(parts, [("rows", n * bits, 32)])
-        needs.append(StoredTensor("zero_point", ("zero_point",), ("I32",), ((n * bits // 32, groups),)))
-    if fmt.scale_2 != "none":
-        shapes = ONE if fmt.scale_2 == "tensor" else ((n,), (n, 1))
-        needs.append(StoredTensor("scale_2", ("weight_scale_2",), FLOATS, shapes))
-    return needs
+@register_encoding
+class Humming(Encoding):
+    """Tensors as `HummingWeightSchema.get_tensors_attrs` gives them (humming, schema/humming.py)."""
+
+    name = "humming"
+    part_names = ("weight_scale", "weight_scale_2", "zero_point")
+    byte_scale_dtype = ""
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the words, scales, zero points and second scales."""
+        bits = code_bits(fmt.b_dtype)
+        require_multiples(headers, [("columns", k, 32)])
+        dtypes = SCALE_DTYPES.get(fmt.scale_dtype, FLOATS)
+        stored = [
+            StoredTensor("weight", ("weight",), ("I32",), ((n, k * bits // 32),)),
+            StoredTensor("scale", ("weight_scale",), dtypes, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
+        ]
+        groups = k // fmt.group_k if fmt.group_k else 1
+        if fmt.has_zero_point and fmt.option("is_fp_zero_point"):
+            stored.append(StoredTensor("zero_point", ("zero_point",), FLOATS, ((n, groups),)))
+        elif fmt.has_zero_point:
+            require_multiples(headers, [("rows", n * bits, 32)])
+            stored.append(StoredTensor("zero_point", ("zero_point",), ("I32",), ((n * bits // 32, groups),)))
+        if fmt.scale_2 != "none":
+            shapes = ONE if fmt.scale_2 == "tensor" else ((n,), (n, 1))
+            stored.append(StoredTensor("scale_2", ("weight_scale_2",), FLOATS, shapes))
+        return stored
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return (N, K) of words along K."""
+        return shape_of_words(fmt, *weight.shape)
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Keep the words; unpack integer zero points."""
+        from hqconv.quantization import bit_codec
+        from hqconv.quantization.coded_matrix import refuse
+        from hqconv.quantization.deferred_checks import is_any
+
+        scale = parts["scale"]
+        if fmt.scale_dtype == "float8e8m0":
+            scale = as_e8m0(scale, names.get("scale", ""))
+        zero_point = None
+        if fmt.has_zero_point:
+            zero_point = parts["zero_point"].contiguous()
+            if not fmt.option("is_fp_zero_point"):
+                zero_point = bit_codec.unpack_along_rows(zero_point, code_bits(fmt.b_dtype), shape[0])
+            elif is_any(~zero_point.isfinite()):
+                where = names.get("zero_point", "")
+                refuse("A zero point is NaN or infinite.", where, "finite zero points", "NaN or Inf")
+        return coded_matrix(
+            fmt,
+            parts["weight"].contiguous(),
+            scale_grid(scale, fmt, shape),
+            names,
+            zero_point=zero_point,
+            scale_2=parts["scale_2"].reshape(-1) if "scale_2" in parts else None,
+        )

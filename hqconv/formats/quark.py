@@ -1,6 +1,6 @@
-"""AMD's Quark: what its config declares, and what its checkpoints store for one projection.
+"""AMD's Quark: the method `quark` and its encoding, whose layout its config describes.
 
-Legend: N output rows, K input columns, b bits of a code. Source: `setup_config_per_layer` of
+Legend: N output rows, K input columns, G groups along K, b bits of a code. Source: `setup_config_per_layer` of
 quark.torch.quantization.model_transformation, torch/utils/pack.py, and humming's schema/quark.py.
 """
 
@@ -8,21 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hqconv.formats.config_reader import ConfigReader, Rule, Text, always, globbed_in, when
-from hqconv.formats.source_format import PLAIN, SourceFormat
-from hqconv.formats.stored_tensors import (
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import (
     ONE,
-    SCALE_CODES,
+    SCALE_DTYPES,
+    Encoding,
+    Headers,
+    Names,
+    Parts,
+    Shape,
     Shapes,
     StoredTensor,
-    bias_need,
+    as_e8m0,
+    coded_matrix,
     grid_shapes,
     require_multiples,
+    scale_grid,
 )
+from hqconv.formats.module_rules import Rule, always, globbed_in, when
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from hqconv.quantization.coded_matrix import CodedMatrix
 
 _FLOATS = {
     "fp4": "float4e2m1",
@@ -60,31 +74,32 @@ _SMALL_SCALES = {
 # --- the config --------------------------------------------------------------------------------------------
 
 
-def quark(words: ConfigReader, _text: Text) -> list[Rule]:
-    """Excluded names, then a scheme by name or shell pattern, by class, for the rest.
+@quant_method("quark")
+def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse excluded names, then a scheme by name or shell pattern, by class, for the rest.
 
     A pattern speaks of the names it matches, not of modules below them. The "re:" prefix is vLLM's.
     """
-    export = words.table("export") if words.has("export") else ConfigReader({}, words.where("export"))
+    export = config.table("export") if config.has("export") else ConfigReader({}, config.where("export"))
     if (
         export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized")
         != "real_quantized"
     ):
         return []
     packing = export.text("pack_method", ("order", "reorder"), "reorder")
-    excluded = globbed_in(words.names("exclude"), words.where("exclude"), with_parents=False)
+    excluded = globbed_in(config.names("exclude"), config.where("exclude"), with_parents=False)
     rules: list[Rule] = [when(excluded)]
     named: dict[str, SourceFormat] = {}
     patterns: list[Rule] = []
-    for name, layer in words.tables("layer_quant_config"):
+    for name, layer in config.tables("layer_quant_config"):
         named[name] = _format(layer, packing)
-        matches = globbed_in([name], words.where("layer_quant_config"), with_parents=False)
+        matches = globbed_in([name], config.where("layer_quant_config"), with_parents=False)
         patterns.append(when(matches, named[name]))
     rules += [named.get, *patterns]
-    for kind, layer in words.tables("layer_type_quant_config"):
+    for kind, layer in config.tables("layer_type_quant_config"):
         if kind == "Linear":
             rules.append(always(_format(layer, packing)))
-    return [*rules, always(_format(words.table("global_quant_config"), packing))]
+    return [*rules, always(_format(config.table("global_quant_config"), packing))]
 
 
 def _format(layer: ConfigReader, packing: str) -> SourceFormat:
@@ -138,7 +153,7 @@ def _has_zero_point(spec: ConfigReader, dtype: str) -> bool:
 
 
 def _stages(layer: ConfigReader) -> tuple[ConfigReader, ConfigReader | None, int]:
-    """The weight's words, those of the quantization of its scales if there is one, and that one's place.
+    """Return the readers of a weight's quantization, of its scales' quantization (or None), and the latter's stage.
 
     Source: `parse_quark_tensor_config` of humming.schema.quark.
     """
@@ -154,7 +169,7 @@ def _stages(layer: ConfigReader) -> tuple[ConfigReader, ConfigReader | None, int
 
 
 def _second_scheme(second: ConfigReader) -> str:
-    """How the scales are quantized: all of a matrix by one number."""
+    """Return how the scales are quantized: all of a matrix by one number."""
     if second.flag("is_dynamic", False) or not second.flag("symmetric", True):
         raise second.unsupported("is_dynamic", "static, symmetric scales")
     if second.text("qscheme", ("per_tensor", "per_channel")) == "per_channel":
@@ -163,7 +178,7 @@ def _second_scheme(second: ConfigReader) -> str:
 
 
 def _sizes(spec: ConfigReader, dtype: str) -> tuple[str, int, int]:
-    """The scheme's name, and rows and columns of a scale."""
+    """Return the scheme's name, and rows and columns of a scale."""
     if dtype == "mx":
         return "per_group", 1, spec.integer("group_size", 32, 32)
     schemes = ("per_tensor", "per_channel", "per_group", "per_block")
@@ -184,7 +199,7 @@ def _sizes(spec: ConfigReader, dtype: str) -> tuple[str, int, int]:
 
 
 def _scale_format(spec: ConfigReader, dtype: str) -> str | None:
-    """How scales are stored; blocks say it in `scale_type` instead."""
+    """Return how scales are stored; blocks give it in `scale_type` instead."""
     if dtype == "mx" or spec.values.get("scale_type") == "float8_e8m0fnu":
         return "e8m0"
     if not spec.has("scale_format"):
@@ -196,7 +211,7 @@ def _scale_format(spec: ConfigReader, dtype: str) -> str | None:
 
 
 def _packed(dtype: str, bits: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The stored shape of codes: packed along the last dimension."""
+    """Return the stored shape of codes: packed along the last dimension."""
     last = shape[-1]
     if dtype == "mx":
         last = last // 32 * (1 + bits * 4)
@@ -207,43 +222,164 @@ def _packed(dtype: str, bits: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], last)
 
 
-def quark_needs(fmt: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> list[StoredTensor]:
-    """Codes [N, K] or, for integers per group, [K, N]; scales likewise; maybe a second scale for all of them."""
-    dtype, transposed = fmt.option("dtype"), fmt.option("is_transposed")
+@register_encoding
+class Quark(Encoding):
+    """Integers (two's complement for intN) per tensor, channel or group; fp4, fp6, fp8; embedded mx blocks.
+
+    Codes are [N, K] or, for integers per group, [K, N] packed along N; scales likewise. There may be a second scale for
+    all of them. Source: quark, torch/utils/pack.py.
+    """
+
+    name = "quark"
+    part_names = ("weight_scale", "weight_scale_2", "weight_zero_point", "weight_zero_point_2")
+    byte_scale_dtype = ""
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List codes, scales, zero points and the second scale."""
+        dtype, is_transposed = fmt.option("dtype"), fmt.option("is_transposed")
+        bits = code_bits(fmt.b_dtype)
+        require_multiples(headers, [("columns", k, 32), ("rows", n, 8 if is_transposed else 1)])
+        storage = (_STORAGE[dtype],)
+        shape = _packed(dtype, bits, (k, n) if is_transposed else (n, k))
+        stored = [StoredTensor("weight", ("weight",), storage, (shape,))]
+        if dtype == "mx":
+            return stored
+        scales: Shapes = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+        if is_transposed:
+            scales = ((math.ceil(k / fmt.group_k), n),)
+        name = fmt.option("scale_name")
+        stored.append(StoredTensor("scale", (name,), SCALE_DTYPES.get(fmt.scale_dtype, FLOATS), scales))
+        if fmt.has_zero_point:
+            shapes = ONE if fmt.group_n == 0 else (_packed(dtype, bits, scales[0 if is_transposed else -1]),)
+            stored.append(StoredTensor("zero_point", (name.replace("scale", "zero_point"),), storage, shapes))
+        if fmt.scale_2 != "none":
+            other = "weight_scale" if name == "weight_scale_2" else "weight_scale_2"
+            stored.append(StoredTensor("scale_2", (other,), FLOATS, ONE))
+        return stored
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return (N, K), by how the codes are packed along the last dimension."""
+        dtype, bits = fmt.option("dtype"), code_bits(fmt.b_dtype)
+        first, last = weight.shape[:2]
+        if dtype == "mx":
+            last = last // (1 + bits * 4) * 32
+        elif dtype in ("int4", "uint4"):
+            last *= 8
+        elif dtype in ("int3", "fp4", "fp6_e2m3", "fp6_e3m2"):
+            last = last * 8 // bits
+        return (last, first) if fmt.option("is_transposed") else (first, last)
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Turn integers into offset binary, packed along K."""
+        import torch
+
+        from hqconv.quantization import bit_codec
+
+        if fmt.option("dtype") == "mx":
+            return _decode_embedded(fmt, parts["weight"], shape, names)
+        scale = parts["scale"]
+        if fmt.scale_dtype == "float8e8m0":
+            scale = as_e8m0(scale, names.get("scale", ""))
+        if fmt.option("is_transposed"):
+            bits = scale.view(torch.uint8) if scale.element_size() == 1 else scale
+            scale = bits.t().contiguous().view(scale.dtype)
+        zero_point = None
+        if fmt.b_dtype.startswith("uint"):
+            packed = _pack_integers(fmt, parts["weight"])
+            if fmt.has_zero_point:
+                zero_point = _zero_points(fmt, parts["zero_point"], shape)
+        else:
+            packed = bit_codec.as_words(parts["weight"].reshape(shape[0], -1))
+        scale_2 = parts["scale_2"].float().reshape(-1) if "scale_2" in parts else None
+        scale = scale_grid(scale, fmt, shape)
+        return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, scale_2=scale_2)
+
+
+def _flip(fmt: SourceFormat, bits: int) -> int:
+    """Return the mask that turns stored codes into offset binary: intN is two's complement, uintN is as it is."""
+    return 1 << (bits - 1) if str(fmt.option("dtype")).startswith("int") else 0
+
+
+def _nibble_order(fmt: SourceFormat) -> tuple[int, ...]:
+    from hqconv.quantization.int4_packing import AWQ_ORDER, PLAIN_ORDER
+
+    return AWQ_ORDER if fmt.option("pack_method", "reorder") == "reorder" else PLAIN_ORDER
+
+
+def _pack_integers(fmt: SourceFormat, weight: torch.Tensor) -> torch.Tensor:
+    """Pack Quark's integers into int32 [N, K * bits / 32]."""
+    import torch
+
+    from hqconv.quantization import bit_codec
+    from hqconv.quantization.int4_packing import reordered_nibbles, transpose_4bit
+
     bits = code_bits(fmt.b_dtype)
-    require_multiples(parts, [("columns", k, 32), ("rows", n, 8 if transposed else 1)])
-    storage = (_STORAGE[dtype],)
-    needs = [
-        StoredTensor(
-            "weight", ("weight",), storage, (_packed(dtype, bits, (k, n) if transposed else (n, k)),)
-        ),
-        bias_need(n),
-    ]
-    if dtype == "mx":
-        return needs
-    scales: Shapes = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+    flip = _flip(fmt, bits)
+    order = _nibble_order(fmt)
+    transposed = fmt.option("is_transposed")
+    if bits == 4 and transposed:
+        return transpose_4bit(weight, order, flip)
+    if bits == 4:
+        codes = reordered_nibbles(weight, order)
+    elif bits == 3:
+        codes = bit_codec.unpack(bit_codec.as_words(weight), 3)
+    else:  # one code an element: int2 in int32, int8 and uint8
+        codes = (weight & (2**bits - 1)).to(torch.uint8) if bits == 2 else weight.view(torch.uint8)
     if transposed:
-        scales = ((math.ceil(k / fmt.group_k), n),)
-    name = fmt.option("scale_name")
-    needs.append(StoredTensor("scale", (name,), SCALE_CODES.get(fmt.scale_dtype, FLOATS), scales))
-    if fmt.has_zero_point:
-        is_scalar = fmt.group_n == 0
-        shapes = ONE if is_scalar else (_packed(dtype, bits, scales[-1] if not transposed else scales[0]),)
-        needs.append(StoredTensor("zero_point", (name.replace("scale", "zero_point"),), storage, shapes))
-    if fmt.scale_2 != "none":
-        other = "weight_scale" if name == "weight_scale_2" else "weight_scale_2"
-        needs.append(StoredTensor("scale_2", (other,), FLOATS, ONE))
-    return needs
+        codes = codes.t()
+    return bit_codec.pack(codes.contiguous() ^ flip, bits)
 
 
-def quark_shape(fmt: SourceFormat, part: TensorSpec) -> tuple[int, int]:
-    """(N, K) that a Quark weight's header implies."""
-    dtype, bits = fmt.option("dtype"), code_bits(fmt.b_dtype)
-    first, last = part.shape[0], part.shape[1]
-    if dtype == "mx":
-        last = last // (1 + bits * 4) * 32
-    elif dtype in ("int4", "uint4"):
-        last *= 8
-    elif dtype in ("int3", "fp4", "fp6_e2m3", "fp6_e3m2"):
-        last = last * 8 // bits
-    return (last, first) if fmt.option("is_transposed") else (first, last)
+def _zero_points(fmt: SourceFormat, stored: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Unpack zero points into uint8 [N, G]: packed as the weights are, but for a single one."""
+    import torch
+
+    from hqconv.quantization.int4_packing import reordered_nibbles
+
+    bits = code_bits(fmt.b_dtype)
+    if bits == 4 and fmt.group_n != 0:
+        order = _nibble_order(fmt)
+        rows = stored if stored.ndim == 2 else stored.reshape(1, -1)
+        codes = reordered_nibbles(rows, order)
+    else:
+        codes = (stored.to(torch.int32) & (2**bits - 1)).to(torch.uint8)
+    codes = codes ^ _flip(fmt, bits)
+    if fmt.option("is_transposed"):
+        return codes[:, : shape[0]].t().contiguous()
+    if fmt.group_n == 0:
+        return codes.reshape(1, 1).expand(shape[0], 1).contiguous()
+    return codes.reshape(-1)[: shape[0]].reshape(-1, 1).contiguous()
+
+
+def _decode_embedded(fmt: SourceFormat, weight: torch.Tensor, shape: Shape, names: Names) -> CodedMatrix:
+    """Decode Quark's old mx blocks: each 32 codes follow their exponent byte, a signed power of two.
+
+    mxfp6 keeps the upper two bits of eight codes apart from their lower four. Source: Pack_mxfp4, Pack_mxfp6.
+    """
+    import torch
+
+    from hqconv.quantization import bit_codec
+    from hqconv.quantization.coded_matrix import refuse
+    from hqconv.quantization.deferred_checks import is_any
+
+    bits = 6 if "6" in fmt.b_dtype else 4
+    blocks = weight.reshape(shape[0], -1, 1 + bits * 4)
+    exponent = blocks[..., 0].contiguous().view(torch.int8).to(torch.int16) + 127
+    if is_any(exponent < 0):
+        refuse(
+            "A scale is out of range.",
+            names.get("weight", ""),
+            "exponents from -127",
+            int(exponent.min()) - 127,
+        )
+    scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+    payload = blocks[..., 1:].contiguous()
+    if bits == 4:
+        packed = bit_codec.as_words(payload.flatten(1))
+    else:
+        triples = payload.reshape(shape[0], -1, 3)
+        shifts = torch.tensor([6, 4, 2, 0], dtype=torch.uint8, device=weight.device)
+        upper = (triples[..., :1] >> shifts) & 3
+        lower = torch.stack([triples[..., 1:] >> 4, triples[..., 1:] & 15], dim=-1).flatten(2)
+        packed = bit_codec.pack(((upper << 4) | lower).flatten(1), 6)
+    return coded_matrix(fmt, packed, scale, {**names, "scale": names.get("weight", "")})

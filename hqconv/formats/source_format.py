@@ -12,7 +12,7 @@ from typing import Any
 
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
-FLOAT = "float"  # decoder of experts that are not quantized
+FLOAT = "float"  # encoding of experts that are not quantized
 LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.sources.artifact` reads
 GGUF = "gguf"  # of experts in GGUF files, which `hqconv.sources.gguf` reads
 KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # their tensors' names alone do not tell which experts they are
@@ -40,18 +40,18 @@ LARGEST_CHANGE = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """One block's format. What the config does not say (""; ANY) is filled in from the tensors' headers.
+    """Source format of one MoE layer. What the config leaves open (""; ANY) is filled in from the tensors' headers.
 
-    decoder: the key of its function in `formats.decode_matrix.DECODERS`. b_dtype, scale_dtype: Humming's names of the
-    code type (uintN for integers, offset binary once decoded) and of the stored scale. A scale serves group_n rows ×
-    group_k columns (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel". is_permuted:
-    columns are grouped by an index (GPTQ's g_idx), so no target can keep the codes as they are. options: facts only the
-    decoder reads. static_inputs: Humming's dtype of activations that the config quantizes with one scale per tensor,
-    measured beforehand; no fact of the weights, so neither compared nor in a manifest.
+    encoding: the name of a `hqconv.formats.encoding.Encoding` (manifest key: decoder). b_dtype, scale_dtype: Humming's
+    names of the code type (uintN for integers, offset binary once decoded) and of the stored scale. A scale serves
+    group_n rows × group_k columns (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel".
+    is_permuted: columns are grouped by an index (GPTQ's g_idx), so no target can keep the codes as they are. options:
+    facts that only the encoding reads. static_inputs: Humming's dtype of activations that the config quantizes with
+    one scale per tensor, measured beforehand; no fact of the weights, so neither compared nor in a manifest.
     """
 
     name: str
-    decoder: str
+    encoding: str
     b_dtype: str = ""
     scale_dtype: str = ""
     group_n: int = 1
@@ -65,29 +65,35 @@ class SourceFormat:
     @property
     def is_float(self) -> bool:
         """Whether the experts are not quantized."""
-        return self.decoder == FLOAT
+        return self.encoding == FLOAT
 
     def option(self, name: str, default: Any = None) -> Any:
-        """One of the decoder's facts."""
+        """Return one of the options."""
         return dict(self.options).get(name, default)
 
     def to_dict(self) -> dict[str, Any]:
-        """The format as JSON words."""
-        words = {**asdict(self), "options": dict(self.options)}
-        del words["static_inputs"]
-        return words
+        """Return the format for JSON."""
+        document = {
+            "name": self.name,
+            "decoder": self.encoding,
+            **asdict(self),
+            "options": dict(self.options),
+        }
+        del document["encoding"], document["static_inputs"]
+        return document
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, Any]) -> SourceFormat:
-        """What a manifest's `source_format` says.
+    def from_dict(cls, document: Mapping[str, Any]) -> SourceFormat:
+        """Read a manifest's `source_format`.
 
-        Raises KeyError, TypeError, AttributeError or ValueError for other words.
+        Raises KeyError, TypeError, AttributeError or ValueError for a document that is none.
         """
-        return cls(**{**words, "options": tuple(words["options"].items())})
+        values = {"encoding" if key == "decoder" else key: value for key, value in document.items()}
+        return cls(**{**values, "options": tuple(document["options"].items())})
 
     def describe(self) -> str:
-        """One line for people."""
-        if self.is_float or self.decoder == GGUF:
+        """Return a line for people."""
+        if self.is_float or self.encoding == GGUF:
             return self.name
         sizes = {0: "all", ANY: "?"}
         rows, columns = (sizes.get(size, str(size)) for size in (self.group_n, self.group_k))

@@ -128,7 +128,7 @@ class ExpertMap:
         """
         kept = tuple(block for block in self.blocks if block.name not in names)
         foreign = next(
-            (b for b in self.blocks if b.name in names and b.format.decoder in KNOWN_BY_SOURCE), None
+            (b for b in self.blocks if b.name in names and b.format.encoding in KNOWN_BY_SOURCE), None
         )
         if foreign is not None:
             what = "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files."
@@ -217,7 +217,7 @@ def _formats(
     """
     if is_extra and _is_plain(found):
         return lambda _module: PLAIN
-    if declared.doubts is not None:
+    if declared.undecided is not None:
         plain = _plain_modules(found)
         return lambda module: declared.of(module, is_stored_plain=module in plain)
     return (lambda _module: declared.of(block)) if declared.method == "humming" else declared.of

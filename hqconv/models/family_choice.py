@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from hqconv.errors import HqconvError, RequestError, first_few
-from hqconv.formats.resolve import PART_NAMES
+from hqconv.formats.registry import part_names
 from hqconv.models.families import (
     BY_ARCHITECTURE,
     BY_MODEL_TYPE,
@@ -94,7 +94,7 @@ def _known_architecture(config: Config, text: Config) -> str | None:
 
 def _refuse_unknown_stacks(row: Family, candidates: list[str], templates: set[str], because: str) -> None:
     """Names do not say in which order a stack holds gate and up, nor whether their rows alternate."""
-    match = _name_pattern(row.blocks, tuple(row.projections.values()), ()).fullmatch
+    match = _name_pattern(row.blocks, tuple(row.projections.values()), (), part_names()).fullmatch
     if not all(map(match, templates)):
         fused = [name for name in candidates if not match(name)]
         raise RequestError(
@@ -115,17 +115,17 @@ def _num_keys_found(row: Family, text: Config) -> int:
 def name_pattern(family: Family) -> re.Pattern[str]:
     """Matches a whole tensor name; groups: block, expert and projection or else stack, part. Equal rows share one."""
     words = (*family.projections.values(), *(s.name for s in family.expert_stacks))
-    return _name_pattern(family.blocks, words, tuple(s.name for s in family.stacks))
+    return _name_pattern(family.blocks, words, tuple(s.name for s in family.stacks), part_names())
 
 
 @cache
 def _name_pattern(
-    blocks: tuple[str, ...], projections: tuple[str, ...], stacks: tuple[str, ...]
+    blocks: tuple[str, ...], projections: tuple[str, ...], stacks: tuple[str, ...], parts: tuple[str, ...]
 ) -> re.Pattern[str]:
     paths = "|".join(re.escape(t).replace(re.escape("{layer}"), INDEX) for t in blocks)
-    words, parts = _any_of(projections), _any_of(sorted(PART_NAMES, key=len, reverse=True))
-    single = rf"(?P<expert>{INDEX})\.(?P<projection>{words})\.(?P<part>{parts})"
-    fused = rf"(?P<stack>{_any_of(stacks)})(?:[._](?P<stack_part>{parts}))?"
+    words, part = _any_of(projections), _any_of(sorted(parts, key=len, reverse=True))
+    single = rf"(?P<expert>{INDEX})\.(?P<projection>{words})\.(?P<part>{part})"
+    fused = rf"(?P<stack>{_any_of(stacks)})(?:[._](?P<stack_part>{part}))?"
     return re.compile(rf"(?P<block>{paths})\.(?:{single}" + (rf"|{fused})" if stacks else ")"))
 
 

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.resolve import PART_NAMES, UNUSED_PARTS, ResolvedFormat, logical_shape, resolve_format
+from hqconv.formats.registry import UNUSED_PARTS, part_names
+from hqconv.formats.resolve import ResolvedFormat, logical_shape, resolve_format
 from hqconv.formats.source_format import SourceFormat
 from hqconv.models.config_facts import REMEDY, ConfigSizes, Size, contradiction
 from hqconv.models.families import Family
@@ -208,7 +209,8 @@ def _fits(raw: RoleParts, sizes: ConfigSizes, count: int) -> bool:
 def raw_parts(parts: Mapping[str, TensorSlice], count: int, role: str) -> dict[str, TensorSpec]:
     """The headers of one projection, its codes first: where a partner is missing, they name the place."""
     raw = {}
-    for key, part in sorted(parts.items(), key=lambda item: PART_NAMES.index(item[0])):
+    order = part_names()
+    for key, part in sorted(parts.items(), key=lambda item: order.index(item[0])):
         try:
             shape = part.logical_shape(count)
         except ValueError as error:
@@ -278,7 +280,7 @@ def _complete(
 
 def _with_context(error: InputError, parts: Mapping[str, TensorSlice], sizes: ConfigSizes) -> InputError:
     """The error of one projection's headers, with what the block knows: the tensor, its shape, the config's sizes."""
-    first = parts[min(parts, key=PART_NAMES.index)]
+    first = parts[min(parts, key=part_names().index)]
     where, found = error.where or first.template.format(expert=0), error.found
     shape = next((p.shape for p in parts.values() if p.is_stacked and p.template == where), None)
     if shape is not None:

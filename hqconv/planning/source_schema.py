@@ -167,7 +167,7 @@ def _candidates(block: MoeLayer, tp: int, *, may_round: bool) -> Iterator[Weight
     share = math.gcd(block.hidden_size, block.intermediate_size // tp)
     makers: list[dict[str, object]] = []
     # Gate and up have one scale in a laid out artifact; elsewhere only a block without a gate is sure to.
-    is_shared = source.decoder == LAID_OUT or not block.gated
+    is_shared = source.encoding == LAID_OUT or not block.gated
     if is_shared and (source.group_n, source.group_k) == (0, 0):
         makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})
     if source.group_n == 1:

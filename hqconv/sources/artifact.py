@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError, VerificationError
-from hqconv.formats.resolve import UNUSED_PARTS
+from hqconv.formats.registry import UNUSED_PARTS
 from hqconv.formats.source_format import LAID_OUT, SourceFormat
 from hqconv.humming_layout.layer_config import fuses_exponents
 from hqconv.io.hub import Listing
@@ -182,7 +182,7 @@ class ArtifactSource(SafetensorsSource):
         options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
         return SourceFormat(
             name=f"hqconv kernel layout, {schema.name}{', rotated' if schema.rotation else ''}",
-            decoder=LAID_OUT,
+            encoding=LAID_OUT,
             b_dtype="" if schema.rotation else schema.b_dtype,
             scale_dtype=schema.scale_dtype(param),
             group_n=group_n,

@@ -67,7 +67,7 @@ def _is_known_by_names(block: MoeLayer) -> bool:
     """Whether the block came from a checkpoint, whose tensors lie in the block's module."""
     templates = (part.template for parts in block.parts.values() for part in parts.values())
     inside = any(template.startswith(f"{block.name}.") for template in templates)
-    return inside or block.format.decoder not in KNOWN_BY_SOURCE
+    return inside or block.format.encoding not in KNOWN_BY_SOURCE
 
 
 def _check_converted(

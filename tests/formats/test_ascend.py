@@ -95,7 +95,7 @@ def test_a_scheme_of_experts_that_cannot_be_read_is_refused_by_its_name() -> Non
     description = of_model(2, 2)
     description |= {name: "W4A8_DYNAMIC" for name in description if ".experts." in name and "weight" in name}
     found = declared_formats(words_of(description), {})
-    assert found.of("model.layers.0.self_attn.o_proj").decoder == "int8"
+    assert found.of("model.layers.0.self_attn.o_proj").encoding == "int8"
     with pytest.raises(RequestError) as caught:
         found.of("model.layers.0.mlp.experts.0.up_proj")
     assert caught.value.where == "quantization_config.modules.model.layers.*.mlp.experts.*.up_proj"

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError
-from hqconv.formats.resolve import PART_NAMES, ResolvedFormat, logical_shape, resolve_format
+from hqconv.formats import registry
+from hqconv.formats.resolve import ResolvedFormat, logical_shape, resolve_format
 from hqconv.formats.source_format import ANY, PLAIN, SourceFormat
 from hqconv.schemas.tensors import TensorSpec
 from tests.make.coded import Case, cases
@@ -41,7 +42,7 @@ def test_every_case_is_complete(name: str) -> None:
     one = ALL[name]
     done = one.completed()
     assert set(done.used.values()) | set(done.unused) == set(one.tensors)
-    assert set(one.tensors) <= set(PART_NAMES)
+    assert set(one.tensors) <= set(registry.part_names())
     assert done.format.b_dtype
     assert ANY not in (done.format.group_n, done.format.group_k)
     assert done.format.scale_dtype
@@ -225,7 +226,7 @@ def test_declared_codes_and_stored_codes() -> None:
     ],
 )
 def test_sizes_that_cannot_be_packed(declared: SourceFormat, n: int, k: int, text: str) -> None:
-    raw = "weight" if declared.decoder in ("mxfp4", "nvfp4", "bitnet") else "qweight"
+    raw = "weight" if declared.encoding in ("mxfp4", "nvfp4", "bitnet") else "qweight"
     refused(declared, {raw: TensorSpec("m." + raw, "U8", (n, k))}, n, k, text)
 
 
@@ -236,7 +237,7 @@ def test_no_torch_is_loaded() -> None:
 
 
 def test_the_cases_are_of_every_decoder() -> None:
-    decoders = {one.declared.decoder for one in ALL.values()}
+    decoders = {one.declared.encoding for one in ALL.values()}
     known = {
         "fp8",
         "mxfp4",

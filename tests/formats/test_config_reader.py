@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 
-from hqconv.formats import config_reader
-from hqconv.formats.config_reader import globbed_in, named_in, parents, skipped_by_transformers, start_of
+from hqconv.formats import module_rules
+from hqconv.formats.module_rules import globbed_in, named_in, parents, skipped_by_transformers, start_of
 
 MODULES = [
     *(
@@ -121,14 +121,14 @@ def test_few_patterns_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     class Pattern:
-        def __init__(self, text: str) -> None:
-            self.text, self.real = text, re.compile(text)
+        def __init__(self, text: str, _where: str, after: str = "") -> None:
+            self.real = re.compile(f"(?:{text}){after}")
 
-        def match(self, name: str) -> object:
+        def matches(self, name: str) -> bool:
             tried.append(name)
-            return self.real.match(name)
+            return self.real.match(name) is not None
 
-    monkeypatch.setattr(config_reader, "regex", lambda text, _where: Pattern(text))
+    monkeypatch.setattr(module_rules, "BoundedRegex", Pattern)
     patterns = [f"model.layers.{layer}.mlp.gate" for layer in range(100)]
     skipped = skipped_by_transformers(patterns, "")
     assert not any(skipped(f"model.layers.7.mlp.experts.{e}.up_proj") for e in range(64))

@@ -487,20 +487,20 @@ def test_deepseek_v4_routed_experts_are_fp4_among_fp8(holder: str) -> None:
         words, text = {**DEEPSEEK_V4, **text}, {"expert_dtype": "fp8"}
     found = declared(words, **text)
     for routed in ("layers.0.ffn.experts.0.w1", "mtp.0.ffn.experts.255.w2", "layers.0.ffn.experts"):
-        assert (found.of(routed).decoder, found.of(routed).group_k) == ("mxfp4", 32)
+        assert (found.of(routed).encoding, found.of(routed).group_k) == ("mxfp4", 32)
     for dense in ("layers.0.ffn.shared_experts.w1", "layers.0.attn.wq_a"):
-        assert (found.of(dense).decoder, found.of(dense).scale_dtype) == ("fp8", "float8e8m0")
+        assert (found.of(dense).encoding, found.of(dense).scale_dtype) == ("fp8", "float8e8m0")
 
 
 def test_deepseek_v4_fp8_experts_follow_the_blocks() -> None:
     found = declared(DEEPSEEK_V4, expert_dtype="fp8").of("layers.0.ffn.experts.0.w1")
-    assert (found.decoder, found.group_n, found.group_k) == ("fp8", 128, 128)
+    assert (found.encoding, found.group_n, found.group_k) == ("fp8", 128, 128)
 
 
 def test_deepseek_v4_experts_requantized_to_nvfp4() -> None:
     found = declared({**DEEPSEEK_V4, "moe_quant_algo": "NVFP4"}, expert_dtype="fp4")
-    assert found.of("layers.0.ffn.experts.0.w1").decoder == "nvfp4"
-    assert found.of("layers.0.ffn.shared_experts.w1").decoder == "fp8"
+    assert found.of("layers.0.ffn.experts.0.w1").encoding == "nvfp4"
+    assert found.of("layers.0.ffn.shared_experts.w1").encoding == "fp8"
 
 
 def test_dense_layers_around_routed_experts_in_mxfp4_are_fp8() -> None:
@@ -510,15 +510,41 @@ def test_dense_layers_around_routed_experts_in_mxfp4_are_fp8() -> None:
     assert found.of(ATTENTION) is PLAIN
 
 
+@pytest.mark.parametrize(
+    ("more", "encoding"),
+    [
+        ({"store_dtype": "fp8"}, "fp8"),  # MiMo-V2.5
+        ({"store_dtype": "fp8", "routed_experts_quant_method": "fp8", "expert_dtype": "fp8"}, "fp8"),
+        ({"store_dtype": "mxfp4", "expert_dtype": "fp4"}, "mxfp4"),
+        ({"store_dtype": "MXFP4", "routed_experts_quant_method": "mxfp4"}, "mxfp4"),
+    ],
+)
+def test_an_extra_key_that_agrees_is_accepted(more: dict[str, Any], encoding: str) -> None:
+    assert declared({**DEEPSEEK_V3, **more}).of(EXPERT).encoding == encoding
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"store_dtype": "fp8", "routed_experts_quant_method": "mxfp4"}, "store_dtype"),
+        ({"store_dtype": "mxfp4", "expert_dtype": "fp8"}, "expert_dtype"),
+        ({"store_dtype": "int8"}, "store_dtype"),
+    ],
+)
+def test_a_key_that_contradicts_or_is_unknown_is_refused(more: dict[str, Any], key: str) -> None:
+    with pytest.raises(RequestError, match=f"quantization_config.{key}"):
+        declared({**DEEPSEEK_V3, **more})
+
+
 @pytest.mark.parametrize("module", [EXPERT, SHARED])
 def test_an_awq_entry_within_a_word_is_decided_by_the_tensors(module: str) -> None:
     """AutoAWQ leaves gate_proj out for "gate", other tools and vLLM's fused experts do not."""
     found = declared(AWQ)
-    assert found.of(module).decoder == "awq"
+    assert found.of(module).encoding == "awq"
     assert found.of(module, is_stored_plain=True) is PLAIN
     other = module.replace("gate", "down")  # no entry speaks of it, whatever its tensors are
-    assert found.of(other, is_stored_plain=True).decoder == "awq"
-    assert declared(DEEPSEEK_V3).of(module, is_stored_plain=True).decoder == "fp8"
+    assert found.of(other, is_stored_plain=True).encoding == "awq"
+    assert declared(DEEPSEEK_V3).of(module, is_stored_plain=True).encoding == "fp8"
 
 
 @pytest.mark.parametrize(
@@ -531,11 +557,11 @@ def test_an_awq_entry_within_a_word_is_decided_by_the_tensors(module: str) -> No
 )
 def test_deepseek_v4_experts_that_modelopt_left_out_are_as_they_were(more: dict[str, Any]) -> None:
     found = declared({**DEEPSEEK_V4, "moe_quant_algo": "NVFP4", **more}, expert_dtype="fp4")
-    assert found.of("layers.0.ffn.experts.0.w1").decoder == "nvfp4"
-    assert found.of("mtp.0.ffn.experts.0.w1").decoder == "mxfp4"
-    assert found.of("mtp.0.ffn.shared_experts.w1").decoder == "fp8"
+    assert found.of("layers.0.ffn.experts.0.w1").encoding == "nvfp4"
+    assert found.of("mtp.0.ffn.experts.0.w1").encoding == "mxfp4"
+    assert found.of("mtp.0.ffn.shared_experts.w1").encoding == "fp8"
     as_fp8 = declared({**DEEPSEEK_V4, "moe_quant_algo": "NVFP4", **more}, expert_dtype="fp8")
-    assert as_fp8.of("mtp.0.ffn.experts.0.w1").decoder == "fp8"
+    assert as_fp8.of("mtp.0.ffn.experts.0.w1").encoding == "fp8"
 
 
 def test_gptq_dynamic_rules_apply_in_order_from_the_start_of_names() -> None:
@@ -576,8 +602,8 @@ def test_modelopt_mixed_precision_goes_by_module() -> None:
         SHARED: {"quant_algo": "MXFP8"},
     }
     found = declared(modelopt("MIXED_PRECISION", quantized_layers=layers, ignore=["*shared_experts*"]))
-    assert found.of(ATTENTION).decoder == "fp8"
-    assert found.of(EXPERT).decoder == "nvfp4"
+    assert found.of(ATTENTION).encoding == "fp8"
+    assert found.of(EXPERT).encoding == "nvfp4"
     assert found.of("model.layers.4.mlp.experts.gate_up_proj").group_n == 64
     assert found.of(SHARED) is PLAIN
     assert found.of("model.layers.40.mlp.experts.gate_up_proj") is PLAIN
@@ -600,9 +626,9 @@ def test_compressed_tensors_groups_have_their_own_formats_and_targets() -> None:
     }
     words = compressed({}, "mixed-precision", config_groups=groups)
     found = declared(words)
-    assert found.of(EXPERT).decoder == "int8"
-    assert found.of(EXPERT.replace("gate", "up")).decoder == "nvfp4"
-    assert found.of(ATTENTION).decoder == "fp8"
+    assert found.of(EXPERT).encoding == "int8"
+    assert found.of(EXPERT.replace("gate", "up")).encoding == "nvfp4"
+    assert found.of(ATTENTION).encoding == "fp8"
     del groups["group_0"]
     assert declared(words).of(ATTENTION) is PLAIN, "no target names it"
 
@@ -627,7 +653,7 @@ def test_humming_reads_its_fields_and_exceptions() -> None:
     """Asked with modules as vLLM has them: the experts of a block are one."""
     found = declared(HUMMING)
     form = found.of("model.layers.3.mlp.experts")
-    assert (form.name, form.decoder, form.b_dtype) == ("humming uint4", "humming", "uint4")
+    assert (form.name, form.encoding, form.b_dtype) == ("humming uint4", "humming", "uint4")
     assert (form.scale_dtype, form.group_n, form.group_k, form.has_zero_point) == ("", 1, 128, True)
     assert dict(form.options)["weight_scale_type"] == "group"
     assert found.of(ATTENTION) is PLAIN
@@ -743,7 +769,7 @@ QUARK_FIELDS = (
 def test_quark_reads_as_humming_does(name: str) -> None:
     weight, expected = QUARK_FORMATS[name]
     form = declared(quark(weight)).of(EXPERT)
-    assert form.decoder == "quark"
+    assert form.encoding == "quark"
     assert expected == (
         form.name,
         form.b_dtype,

@@ -632,7 +632,7 @@ def awq_experts(*plain: str) -> Tensors:
 def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> None:
     words = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["gate"]}
     config = config_of(QWEN, "qwen3_moe")
-    assert map_experts(awq_experts(), config, words).blocks[0].format.decoder == "awq"
+    assert map_experts(awq_experts(), config, words).blocks[0].format.encoding == "awq"
     with pytest.raises(RequestError, match="mixes formats"):  # AutoAWQ's reading: gate_proj is left as it was
         map_experts(awq_experts("gate_proj"), config, words)
     with pytest.raises(InputError, match="its weight is not quantized"):  # no entry speaks of it

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from hqconv.cli.app import app
 from hqconv.conversion.resources import working_bytes
 from hqconv.errors import HqconvError, RequestError
-from hqconv.formats.resolve import PART_NAMES
+from hqconv.formats.registry import part_names
 from hqconv.models.expert_map import map_experts
 from hqconv.planning.checks import check_request
 from hqconv.planning.options import ConversionOptions
@@ -737,7 +737,7 @@ def damage(draw: Callable[..., Any], refs: dict[str, TensorRef]) -> None:
     part = name.rpartition(".")[2]
     chosen = [n for n in refs if n.endswith(f".{part}")] if draw(st.booleans()) else [name]
     action = draw(st.sampled_from(["remove", "rename", "dtype", "shape"]))
-    other = draw(st.sampled_from([*PART_NAMES, "foo", "gate_up_proj_bias", "down_proj_scales"]))
+    other = draw(st.sampled_from([*part_names(), "foo", "gate_up_proj_bias", "down_proj_scales"]))
     dtype, sizes = (
         draw(st.sampled_from(DTYPES)),
         draw(st.lists(st.sampled_from([0, 1, 2, 4, 128, 256]), max_size=4)),

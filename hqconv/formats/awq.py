@@ -1,0 +1,107 @@
+"""AWQ in AutoAWQ's gemm layout: its method and its encoding.
+
+Legend: N output rows, K input columns, G groups along K.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from hqconv.errors import InputError
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import (
+    Encoding,
+    Headers,
+    Names,
+    Parts,
+    Shape,
+    StoredTensor,
+    coded_matrix,
+    integer_bits,
+    require_multiples,
+    zero_or_midpoint,
+)
+from hqconv.formats.gptq import dynamic_rules
+from hqconv.formats.module_rules import Matcher, Rule, always, containing, on_path, when
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import SourceFormat
+from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from hqconv.quantization.coded_matrix import CodedMatrix
+
+
+def _undecided(config: ConfigReader) -> Matcher:
+    """Match modules whose names contain an entry: AutoAWQ leaves them out, so "gate" is gate_proj too, others do not.
+
+    Source: `exclude_layers_to_not_quantize` of awq.utils.quant_utils. Its lists for Qwen3-MoE are also written by tools
+    that quantize gate_proj, and vLLM compares them with the name of the experts' module alone.
+    """
+    return containing(config.names("modules_to_not_convert"))
+
+
+@quant_method("awq", undecided=_undecided)
+def parse_awq(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse AutoAWQ's config. A module is left out if an entry is on its path, as in transformers."""
+    key = config.first("version", "checkpoint_format", "format")
+    if config.text(key, default="gemm") != "gemm" or config.values.get("backend") == "llm-awq":
+        raise config.unsupported(key, "gemm")
+    skipped = when(on_path(config.names("modules_to_not_convert")))
+    return [skipped, *dynamic_rules(config, awq_format), always(awq_format(config))]
+
+
+def awq_format(config: ConfigReader, title: str = "awq") -> SourceFormat:
+    """Return one AWQ format; its order of nibbles is defined for 4 bits only."""
+    bits = config.integer(config.first("bits", "w_bit"), 4, 4)
+    return SourceFormat(
+        f"{title} int{bits}",
+        "awq",
+        f"uint{bits}",
+        group_k=config.group_size("group_size", "q_group_size"),
+        has_zero_point=config.flag("zero_point", not config.flag("sym", False)),
+    )
+
+
+@register_encoding
+class Awq(Encoding):
+    """qweight int32 [K, N / 8], qzeros [G, N / 8] with nibbles 0 2 4 6 1 3 5 7, scales [G, N].
+
+    Source: autoawq, utils/packing_utils.py.
+    """
+
+    name = "awq"
+    weight_names = ("qweight",)
+    part_names = ("qzeros", "scales")
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List codes, zero points and scales."""
+        bits = integer_bits(fmt)
+        if bits != 4:
+            raise InputError(
+                "AWQ weights of this size are not known.", expected="4 bits", found=f"{bits} bits"
+            )
+        require_multiples(headers, [("columns", k, 8), ("rows", n, 8)])
+        groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
+        zeros = ((groups, n // 8),)
+        return [
+            StoredTensor("weight", ("qweight",), ("I32",), ((k, n // 8),)),
+            StoredTensor("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
+            StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
+        ]
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return (N, K) of eight codes a word along N."""
+        return weight.shape[1] * 8, weight.shape[0]
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Transpose the nibbles into words along K."""
+        from hqconv.quantization.int4_packing import AWQ_ORDER, reordered_nibbles, transpose_4bit
+
+        packed = transpose_4bit(parts["weight"], AWQ_ORDER)
+        zero_point = None
+        if "zero_point" in parts:
+            zero = reordered_nibbles(parts["zero_point"]).t().contiguous()
+            zero_point = zero_or_midpoint(fmt, zero, names)
+        return coded_matrix(fmt, packed, parts["scale"].t().contiguous(), names, zero_point=zero_point)

@@ -1,0 +1,102 @@
+"""BitNet's ternary weights: the method `bitnet` and its encoding.
+
+Legend: N output rows, K input columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import (
+    ONE,
+    Encoding,
+    Headers,
+    Names,
+    Parts,
+    Shape,
+    StoredTensor,
+    coded_matrix,
+    require_multiples,
+)
+from hqconv.formats.module_rules import Rule, always, skipped_names
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import SourceFormat
+from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from hqconv.quantization.coded_matrix import CodedMatrix
+
+
+@quant_method("bitnet")
+def parse_bitnet(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse BitNet's config: ternary weights, four to a byte, with one scale per matrix.
+
+    Option scale_inverted: `BitLinear` divides by the stored scale, `AutoBitLinear` multiplies with it. Source:
+    their `forward` in transformers.integrations.bitnet.
+    """
+    kind = config.text("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
+    if config.text("quantization_mode", ("offline", "online"), "offline") == "online":
+        raise config.unsupported("quantization_mode", "offline: online weights are rounded on each use")
+    if config.flag("use_rms_norm", False):
+        raise config.unsupported("use_rms_norm", "false: the kernel has no norm before an expert")
+    options = (("scale_inverted", kind == "bitlinear"),)
+    ternary = SourceFormat("bitnet", "bitnet", "float2e0m1", group_n=0, group_k=0, options=options)
+    return [skipped_names(config, "modules_to_not_convert"), always(ternary)]
+
+
+@register_encoding
+class BitNet(Encoding):
+    """uint8 [N / 4, K], whose bits 2i, 2i + 1 are rows i * N / 4 …, as 0, 1, 2 for -1, 0, 1, and one scale."""
+
+    name = "bitnet"
+    part_names = ("weight_scale",)
+    b_dtype = "float2e0m1"
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the codes and the scale."""
+        require_multiples(headers, [("columns", k, 16), ("rows", n, 4)])
+        return [
+            StoredTensor("weight", ("weight",), ("U8",), ((n // 4, k),)),
+            StoredTensor("scale", ("weight_scale",), FLOATS, ONE),
+        ]
+
+    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+        """The reciprocal of an inverted scale is float32."""
+        fmt = super().complete(fmt, found, used, k)
+        return replace(fmt, scale_dtype="float32") if fmt.option("scale_inverted", True) else fmt
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return (N, K): four rows a byte."""
+        return weight.shape[0] * 4, weight.shape[1]
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Unpack the rows into signs and magnitudes; invert a scale that divides."""
+        import numpy as np
+        import torch
+
+        from hqconv.cpu_loops import decode
+        from hqconv.quantization import bit_codec
+        from hqconv.quantization.coded_matrix import refuse
+        from hqconv.quantization.deferred_checks import is_any
+
+        stored = parts["weight"].contiguous()
+        scale = parts["scale"].float().reshape(1, 1)
+        if is_any(~(scale.isfinite() & (scale > 0))):
+            refuse("A scale is not usable.", names.get("scale", ""), "a positive number", scale.item())
+        if fmt.option("scale_inverted", True):
+            scale = scale.reciprocal()
+        if stored.is_cuda:
+            codes = torch.cat([(stored >> shift) & 3 for shift in (0, 2, 4, 6)])
+            is_ternary = not is_any(codes == 3)
+            packed = bit_codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
+        else:
+            out = np.empty((shape[0], shape[1] // 4), np.uint8)
+            is_ternary = decode.ternary_rows(stored.numpy(), out)
+            packed = torch.from_numpy(out.view(np.int32))
+        if not is_ternary:
+            refuse("A weight is not ternary.", names.get("weight", ""), "2-bit codes 0, 1 and 2", "3")
+        return coded_matrix(fmt, packed, scale, names)

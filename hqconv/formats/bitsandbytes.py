@@ -1,0 +1,163 @@
+"""bitsandbytes' 4-bit matrices (nf4, fp4): the method `bitsandbytes` and its encoding, decoded by that library itself.
+
+Legend: N output rows, K input columns. An optional dependency: `pip install hqconv[bitsandbytes]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from hqconv.errors import RequestError
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import Encoding, Headers, Names, Parts, Shape, StoredTensor
+from hqconv.formats.module_rules import Rule, always, skipped_names
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import ANY, SourceFormat
+from hqconv.schemas.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
+
+
+@quant_method("bitsandbytes")
+def parse_bitsandbytes(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse bitsandbytes' 4-bit tables; the sizes of its blocks are in the checkpoint."""
+    if not config.flag(config.first("load_in_4bit", "_load_in_4bit"), False):
+        key = config.first("load_in_8bit", "_load_in_8bit", "load_in_4bit")
+        raise config.unsupported(key, "load_in_4bit: true")
+    kind = config.text("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    options = (("quant_type", kind),)
+    table = SourceFormat(f"bitsandbytes {kind}", "bnb4", group_n=ANY, group_k=ANY, options=options)
+    return [skipped_names(config, "llm_int8_skip_modules"), always(table)]
+
+
+@register_encoding
+class BitsAndBytes4Bit(Encoding):
+    """A uint8 weight with absmax, quant_map and quant_state; absmax may be quantized itself ("nested")."""
+
+    name = "bnb4"
+    part_names = ("weight.absmax", "weight.quant_map", *_STATES, *_NESTED)
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the codes, scales, tables and the state."""
+        size = math.ceil(n * k / 2)
+        is_nested = any(name in headers for name in _NESTED)
+        stored = [
+            StoredTensor("weight", ("weight",), ("U8",), ((size, 1), (1, size), (size,))),
+            StoredTensor("absmax", ("weight.absmax",), ("U8",) if is_nested else ("F32",), None),
+            StoredTensor("quant_map", ("weight.quant_map",), ("F32",), ((16,),)),
+            StoredTensor("quant_state", _STATES, ("U8",), None),
+        ]
+        if is_nested:
+            stored.append(StoredTensor("nested_absmax", _NESTED[:1], ("F32",), None))
+            stored.append(StoredTensor("nested_quant_map", _NESTED[1:], ("F32",), ((256,),)))
+        return stored
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return None: the codes are flat."""
+        return None
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> torch.Tensor:
+        """Decode to float32 [N, K] by bitsandbytes on the CPU.
+
+        In float32 instead of the state's own dtype, so nothing is rounded to 16 bits. Raises InputError for a
+        quant_state that cannot be read or contradicts the matrix or its other tensors, RequestError where bitsandbytes
+        is not installed.
+        """
+        import torch
+
+        from hqconv.quantization.coded_matrix import refuse
+
+        try:
+            functional: Any = importlib.import_module("bitsandbytes.functional")
+        except ImportError as error:
+            raise RequestError(
+                "This source is quantized by bitsandbytes, which is not installed.",
+                where=names.get("weight", ""),
+                expected="the bitsandbytes package",
+                found=error,
+                remedy="Run: pip install 'hqconv[bitsandbytes]'.",
+            ) from error
+        state = _read_state(parts, names)
+        _check_state(fmt, state, parts, shape, names)
+        _check_tables(functional, state, parts, names)
+        tensors = {name: parts[name].cpu() for name in parts if name not in ("weight", "bias", "quant_state")}
+        quant_state = functional.QuantState.from_dict({**state, **tensors}, torch.device("cpu"))
+        quant_state.dtype = torch.float32
+        weight = parts["weight"].cpu().contiguous().reshape(-1, 1)
+        values: torch.Tensor = functional.dequantize_4bit(weight, quant_state).reshape(shape)
+        if not bool(values.isfinite().all()):
+            refuse("A scale is NaN or infinite.", names.get("absmax", ""), "finite weights", "NaN or Inf")
+        return values.to(parts["weight"].device)
+
+
+def _check_tables(functional: Any, state: dict[str, Any], parts: Parts, names: Names) -> None:
+    """Refuse stored tables that are not the library's own, which its CPU decoder takes whatever is stored."""
+    from hqconv.quantization.coded_matrix import refuse
+
+    tables = {"quant_map": functional.get_4bit_type(state["quant_type"], device="cpu")}
+    if "nested_quant_map" in parts:
+        tables["nested_quant_map"] = functional.create_dynamic_map()
+    for name, table in tables.items():
+        found = parts[name].cpu().float().flatten()
+        if found.shape != table.shape or not bool((found == table.float()).all()):
+            expected = f"the {state['quant_type']} table of bitsandbytes"
+            refuse("A code table is not the library's.", names.get(name, ""), expected, "other numbers")
+
+
+def _read_state(parts: Parts, names: Names) -> dict[str, Any]:
+    """Read the JSON document that bitsandbytes keeps as bytes in `quant_state`."""
+    from hqconv.quantization.coded_matrix import refuse
+
+    where = names.get("quant_state", "")
+    data = bytes(parts["quant_state"].cpu().flatten().tolist())
+    try:
+        state = json.loads(data)
+    except ValueError as error:
+        refuse("The quantization state cannot be read.", where, "a JSON document", error)
+    keys = {"quant_type", "blocksize", "dtype", "shape"}
+    if "nested_absmax" in parts:
+        keys |= {"nested_blocksize", "nested_dtype", "nested_offset"}
+    if not isinstance(state, dict) or set(state) != keys:
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        refuse("The quantization state is not complete.", where, f"the keys {sorted(keys)}", found)
+    return state
+
+
+def _check_state(fmt: SourceFormat, state: dict[str, Any], parts: Parts, shape: Shape, names: Names) -> None:
+    from hqconv.quantization.coded_matrix import refuse
+
+    where = names.get("quant_state", "")
+    expectations = (
+        ("quant_type", (fmt.option("quant_type"),) if fmt.option("quant_type") else ("nf4", "fp4")),
+        ("blocksize", (32, 64, 128, 256, 512, 1024, 2048, 4096)),
+        ("dtype", ("bfloat16", "float16", "float32")),
+        ("shape", (list(shape),)),
+    )
+    for key, allowed in expectations:
+        if state[key] not in allowed:
+            refuse(f"The quantization state's {key} is not usable.", where, allowed, state[key])
+    count = -(-shape[0] * shape[1] // state["blocksize"])
+    if parts["absmax"].numel() != count:
+        at = names.get("absmax", "")
+        refuse(
+            "There must be one scale for every block of weights.",
+            at,
+            f"{count} values",
+            parts["absmax"].numel(),
+        )
+    if "nested_absmax" not in parts:
+        return
+    at, size = names.get("nested_absmax", ""), state["nested_blocksize"]
+    if not isinstance(size, int) or size <= 0 or parts["nested_absmax"].numel() != -(-count // size):
+        refuse("There is not one scale a block of scales.", at, f"ceil({count} / {size}) values", size)
+    if state["nested_dtype"] not in ("float32", "bfloat16", "float16"):
+        refuse(
+            "The quantization state's nested_dtype is not usable.", where, "float32", state["nested_dtype"]
+        )

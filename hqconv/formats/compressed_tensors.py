@@ -1,0 +1,330 @@
+"""compressed-tensors: its method, and its encodings of integers: packed_int (pack-quantized) and int8 (int-quantized).
+
+Its floats are stored as `fp8`, `mxfp4`, `mxfp8` and `nvfp4`. Legend: N output rows, K input columns, G groups along K,
+b bits of a code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hqconv.formats.bounded_regex import BoundedRegex
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import (
+    Encoding,
+    Headers,
+    Names,
+    Parts,
+    Shape,
+    StoredTensor,
+    coded_matrix,
+    grid_shapes,
+    group_index,
+    integer_bits,
+    require_multiples,
+    scale_grid,
+    shape_of_words,
+)
+from hqconv.formats.module_rules import Rule, always, named_in, when
+from hqconv.formats.mx import mx_format
+from hqconv.formats.nvfp4 import nvfp4_format
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import PLAIN, SourceFormat
+from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from hqconv.quantization.coded_matrix import CodedMatrix
+
+# --- config ------------------------------------------------------------------------------------------------
+
+_STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
+_NOT_STORED = ("dense", "fakequant")
+_REFUSED_FORMATS = ("mxfp6-pack-quantized", "marlin-24", "sparse-bitmask", "sparse-24-bitmask")
+# Classes that an expert's projection may be of, here and in vLLM.
+_EXPERT_CLASSES = ("FusedMoE", "Linear", "RoutedExperts")
+
+
+@quant_method("compressed-tensors")
+def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse a scheme per target. Exact names go before regexes (sorted), these before classes.
+
+    The format, not the status, says how weights are stored: old checkpoints in a packed format are "frozen".
+    Source: `match_targets` of compressed_tensors.utils.match; of groups with one target the last one counts.
+    """
+    for key in ("sparsity_config", "transform_config"):
+        if config.has(key) and not _is_idle(config.table(key)):
+            raise config.unsupported(key, "none: weights that are neither sparse nor rotated")
+    if config.text("quantization_status", _STATUSES, "compressed") == "decompressed":
+        return []
+    if not config.has("config_groups"):
+        raise config.wrong("config_groups", "an object of schemes")
+    schemes: dict[str, SourceFormat] = {}
+    for _, group in config.tables("config_groups"):
+        scheme = _scheme_format(group, group if group.has("format") else config)
+        scheme = replace(scheme, static_inputs=_static_inputs(group))
+        if not group.has("targets"):
+            raise group.wrong("targets", "a list of module names, patterns or classes")
+        schemes.update(dict.fromkeys(group.names("targets"), scheme))
+    ignored = config.names("ignore")
+    if set(_EXPERT_CLASSES) & set(ignored):
+        return []
+    patterns = [
+        when(BoundedRegex(target[3:], config.where("config_groups")).matches, schemes[target])
+        for target in sorted(schemes)
+        if target.startswith("re:")
+    ]
+    classes = [always(schemes[name]) for name in _EXPERT_CLASSES if name in schemes]
+    return [when(named_in(ignored, config.where("ignore"))), schemes.get, *patterns, *classes]
+
+
+def _is_idle(config: ConfigReader) -> bool:
+    """Whether a sparsity or transform config changes nothing."""
+    return config.values.get("format") == "dense" or not any(config.values.values())
+
+
+def _scheme_format(group: ConfigReader, holder: ConfigReader) -> SourceFormat:
+    """Return the format of one group; `holder` is the object whose `format` counts."""
+    storage = holder.text("format")
+    if storage in _NOT_STORED or not group.has("weights"):
+        return PLAIN
+    if storage in _REFUSED_FORMATS:
+        raise holder.unsupported("format", ", ".join(_FORMATS))
+    if storage not in _FORMATS:
+        raise holder.wrong("format", ", ".join(_FORMATS))
+    weights = group.table("weights")
+    if weights.values.get("dynamic"):
+        raise weights.wrong("dynamic", "false, for weights")
+    is_float = weights.text("type", ("int", "float")) == "float"
+    if storage == "naive-quantized":
+        return (_float_quantized if is_float else _int_quantized)(weights, storage)
+    if is_float != (storage not in ("pack-quantized", "int-quantized")):
+        raise weights.wrong("type", "int" if is_float else "float")
+    return _FORMATS[storage](weights, storage)
+
+
+# Activations with one scale that was measured beforehand: type and bits of the config -> Humming's dtype.
+_STATIC_INPUTS = {("float", 8): "float8e4m3", ("int", 8): "int8"}
+
+
+def _static_inputs(group: ConfigReader) -> str:
+    """Return Humming's dtype of a group's activations; "" where their scale is not static."""
+    inputs = group.values.get("input_activations")
+    if not isinstance(inputs, dict) or inputs.get("dynamic") or not inputs.get("symmetric", True):
+        return ""
+    if inputs.get("strategy") not in (None, "tensor"):
+        return ""
+    return _STATIC_INPUTS.get((str(inputs.get("type", "int")), inputs.get("num_bits", 8)), "")
+
+
+def _title(storage: str, codes: str = "") -> str:
+    return f"compressed-tensors {storage} {codes}".strip()
+
+
+def _sizes(weights: ConfigReader) -> tuple[int, int]:
+    """Return rows and columns of a scale, by strategy; without one it follows from the group size."""
+    size = weights.integer("group_size", -1, default=-1)
+    implied = "tensor" if not weights.has("group_size") else "channel" if size < 0 else "group"
+    strategy = weights.text("strategy", ("tensor", "channel", "group", "tensor_group", "block"), implied)
+    if strategy == "block":
+        return weights.pair("block_structure")
+    if strategy in ("group", "tensor_group"):
+        return 1, weights.integer("group_size", 1)
+    return (0, 0) if strategy == "tensor" else (1, 0)
+
+
+def _pack_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
+    bits = weights.integer("num_bits", 1, 8)
+    rows, columns = _sizes(weights)
+    order = weights.values.get("actorder") or None
+    if order not in (None, True, "weight", "static", "group", "dynamic"):
+        raise weights.wrong("actorder", "weight, static, group, dynamic or nothing")
+    return SourceFormat(
+        _title(storage, f"int{bits}"),
+        "packed_int",
+        f"uint{bits}",
+        "",
+        rows,
+        columns,
+        has_zero_point=not weights.flag("symmetric", True),
+        # Only these orders store a g_idx; "weight" and "static" are undone before storing.
+        is_permuted=order in (True, "group", "dynamic"),
+    )
+
+
+def _int_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
+    """Return the format of codes in int8, whatever their number of bits."""
+    title = _title(storage, f"int{weights.integer('num_bits', 1, 8)}")
+    return SourceFormat(title, "int8", "uint8", "", *_sizes(weights), not weights.flag("symmetric", True))
+
+
+def _require_float(weights: ConfigReader, bits: int) -> None:
+    weights.integer("num_bits", bits, bits)
+    if not weights.flag("symmetric", True):
+        raise weights.wrong("symmetric", "true, for a float type")
+
+
+def _float_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
+    _require_float(weights, 8)
+    return SourceFormat(_title(storage, "fp8"), "fp8", "float8e4m3", "", *_sizes(weights))
+
+
+def _nvfp4(weights: ConfigReader, storage: str) -> SourceFormat:
+    _require_float(weights, 4)
+    return nvfp4_format(_title(storage), weights.integer("group_size", 16, 16))
+
+
+def _mx(weights: ConfigReader, storage: str) -> SourceFormat:
+    encoding = storage.partition("-")[0]
+    _require_float(weights, 4 if encoding == "mxfp4" else 8)
+    weights.integer("group_size", 32, 32)
+    return mx_format(_title(storage), encoding)
+
+
+_FORMATS = {
+    "pack-quantized": _pack_quantized,
+    "int-quantized": _int_quantized,
+    "float-quantized": _float_quantized,
+    "naive-quantized": _float_quantized,
+    "nvfp4-pack-quantized": _nvfp4,
+    "mxfp4-pack-quantized": _mx,
+    "mxfp8-quantized": _mx,
+}
+
+# --- tensors -----------------------------------------------------------------------------------------------
+
+
+def _packed_width(size: int, bits: int, is_padded: bool) -> int:
+    """Return the int32 words for `size` codes: straddling words, or 32 // bits to a word."""
+    return math.ceil(size / (32 // bits)) if is_padded else math.ceil(size * bits / 32)
+
+
+@register_encoding
+class PackedInt(Encoding):
+    """int32 words along K of codes offset by 2**(b - 1), as Humming's.
+
+    Option packing: "dense" (codes straddle words, as in compressed-tensors 0.20) or "padded" (32 // b codes to a word;
+    the same where b divides 32). Zero points are packed the same way along N. Source: compressed_tensors,
+    pack_quantized/helpers.py.
+    """
+
+    name = "packed_int"
+    weight_names = ("weight_packed",)
+    part_names = ("weight_scale", "weight_zero_point", "weight_g_idx")
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the words, scales, zero points and the order of columns."""
+        bits = integer_bits(fmt)
+        require_multiples(headers, [("columns", k, math.lcm(8, 32 // math.gcd(bits, 32)))])
+        dense, padded = _packed_width(k, bits, False), _packed_width(k, bits, True)
+        weight = headers.get("weight_packed")
+        is_padded = weight is not None and weight.shape != (n, dense)
+        stored = [
+            StoredTensor(
+                "weight", ("weight_packed",), ("I32",), tuple((n, w) for w in sorted({dense, padded}))
+            ),
+            StoredTensor("scale", ("weight_scale",), FLOATS, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
+            StoredTensor("g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted),
+        ]
+        if fmt.has_zero_point:
+            groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
+            shape = (_packed_width(n, bits, is_padded), groups)
+            stored.append(StoredTensor("zero_point", ("weight_zero_point",), ("I32",), (shape,)))
+        return stored
+
+    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+        """Tell the packing by the width of the words, and the order of columns by its tensor."""
+        is_dense = found["weight"].shape[1] == _packed_width(k, integer_bits(fmt), is_padded=False)
+        options = {**dict(fmt.options), "packing": "dense" if is_dense else "padded"}
+        fmt = replace(fmt, is_permuted="g_idx" in found, options=tuple(options.items()))
+        return super().complete(fmt, found, used, k)
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return (N, K): by the groups, since codes may be padded to words, or by the words."""
+        scale = headers.get("weight_scale")
+        if fmt.group_k > 0 and scale is not None and len(scale.shape) == 2:
+            return weight.shape[0], scale.shape[1] * fmt.group_k
+        return shape_of_words(fmt, *weight.shape)
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Keep dense words; pack padded ones anew."""
+        from hqconv.quantization import bit_codec
+
+        bits, is_padded = integer_bits(fmt), fmt.option("packing") == "padded"
+        packed = parts["weight"].contiguous()
+        if is_padded:
+            packed = bit_codec.pack(_unpack_padded(packed, bits, shape[1]), bits)
+        zero_point = None
+        if fmt.has_zero_point and is_padded:
+            stored = parts["zero_point"].t().contiguous()
+            zero_point = _unpack_padded(stored, bits, shape[0]).t().contiguous()
+        elif fmt.has_zero_point:
+            zero_point = bit_codec.unpack_along_rows(parts["zero_point"], bits, shape[0])
+        columns = group_index(parts["g_idx"], parts["scale"].size(-1), names) if "g_idx" in parts else None
+        scale = scale_grid(parts["scale"], fmt, shape)
+        return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, column_groups=columns)
+
+
+def _unpack_padded(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
+    """Unpack uint8 codes [R, size] of int32 words with 32 // bits codes each and the upper bits unused."""
+    import torch
+
+    shifts = torch.arange(0, 32 // bits * bits, bits, dtype=torch.int32, device=packed.device)
+    codes: torch.Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return codes.to(torch.uint8).flatten(1)[:, :size].contiguous()
+
+
+@register_encoding
+class Int8(Encoding):
+    """int8 weights [N, K] and zero points, as int-quantized writes them.
+
+    Option has_offset: Ascend writes an offset per row beside its scales, float32 zeros: its W8A8_DYNAMIC kernels take
+    none.
+    """
+
+    name = "int8"
+    part_names = ("weight_scale", "weight_zero_point", "weight_offset")
+    b_dtype = "uint8"
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the weight, scales, zero points and offsets."""
+        require_multiples(headers, [("columns", k, 4)])
+        scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+        stored = [
+            StoredTensor("weight", ("weight",), ("I8",), ((n, k),)),
+            StoredTensor("scale", ("weight_scale",), FLOATS, scales),
+        ]
+        if fmt.has_zero_point:
+            stored.append(StoredTensor("zero_point", ("weight_zero_point",), ("I8",), scales))
+        if fmt.option("has_offset", False):
+            stored.append(StoredTensor("offset", ("weight_offset",), FLOATS, scales))
+        return stored
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Turn two's complement into offset binary."""
+        import torch
+
+        from hqconv.quantization import bit_codec
+        from hqconv.quantization.coded_matrix import refuse
+        from hqconv.quantization.deferred_checks import is_any
+
+        if "offset" in parts and is_any(parts["offset"] != 0):
+            refuse(
+                "A symmetric matrix has an offset that is not zero.",
+                names.get("offset", ""),
+                "zeros, because W8A8_DYNAMIC has no offsets for weights, and other schemes' add or subtract",
+                parts["offset"][parts["offset"] != 0].flatten()[0].item(),
+                "Get a good copy of the checkpoint, or convert the original one.",
+            )
+        packed = bit_codec.as_words(parts["weight"].contiguous().view(torch.uint8) ^ 0x80)
+        zero_point = None
+        if fmt.has_zero_point:
+            stored = parts["zero_point"].contiguous().view(torch.uint8) ^ 0x80
+            zero_point = scale_grid(stored, fmt, shape).expand(shape[0], -1).contiguous()
+        scale = scale_grid(parts["scale"], fmt, shape)
+        return coded_matrix(fmt, packed, scale, names, zero_point=zero_point)

@@ -1,0 +1,199 @@
+"""fp8: the methods `fp8` (transformers, DeepSeek, MiniMax, MiMo) and `fbgemm_fp8`, and the encoding of fp8 weights.
+
+Legend: N output rows, K input columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hqconv.errors import InputError
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import (
+    SCALE_DTYPES,
+    Encoding,
+    Headers,
+    Names,
+    Parts,
+    Shape,
+    StoredTensor,
+    as_e8m0,
+    coded_matrix,
+    grid_shapes,
+    require_multiples,
+    scale_grid,
+)
+from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, parents, skipped_names, when
+from hqconv.formats.mx import MXFP4
+from hqconv.formats.nvfp4 import nvfp4_format
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import ANY, SourceFormat
+from hqconv.schemas.dtypes import FLOATS, humming_name
+
+if TYPE_CHECKING:
+    from hqconv.quantization.coded_matrix import CodedMatrix
+
+# DeepSeek's names of code types, and torch's, which MiniMax writes.
+_CODE_DTYPES = {
+    "e4m3": "float8e4m3",
+    "e5m2": "float8e5m2",
+    "float8_e4m3fn": "float8e4m3",
+    "float8_e5m2": "float8e5m2",
+}
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
+
+# --- config ------------------------------------------------------------------------------------------------
+
+
+@quant_method("fp8")
+def parse_fp8(config: ConfigReader, text: Text) -> list[Rule]:
+    """Parse fp8 of transformers and DeepSeek: per block, or per tensor or channel as the scales' shapes say.
+
+    DeepSeek-V4 gives the dtype of its routed experts in the model's config (V4.1: in this one); MiMo and Ling give
+    their method.
+    """
+    rows, columns = config.pair("weight_block_size") if config.has("weight_block_size") else (ANY, ANY)
+    codes = _CODE_DTYPES[config.text("fmt", tuple(_CODE_DTYPES))] if config.has("fmt") else ""
+    is_power = config.text("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
+    dense = SourceFormat(
+        "fp8",
+        "fp8",
+        codes,
+        "float8e8m0" if is_power else "",
+        rows,
+        columns,
+        options=(("scale_fmt", "ue8m0"),) if is_power else (),
+        static_inputs="float8e4m3" if config.values.get("activation_scheme") == "static" else "",
+    )
+    skipped = skipped_names(config, "modules_to_not_convert", "ignored_layers")
+    return [skipped, *_routed_experts(config, text), always(dense)]
+
+
+def _is_routed(module: str) -> bool:
+    return ".experts." in f".{module}."
+
+
+def _routed_experts(config: ConfigReader, text: Text) -> Iterator[Rule]:
+    """Yield the rules of routed experts that are stored otherwise than the rest of an fp8 checkpoint.
+
+    Experts that ModelOpt left out (an MTP layer's) are as they were before.
+    """
+    if config.has("moe_quant_algo"):
+        config.one_of("moe_quant_algo", "NVFP4")
+        is_quantized = _modelopt_modules(config)
+        yield when(lambda module: _is_routed(module) and is_quantized(module), nvfp4_format("nvfp4", 16))
+    if _expert_method(config, text) == "mxfp4":
+        config.integer("mxfp4_block_size", 32, 32, 32)
+        yield when(_is_routed, MXFP4)
+
+
+def _expert_method(config: ConfigReader, text: Text) -> str:
+    """Return "mxfp4" or "fp8", which the keys that speak of routed experts must agree on.
+
+    The model's config counts where the quantization config has no such key.
+    """
+    keys = ("routed_experts_quant_method", "store_dtype", "expert_dtype")
+    reader = config if config.has(*keys) else ConfigReader({"expert_dtype": text.get(keys[2])}, "config.json")
+    method = ""
+    for key in (key for key in keys if reader.has(key)):
+        if key == "expert_dtype":
+            value = {"fp4": "mxfp4", "fp8": "fp8"}[reader.text(key, ("fp4", "fp8"))]
+        else:
+            value = reader.one_of(key, "mxfp4", "fp8")
+        if method not in ("", value):
+            raise reader.unsupported(key, f"{method}, as the other keys for routed experts say")
+        method = value
+    return method or "fp8"
+
+
+def _modelopt_modules(config: ConfigReader) -> Matcher:
+    """Match modules of an fp8 checkpoint that ModelOpt quantized: listed with its algorithm, and not ignored."""
+    keys = ("ignore", "exclude_modules")
+    is_ignored = globbed_in(config.names(*keys), config.where(config.first(*keys)), with_parents=True)
+    layers = dict(config.tables("quantized_layers"))
+    for layer in layers.values():
+        layer.one_of("quant_algo", "NVFP4", "W4A16_NVFP4")
+    is_all = not config.has("quantized_layers")
+    return lambda module: (
+        not is_ignored(module) and (is_all or any(name in layers for name in parents(module)))
+    )
+
+
+@quant_method("fbgemm_fp8")
+def parse_fbgemm_fp8(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse fbgemm's fp8: one scale per output row."""
+    skipped = skipped_names(config, "modules_to_not_convert")
+    return [skipped, always(SourceFormat("fbgemm fp8", "fp8", "float8e4m3", "", 1, 0))]
+
+
+# --- tensors -----------------------------------------------------------------------------------------------
+
+
+@register_encoding
+class Fp8(Encoding):
+    """fp8 weights [N, K] with a scale per tensor, channel, group or block; `weight_scale_inv` multiplies too.
+
+    A scale in uint8 is an e8m0 exponent. With scale_fmt ue8m0 (DeepSeek-V3.1) a float scale must be a power of two.
+    Source: transformers, integrations/finegrained_fp8.py, Fp8Dequantize.
+    """
+
+    name = "fp8"
+    part_names = _SCALE_NAMES
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the weight and its scale."""
+        require_multiples(headers, [("columns", k, 4)])
+        scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+        return [
+            StoredTensor("weight", ("weight",), ("F8_E4M3", "F8_E5M2"), ((n, k),)),
+            StoredTensor("scale", _SCALE_NAMES, (*FLOATS, *SCALE_DTYPES["float8e8m0"]), scales),
+        ]
+
+    def resolve_groups(self, fmt: SourceFormat, headers: Headers, n: int) -> SourceFormat:
+        """Fill in group sizes: one scale is per tensor, N scales are per channel."""
+        if ANY not in (fmt.group_n, fmt.group_k):
+            return fmt
+        scale = next((headers[name] for name in (*_SCALE_NAMES, "scales") if name in headers), None)
+        if scale is None:
+            return replace(fmt, group_n=1, group_k=0)  # the missing scale is reported when parts are matched
+        if math.prod(scale.shape) == 1:
+            return replace(fmt, group_n=0, group_k=0)
+        if scale.shape in ((n,), (n, 1)):
+            return replace(fmt, group_n=1, group_k=0)
+        raise InputError(
+            "The config gives no block size for these scales.",
+            where=scale.name,
+            expected=f"one scale, or one for each of {n} rows, where quantization_config has no weight_block_size",
+            found=list(scale.shape),
+        )
+
+    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+        """Take the code type from the weight's header."""
+        weight = found["weight"]
+        b_dtype = humming_name(weight.dtype)
+        if fmt.b_dtype not in ("", b_dtype):
+            what = "A tensor has the wrong dtype."
+            raise InputError(what, where=weight.name, expected=fmt.b_dtype, found=weight.dtype)
+        return super().complete(replace(fmt, b_dtype=b_dtype), found, used, k)
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Keep the codes; give e8m0 scales their dtype."""
+        import torch
+
+        from hqconv.quantization import bit_codec
+        from hqconv.quantization.coded_matrix import refuse
+        from hqconv.quantization.deferred_checks import is_any
+
+        scale, name = parts["scale"], names.get("scale", "")
+        if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+            scale = as_e8m0(scale, name)
+        elif fmt.option("scale_fmt") == "ue8m0":
+            mantissa, _ = torch.frexp(scale.float())
+            if is_any(mantissa != 0.5):
+                found = scale[mantissa.reshape(scale.shape) != 0.5].flatten()[0].item()
+                refuse("A scale is no power of two.", name, "ue8m0 scales: powers of two", found)
+        packed = bit_codec.as_words(parts["weight"].reshape(shape[0], -1))
+        return coded_matrix(fmt, packed, scale_grid(scale, fmt, shape), names)

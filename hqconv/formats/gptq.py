@@ -1,0 +1,183 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it: its method and its encoding.
+
+Legend: N output rows, K input columns, G groups along K, b bits of a code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hqconv.errors import InputError
+from hqconv.formats.bounded_regex import BoundedRegex
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import (
+    Encoding,
+    Headers,
+    Names,
+    Parts,
+    Shape,
+    StoredTensor,
+    coded_matrix,
+    group_index,
+    integer_bits,
+    require_multiples,
+    shape_of_words,
+    zero_or_midpoint,
+)
+from hqconv.formats.module_rules import Rule, always, containing, when
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import SourceFormat
+from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from hqconv.quantization.coded_matrix import CodedMatrix
+
+
+@quant_method("gptq")
+def parse_gptq(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse a config of AutoGPTQ or GPTQModel, with GPTQModel's `dynamic` overrides.
+
+    modules_in_block_to_quantize: only modules whose names contain one of them are quantized.
+    """
+    rules = list(dynamic_rules(config, gptq_format))
+    names = _flat_names(config, "modules_in_block_to_quantize")
+    if names:
+        is_quantized = containing(names)
+        rules.append(when(lambda module: not is_quantized(module)))
+    return [*rules, always(gptq_format(config))]
+
+
+def _flat_names(config: ConfigReader, key: str) -> list[str]:
+    """Return the strings of a list of strings or of lists of strings; none where the key is absent."""
+    entries = config.values.get(key) or []
+    if not isinstance(entries, list):
+        raise config.wrong(key, "a list")
+    flat = [item for entry in entries for item in (entry if isinstance(entry, list) else [entry])]
+    return config.replaced(**{key: flat}).names(key)
+
+
+def dynamic_rules(config: ConfigReader, format_of: Callable[[ConfigReader], SourceFormat]) -> Iterator[Rule]:
+    """Yield GPTQModel's rules: "-:regex" leaves modules out, "+:regex" (or without a sign) overrides keys."""
+    if not config.has("dynamic"):
+        return
+    overrides = config.table("dynamic")
+    for pattern in overrides.values:
+        regex = BoundedRegex(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, overrides.path)
+        if pattern.startswith("-:"):
+            yield when(regex.matches)
+        else:
+            yield when(regex.matches, format_of(config.overridden(overrides.table(pattern))))
+
+
+def gptq_format(config: ConfigReader, title: str = "gptq") -> SourceFormat:
+    """Return one GPTQ format. Version 1 stores a zero point minus one, version 2 as it is."""
+    bits = config.integer("bits", 2, 8)
+    group_size = config.group_size("group_size")
+    is_ordered = config.flag("desc_act", False)
+    key = config.first("checkpoint_format", "format")
+    version = config.text(key, default="gptq")
+    if version not in ("gptq", "gptq_v2") or config.flag("is_marlin_format", False):
+        raise config.unsupported(key, "gptq or gptq_v2")
+    return SourceFormat(
+        f"{title} int{bits}",
+        "gptq",
+        f"uint{bits}",
+        group_k=group_size,
+        has_zero_point=not config.flag("sym", True),
+        # With one group for all columns their order changes nothing.
+        is_permuted=is_ordered and group_size > 0,
+        options=(("zero_offset", 0 if version == "gptq_v2" else 1), ("desc_act", is_ordered)),
+    )
+
+
+@register_encoding
+class Gptq(Encoding):
+    """qweight int32 [K * b / 32, N] packed along K, qzeros [G, N * b / 32] along N, scales [G, N].
+
+    Option zero_offset: 1 where zero - 1 modulo 2**b is stored ("gptq"), 0 for the zero itself ("gptq_v2").
+    Option desc_act: whether g_idx may order the columns otherwise than the group size does.
+    Source: gptqmodel, nn_modules/qlinear/__init__.py and utils/model.py, convert_gptq_v1_to_v2_format_module.
+    """
+
+    name = "gptq"
+    weight_names = ("qweight",)
+    part_names = ("qzeros", "scales", "g_idx")
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List codes, zero points, scales and the order of columns."""
+        bits = integer_bits(fmt)
+        if bits not in (2, 3, 4, 8):  # GPTQModel spreads 5, 6 and 7 bits over bit planes
+            raise InputError(
+                "GPTQ codes of this size cannot be read.", expected="2, 3, 4 or 8 bits", found=f"{bits} bits"
+            )
+        divisor = 32 // math.gcd(bits, 32)
+        require_multiples(headers, [("columns", k, divisor), ("rows", n, divisor)])
+        groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
+        zeros, is_ordered = ((groups, n * bits // 32),), bool(fmt.option("desc_act", False))
+        return [
+            StoredTensor("weight", ("qweight",), ("I32",), ((k * bits // 32, n),)),
+            StoredTensor("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
+            StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
+            StoredTensor("g_idx", ("g_idx",), ("I32", "I64"), ((k,),), is_required=is_ordered),
+        ]
+
+    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+        """Columns are in another order unless there is one group."""
+        fmt = replace(fmt, is_permuted=bool(fmt.option("desc_act")) and fmt.group_k != 0)
+        return super().complete(fmt, found, used, k)
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return (N, K) of words along K."""
+        words, rows = weight.shape
+        return shape_of_words(fmt, rows, words)
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Transpose the words; the zero points are codes [N, G]."""
+        packed = parts["weight"].t().contiguous()
+        scale = parts["scale"].t().contiguous()
+        zero = _zero_points(fmt, parts["zero_point"].contiguous())
+        zero_point = zero_or_midpoint(fmt, zero.t().contiguous(), names)
+        columns = None
+        if "g_idx" in parts:
+            columns = _column_groups(fmt, parts["g_idx"], scale.size(1), shape[1], names)
+        return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, column_groups=columns)
+
+
+def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
+    """Unpack uint8 zero points [G, N]; GPTQModel took the offset off whole int32 words, where a zero of 0 borrows."""
+    from hqconv.quantization import bit_codec
+
+    bits, offset = integer_bits(fmt), int(fmt.option("zero_offset", 1))
+    if offset and 32 % bits == 0:
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        return bit_codec.unpack(stored + ones, bits)  # wraps
+    zero: torch.Tensor = (bit_codec.unpack(stored, bits) + offset) & (2**bits - 1)
+    return zero
+
+
+def _column_groups(
+    fmt: SourceFormat, index: torch.Tensor, num_groups: int, num_columns: int, names: Names
+) -> torch.Tensor | None:
+    """Return g_idx as int64, or None where it says what the group size says already."""
+    import torch
+
+    from hqconv.quantization.coded_matrix import refuse
+
+    columns = group_index(index, num_groups, names)
+    size = fmt.group_k or num_columns
+    if torch.equal(columns, torch.arange(num_columns, device=columns.device) // size):
+        return None
+    if not fmt.option("desc_act", False):
+        refuse(
+            "The columns are in another order than the config says.",
+            names.get("g_idx", ""),
+            f"column // {size}, because desc_act is false",
+            "other groups",
+        )
+    return columns

@@ -1,0 +1,126 @@
+"""OCP microscaling: the methods `mxfp4` (GPT-OSS) and `mxfp8` (MiniMax), and the encodings mxfp4 and mxfp8.
+
+Legend: N output rows, K input columns. A power-of-two scale (e8m0) per 32 columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.encoding import (
+    SCALE_DTYPES,
+    Encoding,
+    Headers,
+    Names,
+    Parts,
+    Shape,
+    Shapes,
+    StoredTensor,
+    as_e8m0,
+    coded_matrix,
+    require_multiples,
+    scale_grid,
+)
+from hqconv.formats.module_rules import Rule, always, globbed_in, on_path, skipped_names, when
+from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.source_format import SourceFormat
+from hqconv.schemas.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from hqconv.quantization.coded_matrix import CodedMatrix
+
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv", "scales")
+
+
+def mx_format(name: str, encoding: str) -> SourceFormat:
+    """Return the format of an encoding of this module, "mxfp4" or "mxfp8", under a name."""
+    b_dtype = {"mxfp4": Mxfp4, "mxfp8": Mxfp8}[encoding].b_dtype
+    return SourceFormat(name, encoding, b_dtype, "float8e8m0", 1, 32)
+
+
+@quant_method("mxfp4")
+def parse_mxfp4(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse GPT-OSS's config: fp4 with a power-of-two scale per 32 columns."""
+    return [skipped_names(config, "modules_to_not_convert"), always(MXFP4)]
+
+
+@quant_method("mxfp8")
+def parse_mxfp8(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse MiniMax's config: ModelOpt's MXFP8 with other keys. A name covers its path.
+
+    Source: `ModelOptMxFp8Config.from_config` of vLLM's layers/quantization/modelopt.py.
+    """
+    if config.has("weight_block_size") and config.pair("weight_block_size") != (1, 32):
+        raise config.unsupported("weight_block_size", "[1, 32]")
+    key = config.first("ignored_layers", "modules_to_not_convert")
+    names = config.names(key)
+    return [
+        when(globbed_in(names, config.where(key), with_parents=True)),
+        when(on_path(names)),
+        always(mx_format("mxfp8", "mxfp8")),
+    ]
+
+
+class _Microscaling(Encoding):
+    part_names = _SCALE_NAMES
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+        """Keep the codes; give the scales their dtype.
+
+        Source: OCP Microscaling Formats 1.0; transformers, integrations/mxfp4.py, convert_moe_packed_tensors.
+        """
+        from hqconv.quantization import bit_codec
+
+        packed = bit_codec.as_words(parts["weight"].reshape(shape[0], -1))
+        scale = as_e8m0(parts["scale"], names.get("scale", ""))
+        return coded_matrix(fmt, packed, scale_grid(scale, fmt, shape), names)
+
+
+@register_encoding
+class Mxfp4(_Microscaling):
+    """fp4 codes [N, K / 2], the low nibble first, or GPT-OSS's blocks [N, K / 32, 16]; e8m0 scales [N, K / 32]."""
+
+    name = "mxfp4"
+    weight_names = ("weight", "weight_packed", "blocks")
+    b_dtype = "float4e2m1"
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the codes and their scales."""
+        require_multiples(headers, [("columns", k, 32)])
+        shapes: Shapes = ((n, k // 2), (n, k // 32, 16))
+        if any(part.dtype == "F4" for part in headers.values()):
+            shapes = (*shapes, (n, k))  # elements, not bytes
+        return [
+            StoredTensor("weight", self.weight_names, ("U8", "I8", "F4"), shapes),
+            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((n, k // 32),)),
+        ]
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return (N, K): two codes a byte, but one for each element of an F4 tensor whose shape counts elements."""
+        rows, columns = weight.shape[:2]
+        if len(weight.shape) == 3:
+            return rows, columns * 32
+        scale = next((headers[name] for name in _SCALE_NAMES if name in headers), None)
+        is_elements = weight.dtype == "F4" and scale is not None and scale.shape[-1] * 32 == columns
+        return rows, columns if is_elements else columns * 2
+
+
+@register_encoding
+class Mxfp8(_Microscaling):
+    """fp8 codes [N, K]; e8m0 scales [N, K / 32]."""
+
+    name = "mxfp8"
+    weight_names = ("weight", "weight_packed")
+    b_dtype = "float8e4m3"
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the codes and their scales."""
+        require_multiples(headers, [("columns", k, 32)])
+        return [
+            StoredTensor("weight", self.weight_names, ("F8_E4M3", "U8"), ((n, k),)),
+            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((n, k // 32),)),
+        ]
+
+
+MXFP4 = mx_format("mxfp4", "mxfp4")
