@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 import hqconv
-from hqconv.api import own_target
 from hqconv.cli.app import app
 from hqconv.cli.options import OPTIONS, at_home
 from hqconv.cli.progress import line_of
@@ -21,7 +20,7 @@ from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
-from hqconv.sources.opening import open_source, parse_source_name
+from hqconv.sources.opening import open_source, own_target, parse_source_name
 from tests.make.conversions import manifest, run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
