@@ -40,7 +40,7 @@ FLOORS = {
     "cli": 16,
     "__main__": 17,
 }
-# The judges: modules that share nothing with what they judge but these rooms.
+# Independent references: modules that share nothing with the code they check but these rooms.
 INDEPENDENT = {
     "hqconv.layout_decoder": ("hqconv.errors", "hqconv.schemas", "hqconv.jit"),
     "hqconv.artifact.expert_reader": (
@@ -66,6 +66,7 @@ ONLY_IN = {
         "hqconv.serving.vllm.plugin",
         "hqconv.serving.vllm.tuning",
     ),
+    "jinja2": ("hqconv.reports.html",),
     "gguf": ("hqconv.io.gguf_header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
     "typer": ("hqconv.cli.app", "hqconv.cli.help_format", "hqconv.cli.errors", "hqconv.cli.options"),

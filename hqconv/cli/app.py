@@ -1,4 +1,4 @@
-"""The command line: parse, call the API, render. Heavy libraries are imported inside the functions that need them."""
+"""Commands of the command line: parse options, call the API, render. Heavy libraries are imported inside functions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,24 @@ import typer
 
 import hqconv
 from hqconv import api
-from hqconv.cli import conversion, interrupt, interrupt_messages, pages
-from hqconv.cli.conversion import profile_writer
+from hqconv.cli import convert_command, interrupt, report_commands
+from hqconv.cli.convert_command import profile_writer
 from hqconv.cli.errors import guarded
 from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
-from hqconv.cli.json_documents import print_json
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
-from hqconv.cli.text import lead_nowhere, say
+from hqconv.cli.output import discard_stdout, print_json, say
 from hqconv.conversion.torchrun import is_rank_zero
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.serving.warm.kernel_store import folder_beside
 
 app = typer.Typer(
     cls=DocumentedGroup,
-    help="Converts Mixture-of-Experts checkpoints into artifacts that the Humming GPU kernels run as they lie.",
+    help="Convert Mixture-of-Experts checkpoints into artifacts that the Humming GPU kernels run without repacking.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Version = Annotated[bool, typer.Option("--version", help="Show the version.")]
-
-
-# --- commands ----------------------------------------------------------------------------------------------
+Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -66,62 +62,62 @@ def convert(
     branch: str | None,
     **options: Any,
 ) -> None:
-    """Convert the experts of SRC and write an artifact."""
-    place = _place_to_push(push_to, private=private, branch=branch)
-    limit = conversion.MaxError(max_error)
+    """Quantize the experts of a checkpoint and write an artifact."""
+    push_options = _push_options(push_to, private=private, branch=branch)
+    limit = convert_command.MaxError(max_error)
     options |= recipe_options(config, context)
     if dry_run:
-        planned = conversion.dry_run(options)
-        _show(planned, json=json)
+        planned = convert_command.dry_run(options)
+        _print(planned, json=json)
         _end(OutputError, is_wrong=bool(planned["notes"]))
         return
-    quiet = quiet or not is_rank_zero()  # of several processes the first speaks
+    quiet = quiet or not is_rank_zero()  # only rank 0 prints
     json = json and is_rank_zero()
     write_profile = profile_writer(profile if is_rank_zero() else None)
-    pages = conversion.run(options, quiet=quiet)
-    write_profile(pages.profile)
-    words = pages.to_dict()
-    is_good = limit.judged(words)
-    if place and is_good:
-        words["pushed"] = api.push(pages.out, **place, announce=None if quiet else say).to_dict()
+    finished = convert_command.run(options, quiet=quiet)
+    write_profile(finished.profile)
+    document = finished.to_dict()
+    is_good = limit.is_kept(document)
+    if push_options and is_good:
+        document["pushed"] = api.push(finished.out, **push_options, announce=None if quiet else say).to_dict()
     if json or not quiet:
-        _report(words, json=json)
+        _print_result(document, json=json)
     _end(VerificationError, is_wrong=not is_good)
 
 
 def _end(kind: type[HqconvError], *, is_wrong: bool) -> None:
-    """End with the exit code of such an error, where something is wrong that is shown already."""
+    """Exit with the code of this kind of error if `is_wrong`; the problem is already shown."""
     if is_wrong:
         raise typer.Exit(kind.exit_code)
 
 
-def _place_to_push(push_to: str | None, *, private: bool, branch: str | None) -> dict[str, Any]:
-    """Where an artifact is pushed to, by the first of several processes; nothing where it is not."""
+def _push_options(push_to: str | None, *, private: bool, branch: str | None) -> dict[str, Any]:
+    """Arguments for `api.push`, on rank 0; empty without --push-to."""
     if push_to is None and (private or branch is not None):
-        raise RequestError("--private and --branch are of a Hub repo.", remedy="Name it with --push-to.")
+        raise RequestError("--private and --branch need a Hub repo.", remedy="Name the repo with --push-to.")
     is_wanted = push_to is not None and is_rank_zero()
     return {"repo": push_to, "private": private, "branch": branch} if is_wanted else {}
 
 
-def _show(words: dict[str, Any], *, json: bool) -> None:
-    """Data to stdout."""
+def _print(document: dict[str, Any], *, json: bool) -> None:
+    """Print a document to stdout, as JSON or as tables."""
     if json:
-        print_json(words)
+        print_json(document)
         return
     from hqconv.cli import render
 
-    render.show(words)
+    render.show(document)
 
 
-def _report(words: dict[str, Any], *, json: bool) -> None:
-    """`_show` what was done: it is done, and the exit code says so, also where nobody can read of it."""
+def _print_result(document: dict[str, Any], *, json: bool) -> None:
+    """Print the result of finished work. A closed or broken stdout does not change the exit code."""
     try:
-        _show(words, json=json)
+        _print(document, json=json)
         sys.stdout.flush()
     except BrokenPipeError:
-        lead_nowhere()
+        discard_stdout()
     except (OSError, UnicodeError) as error:
-        lead_nowhere()
+        discard_stdout()
         say(f"warning: The report could not be written to stdout: {error}.")
 
 
@@ -138,10 +134,10 @@ def verify(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Prove that an artifact is right: its files, its weights, and the production kernel on them."""
+    """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
     from hqconv.cli.progress import ShownProgress
 
-    write_page = pages.page_writer(options["out"], report, options["threads"])
+    write_page = report_commands.page_writer(options["out"], report, options["threads"])
     options |= {
         "checks": parse_checks(checks),
         "layers": parse_layers(layers),
@@ -150,73 +146,73 @@ def verify(
     with ShownProgress(quiet=quiet) as progress:
         verified = api.verify(**options, progress=progress.of_check)
     if json or not (quiet and verified.passed):
-        _report(verified.to_dict(), json=json)
+        _print_result(verified.to_dict(), json=json)
     write_page(verified)
     _end(VerificationError, is_wrong=not verified.passed)
 
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(pages.report, "json", "quiet", is_artifact=True)
+@takes(report_commands.report, "json", "quiet", is_artifact=True)
 def report(*, json: bool, quiet: bool, **options: Any) -> None:
-    """Write a page about an artifact: errors, experts, codes, checks, provenance; it needs no network."""
-    words = pages.report(**options)
+    """Write an HTML report about an artifact: errors, experts, codes, checks, provenance. No network is needed."""
+    document = report_commands.report(**options)
     if json or not quiet:
-        _report(words, json=json)
-    of_checks = words["verification"]
+        _print_result(document, json=json)
+    of_checks = document["verification"]
     _end(VerificationError, is_wrong=of_checks is not None and not of_checks["passed"])
 
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(pages.compare, "json", "quiet")
+@takes(report_commands.compare, "json", "quiet")
 def compare(*, json: bool, quiet: bool, **options: Any) -> None:
-    """Show two artifacts of one model side by side: what they are made of, their sizes, what they lost."""
-    words = pages.compare(**options)
+    """Compare two artifacts of one model: schemas, sizes and quantization errors."""
+    document = report_commands.compare(**options)
     if json or not quiet:
-        _show(words, json=json)
+        _print(document, json=json)
 
 
 @app.command(cls=GroupedCommand)
 @guarded
 @takes(api.warm, "json", is_artifact=True)
 def warm(*, json: bool, **options: Any) -> None:
-    """Compile the kernels that serving an artifact needs, on any machine with the CUDA compiler."""
+    """Compile the kernels for serving an artifact. Works on any machine with the CUDA compiler."""
     kernels: Path | None = options["kernels"]
-    interrupt.expect(*interrupt_messages.of_kernels(kernels or folder_beside(options["out"])))
-    _report(api.warm(**options, announce=say), json=json)
+    interrupt.expect(*interrupt.kernel_cases(kernels or folder_beside(options["out"])))
+    _print_result(api.warm(**options, announce=say), json=json)
 
 
 @app.command(cls=GroupedCommand)
 @guarded
 @takes(api.push, "json", "quiet", is_artifact=True)
 def push(*, json: bool, quiet: bool, **options: Any) -> None:
-    """Put an artifact into a repo of the Hugging Face Hub, its manifest last."""
+    """Upload an artifact to the Hugging Face Hub. The manifest is uploaded last."""
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    pages = api.push(**options, announce=None if quiet else say)
+    pushed = api.push(**options, announce=None if quiet else say)
     if json or not quiet:
-        _report(pages.to_dict(), json=json)
+        _print_result(pushed.to_dict(), json=json)
 
 
 @app.command(cls=GroupedCommand)
 @guarded
 @takes(api.inspect, "json")
 def inspect(*, json: bool, **options: Any) -> None:
-    """Show what a model folder, a Hub repo or an artifact holds."""
-    words = api.inspect(**options)
-    _show(words, json=json)
-    _end(VerificationError, is_wrong=bool(words.get("is_damaged")))
+    """Describe a model folder, a Hub repo or an artifact."""
+    document = api.inspect(**options)
+    _print(document, json=json)
+    _end(VerificationError, is_wrong=bool(document.get("is_damaged")))
 
 
 @app.command(cls=GroupedCommand)
 @guarded
 @takes(lambda: None, "recipes", "json")
 def schemas(*, recipes: bool, json: bool) -> None:
-    """List the schemas of weights and of activations, or the recipes that come with hqconv."""
+    """List the weight and activation schemas, or the recipes that come with hqconv."""
     from hqconv.reports.schemas import describe_recipes, describe_schemas
 
-    _show(describe_recipes() if recipes else describe_schemas(), json=json)
+    _print(describe_recipes() if recipes else describe_schemas(), json=json)
 
 
 def main() -> None:
@@ -230,8 +226,8 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - for the life of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # terminals that know fewer letters
+            stream.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     try:
         app(prog_name="hqconv")
-    except OSError:  # nobody could be told that the command line is wrong
+    except OSError:  # stderr could not take the message about a wrong command line
         sys.exit(RequestError.exit_code)

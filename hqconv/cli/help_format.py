@@ -1,4 +1,4 @@
-"""Commands whose help has its options under headings, and what becomes of a wrong command line under --json."""
+"""Help pages with options under headings, and JSON documents for wrong command lines under --json."""
 
 from __future__ import annotations
 
@@ -9,48 +9,47 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hqconv.cli.json_documents import print_error
+from hqconv.cli.output import print_error
 from hqconv.errors import RequestError
 
-_UsageError: type[Exception] = typer.BadParameter.__bases__[
-    0
-]  # Typer has no name for it, and may bring its own Click
+# Typer does not export UsageError and may contain its own Click.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class DocumentedGroup(TyperGroup):
-    """The root of all commands: where the command line has --json and is wrong, a JSON document says so as well."""
+    """Group of all commands. A wrong command line with --json also prints a JSON document."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse what stands before the command's name."""
+        """Parse the options before the command name."""
         with _documented(list(args)):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Find the command, parse its options, run it."""
+        """Find the command, parse its options and run it."""
         with _documented([*getattr(ctx, "_protected_args", ()), *ctx.args]):
             return super().invoke(ctx)
 
 
 @contextmanager
 def _documented(args: list[str]) -> Iterator[None]:
-    """Has what Typer says of a wrong command line stand in a document as well, if there is a --json in it."""
+    """Print usage errors of Typer also as a JSON document, if the arguments contain --json."""
     try:
         yield
     except _UsageError as error:
         if "--json" in args:
             found: Any = error
             path = "hqconv" if found.ctx is None else found.ctx.command_path
-            what, remedy = "The command line is wrong.", f"`{path} --help` shows what there is."
-            said = RequestError(what, where=path, found=found.format_message(), remedy=remedy)
-            print_error(said, RequestError.exit_code)
+            what, remedy = "The command line is wrong.", f"`{path} --help` lists the options."
+            wrong = RequestError(what, where=path, found=found.format_message(), remedy=remedy)
+            print_error(wrong, RequestError.exit_code)
         raise
 
 
 class GroupedCommand(TyperCommand):
-    """Options without a heading come first; plain text, so that it is quick and loses nothing in 80 columns."""
+    """Command whose help lists options under headings, as plain text that fits in 80 columns."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and, under their headings, the options."""
+        """Write the arguments, then the options under their headings; options without a heading come first."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)

@@ -1,10 +1,10 @@
-"""Stop means stop: SIGINT, SIGTERM and SIGHUP end the command at once, with one line, whatever its threads are at.
+"""Signal handling: SIGINT, SIGTERM and SIGHUP end the command at once and print one line about the state on disk.
 
-A thread of its own waits for them, for Python would look only between two instructions of the main thread, and some
-libraries swallow an exception that is raised there. Nothing is unwound: what a kill leaves can be resumed. The process
-becomes `interrupt_process`, so that no thread of it works on while the line is found, and the line stays true.
+A separate thread waits for signals: Python handles them only between two instructions of the main thread, and some
+libraries swallow an exception that is raised there. Nothing is unwound, because a killed conversion can be resumed. The
+process replaces itself by `interrupt_process` (exec). All its threads end there, so the printed line stays true.
 
-Loaded before all libraries: it imports little.
+This module is loaded before all libraries, so it imports little.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from hqconv.cli import interrupt_process
+from hqconv.cli.interrupt_process import stamp
 from hqconv.conversion.torchrun import is_rank_zero
+from hqconv.errors import printable_line
+from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTHING = "Interrupted. Nothing was written."
-Case = tuple[
-    str, ...
-]  # a text, and the conditions under which it is true, as `interrupt_process.choose` has them
+# A message and the conditions under which it is true, in the syntax of `interrupt_process.choose`.
+Case = tuple[str, ...]
 
 _taken: list[signal.Signals] = []
 _once = threading.Lock()
@@ -34,62 +37,64 @@ _before: list[str] = [""]
 
 
 def listen() -> None:
-    """Take the signals, for the rest of the process. Those that are ignored stay so: in the background, under nohup."""
+    """Install the handlers for the rest of the process. Ignored signals stay ignored (background jobs, nohup)."""
     if _taken:
         return
     for number in SIGNALS:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            signal.signal(number, _heard)
+            signal.signal(number, _handle)
             _taken.append(number)
     _open_streams()
-    atexit.register(_let_go)  # the first to be registered is the last to run
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+    atexit.register(_ignore_signals)  # registered first, so it runs last
+    os.register_at_fork(
+        before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_in_child
+    )
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
         threading.Thread(target=_watch, args=(reader,), name="hqconv-signals", daemon=True).start()
-    except RuntimeError:  # no more threads: then the main thread has to do
+    except RuntimeError:  # no more threads: signals are handled by the main thread alone
         return
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
 
 def leave(code: object) -> NoReturn:
-    """End the process with the exit code of a SystemExit, at once: Python takes a second to take torch apart.
+    """End the process at once with the exit code of a SystemExit, after running the registered exit functions.
 
-    While it does, no signal would be heard. What was registered for the end is run.
+    Python needs a second to tear down torch, and no signal would be handled meanwhile.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
+        with suppress(OSError, ValueError, AttributeError):  # a closed stream, or one without a reader
             stream.flush()
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def expect(*cases: Case) -> None:
-    """What will be said: the text of the first case that is true then; one without conditions comes last."""
+    """Set the messages for an interrupt: the first case whose conditions hold. The last case has no conditions."""
     _cases[:] = cases
 
 
-def put_before(text: str) -> None:
-    """What must be written before it, such as what gives a terminal its cursor back."""
+def set_prefix(text: str) -> None:
+    """Set text that is written before the message, e.g. the escape sequence that shows the cursor again."""
     _before[:] = [text]
 
 
-def words() -> str:
-    """What would be said just now."""
+def message() -> str:
+    """Return the message for an interrupt at this moment."""
     return interrupt_process.choose(_flat())
 
 
 def _flat() -> list[str]:
-    return [word for case in _cases for word in (*case, "")]
+    return [text for case in _cases for text in (*case, "")]
 
 
-def _heard(number: int, _: FrameType | None) -> None:
+def _handle(number: int, _: FrameType | None) -> None:
     _stop(number)
 
 
 def _watch(reader: int) -> None:
-    """Every signal that Python handles is a byte in this pipe, at once."""
+    """Wait for signals: Python writes the number of each signal into this pipe at once."""
     while data := os.read(reader, 1):
         if data[0] in _taken:
             _stop(data[0])
@@ -98,40 +103,117 @@ def _watch(reader: int) -> None:
 def _stop(number: int) -> None:
     if not _once.acquire(blocking=False):
         return
-    _hold()  # also in what follows: it needs no more of them
-    said = _flat() if is_rank_zero() else []  # of several processes the first speaks
+    _block_signals()  # stays in force after exec
+    cases = _flat() if is_rank_zero() else []  # only rank 0 prints
     try:
         program = [sys.executable, "-I", "-S", interrupt_process.__file__]
-        os.execv(sys.executable, [*program, str(int(number)), *_before, *said])
+        os.execv(sys.executable, [*program, str(int(number)), *_before, *cases])
     except (OSError, ValueError):
-        interrupt_process.end(number, _before[0], said)
+        interrupt_process.end(number, _before[0], cases)
 
 
-def _let_go() -> None:
-    """All is done and said: from here on the exit code stays."""
+def _ignore_signals() -> None:
+    """Ignore further signals, because the work is done and the exit code is fixed."""
     for number in _taken:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _forget() -> None:
-    """A forked process has no such thread, and must not write into its parent's pipe."""
+def _reset_in_child() -> None:
+    """Remove the handlers in a forked process: it has no watching thread and must not write to the parent's pipe."""
     signal.set_wakeup_fd(-1)
     for number in _taken:
         signal.signal(number, signal.SIG_DFL)
     _taken.clear()
-    _release()
+    _unblock_signals()
 
 
-def _hold() -> None:
+def _block_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def _release() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _open_streams() -> None:
-    """Where the shell closed stdin, stdout or stderr, no other file may get their numbers."""
+    """Open /dev/null for closed standard streams, so that no other file gets their descriptors."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+
+
+_GO_ON = "Run the same command with --resume to continue, or with --overwrite to start again."
+
+
+def source_case(src: str) -> Case:
+    """Message before the output is begun. Downloads stay in the Hub cache."""
+    try:
+        is_here = Path(src).exists()
+    except OSError:  # reported when the source is opened
+        is_here = True
+    if is_here:
+        return (NOTHING,)
+    return ("Interrupted. No artifact was begun; downloaded files are kept. Run the same command again.",)
+
+
+def output_cases(out: Path, nothing: Case) -> tuple[Case, ...]:
+    """Messages during a conversion to `out`, whatever the folder holds now.
+
+    nothing: the case that no output was begun.
+    """
+    from hqconv.conversion.output_folder import side_folder
+
+    folder = out.resolve()
+    manifest, side = str(folder / MANIFEST), side_folder(folder)
+    old_stamp, unfinished = stamp(manifest), f"is no artifact yet; it is unfinished. {_GO_ON}"
+    name = _name(out)
+    cases: list[Case] = [
+        (
+            f"Interrupted. {name} still holds the old artifact; the new one is unfinished. {_GO_ON}",
+            f":{side / JOURNAL}",
+            f":{manifest}",
+        ),
+        (f"Interrupted. {name} {unfinished}", f":{side / JOURNAL}"),
+    ]
+    if old_stamp:
+        text = f"Interrupted. Nothing was written; {name} holds the artifact that was there before."
+        cases.append((text, f"{old_stamp}:{manifest}"))
+    tidy = "the same command with --resume removes the rest of the old one"
+    cases += [
+        (f"Interrupted. {name} holds the finished artifact; {tidy}.", f":{manifest}", f":{side}"),
+        (f"Interrupted. {name} holds a finished artifact.", f":{manifest}"),
+        (f"Interrupted. {name} {unfinished}", f":{folder / JOURNAL}"),
+        nothing,
+    ]
+    return tuple(cases)
+
+
+def kernel_cases(folder: Path) -> tuple[Case, ...]:
+    """Messages during the compilation of kernels into a folder."""
+    from hqconv.serving.warm.kernel_store import MANIFEST as LIST
+
+    manifest, name = str(folder.resolve() / LIST), _name(folder)
+    old_stamp = stamp(manifest)
+    again = "kernels compiled in this run are not listed, and the same command compiles them again."
+    cases: list[Case] = []
+    if old_stamp:
+        text = f"Interrupted. {name} lists the kernels that were there before; {again}"
+        cases.append((text, f"{old_stamp}:{manifest}"))
+    cases.append((f"Interrupted. {name} holds the finished kernels.", f":{manifest}"))
+    cases.append((f"Interrupted. {name} lists no kernels; {again}",))
+    return tuple(cases)
+
+
+def page_cases(path: Path) -> tuple[Case, ...]:
+    """Messages while a report is prepared; its file is written at the end."""
+    page, name = str(path.resolve()), _name(path)
+    old_stamp = stamp(page)
+    cases: list[Case] = (
+        [(f"Interrupted. {name} is as it was before.", f"{old_stamp}:{page}")] if old_stamp else []
+    )
+    return (*cases, (f"Interrupted. {name} holds the finished page.", f":{page}"), (NOTHING,))
+
+
+def _name(path: Path) -> str:
+    """Path on one line, without control characters."""
+    return printable_line(str(path))

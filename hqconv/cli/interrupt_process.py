@@ -1,7 +1,6 @@
-"""The last words of a stopped command: what lies on the disk, and how to go on.
+"""Program that an interrupted command becomes (exec): print one line about the state on disk, and how to continue.
 
-`stopping` runs this file in the place of the process, when no thread is left that could still write; so it needs
-nothing but Python itself.
+No thread of the command is left that could still write. This file imports nothing but small parts of Python.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 _TERMINATE = 15
-_WAIT_MS = 500  # for a terminal or pipe that takes no more
+_WAIT_MS = 500  # for a blocked terminal or pipe
 
 
 def stamp(path: str) -> str:
-    """Which file lies at a path just now; "" where there is none."""
+    """Identity of the file at a path (inode and modification time), or "" if there is none."""
     try:
         found = os.stat(path)  # noqa: PTH116 - pathlib takes a third of this program's time to load
     except (OSError, ValueError):
@@ -25,29 +24,29 @@ def stamp(path: str) -> str:
     return f"{found.st_ino}-{found.st_mtime_ns}"
 
 
-def choose(words: Sequence[str]) -> str:
-    """The text of the first case that holds.
+def choose(cases: Sequence[str]) -> str:
+    """Return the message of the first case whose conditions hold.
 
-    words: of each case its text, its conditions and "". A condition is a path with a stamp before it, as
-    `1234-5678:/out/file`: that file is still there; or with nothing, `:/out/file`: some file is.
+    cases: for each case its message, its conditions, and "". A condition is a stamp and a path: `1234-5678:/out/file`
+    holds if that very file is still there, `:/out/file` if any file is there.
     """
     text, holds = "", True
-    for word in words:
-        if not word and holds:
+    for part in cases:
+        if not part and holds:
             return text
-        if not word:
+        if not part:
             text, holds = "", True
         elif not text:
-            text = word
+            text = part
         else:
-            wanted, _, path = word.partition(":")
+            wanted, _, path = part.partition(":")
             found = stamp(path)
             holds = holds and bool(found) and wanted in ("", found)
     return ""
 
 
 def say(text: str) -> None:
-    """A line on stderr, unless nobody can take it."""
+    """Print a line on stderr, unless it is closed or blocked."""
     with suppress(OSError):
         poll = select.poll()
         poll.register(2, select.POLLOUT)
@@ -55,16 +54,16 @@ def say(text: str) -> None:
             os.write(2, os.fsencode(text) + b"\n")
 
 
-def end(number: int, before: str, words: Sequence[str]) -> None:
-    """Ends the process as one that signal `number` stopped, with the text that is true; `before` is put before it."""
-    text = choose(words)
+def end(number: int, prefix: str, cases: Sequence[str]) -> None:
+    """Print the chosen message after `prefix`, and exit with the code of signal `number`."""
+    text = choose(cases)
     if text:
-        say(before + text)
+        say(prefix + text)
     os._exit(128 + number)
 
 
 def _end_children() -> None:
-    """Compilers that the command had started."""
+    """Terminate compilers that the command had started."""
     with suppress(OSError, ValueError), open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123
         for child in file.read().split():
             with suppress(OSError):

@@ -44,83 +44,113 @@ class Option:
 
 
 def _names_of(known: Callable[[], list[str]]) -> Callable[[str], list[str]]:
-    """What a shell may complete to."""
+    """Completion of an option's value in a shell: the known names with the typed prefix."""
     return lambda incomplete: [name for name in known() if name.startswith(incomplete)]
 
 
 _AT_LEAST_ONE = {"min": 1}
 _ANY_PATH = {"readable": False}  # whether it can be read is said in our own words
-_PAGE = "Page to write.  [default: ./OUT.report.html]"
+_PAGE = "Output file.  [default: ./OUT.report.html]"
 OPTIONS: dict[str, Option] = {
     "src": Option(str, "Model folder, or Hub repo id (org/name).", metavar="SRC"),
     "path": Option(str, "Model folder, Hub repo id, or artifact.", metavar="SRC|OUT"),
     "out": Option(
         Path | None,
-        "Output folder.  [default: ./<model>-<schema>[-tpT][-epP], and what else is unusual]",
+        "Output folder.  [default: ./<model>-<schema>[-tpT][-epP], plus other non-default options]",
         ("--out", "-o"),
         settings=_ANY_PATH,
     ),
     "config": Option(
         Path | None,
-        "Recipe: these options in a TOML file, with other schemas for some blocks; or the name of one of "
+        "Recipe: a TOML file with these options and per-layer overrides, or a name from "
         "`hqconv schemas --recipes`.",
         settings={
             **_ANY_PATH,
             "autocompletion": _names_of(lambda: [Path(name).stem for name in shipped(RECIPES)]),
         },
     ),
-    "device": Option(str, "auto, cuda, cuda:N or cpu; the bytes are the same."),
-    "max_memory": Option(str, "Host memory for the experts at work: 512MiB, 4GiB, 2GB, bytes."),
-    "max_gpu_memory": Option(str | None, "The same on the GPU.  [default: most of what is free]"),
-    "threads": Option(int | None, "Worker threads.  [default: all processors]", settings=_AT_LEAST_ONE),
-    "cache_limit": Option(
-        str | None, "Of what is fetched from the Hub at a time: 40GB, bytes.  [default: four of its shards]"
+    "device": Option(str, "Device that does the work: auto, cuda, cuda:N or cpu. The results are identical."),
+    "max_memory": Option(
+        str, "Maximum host memory for experts in progress, e.g. 512MiB, 4GiB, 2GB, or a number of bytes."
     ),
-    "keep_source": Option(bool, "Keep in the Hub's cache what is fetched.", ("--keep-source",)),
-    "resume": Option(bool, "Go on with an interrupted conversion.", ("--resume",)),
-    "overwrite": Option(bool, "Replace an artifact, once the new one is complete.", ("--overwrite",)),
+    "max_gpu_memory": Option(
+        str | None, "Maximum GPU memory for experts in progress.  [default: most of the free memory]"
+    ),
+    "threads": Option(
+        int | None, "Number of worker threads.  [default: all processors]", settings=_AT_LEAST_ONE
+    ),
+    "cache_limit": Option(
+        str | None,
+        "Maximum disk space for downloaded source shards, e.g. 40GB.  [default: size of four shards]",
+    ),
+    "keep_source": Option(bool, "Keep downloaded files in the Hub cache.", ("--keep-source",)),
+    "resume": Option(bool, "Continue an interrupted conversion.", ("--resume",)),
+    "overwrite": Option(
+        bool, "Replace an existing artifact after the new one is complete.", ("--overwrite",)
+    ),
     "source_digests": Option(
         bool,
-        "Hash the source's files beside the conversion, and record their SHA-256.",
+        "Hash the source files during the conversion and record their SHA-256.",
         ("--source-digests",),
     ),
     "revision": Option(
-        str | None, "Branch, tag or commit of a Hub repo; of verify the source's, if there is one."
+        str | None, "Branch, tag or commit of the Hub repo. With --source, it applies to the source."
     ),
-    "source": Option(str | None, "The checkpoint it was made from: folder or Hub repo id."),
-    "checks": Option(str | None, "Of files,weights,kernel.  [default: all that can run here]"),
-    "layers": Option(str | None, "Such as 0,3-5.  [default: all; for the kernel the first, middle and last]"),
-    "tokens": Option(str, "Batch sizes for the kernel."),
+    "source": Option(str | None, "Source checkpoint of the conversion: a folder or a Hub repo id."),
+    "checks": Option(
+        str | None,
+        "Comma-separated list of files, weights and kernel.  [default: all checks this machine can run]",
+    ),
+    "layers": Option(
+        str | None,
+        "Layers to check, e.g. 0,3-5.  [default: all; first, middle and last for the kernel check]",
+    ),
+    "tokens": Option(str, "Batch sizes of the kernel check, in tokens."),
     "max_error": Option(
-        float | None, "End with 1 where a projection's relative error is larger, such as 0.15."
+        float | None,
+        "Fail with exit code 1 if any projection's relative error exceeds this value, e.g. 0.15.",
     ),
-    "gpu": Option(str | None, "The server's GPU: h200, h100 … or FILE.json.  [default: the one here]"),
+    "gpu": Option(
+        str | None, "GPU model of the server: h200, h100 … or FILE.json.  [default: GPU of this machine]"
+    ),
     "kernels": Option(
-        Path | None, "Folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
+        Path | None, "Output folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
     ),
-    "jobs": Option(int | None, "Compilers at once.  [default: all processors]", settings=_AT_LEAST_ONE),
-    "repo": Option(str, "Hub repo (org/name), made if it is not there.", metavar="ORG/NAME"),
-    "private": Option(bool, "Make the Hub repo a private one.", ("--private",)),
-    "branch": Option(str | None, "Branch of the Hub repo.  [default: its main one]"),
-    "first": Option(Path, "Artifact.", metavar="OUT1", settings=_ANY_PATH),
-    "second": Option(Path, "Artifact of the same model.", metavar="OUT2", settings=_ANY_PATH),
+    "jobs": Option(
+        int | None,
+        "Number of parallel compiler processes.  [default: all processors]",
+        settings=_AT_LEAST_ONE,
+    ),
+    "repo": Option(str, "Hub repo (org/name). It is created if it does not exist.", metavar="ORG/NAME"),
+    "private": Option(bool, "Create the Hub repo as a private repo.", ("--private",)),
+    "branch": Option(str | None, "Branch of the Hub repo.  [default: main]"),
+    "first": Option(Path, "First artifact.", metavar="OUT1", settings=_ANY_PATH),
+    "second": Option(Path, "Second artifact, of the same model.", metavar="OUT2", settings=_ANY_PATH),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
-    "overwrite_page": Option(bool, "Replace whatever file lies there.", ("--overwrite",)),
+    "overwrite_page": Option(
+        bool, "Replace an existing file, even if it is not a report of hqconv.", ("--overwrite",)
+    ),
     "sample": Option(
         int | None,
-        "Experts of each block to count codes of.  [default: all, of a large artifact some seconds' worth]",
+        "Experts per layer whose codes are counted.  [default: all; a few seconds' "
+        "worth for a large artifact]",
         settings=_AT_LEAST_ONE,
     ),
     # Of the command line alone:
-    "report": Option(Path | None, "Write a page about all of it.", ("--report",), settings=_ANY_PATH),
-    "push_to": Option(str | None, "Then push the artifact to this Hub repo, as `hqconv push` does."),
-    "dry_run": Option(bool, "Show the plan; write nothing.", ("--dry-run",)),
-    "recipes": Option(bool, "List the recipes and schema files that come with hqconv.", ("--recipes",)),
-    "json": Option(bool, "Print one JSON document on stdout.", ("--json",)),
-    "profile": Option(
-        Path | None, "Write where the time went, stage by stage, as JSON.", ("--profile",), settings=_ANY_PATH
+    "report": Option(
+        Path | None, "Write an HTML report with the results to this file.", ("--report",), settings=_ANY_PATH
     ),
-    "quiet": Option(bool, "Show errors only (and what --json or --dry-run print).", ("--quiet", "-q")),
+    "push_to": Option(str | None, "Push the finished artifact to this Hub repo, like `hqconv push`."),
+    "dry_run": Option(bool, "Print the plan and exit without writing anything.", ("--dry-run",)),
+    "recipes": Option(bool, "List the recipes and schema files that come with hqconv.", ("--recipes",)),
+    "json": Option(bool, "Print the result as one JSON document on stdout.", ("--json",)),
+    "profile": Option(
+        Path | None,
+        "Write the time spent in each stage to this file, as JSON.",
+        ("--profile",),
+        settings=_ANY_PATH,
+    ),
+    "quiet": Option(bool, "Print errors only, plus the output of --json and --dry-run.", ("--quiet", "-q")),
 }
 
 
@@ -151,16 +181,16 @@ OPTIONS |= {
 # Headings of the help; options without one stand first.
 _RANKS = ("tp", "ep", "expert_placement", "redundant_experts")
 _GROUPS = {
-    "What is made": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
-    "The Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
-    "Ranks": _RANKS,
-    "How": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
-    "What is there already": ("resume", "overwrite", "dry_run"),
-    "What is shown": ("json", "quiet", "profile", "report"),
+    "Quantization and layout": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
+    "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
+    "Parallelism": _RANKS,
+    "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
+    "Existing output": ("resume", "overwrite", "dry_run"),
+    "Output": ("json", "quiet", "profile", "report"),
 }
 # What one command means differently.
 _ARTIFACT = Option(
-    Path, "Artifact; for verify also on the Hub (org/name).", metavar="OUT", settings=_ANY_PATH
+    Path, "Artifact folder. verify also accepts a Hub repo id (org/name).", metavar="OUT", settings=_ANY_PATH
 )
 
 
@@ -237,7 +267,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 
 def recipe_options(config: Path | None, context: typer.Context) -> dict[str, Any]:
-    """What a recipe says of the options that were not given with the command of `context`, and its overrides.
+    """Options of a recipe that were not given on the command line, and its overrides.
 
     Raises RequestError as `load_recipe`, and where neither names a schema.
     """

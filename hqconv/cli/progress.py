@@ -1,4 +1,4 @@
-"""Shows on stderr how far a conversion or a verification is."""
+"""Progress display on stderr for conversions and verifications."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
 from hqconv.cli import interrupt
-from hqconv.cli.text import say
+from hqconv.cli.output import say
 from hqconv.conversion.progress import Progress
 from hqconv.errors import printable_line
 
 _PLAIN_INTERVAL_S = 5.0
-_LEAST_S = 1.0  # before that a speed means nothing
-_SETTLED_S = 3.0  # before that the speed is that of libraries being loaded and loops being compiled
-_NO_BAR = "\r\x1b[2K\x1b[?25h"  # the line is cleared, and the cursor shown again
+_LEAST_S = 1.0  # a speed is shown after this time
+_SETTLED_S = 3.0  # before it, the speed is that of loading libraries and compiling loops
+_NO_BAR = "\r\x1b[2K\x1b[?25h"  # clear the line and show the cursor
 _BAR_WIDTH = 12
 _AROUND_BAR = _BAR_WIDTH + 7  # with ` 100% `
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Bytes in the decimal units that disks and shards are measured in."""
-    for group, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    """Format a size in decimal units, e.g. `4.20 GB`."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {group}"
+            return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} B"
 
 
 def human_seconds(seconds: float) -> str:
-    """`4.2 s`, `3:05` or `1:02:03`."""
+    """Format a duration: `4.2 s`, `3:05` or `1:02:03`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -42,10 +42,10 @@ def human_seconds(seconds: float) -> str:
 
 
 def line_of(done: Progress, seconds: float, width: int | None = None) -> str:
-    """`1.20 GB of 4.00 GB  0.52 GB/s  0:05 left  (3/12) model.layers.3.mlp.experts` after `seconds` of work.
+    """Format the line `1.20 GB of 4.00 GB  0.52 GB/s  0:05 left  (3/12) model.layers.3.mlp.experts`.
 
-    Resumed bytes count as done, but not for the speed, which is told after a second; the time left once it has
-    settled. In `width` columns the group's name loses its beginning, then goes.
+    Resumed bytes count as done, but not for the speed. The speed is shown after one second, the time left after three.
+    If the line exceeds `width` columns, the beginning of the unit's name is cut off, then the whole name.
     """
     speed = (done.done_bytes - done.resumed_bytes) / max(seconds, 1e-9)
     parts = [f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}"]
@@ -62,10 +62,9 @@ def line_of(done: Progress, seconds: float, width: int | None = None) -> str:
 
 
 class ShownProgress:
-    """A live bar where stderr is a terminal, a plain line every few seconds elsewhere, nothing if quiet.
+    """Live bar on a terminal, a plain line every few seconds elsewhere, nothing if quiet.
 
-    `update` is `hqconv.convert`'s callback, `of_check` that of `hqconv.verify`. Neither fails: a closed stderr ends no
-    work.
+    `update` is the callback for `hqconv.convert`, `of_check` for `hqconv.verify`. Neither fails if stderr is closed.
     """
 
     def __init__(self, *, quiet: bool) -> None:
@@ -87,7 +86,7 @@ class ShownProgress:
 
             self._announced.enter_context(announced(say))
         if self._bar is not None:
-            interrupt.put_before(_NO_BAR)
+            interrupt.set_prefix(_NO_BAR)
             with suppress(OSError):
                 self._bar.start()
         return self
@@ -96,15 +95,15 @@ class ShownProgress:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.stop()
-            interrupt.put_before("")
+            interrupt.set_prefix("")
         self._announced.close()
 
     def update(self, done: Progress) -> None:
-        """Show how far the conversion is."""
+        """Show the progress of a conversion."""
         self._show(done, "")
 
     def of_check(self, check: str, done: Progress) -> None:
-        """Show how far a check of a verification is."""
+        """Show the progress of one check of a verification."""
         if check != self._check:
             self._check, self._started_s = check, time.monotonic()
         self._show(done, f"{check}: ")

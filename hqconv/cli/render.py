@@ -1,28 +1,31 @@
-"""Tables on a terminal."""
+"""Terminal output: documents as tables and short texts."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hqconv.artifact.error_summary import summarize_errors
-from hqconv.cli import phrases
+from hqconv.cli.output import printable_document
 from hqconv.cli.progress import human_bytes, human_seconds
-from hqconv.cli.text import printable_document
+from hqconv.errors import NUM_SHOWN
 from hqconv.formats.source_format import PLAIN
-from hqconv.reports.documents import Words
+from hqconv.reports.documents import Words as Document
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.gpu_target import TARGETS
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.serving.engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 
 
 def print_facts(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
-    """Two columns: a label, and what there is to say; rows without a value are left out."""
+    """Print rows of label and value in two columns; skip rows without a value."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -33,7 +36,7 @@ def print_facts(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
 
 
 def print_table(console: Console, headers: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A table whose first column is left-aligned and nothing is cut; numbers go to the right."""
+    """Print a table. Numbers are right-aligned; long cells are folded, never cut."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     body = [[str(cell) for cell in row] for row in rows]
     for index, header in enumerate(headers):
@@ -48,52 +51,52 @@ TableRows = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 NUM_ROWS_SHOWN, NUM_FINDINGS_SHOWN = 10, 20
 
 
-def show_recipes(console: Console, words: Words) -> None:
-    """The recipes and schema files that come with hqconv, and where they lie."""
-    rows = [(one["option"], one["description"]) for key in ("recipes", "schemas") for one in words[key]]
-    print_table(console, ("option of convert", "what it is for"), rows)
+def show_recipes(console: Console, document: Document) -> None:
+    """Print the recipes and schema files that come with hqconv, and their folder."""
+    rows = [(one["option"], one["description"]) for key in ("recipes", "schemas") for one in document[key]]
+    print_table(console, ("option of convert", "description"), rows)
     console.print(
-        f"\nThe files are in {words['folder']}, for copies of your own; a file of that name here wins."
+        f"\nThe files are in {document['folder']}. A file of the same name in the current folder takes precedence."
     )
 
 
-def show_report(console: Console, words: Words) -> None:
-    """Checks, findings, figures, and last of all one PASS or FAIL line with the reason."""
-    for name, check in words["checks"].items():
+def show_report(console: Console, document: Document) -> None:
+    """Print checks, findings and measurements, and a final PASS or FAIL line with the reason."""
+    for name, check in document["checks"].items():
         status = check["status"].upper()
         reason = f": {check['skipped_because']}" if check["skipped_because"] else ""
         console.print(f"{name:8} {status} in {human_seconds(check['seconds'])}{reason}")
         for note in check["notes"]:
             console.print(f"         {note}")
         _findings(console, check["findings"])
-    for title, (headers, rows) in _tables(words["checks"]):
+    for title, (headers, rows) in _tables(document["checks"]):
         console.print(f"\n{title}")
         print_table(console, headers, rows)
     console.print()
-    console.print(verdict(words))
+    console.print(verdict(document))
 
 
-def verdict(words: Words) -> str:
-    """PASS or FAIL, and why."""
-    checks = words["checks"]
+def verdict(document: Document) -> str:
+    """PASS or FAIL with the reason, on one line."""
+    checks = document["checks"]
     failed = [f"{name}: {_first(check)}" for name, check in checks.items() if check["status"] == "fail"]
     if failed:
         return "FAIL  " + "; ".join(failed)
     ran = [name for name, check in checks.items() if check["status"] == "pass"]
-    if not words["passed"]:
+    if not document["passed"]:
         return "FAIL  no check could run"
-    against = f" against {words['source']}" if words.get("source") else ", without the source"
+    against = f" against {document['source']}" if document.get("source") else ", without the source"
     skipped = [name for name, check in checks.items() if check["status"] == "skipped"]
     return f"PASS  {', '.join(ran)}{against}" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
 
 
-def _first(check: Words) -> str:
+def _first(check: Document) -> str:
     finding, count = check["findings"][0], len(check["findings"])
     more = f" (and {count - 1} more)" if count > 1 else ""
     return f"{finding['what'].rstrip('.')} ({finding['where']}){more}"
 
 
-def _findings(console: Console, findings: list[Words]) -> None:
+def _findings(console: Console, findings: list[Document]) -> None:
     for finding in findings[:NUM_FINDINGS_SHOWN]:
         console.print(f"  ✗ {finding['where']}: {finding['what']}")
         for label in ("expected", "found"):
@@ -103,17 +106,19 @@ def _findings(console: Console, findings: list[Words]) -> None:
         console.print(f"  … {len(findings) - NUM_FINDINGS_SHOWN} more; --json lists all")
 
 
-def show_push(console: Console, words: Words) -> None:
-    """What `hqconv push` sent."""
-    if not words["num_files"]:
-        console.print(f"{words['repo']} has the artifact already, at commit {words['commit']}.")
+def show_push(console: Console, document: Document) -> None:
+    """Print the result of `hqconv push`."""
+    if not document["num_files"]:
+        console.print(f"{document['repo']} already holds the artifact, at commit {document['commit']}.")
         return
-    sent = f"{words['num_files']} files, {human_bytes(words['num_bytes'])}"
-    console.print(f"{words['repo']} has the artifact, at commit {words['commit']}; sent: {sent}.")
-    console.print(f"hqconv.json is sha256 {words['manifest_sha256']}")
+    uploaded = f"{document['num_files']} files, {human_bytes(document['num_bytes'])}"
+    console.print(
+        f"{document['repo']} holds the artifact, at commit {document['commit']}; uploaded: {uploaded}."
+    )
+    console.print(f"sha256 of hqconv.json: {document['manifest_sha256']}")
 
 
-def _tables(checks: Words) -> Iterable[tuple[str, TableRows]]:
+def _tables(checks: Document) -> Iterable[tuple[str, TableRows]]:
     weights = checks.get("weights", {}).get("measured", {})
     kernel = checks.get("kernel", {}).get("measured", {})
     if weights:
@@ -125,7 +130,7 @@ def _tables(checks: Words) -> Iterable[tuple[str, TableRows]]:
         yield "kernel, relative errors (worst first)", _kernel_rows(kernel)
 
 
-def _weight_rows(measured: Words) -> TableRows:
+def _weight_rows(measured: Document) -> TableRows:
     rows = [
         (block, PROJECTIONS.get(projection, projection), figures)
         for block, projections in measured.items()
@@ -144,7 +149,7 @@ def _weight_rows(measured: Words) -> TableRows:
     ]
 
 
-def _kernel_rows(measured: Words) -> TableRows:
+def _kernel_rows(measured: Document) -> TableRows:
     blocks = sorted(measured, key=lambda block: -measured[block]["kernel"])
     headers = (
         *("block", "kernel vs decoded", "vs rounded activations", "worst channel", "output vs source"),
@@ -169,47 +174,48 @@ def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-_NUM_ROWS_SHOWN, _NUM_WORST_SHOWN = 8, 3
+_NUM_DIFFERENCES_SHOWN, _NUM_WORST_SHOWN = 8, 3
 
 
-def show_comparison(console: Console, words: Words) -> None:
-    """The two artifacts, their errors by projection, and the blocks where they differ most."""
-    left, right = words["artifacts"]
-    rows: list[tuple[str, ...]] = [(label, of(left), of(right)) for label, of in _ROWS]
-    if words["measured_against_source"]:
-        rows += [(label, *(_least(one, key) for one in words["figures"])) for label, key in _FIGURES]
+def show_comparison(console: Console, document: Document) -> None:
+    """Print two artifacts side by side, their errors by projection, and the blocks that differ most."""
+    left, right = document["artifacts"]
+    rows: list[tuple[str, ...]] = [(label, of(left), of(right)) for label, of in _COMPARISON_ROWS]
+    if document["measured_against_source"]:
+        rows += [
+            (label, *(_least(figures, key) for figures in document["figures"])) for label, key in _FIGURES
+        ]
     rows = [row for row in rows if row[1] or row[2]]
     print_table(console, ("", left["name"], right["name"]), rows)
     by = (
         "measured against the source"
-        if words["measured_against_source"]
+        if document["measured_against_source"]
         else "as the conversions recorded them"
     )
     console.print(f"\nrelative errors, {by}")
-    errors = [("all", *(_number_comparison(one["relative_error"]) for one in words["artifacts"]), "")]
+    errors = [("all", *(_error_text(artifact["relative_error"]) for artifact in document["artifacts"]), "")]
     errors += [
-        (PROJECTIONS.get(role, role), *(_number_comparison(value) for value in pair), _ratio(*pair))
-        for role, pair in words["projections"].items()
+        (PROJECTIONS.get(role, role), *(_error_text(value) for value in pair), _ratio(*pair))
+        for role, pair in document["projections"].items()
     ]
-    errors[0] = (*errors[0][:3], _ratio(*(one["relative_error"] for one in words["artifacts"])))
+    errors[0] = (*errors[0][:3], _ratio(*(artifact["relative_error"] for artifact in document["artifacts"])))
     print_table(console, ("projection", "first", "second", "second / first"), errors)
-    if words["blocks"]:
-        console.print("\nwhere they differ most")
-        print_table(console, ("block", "projection", "first", "second"), [_row(one) for one in _top(words)])
-    for one in words["notes"]:
-        console.print(f"\nnote: {one}")
+    if document["blocks"]:
+        console.print("\nlargest differences")
+        rows = [
+            (
+                entry["block"],
+                PROJECTIONS.get(entry["projection"], entry["projection"]),
+                *map(_error_text, entry["relative_errors"]),
+            )
+            for entry in document["blocks"][:_NUM_DIFFERENCES_SHOWN]
+        ]
+        print_table(console, ("block", "projection", "first", "second"), rows)
+    for note in document["notes"]:
+        console.print(f"\nnote: {note}")
 
 
-def _top(words: Words) -> list[Words]:
-    return list(words["blocks"][:_NUM_ROWS_SHOWN])
-
-
-def _row(one: Words) -> tuple[str, ...]:
-    projection = PROJECTIONS.get(one["projection"], one["projection"])
-    return (one["block"], projection, *(_number_comparison(value) for value in one["relative_errors"]))
-
-
-def _number_comparison(value: float | None) -> str:
+def _error_text(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.5f}"
 
 
@@ -217,50 +223,48 @@ def _ratio(first: float | None, second: float | None) -> str:
     return f"{second / first:.3f}" if first and second is not None and math.isfinite(second / first) else "-"
 
 
-def _least(figures: Words, key: str) -> str:
-    values = [one[key] for one in figures.values() if one[key] is not None]
+def _least(figures: Document, key: str) -> str:
+    values = [entry[key] for entry in figures.values() if entry[key] is not None]
     return f"{min(values):.5g}" if values else "-"
 
 
-def _otherwise(one: Words) -> str:
-    return "; ".join(f"{len(names)} blocks {what}" for what, names in one["otherwise"].items())
+def _otherwise(artifact: Document) -> str:
+    return "; ".join(f"{len(names)} blocks {what}" for what, names in artifact["otherwise"].items())
 
 
-def _ranks(one: Words) -> str:
-    sizes = one["rank_bytes"].values()
+def _ranks(artifact: Document) -> str:
+    sizes = artifact["rank_bytes"].values()
     if not sizes:
         return ""
-    copies = f", {one['redundant_experts']} copies" if one["redundant_experts"] else ""
-    return f"tp {one['tp']}, ep {one['ep']}{copies}; at most {human_bytes(max(sizes))} each"
+    copies = f", {artifact['redundant_experts']} copies" if artifact["redundant_experts"] else ""
+    return f"tp {artifact['tp']}, ep {artifact['ep']}{copies}; at most {human_bytes(max(sizes))} each"
 
 
-def _worst(one: Words) -> str:
-    """The blocks and projections that lost most."""
-    listed = one["worst"][:_NUM_WORST_SHOWN]
-    return "; ".join(
-        f"{w['block']} {w['projection']} {_number_comparison(w['relative_error'])}" for w in listed
-    )
+def _worst(artifact: Document) -> str:
+    """Blocks and projections with the largest errors."""
+    listed = artifact["worst"][:_NUM_WORST_SHOWN]
+    return "; ".join(f"{w['block']} {w['projection']} {_error_text(w['relative_error'])}" for w in listed)
 
 
-def _served(one: Words) -> str:
-    if one["vllm_obstacles"]:
-        return f"no: {'; '.join(one['vllm_obstacles'])}"
+def _served(artifact: Document) -> str:
+    if artifact["vllm_obstacles"]:
+        return f"no: {'; '.join(artifact['vllm_obstacles'])}"
     return "yes"
 
 
-_ROWS: tuple[tuple[str, Any], ...] = (
-    ("schema", lambda one: one["schema"]),
-    ("what it is", lambda one: one["description"]),
+_COMPARISON_ROWS: tuple[tuple[str, Any], ...] = (
+    ("schema", lambda artifact: artifact["schema"]),
+    ("description", lambda artifact: artifact["description"]),
     ("but", _otherwise),
-    ("left blocks", lambda one: str(len(one["left_blocks"]) or "")),
-    ("bits per weight", lambda one: f"{one['bits_per_weight']:g}"),
-    ("quantizer", lambda one: one["quantizer"]),
-    ("conversion", lambda one: ", ".join(one["conversion"])),
-    ("experts", lambda one: human_bytes(one["expert_bytes"])),
-    ("all files", lambda one: human_bytes(one["num_bytes"])),
-    ("parameters", lambda one: f"{one['dtype']}, {one['input_schema']} activations"),
-    ("layout", lambda one: one["layout"]),
-    ("target", lambda one: one["target"] if one["layout"] == "kernel" else "every GPU"),
+    ("left blocks", lambda artifact: str(len(artifact["left_blocks"]) or "")),
+    ("bits per weight", lambda artifact: f"{artifact['bits_per_weight']:g}"),
+    ("quantizer", lambda artifact: artifact["quantizer"]),
+    ("conversion", lambda artifact: ", ".join(artifact["conversion"])),
+    ("experts", lambda artifact: human_bytes(artifact["expert_bytes"])),
+    ("all files", lambda artifact: human_bytes(artifact["num_bytes"])),
+    ("parameters", lambda artifact: f"{artifact['dtype']}, {artifact['input_schema']} activations"),
+    ("layout", lambda artifact: artifact["layout"]),
+    ("target", lambda artifact: artifact["target"] if artifact["layout"] == "kernel" else "every GPU"),
     ("ranks", _ranks),
     (f"{ENGINE.name} serves it", _served),
     ("worst blocks", _worst),
@@ -268,22 +272,22 @@ _ROWS: tuple[tuple[str, Any], ...] = (
 _FIGURES = (("least SQNR (dB)", "least_sqnr_db"), ("least cosine", "least_cosine"))
 
 
-def show_page(console: Console, words: Words) -> None:
-    """Where the page is."""
-    verification = words["verification"]
+def show_page(console: Console, document: Document) -> None:
+    """Print the path of the report."""
+    verification = document["verification"]
     if verification is not None:
-        console.print("PASS" if verification["passed"] else "FAIL  the page says what was found")
-    usage = words["usage"]
+        console.print("PASS" if verification["passed"] else "FAIL  the page lists the findings")
+    usage = document["usage"]
     if usage is not None and usage["experts_read"] < usage["experts"]:
         console.print(f"codes were counted over {usage['experts_read']} of {usage['experts']} experts")
-    console.print(f"The page is in {words['page']}.")
+    console.print(f"The page is in {document['page']}.")
 
 
-_WIDE = 500  # columns where nobody looks at a terminal: nothing is cut or wrapped
+_WIDE = 500  # columns when stdout is not a terminal: nothing is wrapped
 
 
 class _Console(Console):
-    """rich's console, but a closed stdout is the command line's business: rich would exit with 1."""
+    """rich's console, but a broken pipe is raised to the caller: rich would exit with 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -299,7 +303,7 @@ def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
             run["hidden_size"],
             run["intermediate_size"],
             run["top_k"],
-            phrases.activation(run),
+            activation_text(run),
             run["source_dtype"] if run["source_format"] == PLAIN.name else run["source_format"],
         )
         for run in runs
@@ -325,96 +329,102 @@ def _errors(console: Console, summary: Mapping[str, Mapping[str, Any]]) -> None:
         print_table(console, headers, rows)
 
 
-def _show_plan(console: Console, words: Words) -> None:
-    """The plan of a dry run."""
-    converted = f"{words['family']} ({words['family_chosen_because']})"
-    memory = f"{words['peak_memory_bytes'] / 2**20:.0f} MiB: {words['num_workers']} workers with at most "
+def _show_plan(console: Console, document: Document) -> None:
+    """Print the plan of a dry run."""
+    converted = f"{document['family']} ({document['family_chosen_because']})"
+    memory = (
+        f"{document['peak_memory_bytes'] / 2**20:.0f} MiB: {document['num_workers']} workers with at most "
+    )
     memory += (
-        f"{words['worker_bytes'] / 2**20:.0f} MiB each, on {words['device']}, besides the libraries' own"
+        f"{document['worker_bytes'] / 2**20:.0f} MiB each, on {document['device']}, plus memory of libraries"
     )
     print_facts(
         console,
         (
-            ("source", phrases.source(words["source"])),
+            ("source", source_text(document["source"])),
             ("family", converted),
-            ("schema", phrases.schema(words["schema"])),
-            ("but", phrases.otherwise(words)),
-            ("conversion", phrases.conversion(words)),
-            ("quantizer", phrases.quantizer(words)),
-            ("for", phrases.target(words)),
-            ("tensors", phrases.tensors(words["tensors"])),
-            ("dropped", phrases.dropped(words["tensors"])),
+            ("schema", schema_text(document["schema"])),
+            ("but", otherwise_text(document)),
+            ("conversion", conversion_text(document)),
+            ("quantizer", quantizer_text(document)),
+            ("for", target_text(document)),
+            ("tensors", tensors_text(document["tensors"])),
+            ("dropped", dropped_text(document["tensors"])),
             ("memory", memory),
-            ("output", f"{words['out']}: {human_bytes(words['num_bytes_out'])}"),
-            ("", phrases.ranks(words["rank_bytes"])),
+            ("output", f"{document['out']}: {human_bytes(document['num_bytes_out'])}"),
+            ("", ranks_text(document["rank_bytes"])),
         ),
     )
-    _blocks(console, words["blocks"])
+    _blocks(console, document["blocks"])
     console.print()
-    print_table(console, ("files", "count", "size"), _file_rows(words))
+    print_table(console, ("files", "count", "size"), _file_rows(document))
     for kind in ("warning", "note"):
-        for text in words[f"{kind}s"]:
+        for text in document[f"{kind}s"]:
             console.print(f"\n{kind}: {text}")
     console.print("\nDry run: nothing was written.")
 
 
-def _file_rows(words: Words) -> list[tuple[str, int, str]]:
-    """Output files: all ranks' in one row, the ordinary shards in another."""
+def _file_rows(document: Document) -> list[tuple[str, int, str]]:
+    """Rows of the output files: rank files in one row, ordinary shards in another."""
     kinds: dict[str, list[int]] = {}
-    for file in words["files"]:
+    for file in document["files"]:
         folder = file["path"].rpartition("/")[0]
         kind = f"{folder.split('/')[0]}/tpT-epP/*.safetensors" if folder else "*.safetensors"
         kinds.setdefault(kind, []).append(file["size_bytes"])
     rows = [(kind, len(sizes), human_bytes(sum(sizes))) for kind, sizes in kinds.items()]
-    return [*rows, ("as in the source", len(words["other_files"]), "")] if words["other_files"] else rows
+    return (
+        [*rows, ("copied from the source", len(document["other_files"]), "")]
+        if document["other_files"]
+        else rows
+    )
 
 
-def _show_summary(console: Console, words: Words) -> None:
-    """The closing table of a conversion."""
-    resumed = words["num_groups_resumed"]
-    speed = "" if resumed else f"{words['num_bytes_in'] / 1e9 / max(words['seconds'], 1e-9):.2f} GB/s, "
-    ratio = words["num_bytes_out"] / max(words["num_bytes_in"], 1)
+def _show_summary(console: Console, document: Document) -> None:
+    """Print the summary of a finished conversion."""
+    resumed = document["num_groups_resumed"]
+    speed = "" if resumed else f"{document['num_bytes_in'] / 1e9 / max(document['seconds'], 1e-9):.2f} GB/s, "
+    ratio = document["num_bytes_out"] / max(document["num_bytes_in"], 1)
     print_facts(
         console,
         (
-            ("schema", f"{words['schema']}, {words['layout']} layout"),
-            ("conversion", phrases.conversion(words)),
-            ("quantizer", phrases.quantizer(words)),
-            ("requantized", phrases.exact(words["requantized"])),
-            ("scales", phrases.scale_changes(words["largest_scale_change"])),
-            ("blocks", f"{words['num_blocks']}, for {words['num_ranks']} rank(s)"),
+            ("schema", f"{document['schema']}, {document['layout']} layout"),
+            ("conversion", conversion_text(document)),
+            ("quantizer", quantizer_text(document)),
+            ("requantized", requantized_text(document["requantized"])),
+            ("scales", scale_changes_text(document["largest_scale_change"])),
+            ("blocks", f"{document['num_blocks']}, for {document['num_ranks']} rank(s)"),
             (
                 "size",
-                f"{human_bytes(words['num_bytes_in'])} → {human_bytes(words['num_bytes_out'])} ({ratio:.3f})",
+                f"{human_bytes(document['num_bytes_in'])} → {human_bytes(document['num_bytes_out'])} ({ratio:.3f})",
             ),
-            ("resumed", phrases.resumed(words)),
-            ("time", f"{human_seconds(words['seconds'])}, {speed}{words['num_workers']} worker(s)"),
+            ("resumed", resumed_text(document)),
+            ("time", f"{human_seconds(document['seconds'])}, {speed}{document['num_workers']} worker(s)"),
         ),
     )
-    _errors(console, summarize_errors(words["errors"]))
-    console.print(f"\nhqconv.json is sha256 {words['manifest_sha256']}")
-    out = shlex.quote(words["out"])
-    console.print(f"The artifact is in {words['out']}; see it with: hqconv inspect {out}")
-    if words["serve_command"]:
-        console.print(f"Serve it with: {words['serve_command']}")
-    if "pushed" in words:
-        show_push(console, words["pushed"])
+    _errors(console, summarize_errors(document["errors"]))
+    console.print(f"\nsha256 of hqconv.json: {document['manifest_sha256']}")
+    out = shlex.quote(document["out"])
+    console.print(f"The artifact is in {document['out']}; see it with: hqconv inspect {out}")
+    if document["serve_command"]:
+        console.print(f"Serve it with: {document['serve_command']}")
+    if "pushed" in document:
+        show_push(console, document["pushed"])
 
 
-def _show_source(console: Console, words: Words) -> None:
-    dtypes = ", ".join(f"{dtype} {human_bytes(size)}" for dtype, size in words["bytes_by_dtype"].items())
-    rows = [("source", phrases.source(words)), ("model type", words["model_type"]), ("dtypes", dtypes)]
-    rows.append(("quantization", words["quant_method"]))
-    if not words["convertible"]:
-        print_facts(console, [*rows, ("convertible", f"no: {words['obstacle']}")])
+def _show_source(console: Console, document: Document) -> None:
+    dtypes = ", ".join(f"{dtype} {human_bytes(size)}" for dtype, size in document["bytes_by_dtype"].items())
+    rows = [("source", source_text(document)), ("model type", document["model_type"]), ("dtypes", dtypes)]
+    rows.append(("quantization", document["quant_method"]))
+    if not document["convertible"]:
+        print_facts(console, [*rows, ("convertible", f"no: {document['obstacle']}")])
         return
-    rows.append(("family", f"{words['family']} ({words['family_chosen_because']})"))
-    rows.append(("direct", ", ".join(words["direct_schemas"])))
-    rows += [("tensors", phrases.tensors(words["tensors"])), ("dropped", phrases.dropped(words["tensors"]))]
+    rows.append(("family", f"{document['family']} ({document['family_chosen_because']})"))
+    rows.append(("direct", ", ".join(document["direct_schemas"])))
+    rows += [("tensors", tensors_text(document["tensors"])), ("dropped", dropped_text(document["tensors"]))]
     print_facts(console, rows)
-    _blocks(console, words["blocks"])
+    _blocks(console, document["blocks"])
     by_sizes: dict[str, list[str]] = {}
-    for name, sizes in words["tp_sizes"].items():
+    for name, sizes in document["tp_sizes"].items():
         by_sizes.setdefault(", ".join(map(str, sizes)) or "none", []).append(name)
     console.print()
     print_table(
@@ -422,94 +432,101 @@ def _show_source(console: Console, words: Words) -> None:
     )
 
 
-def _show_artifact(console: Console, words: Words) -> None:
-    revision = f" at {words['source']['revision']}" if words["source"]["revision"] else ""
-    missing = words["missing_or_resized_files"]
+def _show_artifact(console: Console, document: Document) -> None:
+    revision = f" at {document['source']['revision']}" if document["source"]["revision"] else ""
+    missing = document["missing_or_resized_files"]
     print_facts(
         console,
         (
-            ("artifact", f"{words['folder']}: {words['num_files']} files, {human_bytes(words['num_bytes'])}"),
-            ("source", f"{words['source']['name']}{revision}"),
-            *(("", f"which was {phrases.ancestor(one)}") for one in words["derived_from"]),
-            ("family", words["family"]),
-            ("schema", phrases.schema(words["schema"])),
-            ("but", phrases.otherwise(words)),
-            ("conversion", phrases.conversion(words)),
-            ("quantizer", phrases.quantizer(words)),
-            ("requantized", phrases.exact(words["requantized"])),
-            ("scales", phrases.scale_changes(words["largest_scale_change"])),
-            ("for", phrases.target(words)),
-            ("activations", phrases.input_scales(words["input_scales"])),
-            ("experts", phrases.ranks(words["rank_bytes"])),
-            ("tensors", ", ".join(f"{n} {kind}" for kind, n in words["tensors"].items())),
-            ("serve", words["serve_command"] or f"{ENGINE.name} has no start for these ranks"),
+            (
+                "artifact",
+                f"{document['folder']}: {document['num_files']} files, {human_bytes(document['num_bytes'])}",
+            ),
+            ("source", f"{document['source']['name']}{revision}"),
+            *(("", f"made from {ancestor_text(step)}") for step in document["derived_from"]),
+            ("family", document["family"]),
+            ("schema", schema_text(document["schema"])),
+            ("but", otherwise_text(document)),
+            ("conversion", conversion_text(document)),
+            ("quantizer", quantizer_text(document)),
+            ("requantized", requantized_text(document["requantized"])),
+            ("scales", scale_changes_text(document["largest_scale_change"])),
+            ("for", target_text(document)),
+            ("activations", input_scales_text(document["input_scales"])),
+            ("experts", ranks_text(document["rank_bytes"])),
+            ("tensors", ", ".join(f"{n} {kind}" for kind, n in document["tensors"].items())),
+            ("serve", document["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
             (
                 "made by",
-                f"hqconv {words['hqconv_version']}, humming-kernels {words['humming_kernels_version']}",
+                f"hqconv {document['hqconv_version']}, humming-kernels {document['humming_kernels_version']}",
             ),
             (
                 "manifest",
-                f"sha256 {words['manifest_sha256']}",
+                f"sha256 {document['manifest_sha256']}",
             ),
             (
                 "damaged",
                 f"{len(missing)} files missing or resized: {', '.join(missing[:5])}" if missing else "",
             ),
-            ("altered", words["altered_manifest"] or ""),
+            ("altered", document["altered_manifest"] or ""),
         ),
     )
-    _blocks(console, words["blocks"])
-    _errors(console, words["quantization_error"])
-    for text in words["warnings"]:
+    _blocks(console, document["blocks"])
+    _errors(console, document["quantization_error"])
+    for text in document["warnings"]:
         console.print(f"\nwarning: {text}")
 
 
-def _show_unfinished(console: Console, words: Words) -> None:
-    console.print(f"{words['folder']} holds an unfinished conversion, not an artifact yet.")
+def _show_unfinished(console: Console, document: Document) -> None:
+    console.print(f"{document['folder']} holds an unfinished conversion, not an artifact yet.")
     print_facts(
-        console, (("finished", f"{words['num_groups_done']} groups"), ("what to do", words["remedy"]))
+        console,
+        (("finished", f"{document['num_groups_done']} output units"), ("what to do", document["remedy"])),
     )
 
 
-def _show_warm(console: Console, words: Words) -> None:
-    """What `hqconv warm` compiled."""
-    left_out = ", ".join(words["activations_left_out"])
+def _show_warm(console: Console, document: Document) -> None:
+    """Print the result of `hqconv warm`."""
+    left_out = ", ".join(document["activations_left_out"])
     print_facts(
         console,
         (
-            ("kernels", f"{words['num_kernels']} asked for, {words['num_compiled']} compiled now"),
+            ("kernels", f"{document['num_kernels']} needed, {document['num_compiled']} compiled now"),
             (
                 "for",
-                f"{words['gpu']['name']}, {words['gpu']['sm_count']} SMs; {words['asking']['gemm_type']}",
+                f"{document['gpu']['name']}, {document['gpu']['sm_count']} SMs; {document['asking']['gemm_type']}",
             ),
-            ("compiler", words["compiler"]),
-            ("left out", f"activation {left_out}, which the first start compiles" if left_out else ""),
-            ("size", human_bytes(words["num_bytes"])),
-            ("time", human_seconds(words["seconds"])),
+            ("compiler", document["compiler"]),
+            (
+                "left out",
+                f"activation {left_out}: compiled at the first start of the server" if left_out else "",
+            ),
+            ("size", human_bytes(document["num_bytes"])),
+            ("time", human_seconds(document["seconds"])),
         ),
     )
-    console.print(f"\nThe kernels are in {words['folder']}.")
-    console.print(f"A server uses them that is started with {words['variable']}.")
+    console.print(f"\nThe kernels are in {document['folder']}.")
+    console.print(f"Start the server with {document['variable']} to use them.")
 
 
-def _show_schemas(console: Console, words: Words) -> None:
-    """The tables of presets and of input schemas, and the shorthand."""
+def _show_schemas(console: Console, document: Document) -> None:
+    """Print the weight presets, the integer shorthand and the activation schemas."""
     rows = [
         (
             schema["name"],
             f"{schema['bits_per_weight']:g}",
             schema["description"],
-            phrases.served_param_dtypes(schema),
+            served_param_dtypes_text(schema),
         )
-        for schema in words["presets"]
+        for schema in document["presets"]
     ]
     console.print()
     print_table(
         console,
-        ("schema", "bits per weight", "what it is", f"--layout checkpoint runs in {ENGINE.release}"),
+        ("schema", "bits per weight", "description", f"--layout checkpoint runs in {ENGINE.release}"),
         rows,
     )
-    short = words["shorthand"]
+    short = document["shorthand"]
     console.print(f"\n{short['name']}: {short['description']}")
     print_facts(
         console,
@@ -517,10 +534,10 @@ def _show_schemas(console: Console, words: Words) -> None:
     )
     console.print("\nFILE.toml: the fields of Humming's HummingWeightSchema.\n")
     inputs = [
-        (one["name"], one["description"], phrases.targets(one["targets"]), phrases.of_all(one["schemas"]))
-        for one in words["input_schemas"]
+        (one["name"], one["description"], targets_text(one["targets"]), schemas_text(one["schemas"]))
+        for one in document["input_schemas"]
     ]
-    print_table(console, ("--input-schema", "what it is", "targets", "with"), inputs)
+    print_table(console, ("--input-schema", "description", "targets", "weight schemas"), inputs)
     console.print(
         "\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target."
     )
@@ -542,9 +559,168 @@ _SHOW = {
 }
 
 
-def show(words: Words) -> None:
-    """The tables for one document: a plan, a summary, or what was inspected; its `kind` decides."""
+def show(document: Document) -> None:
+    """Print a document as tables, by its `kind`."""
     console = _Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDE
-    _SHOW[words["kind"]](console, printable_document(words))
+    _SHOW[document["kind"]](console, printable_document(document))
+
+
+def ranks_text(rank_bytes: Mapping[str, int]) -> str:
+    """`8 ranks, 69.21 GB each`, or the smallest and the largest size."""
+    if not rank_bytes:
+        return ""
+    least, most = min(rank_bytes.values()), max(rank_bytes.values())
+    size = f"{human_bytes(least)} each" if least == most else f"{human_bytes(least)} to {human_bytes(most)}"
+    return f"{len(rank_bytes)} rank{'s' * (len(rank_bytes) > 1)}, {size}"
+
+
+def schema_text(document: Mapping[str, Any]) -> str:
+    """`mxfp4: float4e2m1, float8e8m0 scale per group 32; 4.25 bits per weight`."""
+    return f"{document['name']}: {document['description']}; {document['bits_per_weight']:g} bits per weight"
+
+
+def activation_text(run: Mapping[str, Any]) -> str:
+    """`silu (gated)`, `situ (beta 4, linear_beta 25, gated)`; marks activations known by name only."""
+    found, gated = Activation.from_dict(run), bool(run["gated"])
+    notes = ("gated",) * gated + ("known by name only",) * (not found.is_known(gated))
+    return found.describe(*notes)
+
+
+def otherwise_text(document: Mapping[str, Any]) -> str:
+    """`fp8, a16 activations in 2 blocks; 1 block left as in the source`; "" if all blocks have one schema."""
+    parts = [f"{what} in {_num_blocks(len(names))}" for what, names in document["otherwise"].items()]
+    if document["left_blocks"]:
+        parts.append(f"{_num_blocks(len(document['left_blocks']))} left as in the source")
+    return "; ".join(parts)
+
+
+def input_scales_text(document: Mapping[str, Mapping[str, float]]) -> str:
+    """`static scales: w13 0.0012 to 0.02, w2 0.003`; "" without static scales."""
+    each = []
+    for gemm, one in document.items():
+        ends = dict.fromkeys(f"{end:.3g}" for end in (one["min"], one["max"]))
+        each.append(f"{gemm} {' to '.join(ends)}")
+    return f"static scales: {', '.join(each)}" if each else ""
+
+
+def _num_blocks(count: int) -> str:
+    return f"{count} block{'s' if count > 1 else ''}"
+
+
+def served_param_dtypes_text(document: Mapping[str, Any]) -> str:
+    """Support of the engine for the checkpoint layout of a schema: `yes`, `with bfloat16 only`, or the obstacle."""
+    served = document["stock_vllm_param_dtypes"]
+    if not served:
+        return f"no: {document['stock_vllm_obstacle']}"
+    return "yes" if len(served) == len(PARAM_DTYPES) else f"with {' or '.join(served)} only"
+
+
+def targets_text(found: Sequence[str]) -> str:
+    """GPU architectures: `sm80 – sm89`, `from sm89 on`, or a list if the range has gaps."""
+    known = [f"sm{number}" for number in TARGETS]
+    begin = known.index(found[0])
+    if len(found) < 3 or known[begin : begin + len(found)] != [*found]:
+        return ", ".join(found)
+    return f"from {found[0]} on" if found[-1] == known[-1] else f"{found[0]} – {found[-1]}"
+
+
+def schemas_text(presets: Sequence[str]) -> str:
+    """Names of weight schemas, or `every schema above`."""
+    return "every schema above" if len(presets) == len(PRESETS) else ", ".join(presets)
+
+
+def target_text(document: Mapping[str, Any]) -> str:
+    """Layout, dtypes, GPU and ranks of the artifact."""
+    parts = [
+        f"{document['layout']} layout",
+        f"{document['dtype']} parameters, {document['input_schema']} activations",
+    ]
+    if document["layout"] == "kernel":
+        parts += [
+            document["target"],
+            f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})",
+        ]
+        if document["redundant_experts"]:
+            parts.append(f"{document['redundant_experts']} redundant experts")
+    return ", ".join(parts)
+
+
+def quantizer_text(document: Mapping[str, Any]) -> str:
+    """Scale selection, unless it is round-to-nearest."""
+    if document["quantizer"] != "mse":
+        return ""
+    by = (
+        f", weighted by importance (sha256 {document['importance']['sha256'][:12]}…)"
+        if document["importance"]
+        else ""
+    )
+    return f"mse: scales of the least squared error{by}"
+
+
+def source_text(document: Mapping[str, Any]) -> str:
+    """`Qwen3-30B-A3B: 18867 tensors, 61.07 GB in 16 files`."""
+    revision = f" at {document['revision']}" if document["revision"] else ""
+    return (
+        f"{document['name']}{revision}: {document['num_tensors']} tensors, {human_bytes(document['num_bytes'])} "
+        f"in {document['num_files']} file{'s' * (document['num_files'] != 1)}"
+    )
+
+
+def tensors_text(document: Mapping[str, Any]) -> str:
+    """Numbers and sizes of converted, copied and dropped tensors."""
+    kinds = ("converted", "copied", "dropped")
+    return ", ".join(
+        f"{document[kind]['num_tensors']} {kind} ({human_bytes(document[kind]['num_bytes'])})"
+        for kind in kinds
+    )
+
+
+def dropped_text(document: Mapping[str, Any]) -> str:
+    """Reasons for dropped tensors, one line each for the first few."""
+    reasons = list(document["dropped"]["reasons"].items())
+    lines = [f"{name}: {reason}" for name, reason in reasons[:NUM_SHOWN]]
+    more = len(reasons) - len(lines)
+    return "\n".join([*lines, f"… {more} more (--json lists all)"] if more else lines)
+
+
+def conversion_text(document: Document) -> str:
+    """`direct: codes and scales kept (58 blocks)` and the like."""
+    meaning = {
+        "quantized": "quantized",
+        "direct": "direct: codes and scales kept",
+        "direct, scales rounded": "direct, scales rounded: codes kept, scales in the parameter dtype",
+        "requantized": "requantized from exactly decoded float32",
+    }
+    found = document["conversion"].items()
+    return "; ".join(f"{meaning.get(kind, kind)} ({n} block{'s' * (n != 1)})" for kind, n in found)
+
+
+def requantized_text(counts: Mapping[str, int]) -> str:
+    """Requantized matrices of a quantized source, and the number of scale groups without any error."""
+    if not counts.get("num_groups"):
+        return ""
+    text = f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
+    return f"{counts['num_matrices']} matrices requantized; {text}"
+
+
+def scale_changes_text(changes: Mapping[str, float]) -> str:
+    """Largest changes of rounded scales: `rounded, changed by at most 0.387% (w1), 0.385% (w2)`."""
+    each = (f"{value:.3%} ({name})" for name, value in changes.items())
+    return f"rounded, changed by at most {', '.join(each)}" if changes else ""
+
+
+def resumed_text(document: Document) -> str:
+    """Work that an earlier run had finished."""
+    if document["was_finished"]:
+        return "the artifact was already finished: nothing to do"
+    num_groups = document["num_groups_resumed"]
+    return f"{num_groups} output units were already finished" if num_groups else ""
+
+
+def ancestor_text(document: Document) -> str:
+    """Artifact from which this artifact was made."""
+    source = document["source"]
+    revision = f" at {source['revision']}" if source["revision"] else ""
+    return f"{document['schema_name']} of {source['name']}{revision} (hqconv.json {document['manifest_sha256'][:12]}…)"

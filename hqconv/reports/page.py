@@ -1,58 +1,73 @@
-"""The section of a report on what `verify` found, with the kernel's results where it ran."""
+"""HTML report about an artifact: the sections of the page, rendered by `templates/report.html.j2`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from hqconv.reports.documents import Words
-from hqconv.reports.html import facts, folded, lines, note, number, section, size, table, text
+from hqconv.reports.documents import Words as Document
+from hqconv.reports.html import (
+    Part,
+    details,
+    environment,
+    facts,
+    heading,
+    note,
+    number,
+    plots,
+    section,
+    size,
+    table,
+)
 from hqconv.reports.page_document import PROJECTIONS, ROLES, entropy_bits
 from hqconv.reports.plots import bars_plot, heat_plot, lines_plot
-from hqconv.reports.style import STYLE
 from hqconv.serving.engine import ENGINE
 
-_ALONE = "No check was run for this page: `hqconv verify --report` runs them, `hqconv report --source` that of weights."
+_NO_CHECKS = (
+    "No check was run for this page. `hqconv verify --report` runs all checks, `hqconv report --source` the check of "
+    "weights."
+)
 _NUM_SHOWN = 10
 
 
-def verdict(verification: Words | None) -> tuple[str, str]:
-    """A CSS class and a word: what all checks together came to."""
+def verdict(verification: Document | None) -> tuple[str, str]:
+    """CSS class and text for the outcome of all checks."""
     if verification is None:
         return "none", "none run"
     return ("pass", "passed") if verification["passed"] else ("fail", "failed")
 
 
-def checks_section(verification: Words | None) -> str:
-    """Each check's status, notes, findings and figures."""
+def checks_section(verification: Document | None) -> Part | None:
+    """Status, notes, findings and measurements of each check."""
     if verification is None:
-        return section("checks", "Checks", note(_ALONE))
+        return section("checks", "Checks", note(_NO_CHECKS))
     against = verification.get("source")
     rows = [
         (name, check["status"], check["skipped_because"] or f"{len(check['findings'])} findings")
         for name, check in verification["checks"].items()
     ]
-    said = (
-        f"Held against {against}." if against else "Without the source: the artifact was held against itself."
+    basis = (
+        f"Checked against {against}."
+        if against
+        else "Checked without the source: the artifact was checked against itself."
     )
-    parts = [note(said), table(("check", "status", "what was found"), rows)]
+    parts: list[Part | None] = [note(basis), table(("check", "status", "result"), rows)]
     for name, check in verification["checks"].items():
-        parts += [
-            f"<h3>{text(name)}</h3>" if check["notes"] or check["findings"] or check["measured"] else ""
-        ]
-        parts += [f'<p class="note">{lines(one)}</p>' for one in check["notes"]]
-        parts.append(_findings(check["findings"]))
-        parts.append(_FIGURES[name](check["measured"]) if name in _FIGURES else "")
+        if check["notes"] or check["findings"] or check["measured"]:
+            parts.append(heading(name))
+        parts += [note(text) for text in check["notes"]]
+        if check["findings"]:
+            keys = ("where", "what", "expected", "found")
+            parts.append(
+                table(keys, [[finding[key] for key in keys] for finding in check["findings"]], "Findings")
+            )
+        if name in _MEASUREMENTS:
+            parts += _MEASUREMENTS[name](check["measured"])
     return section("checks", "Checks", *parts)
 
 
-def _findings(findings: list[Words]) -> str:
-    rows = [(one["where"], one["what"], one["expected"], one["found"]) for one in findings]
-    return table(("where", "what", "expected", "found"), rows, "Findings") if rows else ""
-
-
-def _weights(measured: Mapping[str, Any]) -> str:
-    """The figures of the check of weights against the source."""
+def _weights(measured: Mapping[str, Any]) -> list[Part]:
+    """Errors of decoded weights against the source, the largest first."""
     rows = [
         (
             block,
@@ -68,13 +83,13 @@ def _weights(measured: Mapping[str, Any]) -> str:
     headers = ("block", "projection", "relative error", "SQNR (dB)", "cosine", "worst scale group")
     title = "Decoded weights against the source"
     if len(rows) <= _NUM_SHOWN:
-        return table(headers, rows, title) if rows else ""
+        return [table(headers, rows, title)] if rows else []
     shown = table(headers, rows[:_NUM_SHOWN], f"{title}: the {_NUM_SHOWN} largest errors of {len(rows)}")
-    return shown + folded(f"All {len(rows)}", table(headers, rows))
+    return [shown, details(f"All {len(rows)}", table(headers, rows))]
 
 
-def _kernel(measured: Mapping[str, Any]) -> str:
-    """The figures of the production kernel."""
+def _kernel(measured: Mapping[str, Any]) -> list[Part]:
+    """Errors of the GPU kernel, by block."""
     keys = ("kernel", "rounded_kernel", "channel", "batch", "against_source")
     rows = [
         (block, *(_figure(one.get(key)) for key in keys), one.get("routed_by", ""))
@@ -89,60 +104,61 @@ def _kernel(measured: Mapping[str, Any]) -> str:
         "output against the source's",
         "tokens routed by",
     )
-    return table(headers, rows, "The production kernel: relative errors") if rows else ""
+    return [table(headers, rows, "GPU kernel: relative errors")] if rows else []
 
 
 def _figure(value: Any) -> Any:
-    """A number for a table; a dash for none."""
+    """Number for a table, or a dash."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else "–"
 
 
-_FIGURES = {"weights": _weights, "kernel": _kernel}
+_MEASUREMENTS = {"weights": _weights, "kernel": _kernel}
 
 
-_NUM_LISTED = 10
-_NOTHING_LOST = "No weight differs from the source's: what is stored there was kept, or came out the same."
+_NO_ERROR = (
+    "No weight differs from the source: stored values were kept, or the new codes decode to the same values."
+)
 
 
-def errors_section(words: Words) -> str:
+def errors_section(document: Document) -> Part | None:
     """Relative errors by block and projection, as the conversion measured them."""
     blocks = [
-        block for block in words["blocks"] if any("relative_error" in e for e in block["errors"].values())
+        block for block in document["blocks"] if any("relative_error" in e for e in block["errors"].values())
     ]
     if not blocks:
-        return ""
+        return None
     names = [_short(block) for block in blocks]
-    summary = words["artifact"]["quantization_error"]
+    summary = document["artifact"]["quantization_error"]
     rows = [
         (PROJECTIONS.get(role, role), float(e["min"]), float(e["median"]), float(e["max"]), e["worst_block"])
         for role, e in summary.items()
     ]
     each = _each(blocks)
     title = "Blocks with the largest errors"
-    title += f": {_NUM_LISTED} of {len(each)} rows" if len(each) > _NUM_LISTED else ""
-    said = (
-        "How far the decoded weights are off the source's: the norm of the difference over that of the weights, as the "
-        "conversion measured it. Of what was kept as it is the error is 0."
+    title += f": {_NUM_SHOWN} of {len(each)} rows" if len(each) > _NUM_SHOWN else ""
+    legend = (
+        "Relative error of the decoded weights: the norm of the difference to the source over the norm of the source's "
+        "weights, measured by the conversion. It is 0 for weights that were kept."
     )
     plot = lines_plot("Relative error by layer", names, _series(blocks), "relative error by layer")
     if not any(row[3] for row in each):
-        plot = note(_NOTHING_LOST)
+        plot = note(_NO_ERROR)
     return section(
         "errors",
         "Errors",
-        note(said),
+        note(legend),
         plot,
-        table(("projection", "least", "median", "largest", "worst block"), rows, "Over all blocks"),
+        table(("projection", "smallest", "median", "largest", "worst block"), rows, "Over all blocks"),
         table(
             ("block", "schema", "projection", "relative error", "worst expert", "its error"),
-            each[:_NUM_LISTED],
+            each[:_NUM_SHOWN],
             title,
         ),
     )
 
 
-def _series(blocks: list[Words]) -> dict[str, tuple[str, list[float | None]]]:
-    """Per projection a line of the blocks' errors and one of their worst experts'."""
+def _series(blocks: list[Document]) -> dict[str, tuple[str, list[float | None]]]:
+    """Two lines for each projection: errors of the blocks, and errors of their worst experts."""
     series: dict[str, tuple[str, list[float | None]]] = {}
     for role in ROLES:
         for more, key, kind in (
@@ -155,8 +171,8 @@ def _series(blocks: list[Words]) -> dict[str, tuple[str, list[float | None]]]:
     return series
 
 
-def _each(blocks: list[Words]) -> list[tuple[Any, ...]]:
-    """A row for each block and projection, the largest errors first."""
+def _each(blocks: list[Document]) -> list[tuple[Any, ...]]:
+    """Rows for each block and projection, the largest errors first."""
     rows = [
         (
             block["name"],
@@ -173,29 +189,30 @@ def _each(blocks: list[Words]) -> list[tuple[Any, ...]]:
     return sorted(rows, key=lambda row: -row[3])
 
 
-def _short(block: Words) -> str:
-    """A block's place in few words."""
+def _short(block: Document) -> str:
+    """Short name of a block: its layer number if known."""
     return f"layer {block['layer']}" if block["layer"] >= 0 else str(block["name"])
 
 
-def experts_section(words: Words) -> str:
-    """A row for each block and a cell for each expert, and the experts with the largest errors."""
-    found = words["experts"]
-    of_block = {block["name"]: block for block in words["blocks"]}
+def experts_section(document: Document) -> Part | None:
+    """Heat maps with a row for each block and a cell for each expert, and the experts with the largest errors."""
+    found = document["experts"]
+    of_block = {block["name"]: block for block in document["blocks"]}
     names = [_short(of_block[name]) if name in of_block else name for name in found["blocks"]]
     is_error = found["measure"] == "relative error"
     if is_error and not any(value for rows in found["values"].values() for row in rows for value in row):
-        return section("experts", "Experts", note(_NOTHING_LOST)) if found["values"] else ""
-    plots = "".join(
+        return section("experts", "Experts", note(_NO_ERROR)) if found["values"] else None
+    maps = plots(
         heat_plot(f"{PROJECTIONS[role]}: {found['measure']}", names, rows)
         for role, rows in found["values"].items()
     )
-    said = (
-        "Each cell is an expert's relative error against the source, measured on weights that were read back from "
-        "the files; the darker (in the dark: the brighter), the larger."
+    legend = (
+        "Each cell is the relative error of one expert against the source, measured on weights decoded from the files. "
+        "Darker cells (brighter in dark mode) are larger."
         if is_error
-        else "Without the source errors of single experts are not known, but for the worst of each block. Each cell is "
-        "the root mean square of an expert's decoded weights; the darker (in the dark: the brighter), the larger."
+        else "Errors of single experts are not known without the source, except for the worst expert of each block. "
+        "Each cell is the root mean square of the decoded weights of one expert. Darker cells (brighter in dark "
+        "mode) are larger."
     )
     rows = [
         (
@@ -206,92 +223,75 @@ def experts_section(words: Words) -> str:
         )
         for one in found["worst"]
     ]
-    title = "Worst experts" if is_error else "Worst experts, of the worst of each block and projection"
-    worst = table(("block", "projection", "expert", "relative error"), rows, title) if rows else ""
-    return section(
-        "experts",
-        "Experts",
-        note(said) if plots else "",
-        f'<div class="plots">{plots}</div>' if plots else "",
-        worst,
-    )
+    title = "Worst experts" if is_error else "Worst experts, one of each block and projection"
+    worst = table(("block", "projection", "expert", "relative error"), rows, title) if rows else None
+    return section("experts", "Experts", note(legend) if maps else None, maps, worst)
 
 
-def codes_section(words: Words) -> str:
-    """How often each code, power of two of a scale, and zero point is used, by schema and projection."""
-    usage = words["usage"]
+def codes_section(document: Document) -> Part | None:
+    """Histograms of codes, of scales by power of two, and of zero points, by schema and projection."""
+    usage = document["usage"]
     if usage is None:
-        return ""
+        return None
     read, total = usage["experts_read"], usage["experts"]
-    said = (
+    legend = (
         f"Counted over all {total} experts."
         if read == total
-        else (
-            f"Counted over a sample: {read} of {total} experts, evenly spread over each block (--sample says how many)."
-        )
+        else f"Counted over a sample: {read} of {total} experts, evenly spread over each block (option --sample)."
     )
-    parts = [
-        f'<div class="plots">{plots}</div>'
+    legend += " Bars are shares of all values; scales are grouped by their power of two."
+    if num_fused := sum(block["has_fused_scales"] for block in document["blocks"]):
+        legend += (
+            f" In {num_fused} blocks the scales' exponents are fused into the codes: codes and scales are shown as the "
+            "kernel reads them, not as in the source."
+        )
+    histograms = [
+        plots(
+            plot
+            for role in ROLES
+            if role in roles
+            if (plot := kind(f"{schema}, {PROJECTIONS[role]}", role, roles[role])) is not None
+        )
         for schema, roles in usage["schemas"].items()
         for kind in (_codes, _powers, _zero_points)
-        if (
-            plots := "".join(
-                kind(f"{schema}, {PROJECTIONS[role]}", role, roles[role]) for role in ROLES if role in roles
-            )
-        )
     ]
-    said += " Shares of all; scales by their power of two."
-    if num_fused := sum(block["has_fused_scales"] for block in words["blocks"]):
-        said += (
-            f" In {num_fused} blocks the scales' exponents are fused into the codes: both are as the kernel sees them, "
-            "not the source's."
-        )
-    return section("codes", "Codes and scales", note(said), *parts)
+    return section("codes", "Codes and scales", note(legend), *histograms)
 
 
-def _codes(title: str, role: str, used: Words) -> str:
+def _codes(title: str, role: str, used: Document) -> Part | None:
     counts = [count for _, count in used["codes"]]
     num_used = sum(count > 0 for count in counts)
-    carried = f"{num_used} of {len(counts)} codes used; they carry {entropy_bits(counts):.2f} bits each"
+    remark = f"{num_used} of {len(counts)} codes used; they carry {entropy_bits(counts):.2f} bits each"
     return bars_plot(
-        f"{title}: codes", [(f"{value:g}", count) for value, count in used["codes"]], carried, role
+        f"{title}: codes", [(f"{value:g}", count) for value, count in used["codes"]], remark, role
     )
 
 
-def _powers(title: str, role: str, used: Words) -> str:
+def _powers(title: str, role: str, used: Document) -> Part | None:
     powers = dict(used["scales"])
     span = range(min(powers), max(powers) + 1) if powers else range(0)
     bars = [(f"2^{power}", powers.get(power, 0)) for power in span]
     return bars_plot(f"{title}: scales", bars, _scales(used), role)
 
 
-def _zero_points(title: str, role: str, used: Words) -> str:
+def _zero_points(title: str, role: str, used: Document) -> Part | None:
     zeros = [(str(code), count) for code, count in enumerate(used["zero_points"])]
-    return bars_plot(f"{title}: zero points", zeros, "", role) if zeros else ""
+    return bars_plot(f"{title}: zero points", zeros, "", role) if zeros else None
 
 
-def _scales(used: Words) -> str:
-    """What a histogram of powers of two cannot show."""
+def _scales(used: Document) -> str:
+    """Number of scales, and of those that a histogram of powers of two cannot show."""
     kinds = {
         "num_zero_scales": "zero",
         "num_negative_scales": "negative",
-        "num_odd_scales": "no finite number",
+        "num_odd_scales": "not finite",
     }
-    said = [f"{number(used[key])} {kind}" for key, kind in kinds.items() if used[key]]
+    others = [f"{number(used[key])} {kind}" for key, kind in kinds.items() if used[key]]
     total = sum(count for _, count in used["scales"]) + used["num_zero_scales"] + used["num_odd_scales"]
-    return f"{number(total)} scales" + (f", of which {', '.join(said)}" if said else "")
+    return f"{number(total)} scales" + (f", of which {', '.join(others)}" if others else "")
 
 
-GENERATOR = "hqconv report"  # by which a page of ours is told from other files
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-_SECTIONS = {
-    "made": "What it is",
-    "errors": "Errors",
-    "experts": "Experts",
-    "codes": "Codes and scales",
-    "checks": "Checks",
-    "provenance": "Provenance",
-}
+GENERATOR = "hqconv report"  # marks a file as a report that may be overwritten
 _CONVERSION = {
     "quantized": "quantized",
     "direct": "direct: codes and scales kept",
@@ -300,70 +300,64 @@ _CONVERSION = {
 }
 
 
-def page(words: Words) -> str:
-    """The page for the words of `page_document`: a whole HTML document, which loads nothing from anywhere.
+def page(document: Document) -> str:
+    """Render a document of `page_document` as one HTML file that loads nothing from elsewhere.
 
-    Every text of the words is escaped. The same words give the same page.
+    The same document gives the same page.
     """
-    name = text(words["name"])
-    parts = {
-        "made": _made(words),
-        "errors": errors_section(words),
-        "experts": experts_section(words),
-        "codes": codes_section(words),
-        "checks": checks_section(words["verification"]),
-        "provenance": _provenance(words),
-    }
-    links = "".join(f'<a href="#{key}">{text(_SECTIONS[key])}</a>' for key, part in parts.items() if part)
+    sections = (
+        _made(document),
+        errors_section(document),
+        experts_section(document),
+        codes_section(document),
+        checks_section(document["verification"]),
+        _provenance(document),
+    )
+    artifact, lead = document["artifact"], ""
+    if artifact is not None:
+        schema = artifact["schema"]
+        lead = f"Made from {artifact['source']['name']}: {schema['name']}, {schema['description']}."
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="generator" content="{GENERATOR}">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{name}: report of hqconv</title><style>{STYLE}</style></head>"
-        f'<body><header class="top"><h1>{name}</h1>{_lead(words)}{_tiles(words)}<nav>{links}</nav></header>'
-        f"<main>{''.join(parts.values())}</main></body></html>\n"
+        environment()
+        .get_template("report.html.j2")
+        .render(
+            generator=GENERATOR,
+            name=document["name"],
+            lead=lead,
+            unreadable=document["unreadable"],
+            tiles=[{"value": value, "label": label, "css": css} for value, label, css in _tiles(document)],
+            sections=[one for one in sections if one is not None],
+        )
     )
 
 
-def _lead(words: Words) -> str:
-    unreadable = "".join(f'<p class="fail">{lines(one)}</p>' for one in words["unreadable"])
-    artifact = words["artifact"]
-    if artifact is None:
-        return unreadable
-    source, schema = artifact["source"]["name"], artifact["schema"]
-    sentence = f"Made from {source}: {schema['name']}, {schema['description']}."
-    return f'<p class="lead">{text(sentence)}</p>{unreadable}'
-
-
-def _tiles(words: Words) -> str:
-    artifact = words["artifact"]
-    kind, said = verdict(words["verification"])
-    tiles = [(f'<b class="{kind}">{text(said)}</b>', "checks")]
+def _tiles(document: Document) -> list[tuple[str, str, str]]:
+    """Value, label and CSS class of the tiles at the top."""
+    artifact = document["artifact"]
+    css, outcome = verdict(document["verification"])
+    tiles = [(outcome, "checks", css)]
     if artifact is not None:
         errors = [
-            e["relative_error"]
-            for b in words["blocks"]
-            for e in b["errors"].values()
-            if "relative_error" in e
+            error["relative_error"]
+            for block in document["blocks"]
+            for error in block["errors"].values()
+            if "relative_error" in error
         ]
-        span = number(max(errors), 3) if errors else "–"
         tiles += [
-            (f"<b>{text(artifact['schema']['name'])}</b>", "weights"),
-            (f"<b>{number(float(artifact['schema']['bits_per_weight']))}</b>", "bits per weight"),
-            (f"<b>{text(size(artifact['num_bytes']))}</b>", "on disk"),
-            (f"<b>{span}</b>", "largest relative error of a block"),
-            (f"<b>{text(artifact['target'])}</b>", "for the GPU"),
+            (artifact["schema"]["name"], "weights", ""),
+            (number(float(artifact["schema"]["bits_per_weight"])), "bits per weight", ""),
+            (size(artifact["num_bytes"]), "on disk", ""),
+            (number(max(errors), 3) if errors else "–", "largest relative error of a block", ""),
+            (artifact["target"], "for the GPU", ""),
         ]
-    inside = "".join(f'<div class="tile">{said}<span>{text(label)}</span></div>' for said, label in tiles)
-    return f'<div class="tiles">{inside}</div>'
+    return tiles
 
 
-def _made(words: Words) -> str:
-    artifact = words["artifact"]
+def _made(document: Document) -> Part | None:
+    """Section with schema, layout and blocks of the artifact."""
+    artifact = document["artifact"]
     if artifact is None:
-        return ""
+        return None
     revision = artifact["source"]["revision"]
     conversion = "; ".join(
         f"{_CONVERSION.get(kind, kind)} ({count} block{'s' * (count != 1)})"
@@ -383,7 +377,7 @@ def _made(words: Words) -> str:
         ("parameters", f"{artifact['dtype']}, {artifact['input_schema']} activations"),
         ("layout", _layout(artifact)),
         ("experts", _ranks(artifact["rank_bytes"])),
-        ("serve with", artifact["serve_command"] or f"{ENGINE.name} has no start for these ranks"),
+        ("serve with", artifact["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
     )
     headers = ("blocks", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
     keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k", "activation")
@@ -391,10 +385,10 @@ def _made(words: Words) -> str:
         (*(run[key] for key in keys), f"{run['source_format']}, {run['source_dtype']}")
         for run in artifact["blocks"]
     ]
-    return section("made", _SECTIONS["made"], facts(rows), table(headers, runs, "MoE blocks"))
+    return section("made", "Overview", facts(rows), table(headers, runs, "MoE blocks"))
 
 
-def _quantizer(artifact: Words) -> str:
+def _quantizer(artifact: Document) -> str:
     if not {"quantized", "requantized"} & artifact["conversion"].keys():
         return ""
     if artifact["quantizer"] != "mse":
@@ -402,12 +396,12 @@ def _quantizer(artifact: Words) -> str:
     return "least squared error" + (", weighted by importance" if artifact["importance"] else "")
 
 
-def _layout(artifact: Words) -> str:
+def _layout(artifact: Document) -> str:
     if artifact["layout"] != "kernel":
-        return "checkpoint: not cut for ranks, for every GPU"
+        return "checkpoint: not split into ranks, for every GPU"
     copies = artifact["redundant_experts"]
     more = f", {copies} redundant experts" if copies else ""
-    placement = f", experts dealt {artifact['expert_placement']}" if artifact["ep"] > 1 else ""
+    placement = f", experts placed {artifact['expert_placement']}" if artifact["ep"] > 1 else ""
     return f"kernel, for {artifact['target']}: tp {artifact['tp']}, ep {artifact['ep']}{placement}{more}"
 
 
@@ -419,10 +413,11 @@ def _ranks(rank_bytes: Mapping[str, int]) -> str:
     return f"{len(rank_bytes)} rank{'s' * (len(rank_bytes) != 1)}, {each}"
 
 
-def _provenance(words: Words) -> str:
-    artifact, found = words["artifact"], words["provenance"]
+def _provenance(document: Document) -> Part | None:
+    """Section with source, versions, digests and files of the artifact."""
+    artifact, found = document["artifact"], document["provenance"]
     if artifact is None or not found:
-        return ""
+        return None
     source = found["source"]
     rows = (
         ("source", source["name"]),
@@ -436,27 +431,29 @@ def _provenance(words: Words) -> str:
         ("manifest", f"format version {artifact['format_version']}"),
         (
             "manifest's digest",
-            f"SHA-256 {found['digest']}" if found["digest"] else "none: of before manifests had one",
+            f"SHA-256 {found['digest']}"
+            if found["digest"]
+            else "none: written by an hqconv without manifest digests",
         ),
         ("derived from", _derived(found["derived_from"])),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in artifact["tensors"].items())),
         ("damaged", ", ".join(artifact["missing_or_resized_files"])),
     )
-    warnings = "".join(note(f"Warning of the conversion: {one}") for one in found["warnings"])
-    of_source = [
+    warnings = [note(f"Warning of the conversion: {warning}") for warning in found["warnings"]]
+    source_files = [
         (str(f.get("name")), _bytes(f.get("size_bytes")), str(f.get("header_sha256")))
         for f in found["source_files"]
     ]
     own = [(f["name"], _bytes(f["size_bytes"]), f["sha256"]) for f in found["files"]]
-    tables = "".join(
-        folded(f"{title} ({len(rows)})", table(("file", "size", digest), rows))
+    tables = [
+        details(f"{title} ({len(rows)})", table(("file", "size", digest), rows))
         for title, digest, rows in (
-            ("Files of the source", "SHA-256 of its header", of_source),
+            ("Files of the source", "SHA-256 of its header", source_files),
             ("Files of the artifact", "SHA-256", own),
         )
         if rows
-    )
-    return section("provenance", _SECTIONS["provenance"], facts(rows), warnings, tables)
+    ]
+    return section("provenance", "Provenance", facts(rows), *warnings, *tables)
 
 
 def _bytes(value: Any) -> str:
@@ -464,7 +461,7 @@ def _bytes(value: Any) -> str:
 
 
 def _derived(value: Any) -> str:
-    """The artifacts that it was cut from, in whatever words the manifest has."""
+    """Artifacts from which this artifact was made, with all keys of the manifest's entries."""
     entries = value if isinstance(value, list) else [value] if value else []
     return "; ".join(
         ", ".join(f"{key} {one}" for key, one in entry.items()) if isinstance(entry, dict) else str(entry)

@@ -1,4 +1,4 @@
-"""Where a page goes: never over a file that is not a page of ours, unless that is asked for."""
+"""Output file of a report. A file that is not a report of hqconv is never overwritten without an option."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ _HEAD_BYTES = 512
 _MARK = f'<meta name="generator" content="{GENERATOR}">'.encode()
 
 
-def page_place(root: Path, asked: Path | None, *, overwrite: bool, option: str = "-o") -> Path:
-    """The file that a page on the artifact at `root` goes to: as `asked`, or OUT.report.html in the current folder.
+def page_place(root: Path, wanted: Path | None, *, overwrite: bool, option: str = "-o") -> Path:
+    """Return the path for a report on the artifact at `root`: `wanted`, or OUT.report.html in the current folder.
 
-    overwrite: replace whatever file lies there. option: which one names the place, for messages.
+    overwrite: allow replacing any file. option: name of the option for the path, used in messages.
 
-    Raises OutputError where something else than a page lies there and not `overwrite`, where that is no file or its
-    folder cannot be written, and where the current folder is inside the artifact and none was asked for.
+    Raises OutputError if another kind of file lies there and `overwrite` is not set, if the path is not a file or its
+    folder is not writable, and if `wanted` is None and the current folder lies inside the artifact.
     """
-    place = Path(f"{root.resolve().name}.report.html") if asked is None else asked
-    if asked is None and Path.cwd().is_relative_to(root.resolve()):
+    place = Path(f"{root.resolve().name}.report.html") if wanted is None else wanted
+    if wanted is None and Path.cwd().is_relative_to(root.resolve()):
         what, remedy = (
-            "The page would lie in the artifact, where only its own files belong.",
-            "Name a place with -o.",
+            "The page would lie inside the artifact, where only files of the manifest belong.",
+            "Name another path with -o.",
         )
         raise OutputError(what, where=str(place), remedy=remedy)
     if not os.access(place.parent, os.W_OK | os.X_OK):
         found = "a folder that cannot be written" if place.parent.is_dir() else "no such folder"
-        what, remedy = "The page cannot be written here.", f"Name another place with {option}."
+        what, remedy = "The page cannot be written here.", f"Name another path with {option}."
         raise OutputError(what, where=str(place.parent), found=found, remedy=remedy)
     if not os.path.lexists(place):
         return place
     if not place.is_file():
-        what = "The page cannot be written here: this is no file."
+        what = "The page cannot be written here: the path is not a file."
         raise OutputError(
-            what, where=str(place), expected="a file, or nothing", remedy=f"Name another place with {option}."
+            what, where=str(place), expected="a file, or nothing", remedy=f"Name another path with {option}."
         )
     if not overwrite and not _is_page(place):
         raise OutputError(
-            "The file is no page of hqconv's, and stays as it is.",
+            "The file is not a report of hqconv, and is not overwritten.",
             where=str(place),
-            remedy=f"Name another place with {option}, or move the file away.",
+            remedy=f"Name another path with {option}, or move the file away.",
         )
     return place
 
@@ -58,7 +58,10 @@ def _is_page(place: Path) -> bool:
 
 
 def write_page(place: Path, text: str) -> None:
-    """Write a page: the file is whole, or as it was before. Raises OutputError."""
+    """Write a page through a temporary file, so that the old file stays until the new one is complete.
+
+    Raises OutputError.
+    """
     name = ""
     try:
         with tempfile.NamedTemporaryFile(
@@ -76,7 +79,7 @@ def write_page(place: Path, text: str) -> None:
                 Path(name).unlink()
         what, remedy = (
             "The page cannot be written.",
-            "Free the space or mend the folder, or name another place.",
+            "Free disk space, repair the folder, or name another path.",
         )
         raise OutputError(
             what, where=str(place), found=error.strerror or str(error), remedy=remedy
@@ -84,7 +87,7 @@ def write_page(place: Path, text: str) -> None:
 
 
 def _umask() -> int:
-    """What the process takes off the permissions of its files; there is no way to ask without setting it."""
+    """Return the umask of the process, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -1,33 +1,19 @@
-"""Plots as inline SVG that fits any width: marks are drawn by the SVG, all text is the page's own."""
+"""Geometry of the plots: the data from which `templates/plots.html.j2` draws inline SVG."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from hqconv.reports.html import figure, number, text
-from hqconv.reports.style import NUM_LEVELS
+from hqconv.reports.html import Part, number
 
+NUM_LEVELS = 16  # colours of a heat map: .h0 to .h15 of report.css
 _WIDTH, _HEIGHT = 1000.0, 100.0
 Values = Sequence[float | None]
 
 
-def _frame(title: str, inside: str, axis: str, below: str, *, label: str = "", kind: str = "") -> str:
-    """A plot with its title, the words of its axes, and what stands below."""
-    aria = text(label or title)
-    return (
-        f'<figure class="plot {kind}"><figcaption>{text(title)}</figcaption><div class="area">'
-        f'<div class="axis">{axis}</div><div class="marks"><svg role="img" aria-label="{aria}" '
-        f'preserveAspectRatio="none" {inside}</svg></div></div><div class="below">{below}</div></figure>'
-    )
-
-
-def _ends(*words: str) -> str:
-    return f'<div class="ends">{"".join(f"<span>{text(word)}</span>" for word in words)}</div>'
-
-
 def ticks(top: float) -> list[float]:
-    """Round numbers from 0 on, the last of which is at least `top`: 2 to 6 of them."""
+    """Return 2 to 6 round numbers from 0 up; the last one is at least `top`."""
     if not top > 0:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(top))
@@ -35,99 +21,119 @@ def ticks(top: float) -> list[float]:
     return [index * step for index in range(math.ceil(top / step - 1e-9) + 1)]
 
 
-def lines_plot(title: str, names: Sequence[str], series: Mapping[str, tuple[str, Values]], unit: str) -> str:
-    """One line for each series over `names`, from 0 up. series: its words → CSS class and a value for each name.
+def lines_plot(
+    title: str, names: Sequence[str], series: Mapping[str, tuple[str, Values]], label: str
+) -> Part:
+    """Plot one line for each series over `names`, from 0 up.
 
-    A value that is None or no number leaves a gap.
+    series: name → CSS class and a value for each of `names`; None and NaN leave a gap. label: text for screen readers.
     """
-    good = [v for _, values in series.values() for v in values if v is not None and math.isfinite(v)]
-    at = ticks(max(good, default=0.0))
-    top, count = at[-1], len(names)
-
-    def x(index: int) -> float:
-        return _WIDTH * (index + 0.5) / count
-
-    grid = "".join(f'<path class="grid" d="M0 {_y(one, top)}H{_WIDTH:g}"/>' for one in at)
-    drawn, legend = [], []
-    for words, (kind, values) in series.items():
-        path, is_open = [], False
+    known = [v for _, values in series.values() for v in values if v is not None and math.isfinite(v)]
+    marks = ticks(max(known, default=0.0))
+    top = marks[-1]
+    lines: list[dict[str, str]] = []
+    dots: list[dict[str, object]] = []
+    for series_name, (css, values) in series.items():
+        path, is_open = "", False
         for index, value in enumerate(values):
             if value is None or not math.isfinite(value):
                 is_open = False
                 continue
-            place = f"{x(index):.4g} {_y(value, top)}"
-            path.append(f"{'L' if is_open else 'M'}{place}")
+            at = f"{_WIDTH * (index + 0.5) / len(names):.4g} {_y(value, top)}"
+            path += f"{'L' if is_open else 'M'}{at}"
             is_open = True
-            tip = f"{text(names[index])}: {text(words)} {figure(value)}"
-            drawn.append(f'<path class="dot {kind}" d="M{place}h0"><title>{tip}</title></path>')
-        drawn.insert(0, f'<path class="line {kind}" d="{"".join(path)}"/>')
-        legend.append(f'<span class="key {kind}"><i></i>{text(words)}</span>')
-    axis = "".join(f'<span style="bottom:{100 * one / top:.4g}%">{number(one)}</span>' for one in at)
-    box = f'viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}">'
-    below = _ends(names[0], names[-1]) if count > 1 else _ends(names[0])
-    return _frame(
-        title,
-        box + grid + "".join(drawn),
-        axis,
-        f'{below}<div class="legend">{"".join(legend)}</div>',
-        label=unit,
-    )
+            dots.append({"css": css, "at": at, "name": names[index], "series": series_name, "value": value})
+        lines.insert(0, {"css": css, "path": path})
+    return {
+        **_frame("lines", title, marks, [number(mark) for mark in marks]),
+        "label": label,
+        "ends": [names[0], names[-1]] if len(names) > 1 else [names[0]],
+        "lines": lines,
+        "dots": dots,
+        "legend": [{"css": css, "series": name} for name, (css, _) in series.items()],
+    }
+
+
+def _frame(kind: str, title: str, marks: Sequence[float], labels: Sequence[str]) -> Part:
+    """Title, size, axis and grid of a plot with the ticks `marks`."""
+    top = marks[-1]
+    return {
+        "kind": "plot",
+        "type": kind,
+        "title": title,
+        "label": "",
+        "width": f"{_WIDTH:g}",
+        "height": f"{_HEIGHT:g}",
+        "grid": [_y(mark, top) for mark in marks],
+        "axis": [(f"bottom:{100 * mark / top:.4g}%", text) for mark, text in zip(marks, labels, strict=True)],
+    }
 
 
 def _y(value: float, top: float) -> str:
     return f"{_HEIGHT * (1 - value / top):.4g}"
 
 
-def bars_plot(title: str, bars: Sequence[tuple[str, int]], words: str, kind: str) -> str:
-    """A bar for each (label, count) as its share of all; three labels stand below. kind: CSS class."""
+def bars_plot(title: str, bars: Sequence[tuple[str, int]], remark: str, css: str) -> Part:
+    """Plot a bar for each (label, count) as its share of all counts, with three labels and a remark below."""
     total = max(sum(count for _, count in bars), 1)
-    at = ticks(max((count / total for _, count in bars), default=0.0))
-    top, width = at[-1], _WIDTH / max(len(bars), 1)
-    drawn = []
-    for index, (label, count) in enumerate(bars):
-        height = _HEIGHT * count / total / top
-        tip = f"<title>{text(label)}: {number(count)} ({count / total:.2%})</title>"
-        place = f'x="{width * (index + 0.08):.5g}" y="{_HEIGHT - height:.4g}"'
-        drawn.append(f'<rect {place} width="{width * 0.84:.5g}" height="{height:.4g}">{tip}</rect>')
-    grid = "".join(f'<path class="grid" d="M0 {_y(one, top)}H{_WIDTH:g}"/>' for one in at)
-    axis = "".join(f'<span style="bottom:{100 * one / top:.4g}%">{100 * one:.4g}%</span>' for one in at)
-    labels = [bars[index][0] for index in sorted({0, len(bars) // 2, len(bars) - 1})] if bars else []
-    box = f'viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}"><g class="{kind}">'
-    below = f'{_ends(*labels)}<p class="small">{text(words)}</p>'
-    return _frame(title, f"{box}{grid}{''.join(drawn)}</g>", axis, below, kind="bars")
+    marks = ticks(max((count / total for _, count in bars), default=0.0))
+    top, width = marks[-1], _WIDTH / max(len(bars), 1)
+    heights = [_HEIGHT * count / total / top for _, count in bars]
+    return {
+        **_frame("bars", title, marks, [f"{100 * mark:.4g}%" for mark in marks]),
+        "css": css,
+        "bars": [
+            {
+                "x": f"{width * (index + 0.08):.5g}",
+                "y": f"{_HEIGHT - height:.4g}",
+                "width": f"{width * 0.84:.5g}",
+                "height": f"{height:.4g}",
+                "label": label,
+                "count": count,
+                "share": f"{count / total:.2%}",
+            }
+            for index, ((label, count), height) in enumerate(zip(bars, heights, strict=True))
+        ],
+        "ends": [bars[index][0] for index in sorted({0, len(bars) // 2, len(bars) - 1})] if bars else [],
+        "remark": remark,
+    }
 
 
-def heat_plot(title: str, names: Sequence[str], rows: Sequence[Values]) -> str:
-    """A row of cells for each name, the darker the larger; cells without a number are left out."""
-    good = [v for row in rows for v in row if v is not None and math.isfinite(v)]
-    low, high = min(good, default=0.0), max(good, default=0.0)
-    levels: dict[int, list[str]] = {}
+def heat_plot(title: str, names: Sequence[str], rows: Sequence[Values]) -> Part:
+    """Plot a row of cells for each name; darker cells are larger, cells without a number are left out."""
+    known = [v for row in rows for v in row if v is not None and math.isfinite(v)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    cells: dict[int, str] = {}
     for y, row in enumerate(rows):
-        of_row = [_level(value, low, high) for value in row]
+        levels = [_level(value, low, high) for value in row]
         x = 0
-        while x < len(of_row):
+        while x < len(levels):
             end = x + 1
-            while end < len(of_row) and of_row[end] == of_row[x]:
+            while end < len(levels) and levels[end] == levels[x]:
                 end += 1
-            levels.setdefault(of_row[x], []).append(f"M{x} {y}h{end - x}v1h{x - end}z")
+            cells[levels[x]] = cells.get(levels[x], "") + f"M{x} {y}h{end - x}v1h{x - end}z"
             x = end
     num_columns = max((len(row) for row in rows), default=1)
-    drawn = "".join(
-        f'<path class="h{level}" d="{"".join(d)}"/>' for level, d in sorted(levels.items()) if level >= 0
-    )
-    bar = "".join(f'<i class="h{level}"></i>' for level in range(NUM_LEVELS))
-    missing = '<span class="key none"><i></i>not read</span>' if -1 in levels else ""
-    scale = f'<span class="scale">{figure(low)}<span class="ramp">{bar}</span>{figure(high)}</span>'
-    below = f'{_ends("expert 0", f"expert {num_columns - 1}")}<div class="legend">{scale}{missing}</div>'
-    axis = f'<span style="top:0">{text(names[0])}</span>'
-    axis += f'<span style="bottom:0">{text(names[-1])}</span>' if len(names) > 1 else ""
-    height = min(max(12 * len(rows), 60), 480)
-    box = f'style="height:{height}px" viewBox="0 0 {num_columns} {len(rows)}">'
-    return _frame(title, box + drawn, axis, below, kind="heat")
+    return {
+        "kind": "plot",
+        "type": "heat",
+        "title": title,
+        "label": "",
+        "height_px": min(max(12 * len(rows), 60), 480),
+        "num_columns": num_columns,
+        "num_rows": len(rows),
+        "cells": [(level, path) for level, path in sorted(cells.items()) if level >= 0],
+        "has_gaps": -1 in cells,
+        "num_levels": NUM_LEVELS,
+        "low": low,
+        "high": high,
+        "axis": [("top:0", names[0]), *([("bottom:0", names[-1])] if len(names) > 1 else [])],
+        "ends": ["expert 0", f"expert {num_columns - 1}"],
+    }
 
 
 def _level(value: float | None, low: float, high: float) -> int:
-    """Which of the colours a value has; -1 for none, the last for what is no number."""
+    """Colour of a value: 0 to NUM_LEVELS - 1, -1 for None, the last one for NaN."""
     if value is None:
         return -1
     if not math.isfinite(value):

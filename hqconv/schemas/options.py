@@ -67,7 +67,8 @@ class ConversionArguments(EncodingArguments, total=False):
         Annotated[
             str | Path | WeightSchema,
             _Row(
-                "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format of a quantized source.",
+                "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format "
+                "of a quantized source.",
                 _REQUIRED,
             ),
         ]
@@ -75,15 +76,21 @@ class ConversionArguments(EncodingArguments, total=False):
     target: Annotated[
         str | None,
         _Row(
-            "Serving GPU, sm75 … sm121.  [default: the CUDA device of this machine; with --schema source the target of "
+            "Serving GPU, sm75 … sm121.  [default: the CUDA device of this machine; with "
+            "--schema source the target of "
             "an artifact; --layout checkpoint needs none]"
         ),
     ]
-    dtype: Annotated[str | None, _Row("Parameter dtype.  [default: the checkpoint's]", choices=PARAM_DTYPES)]
-    tp: Annotated[int, _Row("Tensor-parallel ranks.", 1)]
-    ep: Annotated[int, _Row("Expert-parallel ranks.", 1)]
+    dtype: Annotated[
+        str | None,
+        _Row(
+            "Parameter dtype of the served model.  [default: dtype of the checkpoint]", choices=PARAM_DTYPES
+        ),
+    ]
+    tp: Annotated[int, _Row("Tensor-parallel size.", 1)]
+    ep: Annotated[int, _Row("Expert-parallel size.", 1)]
     expert_placement: Annotated[str, _Row("Placement of experts on EP ranks.", LINEAR, (LINEAR, ROUND_ROBIN))]
-    redundant_experts: Annotated[int, _Row("Copies of experts, appended.", 0)]
+    redundant_experts: Annotated[int, _Row("Number of redundant experts (copies of the first experts).", 0)]
     layout: Annotated[
         str,
         _Row(

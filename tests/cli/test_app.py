@@ -268,7 +268,7 @@ def test_scales_are_rounded_where_asked_and_said_so(tmp_path: Path) -> None:
     for said in (done, call("inspect", tmp_path / "out")):
         text = " ".join(said.stdout.split())
         assert "direct, scales rounded: codes kept, scales in the parameter dtype (1 block)" in text
-        assert re.search(r"scales rounded, moved by at most 0\.3\d\d% \(w1\), 0\.3", text), text
+        assert re.search(r"scales rounded, changed by at most 0\.3\d\d% \(w1\), 0\.3", text), text
     by_itself = call(*request[:3], "int8", *request[4:], "-o", tmp_path / "int8")
     assert (
         "warning: the source's codes are kept, and its float32 scales rounded to bfloat16" in by_itself.stderr
@@ -537,7 +537,7 @@ def test_interrupt_and_resume(tmp_path: Path) -> None:
     assert read_tree(out) == read_tree(tmp_path / "undisturbed")
     again = call(*common, "-o", out, "--resume")
     assert again.exit_code == 0, again.stderr
-    assert "the artifact was finished already: nothing was done" in " ".join(again.output.split())
+    assert "the artifact was already finished: nothing to do" in " ".join(again.output.split())
     assert read_tree(out) == read_tree(tmp_path / "undisturbed")
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv import errors
 from hqconv.artifact.error_summary import over_limit
-from hqconv.cli import json_documents
+from hqconv.cli import output
 from hqconv.cli.app import app
 from hqconv.conversion import run as conversion
 from hqconv.io.file_access import sha256_of
@@ -145,7 +145,7 @@ def test_a_wrong_command_line_is_a_document(arguments: tuple[str, ...], what: st
             4,
             ("The operating system refused.", "/x", "Input/output error"),
         ),
-        (MemoryError(), 2, ("The system gives no more memory, or no more threads.", "", "MemoryError")),
+        (MemoryError(), 2, ("The system has no more memory or threads.", "", "MemoryError")),
         (ZeroDivisionError("a\nb"), 70, ("This is a bug of hqconv.", "", "ZeroDivisionError: a\nb")),
         (KeyboardInterrupt(), 130, ("Interrupted. Nothing was written.", "", "")),
     ],
@@ -176,7 +176,7 @@ def test_of_several_processes_the_first_speaks(model: Path, monkeypatch: pytest.
 def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that was full under stdout may have room a moment later."""
     led: list[bool] = []
-    monkeypatch.setattr("hqconv.cli.json_documents.lead_nowhere", lambda: led.append(True))
+    monkeypatch.setattr("hqconv.cli.output.lead_nowhere", lambda: led.append(True))
 
     class Full(io.StringIO):
         def flush(self) -> None:
@@ -184,8 +184,8 @@ def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(sys, "stdout", Full())
     with pytest.raises(OSError, match="No space left"):
-        json_documents.print_json({})
-    json_documents.print_error(errors.RequestError("No such thing."), 2)  # fails in silence
+        output.print_json({})
+    output.print_error(errors.RequestError("No such thing."), 2)  # fails in silence
     assert led == [True, True]
 
 
@@ -280,7 +280,7 @@ def test_a_finished_artifact_is_resumed_with_0(model: Path, made: Path) -> None:
     words = answer("convert", model, "-o", made, *OPTIONS, "--resume")
     assert (words["was_finished"], words["manifest_sha256"]) == (True, before)
     said = call("convert", model, "-o", made, *OPTIONS, "--resume").stdout
-    assert "the artifact was finished already: nothing was done" in " ".join(said.split())
+    assert "the artifact was already finished: nothing to do" in " ".join(said.split())
     other = refused("convert", model, "-o", made, *OPTIONS, "--tp", 2, "--resume", code=4)
     assert "differs from this request in: tp" in other["what"]
 
@@ -311,7 +311,7 @@ def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
     assert words["manifest_sha256"] == sha256_of(made / "hqconv.json")  # complete, and the same bytes
     again = call(*request, "--resume")
     assert again.exit_code == 1
-    assert "1 projections lost more than --max-error" in again.stderr
+    assert "1 projections exceed --max-error" in again.stderr
     assert "is complete and kept" in again.stderr
     assert call("verify", tmp_path / "out", "--device", "cpu").exit_code == 0
 

@@ -98,8 +98,8 @@ def our_bug(place: Place) -> int:
 
 def signalled(number: int) -> Callable[[Place], int]:
     def stop(_: Place) -> int:
-        code = "import os, signal, time\nfrom hqconv.cli import stopping\nfor n in (1, 2, 15):\n"
-        code += "    signal.signal(n, signal.SIG_DFL)\nstopping.listen()\n"
+        code = "import os, signal, time\nfrom hqconv.cli import interrupt\nfor n in (1, 2, 15):\n"
+        code += "    signal.signal(n, signal.SIG_DFL)\ninterrupt.listen()\n"
         code += f"os.kill(os.getpid(), signal.SIG{SIGNALS[number]})\ntime.sleep(60)"
         return subprocess.run(
             [sys.executable, "-c", code], env=environment(), capture_output=True, check=False
@@ -249,7 +249,7 @@ def test_too_little_memory_is_no_bug(
     monkeypatch.setattr(conversion, "convert", fail)
     result = call("convert", model, "-o", tmp_path / "out", *OPTIONS)
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: The system gives no more memory")
+    assert result.stderr.startswith("error: The system has no more memory or threads")
     assert found in result.stderr
     assert "--max-memory" in result.stderr
 

@@ -17,7 +17,7 @@ from signal import SIGHUP, SIGINT, SIGTERM, Signals
 
 import pytest
 
-from hqconv.cli import interrupt_messages, interrupt_process
+from hqconv.cli import interrupt, interrupt_process
 from hqconv.conversion.output_folder import side_folder
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 from tests.make.places import REPO
@@ -206,7 +206,7 @@ deeper(0)
 """,
     "a handler at the end": "import atexit; atexit.register(time.sleep, 60)",
 }
-LISTEN = "import time\nfrom hqconv.cli import stopping\nstopping.listen()\n"
+LISTEN = "import time\nfrom hqconv.cli import interrupt\ninterrupt.listen()\n"
 
 
 @pytest.mark.parametrize("work", AT_WORK)
@@ -338,7 +338,7 @@ def test_a_team_stops_and_its_first_speaks(
     said = [member.communicate(timeout=60) for member in members]
     assert time.monotonic() - sent < 2
     assert [member.returncode for member in members] == [143, 143]
-    text = f"Interrupted. {out} is no artifact yet; it is unfinished. Run the same command with --resume to go on,"
+    text = f"Interrupted. {out} is no artifact yet; it is unfinished. Run the same command with --resume to continue,"
     assert said[0][1].splitlines()[-1].startswith(text)
     assert said[1] == ("", "")
     again = commands.run("convert", model, "-o", out, *OPTIONS, "--resume", "--json")
@@ -362,7 +362,7 @@ def free_port() -> int:
 
 def said_of(out: Path, *steps: str) -> str:
     """What is said of an output, after steps of a conversion that began when it was as it is."""
-    cases = interrupt_messages.of_output(out, interrupt_messages.of_source(str(out.parent)))
+    cases = interrupt.output_cases(out, interrupt.source_case(str(out.parent)))
     side = side_folder(out)
     for step in steps:
         if step == "old goes":
@@ -400,7 +400,7 @@ def test_an_exchanged_artifact_is_the_new_one(tmp_path: Path) -> None:
     for folder in (out, side):
         folder.mkdir()
         (folder / MANIFEST).write_text(folder.name)
-    cases = [word for case in interrupt_messages.of_output(out, ("none",)) for word in (*case, "")]
+    cases = [word for case in interrupt.output_cases(out, ("none",)) for word in (*case, "")]
     out.rename(tmp_path / "x")
     side.rename(out)
     assert interrupt_process.choose(cases) == f"Interrupted. {out} holds a finished artifact."
@@ -412,19 +412,19 @@ def test_an_exchanged_artifact_is_the_new_one(tmp_path: Path) -> None:
 
 
 def test_a_repo_of_the_hub_was_fetched(tmp_path: Path) -> None:
-    (text,) = interrupt_messages.of_source("org/name")
-    assert "what was fetched is kept" in text
+    (text,) = interrupt.source_case("org/name")
+    assert "downloaded files are kept" in text
 
 
 def test_kernels_are_told_by_their_list(tmp_path: Path) -> None:
     def line(cases: tuple[tuple[str, ...], ...]) -> str:
         return interrupt_process.choose([word for case in cases for word in (*case, "")])
 
-    before = interrupt_messages.of_kernels(tmp_path)
+    before = interrupt.kernel_cases(tmp_path)
     assert "lists no kernels" in line(before)
     (tmp_path / "manifest.json").write_text("{}")
     assert line(before) == f"Interrupted. {tmp_path} holds the finished kernels."
-    assert "lists the kernels that were there before" in line(interrupt_messages.of_kernels(tmp_path))
+    assert "lists the kernels that were there before" in line(interrupt.kernel_cases(tmp_path))
 
 
 def test_of_a_page_is_said_which_one_is_there(tmp_path: Path) -> None:
@@ -432,11 +432,11 @@ def test_of_a_page_is_said_which_one_is_there(tmp_path: Path) -> None:
         return interrupt_process.choose([word for case in cases for word in (*case, "")])
 
     place = tmp_path / "page.html"
-    before = interrupt_messages.of_page(place)
+    before = interrupt.page_cases(place)
     assert line(before) == "Interrupted. Nothing was written."
     place.write_text("new")
     assert line(before) == f"Interrupted. {place} holds the finished page."
-    again = interrupt_messages.of_page(place)
+    again = interrupt.page_cases(place)
     assert line(again) == f"Interrupted. {place} is as it was before."
     place.unlink()
     (tmp_path / "newer").write_text("newer")

@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.cli.json_documents import print_json
+from hqconv.cli.output import print_json, printable_document
 from hqconv.cli.progress import ShownProgress
-from hqconv.cli.text import printable_document
 from hqconv.conversion.progress import Progress
 from hqconv.errors import printable
 from tests.make.conversions import run

@@ -273,7 +273,8 @@ def test_options_stand_under_headings() -> None:
     headings = [line for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
     assert headings[:2] == ["Arguments:", "Options:"]
     assert set(headings[2:]) == {
-        *("What is made:", "Ranks:", "The Hub:", "How:", "What is there already:", "What is shown:")
+        *("Quantization and layout:", "Parallelism:", "Hugging Face Hub:", "Resources:", "Existing output:"),
+        "Output:",
     }
     for name, option in OPTIONS.items():
         if not option.metavar and name in ("tp", "schema", "resume", "json", "device", "config"):

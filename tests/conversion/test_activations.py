@@ -13,7 +13,7 @@ import torch
 import hqconv
 from hqconv.api import describe_plan
 from hqconv.artifact.reader import Artifact
-from hqconv.cli import phrases
+from hqconv.cli import render
 from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_layout.fused_moe import Gemm, layer_config
 from hqconv.schemas.activation import Activation
@@ -165,8 +165,8 @@ def test_numbers_are_in_the_manifest_and_in_all_descriptions(
     plan = describe_plan(hqconv.plan(source, schema="mxfp4", target="sm90", device="cpu"), device="cpu")
     assert activations(plan) == each
     for run_words, stated in zip(plan["blocks"], each, strict=True):
-        assert ("known by name only" in phrases.activation(run_words)) == ("activation_is_known" in stated)
-        assert all(f"{number:g}" in phrases.activation(run_words) for number in _numbers(stated))
+        assert ("known by name only" in render.activation(run_words)) == ("activation_is_known" in stated)
+        assert all(f"{number:g}" in render.activation(run_words) for number in _numbers(stated))
     unknown = {words["activation"] for words in expected if "activation_is_known" in words}
     warned = [warning for warning in plan["warnings"] if "known by name only" in warning]
     assert [any(f"activation {name} is" in warning for warning in warned) for name in unknown] == [

@@ -251,7 +251,7 @@ def test_the_commands(made: Path, tmp_path: Path, hub: UploadHub) -> None:
     words = json.loads(done.stdout)["pushed"]
     assert (words["kind"], words["repo"], words["commit"]) == ("push", REPO, hub.oid("main"))
     assert there(hub) == files_of(tmp_path / "out")
-    assert "has the artifact already" in call("push", tmp_path / "out", REPO).stdout
+    assert "already holds the artifact" in call("push", tmp_path / "out", REPO).stdout
     words = json.loads(call("push", tmp_path / "out", REPO, "--branch", "x", "--json", "-q").stdout)
     assert words["manifest_sha256"] == json.loads(done.stdout)["manifest_sha256"]
     done = CliRunner().invoke(app, ["convert", str(made / "src"), *common[:4], "--private"])

@@ -21,17 +21,17 @@ import json, os, signal, sys, tempfile, time
 from pathlib import Path
 import hqconv.cli.progress, hqconv.cli.render
 from hqconv.humming_layout.runtime import humming
-from hqconv.cli import app, stopping
+from hqconv.cli import app, interrupt
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 
 def command(arguments, go):
-    for number in stopping.SIGNALS:
+    for number in interrupt.SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
     sys.argv = ["hqconv", *arguments]
-    stopping.listen()
+    interrupt.listen()
     os.write(go, b"x")
     code = 1
     try:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hqconv.api import inspect
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.artifact.manifest import read_manifest
-from hqconv.cli import phrases
+from hqconv.cli import render
 from hqconv.cli.app import app
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError, VerificationError
@@ -436,6 +436,6 @@ def test_input_schemas_are_listed() -> None:
 
 
 def test_targets_in_short() -> None:
-    assert phrases.targets(["sm90"]) == "sm90"
-    assert phrases.targets(["sm120", "sm121"]) == "sm120, sm121"
-    assert phrases.targets(["sm89", "sm90", "sm120", "sm121"]) == "sm89, sm90, sm120, sm121"
+    assert render.targets(["sm90"]) == "sm90"
+    assert render.targets(["sm120", "sm121"]) == "sm120, sm121"
+    assert render.targets(["sm89", "sm90", "sm120", "sm121"]) == "sm89, sm90, sm120, sm121"

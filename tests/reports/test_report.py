@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.cli.app import app
-from hqconv.reports.html import figure, number
+from hqconv.reports.html import figure, number, render_plot
 from hqconv.reports.page import page
 from hqconv.reports.page_document import entropy_bits, page_document
 from hqconv.reports.plots import heat_plot, lines_plot, ticks
@@ -140,7 +140,7 @@ def test_without_the_source_no_errors_of_experts_are_made_up(made: Path) -> None
     found = [tuple(one[key] for key in keys) for one in words["experts"]["worst"]]
     assert sorted(found) == sorted(recorded)
     assert [one[3] for one in found] == sorted((one[3] for one in recorded), reverse=True)
-    assert "Without the source errors of single experts are not known" in page(words)
+    assert "Errors of single experts are not known without the source" in page(words)
 
 
 def test_with_the_source_every_expert_has_its_error(made: Path, model: Path, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_the_page_names_no_folder_of_this_machine(made: Path, model: Path) -> No
     text = page(page_document(made, verified.to_dict()))
     assert str(made.parent) not in text
     assert str(model.parent) not in text
-    assert f"Held against {model.name}." in text
+    assert f"Checked against {model.name}." in text
     assert f"vllm serve {made.name}" in text
 
 
@@ -222,7 +222,7 @@ def test_where_nothing_was_lost_no_errors_are_drawn(tmp_path: Path) -> None:
     words = page_document(tmp_path / "out", verified.to_dict(), verified.results[0].of_experts)
     shown = Page(page(words))
     assert words["experts"]["worst"] == []
-    assert shown.text.count("No weight differs from the source's") == 2
+    assert shown.text.count("No weight differs from the source") == 2
     assert "scales chosen by" not in shown.text
     kinds = [attributes.get("class") for tag, attributes in shown.attributes if tag == "figure"]
     assert kinds == ["plot bars"] * 6
@@ -373,7 +373,7 @@ def test_the_page_goes_beside_and_never_over_other_files(
     place.write_text("mine")
     refused = call("report", made)
     assert refused.exit_code == 4
-    assert "no page of hqconv's" in refused.stderr
+    assert "not a report of hqconv" in refused.stderr
     assert place.read_text() == "mine"
     assert call("verify", made, "--checks", "files", "--report", place).exit_code == 4
     assert place.read_text() == "mine"
@@ -400,7 +400,7 @@ def test_the_artifact_keeps_its_own_files_unless_asked(
     assert read_tree(own) == before
     asked = call("report", own, "-o", own / "page.html")
     assert asked.exit_code == 0
-    assert "warning: The page lies in the artifact" in asked.stderr
+    assert "warning: The page lies inside the artifact" in asked.stderr
     assert "page.html" in call("verify", own, "--checks", "files").stdout
 
 
@@ -426,7 +426,9 @@ def test_ticks_are_round_and_reach_the_top(top: float) -> None:
 
 
 def test_lines_have_gaps_where_nothing_is_known() -> None:
-    svg = lines_plot("t", ["a", "b", "c", "d"], {"s": ("w1", [0.1, None, 0.2, float("nan")])}, "u")
+    svg = render_plot(
+        lines_plot("t", ["a", "b", "c", "d"], {"s": ("w1", [0.1, None, 0.2, float("nan")])}, "u")
+    )
     (path,) = re.findall(r'class="line w1" d="([^"]*)"', svg)
     assert path.count("M") == 2
     assert "L" not in path
@@ -435,7 +437,9 @@ def test_lines_have_gaps_where_nothing_is_known() -> None:
 
 
 def test_heat_maps_have_a_cell_for_each_expert() -> None:
-    svg = heat_plot("t", ["layer 0", "layer 1"], [[3.0, 3.5, 4.0, 4.0], [None, None, 3.0, float("nan")]])
+    svg = render_plot(
+        heat_plot("t", ["layer 0", "layer 1"], [[3.0, 3.5, 4.0, 4.0], [None, None, 3.0, float("nan")]])
+    )
     cells: dict[tuple[int, int], str] = {}
     for level, data in re.findall(r'<path class="(h\d+)" d="([^"]*)"', svg):
         for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1h-\d+z", data):

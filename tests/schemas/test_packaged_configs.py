@@ -45,6 +45,10 @@ def test_a_wheel_has_them(tmp_path: Path) -> None:
     place = SCHEMAS.relative_to(REPO).as_posix()
     with zipfile.ZipFile(wheel) as unpacked:
         found = {name: unpacked.read(name) for name in unpacked.namelist() if name.endswith(".toml")}
+        templates = {
+            Path(name).name for name in unpacked.namelist() if name.startswith("hqconv/reports/templates/")
+        }
+    assert templates == {path.name for path in (REPO / "hqconv/reports/templates").iterdir()}
     assert found == {f"{place}/{name}": data for name, data in FILES.items()}
 
 

@@ -1,0 +1,156 @@
+"""The commands `report` and `compare`, and the page of `verify --report`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hqconv import api
+from hqconv.cli import interrupt
+from hqconv.cli.output import say
+from hqconv.errors import VerificationError
+
+if TYPE_CHECKING:
+    from hqconv.verification.result import VerificationReport
+
+Document = dict[str, Any]
+
+
+def report(
+    out: str | Path,
+    source: str | None = None,
+    *,
+    page: Path | None = None,
+    sample: int | None = None,
+    overwrite_page: bool = False,
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    threads: int | None = None,
+    revision: str | None = None,
+) -> Document:
+    """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
+
+    out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
+    OUT.report.html in the current folder. sample: experts per layer whose codes are counted. overwrite_page: replace an
+    existing file of any kind. The other parameters are those of `hqconv.verify`.
+
+    Raises OutputError where the page cannot be written, RequestError, VerificationError, and what opening the source
+    raises.
+    """
+    from hqconv.artifact.manifest import read_manifest
+    from hqconv.reports.page_file import page_place
+
+    root = Path(out)
+    read_manifest(root)  # refuse a folder without an artifact before any work
+    place = page_place(root, page, overwrite=overwrite_page)
+    interrupt.expect(*interrupt.page_cases(place))
+    verification = None
+    if source is not None or revision is not None:
+        resources: Document = {"device": device, "max_memory": max_memory, "threads": threads}
+        verification = api.verify(root, source, checks=["weights"], revision=revision, **resources)
+    return write_report(root, place, verification, sample=sample, threads=threads)
+
+
+def page_writer(
+    out: str | Path, page: Path | None, threads: int | None
+) -> Callable[[VerificationReport], None]:
+    """Return a function that writes the page of `verify --report` after the checks; it does nothing if `page` is None.
+
+    Raises OutputError before the checks if the page could not be written.
+    """
+    if page is None:
+        return lambda verified: None
+    from hqconv.reports.page_file import page_place
+
+    place = page_place(Path(out), page, overwrite=False, option="--report")
+    interrupt.expect(*interrupt.page_cases(place))
+
+    def write(verified: VerificationReport) -> None:
+        write_report(Path(out), place, verified, threads=threads)
+        say(f"The page is in {place}.")
+
+    return write
+
+
+def write_report(
+    root: Path,
+    place: Path,
+    verification: VerificationReport | None,
+    *,
+    sample: int | None = None,
+    threads: int | None = None,
+) -> Document:
+    """Write the page to `place`, a result of `page_place`, and return its document. Raises the errors of `report`."""
+    from hqconv.reports.page import page as page_of
+    from hqconv.reports.page_document import page_document
+    from hqconv.reports.page_file import write_page
+
+    checks = None if verification is None else verification.to_dict()
+    expert_errors = {
+        block: roles
+        for result in ([] if verification is None else verification.results)
+        for block, roles in result.of_experts.items()
+        if roles
+    }
+    num_threads = threads or len(os.sched_getaffinity(0))
+    document = page_document(root, checks, expert_errors, sample=sample, num_threads=num_threads)
+    write_page(place, page_of(document))
+    if place.resolve().is_relative_to(root.resolve()):
+        say(
+            "warning: The page lies inside the artifact. `hqconv verify` will report it as a file that is not in the "
+            "manifest."
+        )
+    return {**document, "page": str(place)}
+
+
+def compare(
+    first: str | Path,
+    second: str | Path,
+    source: str | None = None,
+    *,
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    threads: int | None = None,
+    revision: str | None = None,
+) -> Document:
+    """Compare two artifacts of one model; see docs/usage.md.
+
+    first, second: artifact folders. source: source checkpoint; errors are then measured on the decoded weights instead
+    of taken from the manifests. The other parameters are those of `hqconv.verify`.
+
+    Raises RequestError for a folder without an artifact or for different models, VerificationError for a damaged
+    artifact or one that does not match the source, and the errors of opening the source.
+    """
+    from hqconv.reports.compare import compare as compare_artifacts
+
+    roots = [Path(first), Path(second)]
+    document = compare_artifacts(roots)  # refuse early, before the long measurement
+    if source is None and revision is None:
+        return document
+    resources: Document = {
+        "device": device,
+        "max_memory": max_memory,
+        "threads": threads,
+        "revision": revision,
+    }
+    return compare_artifacts(roots, [_measure(root, source, resources) for root in roots])
+
+
+def _measure(root: Path, source: str | None, resources: Document) -> Any:
+    """Errors that the check of weights measures. Raises VerificationError if it has findings."""
+    verified = api.verify(root, source, checks=["weights"], **resources)
+    if not verified.passed:
+        findings: Sequence[Any] = [finding for result in verified.results for finding in result.findings]
+        what = f"The artifact cannot be compared: {len(findings)} findings against the source."
+        first = findings[0]
+        remedy = "Run `hqconv verify` with this source to list all findings."
+        raise VerificationError(
+            what,
+            where=f"{root}: {first.where}",
+            expected=first.expected,
+            found=f"{first.what} {first.found}",
+            remedy=remedy,
+        )
+    return verified.results[0].measured

@@ -1,0 +1,119 @@
+"""The public command line, frozen: every command with its options and their defaults.
+
+Scripts of users depend on this table. An option may be added. A name or a default that is there already stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+
+from hqconv.cli.app import app
+
+REQUIRED = "required"
+JSON, QUIET = {"--json": False}, {"--quiet -q": False}
+WORK = {"--device": "auto", "--max-memory": "4GiB", "--threads": None}
+
+COMMANDS: dict[str, dict[str, Any]] = {
+    "convert": {
+        "SRC": REQUIRED,
+        "--out -o": None,
+        "--config": None,
+        "--schema": None,
+        "--input-schema": "a16",
+        "--quantizer": "rtn",
+        "--importance": None,
+        "--round-scales": False,
+        "--allow-unserved": False,
+        "--layout": "kernel",
+        "--target": None,
+        "--cuda": None,
+        "--dtype": None,
+        "--tp": 1,
+        "--ep": 1,
+        "--expert-placement": "linear",
+        "--redundant-experts": 0,
+        "--revision": None,
+        "--cache-limit": None,
+        "--keep-source": False,
+        "--push-to": None,
+        "--private": False,
+        "--branch": None,
+        "--max-gpu-memory": None,
+        "--resume": False,
+        "--overwrite": False,
+        "--source-digests": False,
+        "--max-error": None,
+        "--dry-run": False,
+        "--profile": None,
+        **WORK,
+        **JSON,
+        **QUIET,
+    },
+    "verify": {
+        "OUT": REQUIRED,
+        "--source": None,
+        "--revision": None,
+        "--checks": None,
+        "--layers": None,
+        "--tokens": "1,17,256",
+        "--max-error": None,
+        "--report": None,
+        **WORK,
+        **JSON,
+        **QUIET,
+    },
+    "report": {
+        "OUT": REQUIRED,
+        "--source": None,
+        "--revision": None,
+        "--out -o": None,
+        "--overwrite": False,
+        "--sample": None,
+        **WORK,
+        **JSON,
+        **QUIET,
+    },
+    "compare": {
+        "OUT1": REQUIRED,
+        "OUT2": REQUIRED,
+        "--source": None,
+        "--revision": None,
+        **WORK,
+        **JSON,
+        **QUIET,
+    },
+    "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **JSON},
+    "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **JSON, **QUIET},
+    "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **JSON},
+    "schemas": {"--recipes": False, **JSON},
+}
+
+
+def options_of(command: Any) -> dict[str, Any]:
+    """Flags (or the metavar of an argument) → default value."""
+    return {
+        " ".join(param.opts) if param.param_type_name == "option" else param.metavar: REQUIRED
+        if param.required
+        else param.default
+        for param in command.params
+    }
+
+
+def test_the_table_lists_every_command() -> None:
+    group: Any = typer.main.get_command(app)
+    assert set(group.commands) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_and_defaults_of_a_command(name: str) -> None:
+    group: Any = typer.main.get_command(app)
+    assert options_of(group.commands[name]) == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_help_text(name: str) -> None:
+    group: Any = typer.main.get_command(app)
+    assert [param.name for param in group.commands[name].params if not param.help] == []
