@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from hqconv.artifact import manifest as manifest_module
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.output_folder import (
@@ -33,6 +32,7 @@ from hqconv.planning.output_units import build_file
 from hqconv.schemas.artifact_names import COMPANIONS, FORMAT_VERSION
 from hqconv.schemas.tensors import TensorSpec
 from tests.make.conversions import finished as finished_files
+from tests.make.conversions import schema_of
 from tests.make.places import REPO
 
 JOURNAL = ".hqconv-progress.jsonl"
@@ -69,8 +69,26 @@ def manifest_of(folder: OutputFolder) -> bytes:
     """A manifest that says no more than which files are the artifact's."""
     records = [record for entry in folder.done.values() for record in entry.files]
     files = {r.path: {"size_bytes": r.size_bytes, "sha256": r.sha256} for r in records}
-    empty = {key: kind() for key, kind in manifest_module._MANIFEST_KEYS.items()}
-    return json.dumps({**empty, "format_version": FORMAT_VERSION, "files": files}).encode()
+    texts = dict.fromkeys(
+        ("hqconv_version", "humming_kernels_version", "layout", "schema_name", "family"), ""
+    )
+    document = {
+        **texts,
+        "format_version": FORMAT_VERSION,
+        "source": {"name": "", "files": []},
+        "weight_schema": schema_of("int4").humming_fields(),
+        "input_schema": "a16",
+        "dtype": "bfloat16",
+        "target": "sm90",
+        "tp": 1,
+        "ep": 1,
+        "expert_placement": "linear",
+        "redundant_experts": 0,
+        "blocks": {},
+        "files": files,
+        "tensors": {"converted": {}, "copied": [], "dropped": {}},
+    }
+    return json.dumps(document).encode()
 
 
 def finished(root: Path, *paths: str, content: bytes = b"") -> Path:
@@ -350,7 +368,11 @@ def test_a_manifest_that_lists_files_elsewhere_removes_none_of_them(tmp_path: Pa
     words["files"] |= {path: of_a, "link": of_a}
     (out / "hqconv.json").write_text(json.dumps(words))
     (out / "link").symlink_to(outside)
-    replace(out, "b.safetensors")
+    if path == "link/kept":
+        replace(out, "b.safetensors")
+    else:
+        with pytest.raises(OutputError, match="cannot be read"):
+            replace(out, "b.safetensors")
     assert files_of(outside) == ["kept"]
     assert Path("/etc/hostname").exists()
 
