@@ -26,6 +26,7 @@ UNFINISHED = frozenset(
         "models",
         "planning",
         "quantization",
+        "reports",
         "schemas",
         "serving",
         "sources",

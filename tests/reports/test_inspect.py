@@ -436,6 +436,6 @@ def test_input_schemas_are_listed() -> None:
 
 
 def test_targets_in_short() -> None:
-    assert render.targets(["sm90"]) == "sm90"
-    assert render.targets(["sm120", "sm121"]) == "sm120, sm121"
-    assert render.targets(["sm89", "sm90", "sm120", "sm121"]) == "sm89, sm90, sm120, sm121"
+    assert render.targets_text(["sm90"]) == "sm90"
+    assert render.targets_text(["sm120", "sm121"]) == "sm120, sm121"
+    assert render.targets_text(["sm89", "sm90", "sm120", "sm121"]) == "sm89, sm90, sm120, sm121"
