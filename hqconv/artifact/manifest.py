@@ -630,7 +630,7 @@ def _check_layer(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
 
 def is_path_inside(path: str) -> bool:
     """Whether a file name is a path downwards from the artifact in its one spelling."""
-    is_posix = path == PurePosixPath(path).as_posix() and "\\" not in path and "\0" not in path
+    is_posix = path == PurePosixPath(path).as_posix() and "\0" not in path
     return is_posix and not {"", ".", ".."}.intersection(path.split("/"))
 
 

@@ -41,18 +41,13 @@ class SidecarFiles:
         """The loose files of a folder. Opens each, and reads none but the card.
 
         Raises InputError, naming the file, where one is no regular file, cannot be read, has a name that is no
-        Unicode or has a backslash, or is a link that leads out of the source, or where the card is larger than
+        Unicode, or is a link that leads out of the source, or where the card is larger than
         16 MiB; OSError where a folder cannot be read.
         """
         sizes: dict[str, int] = {}
         left_out: dict[str, str] = {}
         for path, is_folder in _walk(root):
             check_text(path, str(root))
-            if "\\" in path:
-                what = "A file's name has a backslash, which leads elsewhere on other systems."
-                raise InputError(
-                    what, where=str(root), found=path, remedy="Rename the file, or leave it out."
-                )
             if is_folder or path.endswith(PARTIAL):
                 left_out[path] = _LINKED_FOLDER if is_folder else _UNFINISHED
             else:

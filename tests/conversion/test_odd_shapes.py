@@ -70,7 +70,7 @@ def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path, monkeypatch: pytes
             time.sleep(0.2)
             super().__init__(*arguments)
 
-    monkeypatch.setattr("hqconv.conversion.executor.GroupWriter", Slow)
+    monkeypatch.setattr("hqconv.conversion.executor.UnitWriter", Slow)
     src = write_qwen3_moe(tmp_path / "src", num_layers=1)
     tensors = {
         name: tensor for name, tensor in load_file(src / "model.safetensors").items() if ".experts." in name

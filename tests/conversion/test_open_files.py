@@ -12,19 +12,19 @@ from tests.make.qwen import write_qwen3_moe
 SCRIPT = """
 import os, resource, sys, time
 import hqconv
-from hqconv.conversion.output_folder import GroupWriter
+from hqconv.conversion.output_folder import UnitWriter
 
 src, out = sys.argv[1:]
 request = {"schema": "int4-c", "target": "sm90", "tp": 4, "ep": 32}
 hqconv.plan(src, **request)  # everything is loaded
-finish, most = GroupWriter.finish_file, []
+finish, most = UnitWriter.finish_file, []
 
 def slow(self, file, *rest):  # so that as many groups as may be are open at once
     time.sleep(0.002)
     most.append(len(os.listdir("/proc/self/fd")))
     return finish(self, file)
 
-GroupWriter.finish_file = slow
+UnitWriter.finish_file = slow
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 hqconv.convert(src, out, **request, device="cpu", threads=8)
 print(max(most))

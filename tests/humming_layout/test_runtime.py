@@ -38,7 +38,7 @@ torch.cuda.get_device_capability = lambda *_: (8, 0)
 
 from humming.transform import prepare_layer_config
 from hqconv.humming_layout.transform import humming_schema
-from hqconv.schemas.gpu_target import Target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import resolve_schema
 words = dict(shape_n=128, shape_k=128, weight_schema=humming_schema(resolve_schema(sys.argv[3])), num_experts=1)
 words |= dict(pad_n_to_multiple=256, pad_k_to_multiple=128, torch_dtype=torch.bfloat16, device=-1)
@@ -47,7 +47,7 @@ assert prepare_layer_config(**words).sm_version == 80, "Humming does not take th
 import humming.jit.runtime
 from hqconv.humming_layout.runtime import humming as load, target_facts
 load()
-with target_facts(Target(90)):  # the kernels that convert are compiled for the GPU that runs them
+with target_facts(GpuTarget(90)):  # the kernels that convert are compiled for the GPU that runs them
     there = humming.jit.runtime.current_device
     assert (there.sm_version, there.index, there.is_ppu) == (80, 0, False)
     assert humming.transform.current_device.sm_version == 90
