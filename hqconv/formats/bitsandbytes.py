@@ -42,6 +42,7 @@ class BitsAndBytes4Bit(Encoding):
     """A uint8 weight with absmax, quant_map and quant_state; absmax may be quantized itself ("nested")."""
 
     name = "bnb4"
+    bias_before = ("nested_absmax",)
     part_names = ("weight.absmax", "weight.quant_map", *_STATES, *_NESTED)
 
     def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:

@@ -214,6 +214,7 @@ class PackedInt(Encoding):
     """
 
     name = "packed_int"
+    bias_before = ("zero_point",)
     weight_names = ("weight_packed",)
     part_names = ("weight_scale", "weight_zero_point", "weight_g_idx")
 
@@ -288,6 +289,7 @@ class Int8(Encoding):
     """
 
     name = "int8"
+    bias_before = ("zero_point", "offset")
     part_names = ("weight_scale", "weight_zero_point", "weight_offset")
     b_dtype = "uint8"
 

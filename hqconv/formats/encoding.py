@@ -62,6 +62,7 @@ class Encoding(ABC):
     part_names: ClassVar[tuple[str, ...]] = ()
     b_dtype: ClassVar[str] = ""
     byte_scale_dtype: ClassVar[str] = "float8e8m0"
+    bias_before: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:

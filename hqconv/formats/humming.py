@@ -129,6 +129,7 @@ class Humming(Encoding):
     """Tensors as `HummingWeightSchema.get_tensors_attrs` gives them (humming, schema/humming.py)."""
 
     name = "humming"
+    bias_before = ("zero_point", "scale_2")
     part_names = ("weight_scale", "weight_scale_2", "zero_point")
     byte_scale_dtype = ""
 

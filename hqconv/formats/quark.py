@@ -231,6 +231,7 @@ class Quark(Encoding):
     """
 
     name = "quark"
+    bias_before = ("scale",)
     part_names = ("weight_scale", "weight_scale_2", "weight_zero_point", "weight_zero_point_2")
     byte_scale_dtype = ""
 

@@ -44,7 +44,9 @@ def resolve_format(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: i
     bias = StoredTensor("bias", ("bias",), FLOATS, ((n,), (n, 1)), is_required=False)
     found: dict[str, TensorSpec] = {}
     used: dict[str, str] = {}
-    for stored in (*encoding.stored_tensors(fmt, parts, n, k), bias):
+    tensors = encoding.stored_tensors(fmt, parts, n, k)
+    place = next((i for i, one in enumerate(tensors) if one.canonical in encoding.bias_before), len(tensors))
+    for stored in (*tensors[:place], bias, *tensors[place:]):
         name = _choose(stored, parts, fmt)
         if name is not None:
             _check_part(stored, parts[name])
