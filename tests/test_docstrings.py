@@ -21,7 +21,6 @@ UNFINISHED = frozenset(
         "cpu_loops",
         "formats",
         "humming_layout",
-        "io",
         "layout_decoder",
         "models",
         "planning",

@@ -31,7 +31,7 @@ COPY_AGAIN = "Copy or download the checkpoint again."
 
 @contextmanager
 def readable(src: object) -> Iterator[None]:
-    """Turns what the operating system says of a look at a folder into an InputError."""
+    """Turn an OSError of a folder that is read into an InputError."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def readable(src: object) -> Iterator[None]:
 def read_json(
     path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in a file, and the file's bytes. Raises InputError where there is none, and for a larger file."""
+    """Read a JSON object; return it and the file's bytes. Raises InputError for other content and for a larger file."""
     found: object
     try:
         raw = read_regular(path, max_bytes)
@@ -61,7 +61,7 @@ def read_json(
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse text that UTF-8 cannot hold, such as a file name in another encoding: no manifest could name it."""
+    """Refuse text that UTF-8 cannot hold, such as a file name in another encoding: a manifest could not store it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -70,7 +70,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """config.json. Raises InputError where there is none."""
+    """Read config.json. Raises InputError if it is missing."""
     if not (root / CONFIG).is_file():
         what, remedy = f"The checkpoint has no {CONFIG}.", "Give the folder of a transformers model."
         raise InputError(what, where=str(root), found=listing(root), remedy=remedy)
@@ -78,9 +78,9 @@ def read_config(root: Path) -> dict[str, Any]:
 
 
 def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The config's quantization_config, else ModelOpt's file of its own, else Ascend's words; None without any."""
-    for words in (config, text_config(config)):
-        found = words.get("quantization_config")
+    """Return the config's quantization_config, else ModelOpt's or Ascend's separate file; None without any."""
+    for candidate in (config, text_config(config)):
+        found = candidate.get("quantization_config")
         if isinstance(found, dict):
             return dict(found)
         if found is not None:
@@ -93,15 +93,15 @@ def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | No
     if path.is_file():
         return _read_document(path)
     path = root / ascend.DESCRIPTION
-    # With a word for every tensor, as an index.
-    words = _read_document(path, MAX_LIST_BYTES) if path.is_file() else {}
-    return ascend.ascend_quantization_config(text_config(config), words)
+    # Has an entry for every tensor, like an index.
+    document = _read_document(path, MAX_LIST_BYTES) if path.is_file() else {}
+    return ascend.ascend_quantization_config(text_config(config), document)
 
 
 def check_regular(root: Path) -> None:
-    """Refuse a folder where something else lies under the name of a file that is read, or of ours. Raises InputError.
+    """Refuse a folder with a non-regular file under the name of an input or output file. Raises InputError.
 
-    Nothing is opened, so that nothing is waited for.
+    Nothing is opened, so that a FIFO cannot block.
     """
     for name in (CONFIG, INDEX, SINGLE, MANIFEST, JOURNAL, *QUANTIZATION_FILES):
         path = root / name
@@ -113,19 +113,19 @@ def check_regular(root: Path) -> None:
 
 
 def _read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
-    """A JSON object that a manifest can repeat."""
-    words, _ = read_json(path, max_bytes=max_bytes)
-    check_text(json.dumps(words, ensure_ascii=False), str(path))
-    return words
+    """Read a JSON object whose text a manifest can store."""
+    document, _ = read_json(path, max_bytes=max_bytes)
+    check_text(json.dumps(document, ensure_ascii=False), str(path))
+    return document
 
 
 def listing(root: Path) -> str:
-    """The names in a folder, for messages."""
+    """List the names in a folder, for messages."""
     return first_few(sorted(path.name for path in root.iterdir())) or "an empty folder"
 
 
 def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None, str | None]:
-    """The index's weight map, checked in itself, and the index's sha256; two None without an index in use.
+    """Return the index's weight map, checked in itself, and the index's sha256; two None without an index in use.
 
     Raises InputError where the folder has neither a single file (`has_single`) nor an index, or a broken one.
     """
@@ -152,7 +152,7 @@ def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name is a path downwards in its one spelling, so that no file is read twice or from outside."""
+    """Return True for a normalized relative path, so that no file is read twice or from outside the folder."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or not name.isprintable():
         return False
     return "\\" not in name and not {"", ".", ".."}.intersection(name.split("/"))
@@ -161,7 +161,7 @@ def is_plain_name(name: object) -> bool:
 def check_weight_map(
     weight_map: Mapping[str, str], tensors: Mapping[str, TensorRef], files: tuple[str, ...]
 ) -> None:
-    """The index and the headers name the same tensors in the same files. Raises InputError where they do not."""
+    """Check that index and headers name the same tensors in the same files. Raises InputError for a difference."""
     for name, file in weight_map.items():
         ref = tensors.get(name)
         if ref is None or files[ref.file] != file:

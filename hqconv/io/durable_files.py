@@ -54,7 +54,7 @@ def source_errors(path: Path) -> Iterator[None]:
 
 
 def partial(path: Path) -> Path:
-    """The temporary name of a file until it is complete."""
+    """Return the temporary name of a file until it is complete."""
     return path.with_name(path.name + PARTIAL)
 
 
@@ -182,7 +182,7 @@ def settle(new: Path, old: Path, parked: Path) -> None:
 
 
 def _exchange_at_once(left: Path, right: Path) -> bool:
-    """renameat2 with RENAME_EXCHANGE; False where the system has no such call."""
+    """Call renameat2 with RENAME_EXCHANGE; return False if the system has no such call."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

@@ -1,4 +1,4 @@
-"""Reads of files: adjoining byte ranges by one system call, digests, and a bounded pool of open files."""
+"""Reads of files: adjoining byte ranges in one system call, digests, and a bounded pool of open files."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ _CHUNK_BYTES = 1 << 20  # a smaller one is no faster, and takes Python's global 
 
 
 def sha256_of(path: Path, keep_on: Callable[[], object] | None = None) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal. Raises OSError for an unreadable file.
+    """Compute the SHA-256 of a file's bytes, in hexadecimal. Raises OSError for an unreadable file.
 
     keep_on: called between chunks of a MiB; its exception ends the work.
     """
@@ -154,7 +154,7 @@ def sha256_of(path: Path, keep_on: Callable[[], object] | None = None) -> str:
 
 
 def blob_sha256(path: Path) -> str | None:
-    """SHA-256 in the name of a Hub cache file that a repo stores in LFS; None for any other file.
+    """Return the SHA-256 in the name of a Hub cache file that a repo stores in LFS; None for any other file.
 
     The Hub reported this digest; the file is not read for it.
     """

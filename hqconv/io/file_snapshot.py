@@ -1,4 +1,4 @@
-"""Whether a source's files are still what they were when it was opened, and what an artifact's manifest lists."""
+"""Checks that a source's files stay unchanged after opening, and match an artifact's manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import COMPANIONS, CONFIG, INDEX, MANIFEST
 
 _KEEP = "Keep the source as it is during a conversion. Then go on with --resume, which refuses where that is not safe."
-# Of a file with the size and time that a journal knows.
+# For a file with the size and time that a journal recorded.
 _ANEW = "Keep the source as it is during a conversion, and start anew with --overwrite."
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
 
@@ -28,9 +28,9 @@ class ListedFile(Protocol):
 
 
 class FileSnapshot:
-    """What the files below `root` were when they were first looked at, by names relative to it.
+    """State of the files below `root` at their first use, by names relative to it.
 
-    Of an artifact also what its manifest lists. digests: name → SHA-256 of the files that were hashed. `prove`,
+    For an artifact also its manifest's entries. digests: name → SHA-256 of the files that were hashed. `prove`,
     `compare` and `check_unchanged` may be called by any thread.
     """
 
@@ -42,38 +42,38 @@ class FileSnapshot:
         self.digests: dict[str, str] = {}
 
     def keep_digests(self) -> None:
-        """Have files hashed that something is made of, though no manifest says what they should be."""
+        """Hash the files whose contents are converted or copied, even if no manifest lists their digests."""
         self._keeps_digests = True
 
     @property
     def is_hashing(self) -> bool:
-        """Whether files are to be hashed that something is made of: for a manifest to come, or by the one they have."""
+        """True if converted or copied files are hashed: for a new manifest, or to compare them with the source's."""
         return self.is_held or self._keeps_digests
 
     def look(self, name: str) -> os.stat_result:
-        """Remember what a file is now; to be asked before its bytes are read. Raises OSError where there is none."""
+        """Record a file's current state; call this before its bytes are read. Raises OSError for a missing file."""
         status = (self._root / name).stat()
         return self._seen.setdefault(name, status)
 
     def has_seen(self, name: str) -> bool:
-        """Whether a file was looked at."""
+        """Return True if the file's state was recorded."""
         return name in self._seen
 
     def forget(self, name: str) -> None:
-        """A file will not be there any more; it was compared for the last time."""
+        """Drop the record of a file that will be removed, after its last comparison."""
         self._seen.pop(name, None)
 
     def look_if_there(self, names: Iterable[str]) -> None:
-        """`look` at those of the files that are there."""
+        """Call `look` for each of the files that exists."""
         for name in names:
             if (self._root / name).is_file():
                 self.look(name)
 
     def check_unchanged(self, names: Iterable[str] | None = None) -> None:
-        """Compare files that were looked at, all of them or some, with what they were: size, time, inode and device.
+        """Compare recorded files, all of them or some, with their first state: size, time, inode and device.
 
-        What was read by ranges of a repo's commit was not looked at, and cannot change.
-        Raises InputError that names the first one which is another now, or is gone.
+        Byte ranges of a repo's commit have no record: a commit cannot change.
+        Raises InputError that names the first file which changed or disappeared.
         """
         for name in list(self._seen) if names is None else names:
             before = self._seen.get(name)
@@ -95,7 +95,7 @@ class FileSnapshot:
 
     @property
     def is_held(self) -> bool:
-        """Whether there is a manifest that says what the files' bytes are."""
+        """True if a manifest lists the files' digests."""
         return self._listed is not None
 
     def hold_to(
@@ -106,12 +106,12 @@ class FileSnapshot:
         *,
         is_whole: bool = True,
     ) -> None:
-        """Have an artifact's files held to what its manifest lists, by name.
+        """Check an artifact's files against the entries of its manifest, by name; later checks use the entries, too.
 
-        Those that were looked at must be listed, and what is listed must be there with that size, but for README.md and
-        its like (without `is_whole` other files too: of a repo some may not be on this machine). The config and the
-        index, which were read by now, must have that digest too. sizes, digests: of files that are not here yet, as
-        the Hub says. Raises InputError.
+        Every recorded file must be listed, and every listed file must exist with its size, except README.md and similar
+        files (without `is_whole` other files too: some of a repo may not be on this machine). The config and the index,
+        which have been read already, must match their digests too. sizes, digests: of files that are not here yet, as
+        reported by the Hub. Raises InputError.
         """
         self._listed = listed
         for name in listed if is_whole else ():
@@ -128,9 +128,9 @@ class FileSnapshot:
             self.prove(name)
 
     def prove(self, name: str, keep_on: Callable[[], object] | None = None) -> None:
-        """Hash a whole file. Raises InputError where it cannot be read, or is not the one that a manifest lists.
+        """Hash a whole file. Raises InputError if it cannot be read, or differs from its manifest entry.
 
-        keep_on: as of `sha256_of`.
+        keep_on: as in `sha256_of`.
         """
         try:
             sha256 = sha256_of(self._root / name, keep_on)
@@ -142,7 +142,7 @@ class FileSnapshot:
         self.digests[name] = sha256
 
     def compare(self, name: str, sha256: str) -> None:
-        """The same of a file that was hashed while it was read; of other sources than artifacts nothing is known."""
+        """Compare the digest of a file that was hashed while it was read; nothing is checked without a manifest."""
         if self._listed is None or self._is_beside(name):
             return
         expected = self._entry(name).sha256
@@ -160,7 +160,7 @@ class FileSnapshot:
             raise self._differs(name, f"{size_bytes} bytes", found)
 
     def _is_beside(self, name: str) -> bool:
-        """Whether it is a model card or the like, that people edit or put beside an artifact's files."""
+        """Return True for a model card or similar file, which people edit or add to an artifact."""
         return name in COMPANIONS
 
     def _entry(self, name: str) -> ListedFile:

@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file: where its tensors are; never the tensor bytes.
+"""Reads the header of a GGUF file: types, shapes and offsets of its tensors; never the tensor bytes.
 
 A file is magic, version, counts, key-value pairs, tensor infos, padding, then the tensors, all little-endian
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf library maps whole files instead, keeps every
-word of a tokenizer, and names no tensor when it fails; what its types are, and how they are decoded, it tells.
+token of a tokenizer, and names no tensor when it fails; it is used only for its table of types and its decoders.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _Info = tuple[
 
 
 def holds_gguf(folder: Path) -> bool:
-    """Whether there are GGUF files in a folder."""
+    """Return True if a folder contains GGUF files."""
     return folder.is_dir() and any(folder.glob("*.gguf"))
 
 
 def library() -> Any:
-    """The gguf package. Raises RequestError where it is not installed."""
+    """Import the gguf package. Raises RequestError if it is not installed."""
     try:
         import gguf
         import gguf.quants
@@ -55,16 +55,16 @@ def library() -> Any:
 
 
 def wrong_shape(name: str, expected: str, found: tuple[int, ...]) -> InputError:
-    """The error for a tensor of another size than it must have."""
+    """Return the error for a tensor whose size differs from the expected one."""
     what = "A tensor of a GGUF file has the wrong shape."
     return InputError(what, where=name, expected=expected, found=list(found), remedy=COPY_AGAIN)
 
 
 def read_header(path: Path, file: int = 0) -> tuple[dict[str, TensorRef], str]:
-    """The tensors by their names, in the order of the header, and the sha256 (hex) of everything before the padding.
+    """Read all tensors by name, in header order, and the sha256 (hex) of everything before the padding.
 
     A ref is named `<file>.gguf:<tensor>`, its dtype is the name of its ggml type, `file` its number. Raises InputError
-    where the file breaks the format, ends before a tensor does, or cannot be read; RequestError without the library.
+    if the file breaks the format, ends before a tensor does, or cannot be read; RequestError without the library.
     """
     try:
         with open(open_regular(path), "rb") as opened:  # noqa: PTH123 - of a descriptor
@@ -78,7 +78,7 @@ def read_header(path: Path, file: int = 0) -> tuple[dict[str, TensorRef], str]:
 
 
 def _ref(full: str, info: _Info, file: int, file_bytes: int) -> TensorRef:
-    """A tensor's place, checked against its type and the file's length."""
+    """Build a tensor's byte range, checked against its type and the file's length."""
     gguf, (type_number, shape, offset) = library(), info
     try:
         kind = gguf.GGMLQuantizationType(type_number)
@@ -99,7 +99,7 @@ def _ref(full: str, info: _Info, file: int, file_bytes: int) -> TensorRef:
 
 
 class _Header:
-    """A reading position in a header. No length is believed before it is known to lie inside the file."""
+    """Reading position in a header. Every length is checked against the file's size before it is used."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
@@ -109,7 +109,7 @@ class _Header:
         self.tensor = ""
 
     def read(self) -> tuple[dict[str, _Info], str]:
-        """What is said of every tensor, and the sha256 of all of it."""
+        """Read every tensor's info, and the sha256 of the whole header."""
         if self._take(len(_MAGIC)) != _MAGIC:
             raise self._fault("This is not a GGUF file.", "the letters GGUF at its start", "something else")
         version = self._number(4)
@@ -132,7 +132,7 @@ class _Header:
         return tensors, hashlib.sha256(self.file.read(self.position)).hexdigest()
 
     def _pair(self) -> int | None:
-        """Passes over a key and its value; the alignment, if it is that."""
+        """Skip a key and its value; return the value for the alignment key, else None."""
         key, kind = self._text(), self._number(4)
         if key != _ALIGNMENT_KEY:
             self._skip_value(kind, 0)

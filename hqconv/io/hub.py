@@ -27,7 +27,7 @@ from hqconv.schemas.untrusted_files import MAX_LIST_BYTES
 
 _FIRST_BYTES = 1 << 15  # of a shard: most headers fit, so that one request is enough
 _TRIES = 4  # of a range whose transfer breaks off
-# The files that a look at a repo needs, besides headers.
+# Small files that opening a repo needs, besides headers.
 SMALL_FILES = (CONFIG, *checkpoint_files.QUANTIZATION_FILES, INDEX, MANIFEST, CARD)
 
 
@@ -37,7 +37,7 @@ def is_repo_id(src: str) -> bool:
 
 
 def no_repo(src: str) -> RequestError:
-    """The error for a source that is neither a folder nor a repo's name."""
+    """Return the error for a source that is neither a folder nor a repo's name."""
     expected = "a model folder or a Hub repo id (org/name)"
     found = "a file" if Path(src).exists() else "no such path"
     return RequestError("The checkpoint cannot be opened.", where=src, expected=expected, found=found)
@@ -48,9 +48,9 @@ def no_repo(src: str) -> RequestError:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of one commit of a repo, and their bytes by range requests.
+    """Files of one commit of a repo, and their bytes by range requests.
 
-    sizes: path → bytes, as the Hub says. digests: path → sha256 of those that it keeps as large files.
+    sizes: path → bytes, as reported by the Hub. digests: path → sha256 of the files stored in LFS.
     """
 
     repo_id: str
@@ -60,10 +60,10 @@ class Listing:
 
     @classmethod
     def of(cls, repo_id: str, revision: str | None) -> Listing:
-        """Ask the Hub for the commit of a branch, tag or commit, and for its files.
+        """Request the commit of a branch, tag or commit from the Hub, and its files.
 
-        Raises as `fetch`; RequestError too where the repo has another name by now; InputError where the commit, a
-        file's name or a digest could lead out of the cache.
+        Raises as `fetch`; RequestError too if the repo was renamed; InputError if the commit, a file's name or a digest
+        could lead out of the cache.
         """
         from huggingface_hub import HfApi, constants
 
@@ -82,7 +82,7 @@ class Listing:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files."""
+        """Total size of all files."""
         return sum(self.sizes.values())
 
     def fetched(self, root: Path, name: str) -> Path:
@@ -243,8 +243,8 @@ def _silent_bar(check: Callable[[], None]) -> Any:
     base: Any = library.tqdm
 
     class Silent(base):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **words: Any) -> None:
-            super().__init__(*arguments, **{**words, "disable": True})
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> Any:
             check()
@@ -332,7 +332,7 @@ def has_cached_bytes(root: Path, name: str, digest: str | None) -> bool:
 def remove_killed_downloads(root: Path, digest: str | None) -> None:
     """Remove unfinished copies of a file that killed downloads left, unless another process downloads the file now.
 
-    Only copies that the library cannot continue: newer versions give each download a separate name.
+    Only copies that the library cannot continue are removed: newer versions give each download a separate name.
     """
     repo = root.parent.parent
     left = [] if digest is None else list((repo / "blobs").glob(f"{digest}.*.incomplete"))

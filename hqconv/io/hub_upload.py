@@ -20,7 +20,7 @@ _AGAIN = "Repeat the same command: what is there already is not sent again."
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a commit. digest: SHA-256 of its bytes where the repo keeps it in LFS, else git's SHA-1 of it."""
+    """One file of a commit. digest: SHA-256 of its bytes if the repo keeps it in LFS, else git's SHA-1 of it."""
 
     size_bytes: int
     digest: str
@@ -34,20 +34,20 @@ class RemoteFile:
 
 
 def git_digest(data: bytes) -> str:
-    """Git's SHA-1 of a file with these bytes."""
+    """Compute git's SHA-1 of a file with these bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 @dataclass(frozen=True)
 class BranchFiles:
-    """A branch: its last commit, and its files by path."""
+    """A branch of a repo: its last commit, and its files by path."""
 
     commit: str
     files: Mapping[str, RemoteFile]
 
 
 class HubBranch:
-    """A model repo and one branch of it. Every method raises RequestError where the Hub refuses, else NetworkError."""
+    """A model repo and one of its branches. Every method raises RequestError if the Hub refuses, else NetworkError."""
 
     def __init__(self, repo_id: str, branch: str | None = None) -> None:
         self.repo_id, self.branch = repo_id, branch
@@ -67,7 +67,7 @@ class HubBranch:
                 api.create_branch(self.repo_id, branch=self.branch, exist_ok=True)
 
     def state(self) -> BranchFiles:
-        """Ask for the branch's last commit and its files. Raises InputError, too, for an invalid commit hash."""
+        """Request the branch's last commit and its files. Raises InputError, too, for an invalid commit hash."""
         from huggingface_hub import HfApi
 
         with self._explained():
@@ -88,7 +88,7 @@ class HubBranch:
     def commit(
         self, message: str, put: Mapping[str, Path], delete: Iterable[str] = (), parent: str | None = None
     ) -> str:
-        """Make one commit that adds files of this machine at their paths and deletes others; return its hash.
+        """Create one commit that adds files of this machine at their paths and deletes others; return its hash.
 
         parent: the commit that the branch must still end with.
         """

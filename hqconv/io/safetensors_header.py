@@ -1,9 +1,9 @@
 """Reads and checks the header of a safetensors file; never the tensor bytes.
 
 A file is 8 bytes (header length N, little-endian), N bytes of JSON, then the tensors without gaps
-(https://github.com/huggingface/safetensors#format). What is accepted here the safetensors library accepts
+(https://github.com/huggingface/safetensors#format). Everything accepted here is accepted by the safetensors library
 too. Deliberately stricter than the library: a repeated key, a tensor entry with an unknown field and an
-entry written as an array are refused, since what they mean is a guess.
+entry written as an array are refused, since their meaning is ambiguous.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHORT.maxlist = _SHORT.maxdict = 8
 
 
 class RepeatedKey:
-    """Stands for a JSON object that names the same key twice, so that the caller can say where it was."""
+    """Marker for a JSON object that names the same key twice, so that the caller can name the place in its error."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -60,11 +60,11 @@ def keep_repeats(pairs: list[tuple[str, object]]) -> dict[str, object] | Repeate
 
 
 def read_header(path: str | Path, file: int = 0) -> tuple[dict[str, TensorRef], dict[str, str], str]:
-    """Reads and checks one header: (tensors in the order of their bytes, metadata, sha256 of the header).
+    """Read and check one header; return (tensors in the order of their bytes, metadata, sha256 of the header).
 
-    `file` is the number that the refs have. The sha256 (hex) covers everything before the tensor bytes: the 8 length
-    bytes and the JSON. Raises InputError, naming the file and the tensor, where the file breaks the format or cannot be
-    read.
+    `file` is the file number of the returned refs. The sha256 (hex) covers everything before the tensor bytes: the 8
+    length bytes and the JSON. Raises InputError, naming the file and the tensor, if the file breaks the format or
+    cannot be read.
     """
     path = Path(path)
     head, file_bytes = _read_head(path)
@@ -74,7 +74,7 @@ def read_header(path: str | Path, file: int = 0) -> tuple[dict[str, TensorRef], 
 def parse_header(
     where: str, head: bytes, file_bytes: int, file: int = 0
 ) -> tuple[dict[str, TensorRef], dict[str, str], str]:
-    """`read_header` of a file whose bytes before the tensors, `head`, are in hand already; `where` names it."""
+    """Parse the bytes before a file's tensors, `head`, as `read_header` does; `where` names the file in errors."""
     raw = head[LENGTH_BYTES:]
     data = range(len(head), file_bytes)
     refs, metadata = _usual(where, raw, data, file) or _any(where, raw, data, file)
@@ -82,7 +82,7 @@ def parse_header(
 
 
 def _any(where: str, raw: bytes, data: range, file: int) -> tuple[list[TensorRef], dict[str, str]]:
-    """What a header says, every value looked at by itself: slow, but it knows what is wrong."""
+    """Parse a header and check every value separately: slow, with an exact error message."""
     header = _parse(where, raw)
     _check_names(where, header)
     metadata = _check_metadata(where, header.pop("__metadata__", None))
@@ -92,16 +92,16 @@ def _any(where: str, raw: bytes, data: range, file: int) -> tuple[list[TensorRef
     return refs, metadata
 
 
-# What turns the usual way off: escapes hide colons, and true, false and -0 pass for numbers.
+# Triggers of the slow path: escapes hide colons, and true, false and -0 pass for numbers.
 _UNUSUAL = (b"\\", b"true", b"false", b"-0")
 
 
 def _usual(where: str, raw: bytes, data: range, file: int) -> tuple[list[TensorRef], dict[str, str]] | None:
-    """The same of a header as nearly all are: tensors in the order of their bytes. None wherever there is a doubt.
+    """Parse a header in the common form, tensors in the order of their bytes; None if anything might be wrong.
 
-    The parser keeps the last of several equal keys. Every key has a colon after it: if there are no more colons than
-    the keys that are left have, with those in their text, then none was lost. The three of each entry are asked for
-    by name, so that a fourth would be one too many.
+    The parser keeps the last of several equal keys. Every key has a colon after it: if the text has no more colons than
+    the parsed keys and the texts of these keys, then no key was lost. The three fields of each entry are read by name,
+    so that a fourth field would be one colon too many.
     """
     if any(text in raw for text in _UNUSUAL):
         return None
@@ -125,7 +125,7 @@ def _refuse(text: str) -> object:
 def _in_order(
     where: str, header: dict[str, dict[str, Any]], data: range, file: int
 ) -> list[TensorRef] | None:
-    """Tensors that lie one after the other and fill the file; None where anything is otherwise.
+    """Return tensors that follow one another and fill the file; None for any other layout.
 
     Each dtype and shape is checked once, which spares time, and kept once, which spares memory.
     """
@@ -157,7 +157,7 @@ def _check_names(where: str, names: Iterable[str]) -> None:
 
 
 def header_length(where: str, prefix: bytes, file_bytes: int) -> int:
-    """Bytes before the tensors, from a file's first eight. Raises InputError where they are not plausible."""
+    """Read the number of bytes before the tensors from a file's first eight. Raises InputError if implausible."""
     if len(prefix) < LENGTH_BYTES:
         what = "The file is truncated: it is shorter than its length field."
         raise _fault(where, None, what, f"{LENGTH_BYTES} bytes or more", f"{len(prefix)} bytes")
@@ -180,7 +180,7 @@ def _fault(where: str, tensor: str | None, what: str, expected: str = "", found:
 
 
 def _read_head(path: Path) -> tuple[bytes, int]:
-    """The bytes before the tensors, and the size of the file."""
+    """Read the bytes before the tensors; return them and the size of the file."""
     where = str(path)
     try:
         # A FIFO would block in open, and a device has no size.
@@ -200,7 +200,7 @@ def _read_head(path: Path) -> tuple[bytes, int]:
 
 
 def _integer(text: str) -> int | float:
-    # The library takes -0 for a float, so it is no dimension and no offset.
+    # The library parses -0 as a float, so it is no dimension and no offset.
     return -0.0 if text == "-0" else int(text)
 
 
@@ -272,7 +272,7 @@ def _overflow(where: str, name: str, dtype: str, shape: list[int]) -> InputError
 
 
 def _check_offsets(where: str, name: str, raw: object, data_bytes: int) -> tuple[int, int]:
-    """The two offsets, counted from the first tensor byte, known to be ordered and inside the file."""
+    """Read the two offsets, counted from the first tensor byte; checked to be ordered and inside the file."""
     if not isinstance(raw, list) or len(raw) != 2 or not all(type(offset) is int for offset in raw):
         what = "The tensor's data_offsets are malformed."
         raise _fault(where, name, what, "two integers [begin, end]", _SHORT.repr(raw))
@@ -287,7 +287,7 @@ def _check_offsets(where: str, name: str, raw: object, data_bytes: int) -> tuple
 
 
 def _check_coverage(where: str, refs: list[TensorRef], data: range) -> None:
-    """Every byte after the header belongs to exactly one tensor; `refs` are sorted by their range."""
+    """Check that every byte after the header belongs to exactly one tensor; `refs` are sorted by their range."""
     position, previous = data.start, "the header"
     for ref in refs:
         if ref.offset_bytes != position:

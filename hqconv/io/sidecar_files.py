@@ -1,6 +1,6 @@
-"""The files beside a checkpoint's weights: which of them belong in an artifact as they are, and which do not.
+"""The files beside a checkpoint's weights: selection of the ones that an artifact copies verbatim.
 
-Whatever could stop a conversion at its end, when they are copied, is refused here, before it begins.
+Every problem that could stop a conversion at its end, when they are copied, raises an error here, before it begins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hqconv.io.checkpoint_files import COPY_AGAIN, check_text
 from hqconv.schemas.artifact_names import CARD, CONFIG, MANIFEST, PARTIAL, SUMS
 from hqconv.schemas.untrusted_files import found_at, open_regular, read_regular
 
-# Weights in other formats (or the same ones once more, in original/): neither read, copied nor downloaded.
+# Weights in other formats (or duplicates in original/): neither read, copied nor downloaded.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHT_FOLDERS = ("original", "onnx")
 _UNFINISHED = "an unfinished download or conversion"
@@ -25,10 +25,10 @@ _MAX_CARD_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class SidecarFiles:
-    """names: what belongs in an artifact, POSIX paths relative to the source, sorted; num_bytes: of all of them.
+    """names: files for the artifact, POSIX paths relative to the source, sorted; num_bytes: their total size.
 
-    left_out: what lies in the source beside them and does not, and why. card: the bytes of its README.md, which becomes
-    a part of the artifact's; None where there is none.
+    left_out: path → reason of every other file beside them in the source. card: the bytes of its README.md, which
+    becomes a part of the artifact's README.md; None without one.
     """
 
     names: tuple[str, ...] = ()
@@ -38,11 +38,11 @@ class SidecarFiles:
 
     @classmethod
     def of_folder(cls, root: Path) -> SidecarFiles:
-        """The loose files of a folder. Opens each, and reads none but the card.
+        """List the loose files of a folder. Opens each, and reads only the card.
 
-        Raises InputError, naming the file, where one is no regular file, cannot be read, has a name that is no
-        Unicode, or is a link that leads out of the source, or where the card is larger than
-        16 MiB; OSError where a folder cannot be read.
+        Raises InputError, naming the file, for a file that is not regular, cannot be read, has a name that is not valid
+        Unicode, or is a link that leads out of the source, and for a card larger than
+        16 MiB; OSError for an unreadable folder.
         """
         sizes: dict[str, int] = {}
         left_out: dict[str, str] = {}
@@ -57,7 +57,7 @@ class SidecarFiles:
 
     @classmethod
     def of_listing(cls, sizes: Mapping[str, int], root: Path) -> SidecarFiles:
-        """The loose files of a repo of which only words and headers are here, at `root`; sizes: of all its files."""
+        """List the loose files of a repo with only its small files and headers at `root`; sizes: of all its files."""
         found = sorted(name for name in sizes if _is_loose(name) and name != CARD)
         names = tuple(name for name in found if not name.endswith(PARTIAL))
         left_out = {name: _UNFINISHED for name in found if name.endswith(PARTIAL)}
@@ -66,7 +66,7 @@ class SidecarFiles:
 
 
 def _is_loose(path: str) -> bool:
-    """Whether a file is no weight and none that an artifact has its own of."""
+    """Return True if a file is no weight file and none that an artifact writes itself."""
     *folders, name = path.split("/")
     if any(part.startswith(".") for part in (*folders, name)) or path in (CONFIG, MANIFEST, SUMS):
         return False
@@ -75,7 +75,7 @@ def _is_loose(path: str) -> bool:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, bool]]:
-    """What lies below a folder and is no weight, in folders that may hold some; whether it is a link to a folder."""
+    """Yield everything below a folder that is no weight, and True if it is a link to a folder."""
     for folder, folders, names in os.walk(
         root, onerror=_raise
     ):  # by itself it passes over what it cannot read
@@ -92,7 +92,7 @@ def _raise(error: OSError) -> None:
 
 
 def _size(root: Path, path: str) -> int:
-    """Bytes of a file that can be read, and lies in the source."""
+    """Return the size of a readable file that lies in the source."""
     full = root / path
     found = found_at(full)
     if found is not None:
@@ -113,7 +113,7 @@ def _size(root: Path, path: str) -> int:
 
 
 def _read_card(root: Path) -> bytes:
-    """The bytes of the source's README.md, a regular file that was opened before."""
+    """Read the source's README.md, a regular file that was opened before."""
     try:
         return read_regular(root / CARD, _MAX_CARD_BYTES)
     except OSError as error:
@@ -123,9 +123,9 @@ def _read_card(root: Path) -> bytes:
 
 
 def _check_link(root: Path, link: Path) -> None:
-    """Refuse a link that would put a file of somebody else into the artifact.
+    """Refuse a link that would copy a file from outside the source into the artifact.
 
-    The Hub's cache has its files in `blobs`, beside `snapshots` with links to them; so do older downloads to a folder.
+    The Hub's cache has its files in `blobs`, beside `snapshots` with links to them, as in older downloads to a folder.
     """
     target = link.resolve()
     is_blob = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
