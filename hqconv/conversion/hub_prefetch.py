@@ -44,7 +44,7 @@ class ShardUse:
 
     @classmethod
     def of(cls, source: Source, units: Sequence[OutputUnit], *, keeps: bool) -> ShardUse:
-        """keeps: fetch the whole shards of copied tensors too; so does an artifact as the source, which is hashed."""
+        """Collect the shards of each unit. keeps: also whole shards of copied tensors, as always for an artifact."""
         whole = keeps or source.guard.is_held
         of_unit = {unit.name: _shards_of_unit(source, unit, whole) for unit in units}
         names = dict.fromkeys(name for of_one in of_unit.values() for name in of_one)
@@ -178,7 +178,7 @@ class HubPrefetch:
             thread.start()
 
     def has_shards(self, unit: OutputUnit) -> bool:
-        """Whether all shards of a unit are in the cache."""
+        """Return whether all shards of a unit are in the cache."""
         names = self._use.of_unit.get(unit.name, ())
         return all(name in self._state.present or name not in self._use.sizes for name in names)
 
@@ -266,7 +266,7 @@ class HubPrefetch:
             yield name
 
     def _may_fetch(self) -> bool:
-        """Whether the next shard fits. Shards are fetched in order: an awaited one is never behind others."""
+        """Return whether the next shard fits. Shards are fetched in order: an awaited shard is never behind others."""
         if not self._state.queue:
             return False
         would_be = self._state.held_bytes + self._use.sizes[self._state.queue[0]]

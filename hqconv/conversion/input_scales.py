@@ -50,9 +50,9 @@ class _LazyScales(Mapping[str, InputScales]):
 
 
 def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, InputScales]:
-    """Block → the scales of those blocks that carry them. Raises InputError as `reduce_scales`.
+    """Return layer → scales, of the layers that carry them. Raises InputError as `reduce_scales`.
 
-    Of a source on the Hub they are read, and refused, when they are asked for.
+    Of a source on the Hub they are read, and refused, at the first access.
     """
     blocks = static_blocks(plan.experts, plan.spec)
     if source.listing is not None:

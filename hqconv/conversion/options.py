@@ -1,4 +1,4 @@
-"""What option values mean: sizes, targets, devices, places. torch is loaded only where a device is asked for."""
+"""Values of command options: sizes, targets, devices, folders. torch is loaded only where a device is chosen."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
-_USUAL_SM = 90  # which is not said in the names of folders
+_USUAL_SM = 90  # left out of folder names
 _CHECKPOINT_LAYOUT_TARGET = GpuTarget(90)  # only to ask Humming whether a schema runs at all
 
 
 def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
-    """`512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
+    """Parse `512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
         what, expected = "The memory limit is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
@@ -41,7 +41,7 @@ def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
 
 
 def choose_device(text: str, number: int = 0) -> str:
-    """What `--device` means: auto, cpu, cuda or cuda:N → cpu or cuda:N. Raises RequestError for one that is not here.
+    """Resolve `--device`: auto, cpu, cuda or cuda:N → cpu or cuda:N. Raises RequestError for a missing device.
 
     number: of this process among those that share the machine's GPUs, for auto and cuda.
     """
@@ -62,7 +62,7 @@ def choose_device(text: str, number: int = 0) -> str:
 
 
 def has_driver() -> bool:
-    """Whether there is a CUDA driver, without which there is no GPU, and no need to load torch to ask for one."""
+    """Return whether a CUDA driver is installed; without one torch need not be loaded to look for a GPU."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -105,7 +105,7 @@ def choose_target(options: ConversionOptions, source: Source, device: str) -> Gp
 
 
 def default_out(name: str, schema: str, spec: ConversionSpec) -> Path:
-    """`./<model>-<schema>[-tpT][-epP]`, and what else is unusual: layout, quantizer, activations, target, dtype.
+    """Return `./<model>-<schema>[-tpT][-epP]` with unusual options: layout, quantizer, activations, target, dtype.
 
     Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits.
     """
@@ -130,7 +130,7 @@ def check_modes(*, resume: bool, overwrite: bool) -> None:
 
 
 def check_places(source_folder: Path, out: Path) -> Path:
-    """`out`, if neither lies in the other: a later run would mistake one for the other. Raises OutputError."""
+    """Return `out`, if neither folder lies in the other: a later run would mix them up. Raises OutputError."""
     try:
         source, target = source_folder.resolve(), out.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
@@ -147,7 +147,7 @@ def check_places(source_folder: Path, out: Path) -> Path:
 
 
 def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
-    """Where an artifact goes: `out`, or the folder that is named after model and request."""
+    """Return the artifact's folder: `out`, or a folder named after model and request."""
     if out is not None:
         return Path(out)
     spec = planned.spec
@@ -156,7 +156,7 @@ def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
 
 
 def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:
-    """What a conversion may take of the Hub's cache. Raises RequestError for a limit on what is to be kept."""
+    """Return the limits for the Hub's cache. Raises RequestError for a limit on shards that are kept."""
     from hqconv.conversion.hub_prefetch import CachePolicy
 
     if limit is not None and keep_source:
@@ -173,7 +173,7 @@ def resources_of(
     *,
     in_team: bool = False,
 ) -> Resources:
-    """What may be used; a process of a team has a GPU of its own, and its part of the processors."""
+    """Return the resource limits; each of several processes has its own GPU, and its share of the processors."""
     from hqconv.conversion.resources import Resources, default_threads
 
     number, num_here = local_rank() if in_team else (0, 1)

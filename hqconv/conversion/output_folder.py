@@ -79,7 +79,7 @@ class OutputFolder:
 
     @property
     def has_lock(self) -> bool:
-        """Whether other processes are kept out: False on file systems without locks."""
+        """True if other processes are kept out: False on file systems without locks."""
         return self._journal is None or self._journal.has_lock
 
     # --- taking the folder -----------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def remove_listed(root: Path, listed: Sequence[str]) -> None:
 
 
 def _lies_in(root: Path, path: str) -> bool:
-    """Whether a listed path lies in the folder; a manifest may hold any path."""
+    """Return whether a listed path lies in the folder; a manifest may hold any path."""
     return "\0" not in path and (root / path).parent.resolve().is_relative_to(root.resolve())
 
 

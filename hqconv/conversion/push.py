@@ -77,7 +77,7 @@ def push(
 
 
 def _digests(root: Path, manifest: Manifest) -> dict[str, str]:
-    """Every file to send but the manifest, with its SHA-256; files that people may edit as they are now.
+    """Return every file to send but the manifest, with its SHA-256; files that people may edit in their present state.
 
     Raises VerificationError where one is missing or has another size.
     """

@@ -64,7 +64,7 @@ class Resources:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether experts are quantized on a GPU."""
+        """True if experts are quantized on a GPU."""
         return self.device_name != "cpu"
 
     @property

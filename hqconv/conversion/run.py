@@ -340,7 +340,7 @@ def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
 
 
 def _needs_kernels(encoding: Encoding) -> bool:
-    """Whether this encoding quantizes with Triton kernels on a GPU; codes that are kept or rounded anew need none."""
+    """Return whether this encoding quantizes with Triton kernels on a GPU; kept or rounded codes need none."""
     return not encoding.is_coded or encoding.quantizer == MSE
 
 

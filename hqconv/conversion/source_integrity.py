@@ -21,7 +21,7 @@ class SourceIntegrity:
     """The checked files of a source. Only the thread that feeds the stages calls `begin`."""
 
     def __init__(self, source: Source, stages: Stages, profile: StageProfile, stage: str) -> None:
-        """stage: the stage whose threads hash."""
+        """Start with no checked files. stage: the stage whose threads hash."""
         self._source, self._stages, self._profile, self._stage = source, stages, profile, stage
         self._started: set[str] = set()
         self._hashed: set[str] = set()

@@ -9,13 +9,13 @@ import os
 
 
 def is_distributed() -> bool:
-    """Whether torchrun started this process beside others; schedulers set some of these variables in any shell."""
+    """Return whether torchrun started this process beside others; schedulers set some of its variables anywhere."""
     needed = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(os.environ.get(name) for name in needed) and os.environ["WORLD_SIZE"] != "1"
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the only one, or rank 0 of several."""
+    """Return whether this process is the only one, or rank 0 of several."""
     return not is_distributed() or os.environ["RANK"] == "0"
 
 

@@ -1,4 +1,4 @@
-"""Which requests can be met: target, schema, parameter dtype and grid against Humming and the blocks."""
+"""Feasibility of a request: target, schema, parameter dtype and grid against Humming and the MoE layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
 def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
-    """Raises RequestError for what this version, Humming or the experts' sizes do not allow.
+    """Raise RequestError for a request that this version, Humming or the experts' sizes do not allow.
 
     What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.conversion.run`).
     """
@@ -51,7 +51,7 @@ def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
 
 
 def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
-    """Raises RequestError for blocks that no server computes with; what one named server cannot load is a warning."""
+    """Raise RequestError for layers that no server computes with; one named server's limits are warnings."""
     for block in experts.blocks:
         kind = spec.kernel_spec_of(block.name)
         if (reason := why_overflow(kind)) is not None:
@@ -89,7 +89,7 @@ def _check_scales(kind: KernelSpec) -> None:
 
 
 def _check_kind(kind: KernelSpec) -> None:
-    """Weights and activations run together on the target, and their layout is known."""
+    """Check that weights and activations run together on the target, and that their layout is known."""
     reason = why_not(kind)
     if reason is not None:
         inputs, schemas = nearest(kind)
@@ -121,8 +121,8 @@ def _check_sizes(block: MoeLayer, spec: ConversionSpec) -> None:
         if not is_block or why_not_direct(block.format, schema, spec.param_dtype):
             raise
         hint = " With --schema source the source's scales are repeated into smaller blocks."
-        words = {"where": error.where, "expected": error.expected, "found": error.found}
-        raise RequestError(error.what, **words, remedy=error.remedy + hint) from None
+        fields = {"where": error.where, "expected": error.expected, "found": error.found}
+        raise RequestError(error.what, **fields, remedy=error.remedy + hint) from None
 
 
 def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
@@ -142,7 +142,7 @@ def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -
 
 
 def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...]:
-    """What converts, but is known not to run well, or loses what another option would keep."""
+    """Return warnings about a request that converts, but runs badly or loses what another option would keep."""
     warnings = _rounding_warnings(experts, spec)
     warnings += _search_warnings(experts, spec)
     warnings += _dtype_warnings(experts, spec)
@@ -179,7 +179,7 @@ def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
 
 
 def _activation_warnings(experts: ExpertMap) -> list[str]:
-    """Activations of which the name is all that is known; weights do not depend on them."""
+    """Warn of activations of which only the name is known; weights do not depend on them."""
     unknown = (block.activation.describe() for block in experts.blocks if not block.knows_activation)
     return [
         f"the experts' activation {name} is known by name only: verify's kernel check passes over these blocks, and "
@@ -189,7 +189,7 @@ def _activation_warnings(experts: ExpertMap) -> list[str]:
 
 
 def _kernel_warnings(kind: KernelSpec) -> Iterator[str]:
-    """What is not proven of a kind's kernels, and what becomes of e8m0 scales that Humming fuses into the codes."""
+    """Yield warnings about kernels that are not proven, and about e8m0 scales that Humming fuses into the codes."""
     if kind.target.sm_version != PROVEN_SM:
         yield (
             f"the layout for {kind.target.name} is Humming's byte for byte, but hqconv's own tests have run no kernel "
@@ -210,7 +210,7 @@ def _kernel_warnings(kind: KernelSpec) -> Iterator[str]:
 
 
 def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Which scales are rounded although nobody asked for it: where the schema's codes are the source's."""
+    """Warn of scales that are rounded without `round_scales`: where the schema's codes are the source's."""
     dtype = spec.param_dtype
     kinds = {
         block.format.scale_dtype
@@ -226,7 +226,7 @@ def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
 
 
 def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn if there is no scale to search for; where gate and up must share a scale, only the data tell."""
+    """Warn if there is no scale to search for; where gate and up must share a scale, only the data show it."""
     options = spec.encoding
     for block in experts.blocks:
         is_coupled = spec.kernel_spec_of(block.name).schema.is_coupled and not spec.must_be_direct
@@ -239,7 +239,7 @@ def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
 
 
 def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Reasons why the engine without hqconv's plugin will not serve the checkpoint layout."""
+    """Return reasons why the engine without hqconv's plugin will not serve the checkpoint layout."""
     schema = spec.schema
     of_schema = ENGINE.checkpoint_layout_obstacle(schema, spec.param_dtype)
     of_blocks = (

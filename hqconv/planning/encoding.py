@@ -145,7 +145,7 @@ class Encoding:
 
     @property
     def quantizer(self) -> str:
-        """How scales are chosen for codes that are not kept: rtn or mse."""
+        """Method that chooses scales for codes that are not kept: rtn or mse."""
         return self.options.quantizer
 
     @property

@@ -35,7 +35,7 @@ class Importance:
     where: str = field(compare=False)
 
     def to_dict(self) -> dict[str, str]:
-        """Return what the manifest and reports say of the file."""
+        """Return the entry of the file in the manifest and in reports."""
         return importance_to_dict(self.sha256)
 
     def of_block(self, block: str) -> dict[str, bytes]:

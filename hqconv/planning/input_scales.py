@@ -1,4 +1,4 @@
-"""Activation scales that the source was calibrated with: whether it has what a request asks for, from headers alone."""
+"""Checks of the source's calibrated activation scales against the request, from headers alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp
 
 
 def static_blocks(experts: ExpertMap, spec: ConversionSpec) -> list[MoeLayer]:
-    """The blocks whose activation scales are carried into the artifact."""
+    """Return the layers whose activation scales are carried into the artifact."""
     return [block for block in experts.blocks if spec.kernel_spec_of(block.name).inputs.is_static]
 
 
@@ -96,7 +96,7 @@ def _check_tensor(ref: TensorRef, max_values: int) -> None:
 
 
 def missing_warnings(blocks: Iterable[MoeLayer]) -> list[str]:
-    """What calibration missed: the largest scale of the other experts serves these too."""
+    """Warn of experts that calibration missed: the largest scale of the other experts serves these too."""
     chosen = list(blocks)
     of_all = [name for block in chosen for names in block.input_scales.missing.values() for name in names]
     if not of_all:

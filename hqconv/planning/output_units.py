@@ -1,4 +1,4 @@
-"""Output safetensors files: their headers, and where in them every tensor goes."""
+"""Output safetensors files: their headers, and the offset of every tensor in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 @dataclass(frozen=True)
 class OutFile:
-    """One output file: its path in the artifact, its header, ready to write, and the places of its tensors."""
+    """One output file: its path in the artifact, its header, ready to write, and the positions of its tensors."""
 
     path: str
     header: bytes
@@ -34,7 +34,7 @@ def build_file(
 ) -> OutFile:
     """Lay out a safetensors file: widest dtypes first, so that every tensor is aligned; header padded to 8.
 
-    `number` is the file's place among those that are finished together, which its refs have.
+    `number` is the file's index among the files of its output unit; the refs of its tensors have it.
     """
     ordered = sorted(specs, key=lambda spec: -num_bits(spec.dtype))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -56,12 +56,12 @@ def build_file(
     return OutFile(path, header, len(header) + end, tensors)
 
 
-MAX_SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
+MAX_SHARD_BYTES = 5 * 10**9  # the limit of transformers' save_pretrained
 
 
 @dataclass(frozen=True)
 class MoeLayerPlan:
-    """All output files of one MoE block, and how they are filled.
+    """All output files of one MoE layer, with the slices and ranks that fill them.
 
     Kernel layout: one file a rank; `forms` are the kernel forms of its GEMMs, `slices` each TP rank's part of the
     intermediate size, and every expert is at `homes`.
@@ -78,7 +78,7 @@ class MoeLayerPlan:
 
     @property
     def name(self) -> str:
-        """The block's name, which is the group's."""
+        """The layer's name, which is also the output unit's."""
         return self.block.name
 
     @property
@@ -88,7 +88,7 @@ class MoeLayerPlan:
 
     @cached_property
     def expert_bytes_out(self) -> int:
-        """The most that is written of one expert, on all its ranks."""
+        """Upper bound of the bytes that are written of one expert, on all its ranks."""
         if not self.forms:
             total = sum(ref.num_bytes for file in self.files for ref in file.tensors.values())
             return -(-total // self.block.num_experts)
@@ -97,7 +97,7 @@ class MoeLayerPlan:
 
     @cached_property
     def _tensors(self) -> tuple[dict[str, TensorRef], ...]:
-        """Every rank file's tensors as `w13_weight` …."""
+        """Tensors of every rank file by name: `w13_weight` …."""
         prefix = f"{self.name}."
         return tuple(
             {
@@ -110,15 +110,15 @@ class MoeLayerPlan:
 
     @cached_property
     def homes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each expert, its (EP rank, local index)."""
+        """The (EP rank, local index) pairs of each expert."""
         return self.grid.homes(self.block.num_experts)
 
     def rank_tensors(self, tp_rank: int, ep_rank: int) -> dict[str, TensorRef]:
-        """The tensors of one rank's file: `w13_weight`, …, with its experts along the first dimension."""
+        """Return the tensors of one rank's file: `w13_weight`, …, with its experts along the first dimension."""
         return self._tensors[tp_rank * self.grid.ep + ep_rank]
 
     def input_scale_places(self) -> list[tuple[str, TensorRef]]:
-        """Every rank's place for each GEMM's static activation scale; none where there are no such scales."""
+        """Return every rank's position of each GEMM's static activation scale; empty without such scales."""
         return [
             (gemm, file.tensors[name])
             for file in self.files
@@ -127,9 +127,9 @@ class MoeLayerPlan:
         ]
 
     def neighbours(self, experts: Sequence[int]) -> dict[int, list[tuple[list[int], int]]]:
-        """For each EP rank that holds some of `experts`, the runs of those that lie side by side in its tensors.
+        """Return for each EP rank that holds some of `experts` the runs of experts that are adjacent in its tensors.
 
-        A run is the experts' indices in `experts`, and the first one's local index. A copied expert is in several.
+        A run is the experts' indices in `experts`, and the first expert's local index. A copy adds another run.
         """
         homes: dict[int, list[tuple[int, int]]] = {}
         for index, expert in enumerate(experts):
@@ -138,13 +138,13 @@ class MoeLayerPlan:
         return {ep_rank: _runs(sorted(of_rank)) for ep_rank, of_rank in homes.items()}
 
     def packed_place(self, expert: int, role: str, tensor: str) -> TensorRef:
-        """Where one packed tensor of one expert's projection goes in the checkpoint layout."""
+        """Return the position of one packed tensor of one expert's projection in the checkpoint layout."""
         file = self.files[self.expert_files[expert]]
         return file.tensors[f"{self.block.module(expert, role)}.{tensor}"]
 
 
 def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
-    """Sorted (local index, index) as runs of consecutive local indices."""
+    """Group sorted (local index, index) pairs into runs of consecutive local indices."""
     runs: list[tuple[list[int], int]] = []
     for local, index in places:
         if runs and local == runs[-1][1] + len(runs[-1][0]):
@@ -172,13 +172,13 @@ OutputUnit = MoeLayerPlan | CopiedShardPlan
 
 
 def gemm_shapes(block: MoeLayer, tp: int, schema: WeightSchema) -> dict[str, tuple[int, int]]:
-    """(N, K) of each GEMM on every TP rank, before the kernel's padding."""
+    """Return (N, K) of each GEMM on every TP rank, before the kernel's padding."""
     share = tp_share(block.intermediate_size, tp, schema)
     return {"w13": ((2 if block.gated else 1) * share, block.hidden_size), "w2": (block.hidden_size, share)}
 
 
 def kernel_unit(block: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
-    """The rank files of one block."""
+    """Plan the rank files of one layer."""
     kind = spec.kernel_spec_of(block.name)
     forms = {
         gemm: planned_kernel_form(n, k, kind, block.has_bias)
@@ -219,7 +219,7 @@ class Shard:
 
 
 def expert_shards(block: MoeLayer, spec: ConversionSpec) -> list[Shard]:
-    """The checkpoint layout's shards of one block, cut between experts."""
+    """Return the checkpoint layout's shards of one layer, cut between experts."""
 
     def form(n: int, k: int) -> dict[str, TensorSpec]:
         schema = spec.kernel_spec_of(block.name).schema
@@ -242,7 +242,7 @@ def expert_shards(block: MoeLayer, spec: ConversionSpec) -> list[Shard]:
 
 
 def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
-    """Tensors to copy, in the source's order, cut into shards of at most MAX_SHARD_BYTES."""
+    """Cut tensors to copy, in the source's order, into shards of at most MAX_SHARD_BYTES."""
     shards: list[list[TensorRef]] = []
     filled = MAX_SHARD_BYTES + 1
     for ref in refs:
@@ -257,7 +257,7 @@ def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
 def shard_units(
     shards: list[Shard], spec: ConversionSpec
 ) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:
-    """Ordinary shards, numbered: those of blocks, each block's in one group, and those of copied tensors."""
+    """Number ordinary shards; return the units of layers, all shards of a layer in one unit, and the copied shards."""
     of_block: dict[str, list[tuple[Shard, OutFile]]] = {}
     copies = []
     for index, shard in enumerate(shards, start=1):

@@ -1,4 +1,4 @@
-"""Which of a source's other files an artifact can have beside its own."""
+"""Conversion plans: output units, sidecar files and warnings of one source and spec."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_sidecar_files(other_files: Iterable[str], planned: Collection[str], la
     """
     names = list(other_files)
     taken = {*planned, *_OURS, *(name + artifact_names.PARTIAL for name in (*planned, *_OURS, *names))}
-    # A folder may not lie where any file comes, and a file not where folders of ours come.
+    # A folder may not lie where any file comes, and a file not where the artifact's folders come.
     folders = {folder.as_posix() for path in planned for folder in Path(path).parents}
     for path in names:
         above = {folder.as_posix() for folder in Path(path).parents}
@@ -75,7 +75,7 @@ def _check_length(path: str) -> None:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """All there is to do. `other_files`, of `other_bytes` together, are copied as they are."""
+    """The result of planning. `other_files`, of `other_bytes` together, are copied unchanged."""
 
     source: SourceFacts
     spec: ConversionSpec
@@ -87,7 +87,7 @@ class ConversionPlan:
 
     @property
     def blocks(self) -> tuple[MoeLayerPlan, ...]:
-        """The groups of MoE blocks."""
+        """The output units of MoE layers."""
         return tuple(unit for unit in self.units if isinstance(unit, MoeLayerPlan))
 
     @cached_property
@@ -102,7 +102,7 @@ class ConversionPlan:
 
     @property
     def num_bytes_beside(self) -> int:
-        """Bytes of what is copied beside them as it is."""
+        """Bytes of the sidecar files, which are copied unchanged."""
         importance = self.spec.encoding.importance
         return self.other_bytes + (0 if importance is None else len(importance.data))
 
@@ -121,17 +121,24 @@ class ConversionPlan:
     def paths(self) -> tuple[str, ...]:
         """Every file of the artifact, the manifest last."""
         files = [file.path for unit in self.units for file in unit.files]
-        words = [
+        metadata_files = [
             artifact_names.CARD,
             artifact_names.CONFIG,
             *([artifact_names.INDEX] if self._has_index else []),
         ]
         importance = [] if self.spec.encoding.importance is None else [artifact_names.IMPORTANCE]
-        return (*files, *self.other_files, *importance, *words, artifact_names.SUMS, artifact_names.MANIFEST)
+        return (
+            *files,
+            *self.other_files,
+            *importance,
+            *metadata_files,
+            artifact_names.SUMS,
+            artifact_names.MANIFEST,
+        )
 
     @property
     def _has_index(self) -> bool:
-        """Beside other safetensors files even of a single shard: loaders take what it names, else all there are."""
+        """True beside other safetensors files, even for a single shard: without an index loaders take all of them."""
         num_shards = len(set(self.weight_map.values()))
         is_alone = self.spec.layout == artifact_names.CHECKPOINT and self.spec.encoding.importance is None
         return num_shards > (1 if is_alone else 0)
@@ -147,7 +154,7 @@ class ConversionPlan:
         return totals
 
     def fingerprint(self) -> dict[str, str]:
-        """What a resumed run must agree on besides source and versions: request and output bytes' places."""
+        """Return what a resumed run must share besides source and versions: the request and the output layout."""
         digest = hashlib.sha256()
         for unit in self.units:
             for file in unit.files:
@@ -165,8 +172,8 @@ class ConversionPlan:
                 name: artifact_names.kernel_spec_to_dict(kind) for name, kind in spec.of_blocks.items()
             },
         }
-        words = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
-        return {**words, "layout of the output files": digest.hexdigest()}
+        document = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
+        return {**document, "layout of the output files": digest.hexdigest()}
 
 
 def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarget) -> ConversionPlan:
@@ -191,7 +198,7 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
 
 
 def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> ConversionPlan:
-    """Plan a conversion. Raises RequestError where request, schema, grid and blocks do not fit together."""
+    """Plan a conversion. Raises RequestError where request, schema, grid and layers do not fit together."""
     check_request(experts, spec)
     check_copied(checkpoint, experts, spec)
     experts = experts.with_input_scales({block.name for block in static_blocks(experts, spec)})
@@ -221,11 +228,11 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
 
 
 def _left_out(checkpoint: Source) -> list[str]:
-    """What is not taken along, although it lies in the source."""
+    """List the files of the source that are not taken along."""
     return [f"{name} is left out: {reason}." for name, reason in checkpoint.loose.left_out.items()]
 
 
 def _card_warnings(checkpoint: Source) -> list[str]:
-    """That the source's license and tags are not taken over."""
+    """Warn if the source's license and tags are not taken over."""
     problem = FrontMatter.of(checkpoint.loose.card or b"").problem
     return [f"The front matter of {artifact_names.CARD} was not taken over: {problem}."] if problem else []

@@ -1,4 +1,4 @@
-"""What a plan, and a look at a checkpoint, say of the source."""
+"""Facts about the source that plans and inspections report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hqconv.models.source_protocol import Source
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """A source. name: the folder's, or the repo's without the organisation. bytes_of: converted, copied, dropped."""
+    """A source. name: of the folder, or of the repo without the organisation. bytes_of: converted, copied, dropped."""
 
     name: str
     repo_id: str | None
@@ -27,12 +27,12 @@ class SourceFacts:
 
     @property
     def origin(self) -> dict[str, str | None]:
-        """What an artifact's manifest calls it: its name, and of a Hub repo the commit."""
+        """Return the source's entry of a manifest: its name, and the commit of a Hub repo."""
         return {"name": self.repo_id or self.name, "revision": self.revision}
 
 
 def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
-    """The facts of an opened source; `experts` None where they cannot be mapped."""
+    """Return the facts of an opened source; `experts` None where they cannot be mapped."""
     kinds = (
         {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
         if experts

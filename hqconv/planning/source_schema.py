@@ -23,7 +23,7 @@ from hqconv.planning.encoding import EncodingOptions
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema
 
-_TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the one asked for does not work
+_TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the requested size does not work
 _DEFAULTS = EncodingOptions()
 _MAX_BLOCK = 128  # of scales that serve whole matrices
 _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
@@ -49,7 +49,7 @@ def source_schemas(
 
 
 def plain_blocks(experts: ExpertMap) -> set[str]:
-    """Blocks that are not quantized although others are: they have no schema, and are left as they are."""
+    """Return the layers that are not quantized although others are: they have no schema, and are copied unchanged."""
     plain = {block.name for block in experts.blocks if block.format.is_float}
     return plain if len(plain) < len(experts.blocks) else set()
 
@@ -79,7 +79,7 @@ def _source_schema(block: MoeLayer, param_dtype: str, tp: int, round_scales: boo
 def _keeping(
     block: MoeLayer, param_dtype: str, tp: int, round_scales: bool = False
 ) -> tuple[WeightSchema | None, str]:
-    """The closest schema that keeps the block's format when it is cut for `tp` ranks, or None and why."""
+    """Return the closest schema that keeps the layer's format when it is cut for `tp` ranks, or None and the reason."""
     obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
     if block.intermediate_size % tp and not block.pads_last_rank:
         return None, f"{block.intermediate_size} columns are not {tp} equal slices"
@@ -93,9 +93,9 @@ def _keeping(
 
 
 def source_param_dtype(experts: ExpertMap) -> str | None:
-    """The parameter dtype the source was made for, or that keeps its 16-bit scales; None where any does.
+    """Return the parameter dtype the source was made for, or that keeps its 16-bit scales; None where any does.
 
-    Of blocks that differ, the first one's that has one.
+    If layers differ, the dtype of the first layer that has one.
     """
     sources = [block.format for block in experts.blocks]
     made_for = (source.option("param_dtype", source.scale_dtype) for source in sources if not source.is_float)
@@ -103,13 +103,13 @@ def source_param_dtype(experts: ExpertMap) -> str | None:
 
 
 def named(schema: WeightSchema) -> WeightSchema:
-    """The same schema under the name of the preset or shorthand that means it."""
+    """Return the same schema under the name of its preset or shorthand."""
     known = [*PRESETS.values(), *_shorthand(schema)]
     return next((one for one in known if one.humming_fields() == schema.humming_fields()), schema)
 
 
 def _shorthand(schema: WeightSchema) -> Iterator[WeightSchema]:
-    """The shorthand that comes closest to an integer schema."""
+    """Yield the shorthand that comes closest to an integer schema."""
     if schema.is_integer:
         size = f"-g{schema.weight_scale_group_size}" if schema.weight_scale_group_size else "-c"
         zero = "-fpzp" if schema.is_fp_zero_point else "-zp" if schema.has_zero_point else ""
@@ -117,7 +117,7 @@ def _shorthand(schema: WeightSchema) -> Iterator[WeightSchema]:
 
 
 def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
-    """The presets, and `source`, that keep the codes of every block: with their scales first, then rounded ones."""
+    """List presets, and `source`, that keep the codes of every layer: with exact scales first, then rounded ones."""
 
     def presets(rounded: tuple[str, ...]) -> list[str]:
         return [
@@ -136,7 +136,7 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
 
 def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOptions) -> str:
-    """What `source` stands for, with the numbers of blocks where they differ; "" where it is refused."""
+    """Describe the schema of `source`, with numbers of layers where they differ; "" where it is refused."""
     dtype, left = source_param_dtype(experts) or param_dtype, plain_blocks(experts)
     kept = [block for block in experts.blocks if block.name not in left]
     try:
@@ -146,22 +146,22 @@ def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOpti
     counts = Counter(one.name if one.name != SOURCE else one.describe() for one in own.values())
     if len(counts) == 1 and not left:
         return next(iter(counts))
-    words = [f"{name}: {number} block{'s' * (number > 1)}" for name, number in counts.items()]
-    return "; ".join([*words, *([f"left as they are: {len(left)}"] if left else [])])
+    counted = [f"{name}: {number} block{'s' * (number > 1)}" for name, number in counts.items()]
+    return "; ".join([*counted, *([f"left as they are: {len(left)}"] if left else [])])
 
 
 def _fits(block: MoeLayer, schema: WeightSchema) -> bool:
-    """Whether the block's sizes are whole scale groups of the schema, uncut."""
+    """Return whether the layer's sizes are whole scale groups of the schema, uncut."""
     return not (block.hidden_size % slice_unit(schema) or block.intermediate_size % slice_unit(schema))
 
 
 def _kind(source: SourceFormat) -> tuple[object, ...]:
-    words = source.to_dict()
-    return tuple(words[key] for key in sorted(words) if key not in ("name", "options", "decoder"))
+    document = source.to_dict()
+    return tuple(document[key] for key in sorted(document) if key not in ("name", "options", "decoder"))
 
 
 def _candidates(block: MoeLayer, tp: int, *, may_round: bool) -> Iterator[WeightSchema]:
-    """Schemas that may hold the block's format, the closest first; those that no kernel loads are left out."""
+    """Yield schemas that may hold the layer's format, the closest first; schemas that no kernel loads are left out."""
     source = block.format
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
     share = math.gcd(block.hidden_size, block.intermediate_size // tp)
@@ -201,7 +201,7 @@ def _candidates(block: MoeLayer, tp: int, *, may_round: bool) -> Iterator[Weight
 
 
 def _power_of_two(number: int) -> int:
-    """The largest power of two that divides a number."""
+    """Return the largest power of two that divides a number."""
     return number & -number
 
 
