@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from hqconv.serving.compatibility import check_machine, no_block
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.vllm.layer_names import find_block
 from hqconv.serving.vllm.other_layers import dense_config
+from hqconv.serving.vllm.limits import warn_of_untested
 from hqconv.serving.vllm.refusals import no_layers
 
 METHOD = "hqconv"
@@ -168,20 +167,3 @@ def _is_part_of_model() -> bool:
     """Return whether this process has only some of the model's layers, maybe without experts."""
     config = get_current_vllm_config_or_none()
     return config is None or config.parallel_config.pipeline_parallel_size > 1
-
-
-TESTED = ((0, 33), (0, 34))  # from, up to but not; pyproject's extra `vllm` says the same
-
-
-def warn_of_untested() -> None:
-    """Say so where this vLLM is none that hqconv was tested with."""
-    release = version("vllm")
-    found = tuple(map(int, re.findall(r"\d+", release)[:2]))
-    if not TESTED[0] <= found < TESTED[1]:
-        tested = ", ".join(".".join(map(str, numbers)) for numbers in TESTED)
-        logger.warning(
-            "hqconv's layers were tested with vLLM from %s up to, not including, %s; this is %s. "
-            "Check a few answers before you rely on it: `hqconv verify` judges the artifact, not the server.",
-            *tested.split(", "),
-            release,
-        )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections.abc import Iterable
+from importlib.metadata import version
 from typing import Any
 
 from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.weight_schema import WeightSchema
+
+TESTED = ((0, 33), (0, 34))  # from, up to but not; pyproject's extra `vllm` says the same
+logger = logging.getLogger("vllm.hqconv")
 
 _WEIGHS_INPUTS = ("llama4",)
 _FLOAT4 = ("float4e2m1", "float4e0m3")
@@ -161,3 +166,17 @@ def _selects_kernel(schema: WeightSchema) -> bool:
         "group": schema.bs_dtype == "float8e8m0" and schema.weight_scale_group_size == _MX_GROUP,
         "block": (schema.weight_scale_group_size_n, schema.weight_scale_group_size) == _BLOCK,
     }[kind]
+
+
+def warn_of_untested() -> None:
+    """Log a warning if hqconv was not tested with the installed vLLM."""
+    release = version("vllm")
+    found = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    if not TESTED[0] <= found < TESTED[1]:
+        tested = ", ".join(".".join(map(str, numbers)) for numbers in TESTED)
+        logger.warning(
+            "hqconv's layers were tested with vLLM from %s up to, not including, %s; this is %s. "
+            "Check a few answers before you rely on it: `hqconv verify` judges the artifact, not the server.",
+            *tested.split(", "),
+            release,
+        )
