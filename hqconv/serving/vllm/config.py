@@ -20,8 +20,8 @@ from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
 from hqconv.serving.compatibility import check_machine, no_block
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.vllm.layer_names import find_block
-from hqconv.serving.vllm.other_layers import dense_config
 from hqconv.serving.vllm.limits import warn_of_untested
+from hqconv.serving.vllm.other_layers import dense_config
 from hqconv.serving.vllm.refusals import no_layers
 
 METHOD = "hqconv"
