@@ -23,8 +23,6 @@ from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 from hqconv.serving.engine import ENGINE
 from hqconv.serving.rank_file import RankFile
 
-_OTHER_LAYER = "The server's layer is not the one that was converted."
-
 
 @dataclass(frozen=True)
 class ServerLayer:
@@ -108,13 +106,8 @@ def check_layer(
     }
     for what, (expected, found) in facts.items():
         if expected != found:
-            raise RequestError(
-                _OTHER_LAYER,
-                where=f"{view.location.name}: {converted.name}: {what}",
-                expected=expected,
-                found=f"{found} in {engine.name}'s model",
-                remedy=engine.layer_remedy,
-            )
+            where = f"{view.location.name}: {converted.name}: {what}"
+            raise _other_layer(where, expected, f"{found} in {engine.name}'s model", engine.layer_remedy)
 
 
 def check_rank_file(view: ArtifactView, file: RankFile, layer: ServerLayer, num_local_experts: int) -> None:
@@ -126,7 +119,17 @@ def check_rank_file(view: ArtifactView, file: RankFile, layer: ServerLayer, num_
     for what, (expected, found) in facts.items():
         if expected != found:
             where = f"{view.location.name}: {file.block}: {what}"
-            raise RequestError(_OTHER_LAYER, where=where, expected=expected, found=found)
+            raise _other_layer(where, expected, found)
+
+
+def _other_layer(where: str, expected: object, found: object, remedy: str = "") -> RequestError:
+    return RequestError(
+        "The server's layer is not the one that was converted.",
+        where=where,
+        expected=expected,
+        found=found,
+        remedy=remedy,
+    )
 
 
 def check_flags(
