@@ -1,4 +1,4 @@
-"""What only looks at names and headers loads no torch, no numba and no Humming, and is quick for it."""
+"""What only looks at names and headers loads no torch, no numba and no Humming."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 from tests.make.small import fp8_blocks, save
 from tests.make.startup import cold
-
-CPU_SECONDS = 1.5  # 0.2 to 0.4 on two cores; 2.2 with Humming and what it needs
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_look_loads_nothing_heavy(command: str, folder: Path) -> None:
-    """CPU time, so that a busy machine does not matter; best of three, as the first one may compile Python files."""
     words = [str(folder / word) if (folder / word).is_dir() else word for word in command.split()]
     words += ["--target", "sm90", "--device", "cpu"] if "--dry-run" in words else []
-    times_s = []
-    for _ in range(3):
-        loaded, seconds = cold(*words)
-        assert loaded == set()
-        times_s.append(seconds)
-        if seconds < CPU_SECONDS:
-            break
-    assert min(times_s) < CPU_SECONDS, times_s
+    assert cold(*words)[0] == set()
 
 
 @pytest.mark.skipif(has_driver(), reason="there may be a GPU, of which torch must tell")

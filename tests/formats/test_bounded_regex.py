@@ -74,7 +74,7 @@ def test_polynomial_patterns_are_matched_on_names_of_a_bounded_length(pattern: s
     regex.matches((text * 100)[:150])
     with pytest.raises(InputError, match="too long for a pattern"):
         regex.matches(text * 50_000)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("pattern", HARMLESS)

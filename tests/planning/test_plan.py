@@ -366,7 +366,7 @@ def test_a_kimi_sized_model_is_planned_in_seconds(grid: Grid) -> None:
     plan_of(synthetic(1, 3), "mxfp4")  # load Humming first
     started = time.process_time()
     plan = plan_of(source, "mxfp4", grid)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 60  # a guard against a square, no measurement
     assert 0.5e12 < plan.num_bytes_out < 0.7e12
 
 
@@ -374,7 +374,7 @@ def test_the_checkpoint_layout_of_a_kimi_sized_model_is_planned_in_seconds() -> 
     source = synthetic(60, 384, 7168, 2048)
     started = time.process_time()
     plan = plan_of(source, "mxfp4", layout="checkpoint")
-    assert time.process_time() - started < 4
+    assert time.process_time() - started < 60  # likewise
     assert all(file.size_bytes < 5.01e9 for group in plan.units for file in group.files)
 
 
