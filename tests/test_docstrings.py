@@ -27,7 +27,6 @@ UNFINISHED = frozenset(
         "schemas",
         "serving",
         "sources",
-        "verification",
     )
 )
 

@@ -27,7 +27,7 @@ _FACTS = {
     "top_k": "top_k",
     "source_dtype": "dtype",
 }
-Placed = tuple[str, TensorRef]  # file of the artifact, and where in it
+Placed = tuple[str, TensorRef]  # file of the artifact, and the position in it
 
 
 def check_accounting(
@@ -37,9 +37,9 @@ def check_accounting(
     config: Mapping[str, Any] | None,
     result: CheckResult,
 ) -> None:
-    """The manifest's `tensors` against its blocks and the shards; `copied` are the shards' ordinary tensors.
+    """Compare the manifest's `tensors` with its blocks and the shards; `copied`: the shards' ordinary tensors.
 
-    With a `config` (given where there is no source), the names are mapped once more, as if they were a
+    With a `config` (given if there is no source), the names are mapped once more, as if they were a
     checkpoint's: the same blocks must come out.
     """
     tensors = artifact.manifest.tensors
@@ -64,7 +64,7 @@ def check_accounting(
 
 
 def _is_known_by_names(block: MoeLayer) -> bool:
-    """Whether the block came from a checkpoint, whose tensors lie in the block's module."""
+    """Return whether the block came from a checkpoint, whose tensors lie in the block's module."""
     templates = (part.template for parts in block.parts.values() for part in parts.values())
     inside = any(template.startswith(f"{block.name}.") for template in templates)
     return inside or block.format.encoding not in KNOWN_BY_SOURCE
@@ -85,9 +85,7 @@ def _check_converted(
             by_block[block].add(name)
     for block_name, one in blocks.items():
         found = by_block[block_name]
-        if is_static(
-            artifact, block_name
-        ):  # which ones calibration missed is known by the source's names alone
+        if is_static(artifact, block_name):  # only the source's names tell which scales calibration missed
             scales = {name for name in found if name.endswith(names.INPUT_SCALE)}
             if not scales:
                 what = "No tensor is recorded for the static activation scales."
@@ -106,7 +104,7 @@ def _map_again(
     known = {name: ref for block in blocks.values() for name, ref in source_tensors(block).items()}
     known |= {name: TensorRef(name, e.dtype, e.shape, 0, 0, 0) for name, (_, e) in copied.items()}
     block = next(iter(blocks.values()))
-    # Of what was dropped only the names are recorded; one number fits in any block.
+    # Only names are recorded of dropped tensors; one number fits in any block.
     unknown = (block.dtype, (1,), 0, 0, 0)
     tensors = artifact.manifest.tensors
     listed = (*tensors.converted, *tensors.copied, *tensors.dropped)
@@ -126,7 +124,7 @@ def _map_again(
 
 
 def source_tensors(block: MoeLayer) -> dict[str, TensorRef]:
-    """A block's source tensors by name, as the manifest describes them; file and offset mean nothing."""
+    """Source tensors of a block by name, as the manifest describes them; file and offset mean nothing."""
     return {
         part.template.format(expert=e): TensorRef(
             part.template.format(expert=e), part.dtype, part.shape, 0, 0, 0
@@ -138,9 +136,9 @@ def source_tensors(block: MoeLayer) -> dict[str, TensorRef]:
 
 
 def as_converted(artifact: Artifact, experts: ExpertMap, order: Iterable[str]) -> ExpertMap:
-    """A mapping of the source with the artifact's choices: blocks copied as they were, activation scales converted.
+    """Map the source with the artifact's choices: blocks copied unchanged, activation scales converted.
 
-    Raises RequestError where that cannot be.
+    Raises RequestError if these choices do not fit the source.
     """
     if artifact.left:
         experts = experts.without(artifact.left, order)
@@ -148,12 +146,12 @@ def as_converted(artifact: Artifact, experts: ExpertMap, order: Iterable[str]) -
 
 
 def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: CheckResult) -> None:
-    """The manifest's blocks with those of a mapping, fact by fact."""
+    """Compare the manifest's blocks with the blocks of a mapping, fact by fact."""
     manifest = artifact.manifest
     if manifest.family != experts.family:
         found = manifest.family
         result.add(f"{names.MANIFEST}: family", f"The family is not that of {origin}.", experts.family, found)
-    # In other words by another version.
+    # Another version may phrase this differently.
     because, is_ours = manifest.family_chosen_because, manifest.hqconv_version == __version__
     if is_ours and because != experts.chosen_because:
         what = f"Why the family was chosen is not what {origin} say."
@@ -182,7 +180,7 @@ def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: 
 
 
 def _facts(block: MoeLayer, artifact: Artifact) -> dict[str, Any]:
-    """What the manifest must say of a mapped block."""
+    """Manifest entries that follow from a mapped block."""
     facts = {key: getattr(block, attribute) for key, attribute in _FACTS.items()}
     facts["source_format"] = block.format.to_dict()
     facts["source_parts"] = block.parts_to_dict()

@@ -1,4 +1,4 @@
-"""The `files` check against the source: its identity, its blocks and accounting, what was copied from it."""
+"""The `files` check against the source: its identity, its blocks and accounting, the tensors copied from it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def check_source(
     pool: ThreadPoolExecutor,
     result: CheckResult,
 ) -> None:
-    """Source identity, its blocks and accounting, copied tensors byte for byte, and the other files.
+    """Check source identity, blocks and accounting, copied tensors byte for byte, and the other files.
 
-    Of a source that an artifact on the way was made from, blocks and tensors are compared as far as they are the same.
+    For the source of an ancestor artifact, blocks and tensors are compared as far as they are the same.
     """
     lineage = Lineage.of(artifact, source)
     _check_identity(lineage.made.source, source, pool, result)
@@ -66,7 +66,7 @@ def check_source(
 
 
 def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:
-    """The card that the manifest lists is made of its words and the source's card; an older one is the source's."""
+    """Check the model card: the manifest's text and the source's card; in older artifacts the source's card alone."""
     manifest, card = artifact.manifest, source.loose.card
     if manifest.hqconv_version != __version__ or names.CARD not in manifest.files:  # another version's text
         return
@@ -86,7 +86,7 @@ def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None
 def _check_identity(
     recorded: ManifestSource, source: Source, pool: ThreadPoolExecutor, result: CheckResult
 ) -> None:
-    """The source is the one on record, by its files: repo and commit where both have them, and no folder's name."""
+    """Check that the source is the recorded one: its files, and repo and commit if both have them; no folder names."""
     what = "The source is not the one that was converted."
     where = f"{names.MANIFEST}: source"
     if recorded.revision is not None and source.revision is not None:
@@ -115,7 +115,7 @@ def _size_and_header(file: tuple[int | None, str | None] | None) -> str:
 def _check_digests(
     recorded: Sequence[SourceFileEntry], source: Source, pool: ThreadPoolExecutor, result: CheckResult
 ) -> None:
-    """The bytes of the source's files, where the manifest has their digests."""
+    """Check the bytes of the source's files for which the manifest has digests."""
     found = {file.name for file in source.files}
     listed = [
         (file.name, sha256)
@@ -134,7 +134,7 @@ def _check_digests(
 
 
 def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckResult, *, is_own: bool) -> None:
-    """Names of tensors; of another artifact's source those that were copied: experts have other names by now."""
+    """Compare tensor names; for an ancestor's source only copied tensors, since experts have other names now."""
     tensors = artifact.manifest.tensors
     if not is_own:
         what = f"{names.MANIFEST}: tensors: copied (against the source)"
@@ -158,7 +158,7 @@ def _compare_copied(
     pool: ThreadPoolExecutor,
     result: CheckResult,
 ) -> None:
-    """Dtype, shape and bytes of every copied tensor, in chunks; names are compared elsewhere."""
+    """Compare dtype, shape and bytes of every copied tensor, in chunks; names are compared elsewhere."""
     tasks: list[tuple[str, int]] = []
     for name in expected:
         if name not in copied:
@@ -197,7 +197,7 @@ def _compare_copied(
 def _differing(
     artifact: Artifact, source: Source, ref: TensorRef, place: Placed, start: int
 ) -> tuple[int, int] | HqconvError:
-    """How many bytes of a chunk differ, and the first of them."""
+    """Number of bytes of a chunk that differ, and the position of the first."""
     size = min(CHUNK_BYTES, ref.num_bytes - start)
     ours, theirs = np.empty(size, np.uint8), np.empty(size, np.uint8)
     try:

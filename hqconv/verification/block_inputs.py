@@ -1,4 +1,4 @@
-"""What the kernel of one block rounds activations to, by its rank files: LayerConfigs, and scales measured before."""
+"""Activation rounding of one block's kernel, from its rank files: LayerConfigs and static scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hqconv.verification.rounding import Rounding
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """Both GEMMs' roundings, the static scales they need (float32 [1]), and the columns of each TP rank."""
+    """Roundings of both GEMMs, the static scales they need (float32 [1]), and the columns of each TP rank."""
 
     roundings: dict[str, Rounding]
     static: dict[str, torch.Tensor]
@@ -26,7 +26,7 @@ class BlockInputs:
 
     @classmethod
     def of(cls, artifact: Artifact, block: str, device: torch.device) -> BlockInputs | None:
-        """Those of an artifact's block; None for 16-bit activations. Raises as reading a rank file does."""
+        """Read them from an artifact's block; None for 16-bit activations. Raises the errors of reading a rank file."""
         found = {gemm: Rounding.of(artifact.layer_config(block, gemm, 0, 0)) for gemm in names.GEMMS}
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
@@ -42,7 +42,7 @@ class BlockInputs:
         )
 
     def reference(self) -> Roundings:
-        """For the reference: each TP rank rounds its own columns of the intermediate, as it has no others."""
+        """Roundings for the reference: each TP rank rounds its own columns of the intermediate, as it has no others."""
 
         def hidden(values: torch.Tensor) -> torch.Tensor:
             parts = [self._round("w2", values[:, begin:end]) for begin, end in self.slices]
@@ -54,7 +54,7 @@ class BlockInputs:
         return Roundings(lambda values: self._round("w13", values).to(values.dtype), wide, hidden)
 
     def clipped(self, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Per GEMM with a static scale, the share of its inputs' values that the scale cuts off."""
+        """Fraction of input values that the static scale clips, for each GEMM that has one."""
         return {
             gemm: self.roundings[gemm].clipped(inputs[gemm], static) for gemm, static in self.static.items()
         }

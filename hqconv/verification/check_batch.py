@@ -33,7 +33,7 @@ _MAX_READERS = 8
 _SLACK_BYTES = 1 << 12  # of a slot, between aligned tensors
 _GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
 _GPU_BYTES_PER_WEIGHT = (
-    64  # of one expert's weights, while codes and float64 sums of its projections are made
+    64  # of one expert's weights, while codes and float64 sums of its projections are computed
 )
 _NUM_COLUMNS = 10  # of one projection: `measure_stack`, and 1 if it is wrong
 
@@ -74,7 +74,7 @@ def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) ->
 
 
 def why_not(schema: WeightSchema, param_dtype: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Quantize a small matrix on the device, which compiles Humming's ops; "" or what keeps them from it."""
+    """Quantize a small matrix on the device, which compiles Humming's ops; return "" or the reason for the failure."""
     n = max(64, schema.weight_scale_group_size_n)
     k = max(128, schema.weight_scale_group_size, schema.rotation)
     try:
@@ -168,7 +168,7 @@ class BatchedJob:
     def _compare(
         self, experts: range, raw: RawExperts | None, stacks: dict[str, DecodedStack]
     ) -> list[Outcome | None]:
-        """Launch all the work of a batch, and wait once for its figures."""
+        """Launch all the work of a batch, and wait once for its sums."""
         job, original = self.job, self.job.original
         schema, param = job.artifact.schema_of(job.block.name), job.artifact.param_dtype
         done: EncodedBatch | None = None
@@ -207,7 +207,7 @@ class BatchedJob:
         costs: dict[str, list[ErrorSums]],
         hashes: dict[str, list[bytes]],
     ) -> Outcome | None:
-        """The outcome of one expert, None if anything is wrong; `row` holds `_NUM_COLUMNS` of each role."""
+        """Outcome of one expert, None if anything is wrong; `row` holds `_NUM_COLUMNS` values of each role."""
         if not all(map(math.isfinite, row)):
             return None
         outcome = Outcome(expected={role: of_role[index] for role, of_role in hashes.items()})

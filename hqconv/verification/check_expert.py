@@ -76,7 +76,7 @@ class Job:
         self.misread = misread_code(artifact, block.name)
 
     def _folding(self) -> FusedExponents | None:
-        """The fusion of exponents into codes; without good headers there is nothing to compare."""
+        """Fusion of exponents into codes; None without good headers, since nothing is compared then."""
         if self.original is None or self.reader is None or not self.reader.forms:
             return None
         try:
@@ -150,7 +150,7 @@ class Job:
                 [outcome.found[role]] = fingerprints(found[role].codes)
 
     def expected(self, quantized: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, DecodedStack]:
-        """The source's projections as the artifact should hold them, from the quantizer's tensors [E, …] by role."""
+        """Expected projections of the artifact, by role, from the quantizer's tensors [E, …]."""
         expected = {}
         for role, tensors in quantized.items():
             bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
@@ -160,5 +160,5 @@ class Job:
 
 
 def _rotated(values: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
-    """The source's weights as they are quantized."""
+    """Source weights, rotated if the schema rotates them before quantization."""
     return rotate(values, schema.rotation) if schema.rotation else values

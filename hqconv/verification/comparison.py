@@ -35,7 +35,7 @@ class GemmPosition:
 
     @property
     def axis(self) -> int:
-        """The dimension that TP cuts."""
+        """Dimension that TP cuts."""
         return 1 if self.gemm == "w2" else 0
 
     def describe(self, role: str, tensor: str, shape: Sequence[int], index: Sequence[int]) -> str:
@@ -54,9 +54,9 @@ class GemmPosition:
 
 
 def unequal_fields(found: DecodedStack, expected: DecodedStack) -> dict[str, torch.Tensor | None]:
-    """Field → its unequal values, bool [E, …], of every field that may differ; None for another shape or dtype.
+    """Map each field that may differ to its unequal values, bool [E, …]; None for another shape or dtype.
 
-    A flushed scale may be anything up to the one that it shows.
+    A flushed scale may be any value up to the decoded one.
     """
     unequal: dict[str, torch.Tensor | None] = {}
     if found.scale_dtype != expected.scale_dtype:
@@ -84,9 +84,9 @@ def differs(found: DecodedStack, expected: DecodedStack) -> torch.Tensor:
 
 
 def _are_same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """True for equal tensors of the CPU that are in one piece; compared 8 bytes at a time, 20 times as fast as values.
+    """True for equal contiguous CPU tensors; compared 8 bytes at a time, 20 times as fast as values.
 
-    Of another device nothing is known before all its work is done.
+    False for tensors on another device: an answer would wait for all its work.
     """
     is_one_piece = left.is_contiguous() and right.is_contiguous()
     if left.device.type != "cpu" or not is_one_piece or left.nbytes % 8:

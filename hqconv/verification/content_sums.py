@@ -1,7 +1,7 @@
 """Content sums of the decoded tensors, compared with the sums that the conversion recorded: see `schemas/content_sums`.
 
-Without the source nothing else shows whether values are the conversion's and in their places. The packing of codes into
-words is written here once more, independent of the conversion.
+Without the source nothing else shows whether values are the conversion's and at their positions. The packing of codes
+into words is written here once more, independent of the conversion.
 
 Legend: E experts, R rows, K columns, W words.
 """
@@ -35,7 +35,7 @@ NOT_PACKED = {"scale": "weight_scale", "scale_2": "weight_scale_2", "bias": "bia
 
 
 def stack_totals(stack: DecodedStack, schema: WeightSchema) -> dict[str, torch.Tensor]:
-    """Content sum of each tensor of each expert, int64 [E]; meaningless for scales of which some are flushed."""
+    """Content sum of each tensor of each expert, int64 [E]; meaningless for scales that are partly flushed."""
     totals = {"weight": _sum_codes(stack.codes, schema.num_bits)}
     if stack.zero_point is not None:
         zero, is_float = stack.zero_point, schema.is_fp_zero_point
@@ -48,7 +48,7 @@ def stack_totals(stack: DecodedStack, schema: WeightSchema) -> dict[str, torch.T
 
 
 def expert_totals(totals: Mapping[str, torch.Tensor], expert: int, *, is_flushed: bool) -> Totals:
-    """One expert's part of `stack_totals`; scales that were flushed are not known any more."""
+    """Content sums of one expert from `stack_totals`; without flushed scales, whose values are lost."""
     return {
         name: int(sums[expert])
         for name, sums in totals.items()
@@ -109,12 +109,12 @@ def _sum_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def has_sums(artifact: Artifact, block: str) -> bool:
-    """True if a block has sums that can be repeated: older artifacts have none, and fused exponents change codes."""
+    """True if a block's recorded sums can be recomputed: older artifacts have none, fused exponents change codes."""
     return artifact.blocks[block].content_sums is not None and not is_folded(artifact, block)
 
 
 def against(artifact: Artifact, blocks: Sequence[MoeLayer], source: object | None) -> str:
-    """The sentence about what the blocks are compared with."""
+    """Note for the report: the reference that the blocks are compared with."""
     if source is not None:
         return "compared with the source"
     count = sum(has_sums(artifact, block.name) for block in blocks)
@@ -126,7 +126,7 @@ def against(artifact: Artifact, blocks: Sequence[MoeLayer], source: object | Non
 def check_content(
     artifact: Artifact, block: str, found: Sequence[Mapping[str, Totals]], result: CheckResult
 ) -> None:
-    """Compare a block's sums with the manifest's; `found`: by expert and role. Adds nothing where one is missing."""
+    """Compare a block's sums with the manifest's; `found`: by expert and role. Adds nothing if a sum is missing."""
     roles = sorted({role for one in found for role in one})
     if not has_sums(artifact, block) or any(one.keys() != set(roles) for one in found):
         return
@@ -136,16 +136,16 @@ def check_content(
         return
     for role in roles:
         where = f"{names.MANIFEST}: {block}: {SUMS}: {role}"
-        of_role, words = [one[role] for one in found], recorded[role]
+        of_role, of_tensor = [one[role] for one in found], recorded[role]
         held = {name for totals in of_role for name in totals}
-        if not held <= words.keys() <= held | {"weight_scale"}:
-            _add(result, where, sorted(held), str(words)[:80])
+        if not held <= of_tensor.keys() <= held | {"weight_scale"}:
+            _add(result, where, sorted(held), str(of_tensor)[:80])
             continue
         for name in sorted(held):
             each = [totals[name] for totals in of_role if name in totals]
-            if len(each) == len(of_role) and (total := _sum(each)) != words[name]:
-                because = _because(each, words[name])
-                _add(result, f"block {block}, {role}: {name}", words[name], f"{total}{because}")
+            if len(each) == len(of_role) and (total := _sum(each)) != of_tensor[name]:
+                because = _because(each, of_tensor[name])
+                _add(result, f"block {block}, {role}: {name}", of_tensor[name], f"{total}{because}")
 
 
 def _add(result: CheckResult, where: str, expected: object, found: object) -> None:

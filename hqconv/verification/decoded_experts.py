@@ -1,4 +1,4 @@
-"""The experts of the kernel check, read ahead by threads: decoded from the artifact, and as the source has them.
+"""Experts of the kernel check, prefetched by threads: decoded from the artifact, and read from the source.
 
 Legend: E experts, H hidden size, I intermediate size.
 """
@@ -22,17 +22,15 @@ from hqconv.models.source_protocol import Source
 from hqconv.verification.reference import Expert
 from hqconv.verification.scheduling import ahead
 
-_BATCH_WEIGHTS = (
-    1 << 26
-)  # decoded at once: 256 MiB of float32, and as much again a few times while they are made
+_BATCH_WEIGHTS = 1 << 26  # decoded at once: 256 MiB of float32, and a few times as much during decoding
 _NUM_AHEAD = 2
 T = TypeVar("T")
 
 
 class InOrder(Generic[T]):
-    """One value for each expert, for who asks in ascending order: batches are loaded ahead, and let go once passed.
+    """Values by expert for reads in ascending order: batches are prefetched, and freed once passed.
 
-    Who asks for an earlier expert again begins anew.
+    A read of an earlier expert starts again from its batch.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class InOrder(Generic[T]):
         self._here: tuple[range, Mapping[int, T]] = range(0), {}
 
     def __call__(self, expert: int) -> T:
-        """Raises what loading raises."""
+        """Return the value of an expert. Raises the errors of loading."""
         if expert < self._here[0].start or not self._here[0]:
             begin = next(i for i, batch in enumerate(self._batches) if expert in batch)
             self._coming = ahead(self._pool, self._load, self._batches[begin:], _NUM_AHEAD)
@@ -61,11 +59,11 @@ class InOrder(Generic[T]):
 def decoded_experts(
     artifact: Artifact, block: MoeLayer, device: torch.device, pool: ThreadPoolExecutor
 ) -> InOrder[Expert]:
-    """The artifact's experts on the device: `w1` (if gated), `w3` [I, H], `w2` [H, I], and biases; float32.
+    """Experts of the artifact on the device: `w1` (if gated), `w3` [I, H], `w2` [H, I], and biases; float32.
 
     Rotated weights are turned back.
 
-    Raises VerificationError, here or when it is asked for an expert, for what no conversion writes.
+    Raises VerificationError, here or when an expert is read, for values that no conversion writes.
     """
     reader = ExpertReader(artifact, block, refuse)
 
@@ -75,7 +73,7 @@ def decoded_experts(
     def load(experts: range) -> dict[int, Expert]:
         try:
             found, wrong = _load_batch(reader, experts, device)
-        except HqconvError:  # `load_one` says what is wrong
+        except HqconvError:  # `load_one` reports the fault
             found, wrong = {}, experts
         return found | {expert: load_one(expert) for expert in wrong}
 
@@ -104,7 +102,7 @@ def _load_batch(
 def source_experts(
     source: Source, block: MoeLayer, device: torch.device, pool: ThreadPoolExecutor
 ) -> InOrder[dict[str, SourceMatrix]]:
-    """The source's experts, as `Source.read_expert` gives them."""
+    """Experts of the source, as `Source.read_expert` returns them."""
 
     def load(experts: range) -> dict[int, dict[str, SourceMatrix]]:
         return {expert: source.read_expert(block, expert, block.roles, device) for expert in experts}

@@ -24,9 +24,9 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 @compiled_sums
 def sum_groups(weights_NK, bits_NK, decoded_NK, num_groups, widened, row):  # type: ignore[no-untyped-def]
-    """Sums in float64 of (w - d)**2, w**2, w * d, d**2; the largest (w - d)**2 / w**2 of a group, its row and group.
+    """Float64 sums of (w - d)**2, w**2, w * d, d**2; the largest (w - d)**2 / w**2 of a group, its row and group.
 
-    `weights_NK` is float32. Where it has no rows, `bits_NK` are bfloat16 patterns (uint16), of which `widened` uint32
+    `weights_NK` is float32. If it has no rows, `bits_NK` are bfloat16 patterns (uint16), of which `widened` uint32
     [K] and `row`, the same memory as float32, hold one row at a time.
     """
     group_size = np.uint64(decoded_NK.shape[1] // num_groups)
@@ -59,10 +59,10 @@ def sum_groups(weights_NK, bits_NK, decoded_NK, num_groups, widened, row):  # ty
 
 @dataclass
 class Figures:
-    """Sums over one matrix in float64: w the source, d the decoded weights; the first four without one are 0.
+    """Float64 sums over one matrix: w the source, d the decoded weights; without a source the first four are 0.
 
     error (w - d)**2, power w**2, dot w * d, worst (relative error of a group, row, group); decoded_power d**2.
-    quantizer: the cost as the conversion measures it. is_folded: exponents were fused into the codes since.
+    quantizer: error sums as the conversion measures them. is_folded: exponents were fused into the codes afterwards.
     num_misread: codes that the kernels are known to misread.
     """
 
@@ -80,13 +80,13 @@ class Figures:
     is_folded: bool = False
 
     def recorded_sums(self) -> tuple[float, float]:
-        """Error and power as the manifest records them: before the layout loses some, of the smallest e8m0 scales."""
+        """Error and power as the manifest records them: before the layout flushes the smallest e8m0 scales."""
         if (self.num_flushed or self.is_folded) and self.quantizer:
             return self.quantizer.error, self.quantizer.power
         return self.error, self.power
 
     def recorded_error(self) -> float:
-        """The relative error as the manifest records it."""
+        """Relative error as the manifest records it."""
         return relative_error(*self.recorded_sums())
 
 
@@ -99,7 +99,7 @@ def measure(
 ) -> Figures:
     """Sum up the error of one expert's matrix (E = 1, on the CPU) against `source` [N, K], some rows at a time.
 
-    misread: a code to be counted.
+    misread: code whose occurrences are counted.
     """
     flushed = 0 if matrix.flushed is None else int(matrix.flushed.sum())
     zero_scales = int((matrix.scale_value == 0).sum())
@@ -122,7 +122,7 @@ def measure(
 
 
 def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple[Any, ...]:
-    """`sum_groups` of some rows; without a source of the decoded ones with themselves."""
+    """Run `sum_groups` on some rows; without a source on the decoded rows against themselves."""
     none, bits = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
     widened = np.empty(decoded.shape[1], np.uint32)
     if source is not None and source.dtype == torch.bfloat16:
@@ -140,7 +140,7 @@ def measure_stack(
     param_dtype: str,
     misread: int | None = None,
 ) -> torch.Tensor:
-    """`measure` of stacks [E, N, K] on one device, which it does not wait for; `figures_of` reads a row of it.
+    """Launch `measure` for stacks [E, N, K] on one device without waiting; `figures_of` reads a row of the result.
 
     Returns float64 [E, 9]: error, power, dot, decoded power, largest ratio of a group's error and power, its index,
     number of scales that are zero, number of flushed ones, number of codes `misread`.
@@ -168,7 +168,7 @@ def measure_stack(
 def figures_of(
     row: Sequence[float], num_scales: int, num_groups: int, *, has_source: bool, quantizer: ErrorSums | None
 ) -> Figures:
-    """One expert's figures from its row of `measure_stack`; `num_groups` are in a row of the matrix."""
+    """Return one expert's figures from its row of `measure_stack`; `num_groups`: groups in a row of the matrix."""
     error, power, dot, decoded_power, ratio, index, *counts = row
     num_zero, num_flushed, num_misread = map(int, counts)
     worst = (math.sqrt(ratio), *divmod(int(index), num_groups)) if ratio > 0 else (0.0, 0, 0)
@@ -178,21 +178,21 @@ def figures_of(
 
 
 def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[str, Any]:
-    """One projection's figures over all experts, as JSON words; None for what is no number.
+    """JSON document of one projection's figures over all experts; None for values that are not finite.
 
     relative_error: Frobenius norm of w - d over that of w; sqnr_db: 10 log10 of power over error; cosine between
     w and d; the worst expert, and the worst scale group (or row) of all.
     """
-    words: dict[str, Any] = {
+    document: dict[str, Any] = {
         "zero_scale_share": sum(f.num_zero_scales for f in of_role) / sum(f.num_scales for f in of_role)
     }
     if num_flushed := sum(f.num_flushed for f in of_role):
-        words["num_flushed_scales"] = num_flushed
+        document["num_flushed_scales"] = num_flushed
     if num_misread := sum(f.num_misread for f in of_role):
-        words["num_misread_codes"] = num_misread
+        document["num_misread_codes"] = num_misread
     decoded = math.fsum(f.decoded_power for f in of_role)
     if not all(f.has_source for f in of_role):
-        return {"is_finite": math.isfinite(decoded), **words}
+        return {"is_finite": math.isfinite(decoded), **document}
     sums = [f.recorded_sums() if as_recorded else (f.error, f.power) for f in of_role]
     error, power = (math.fsum(s[i] for s in sums) for i in (0, 1))
     each = [relative_error(*s) for s in sums]
@@ -207,7 +207,7 @@ def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[
         "worst_expert": worst_expert,
         "worst_relative_error": _number(each[worst_expert]),
         "worst_group": {"expert": group_expert, "row": row, "group": group, "relative_error": relative},
-        **words,
+        **document,
     }
 
 

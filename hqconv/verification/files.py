@@ -1,6 +1,6 @@
 """The `files` check: manifest, files, headers and source against each other; no weight is decoded.
 
-It works on an artifact that somebody else made: what should be there is recomputed from the manifest's facts.
+Expected files and tensors are recomputed from the manifest's facts, whoever wrote the artifact.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _METADATA = {"format": "pt"}  # of an ordinary shard
 def check_files(
     artifact: Artifact, source: Source | None, num_threads: int, meter: Meter | None = None
 ) -> CheckResult:
-    """Everything but the weights' values: sizes, digests, headers, names, layout, config, copied tensors.
+    """Check everything but the weights' values: sizes, digests, headers, names, layout, config, copied tensors.
 
-    Without `source`, what only the source can tell is left out, and a note says so. Raises nothing for a
-    damaged artifact: whatever is wrong is a finding. `meter` counts the bytes of files that were read.
+    Without `source`, comparisons with the source are left out, and a note says so. Raises nothing for a
+    damaged artifact: every fault is a finding. `meter` counts the bytes of files that were read.
     """
     result = CheckResult("files")
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
@@ -68,7 +68,7 @@ def check_files(
 
 
 def _digest(artifact: Artifact, path: str, meter: Meter | None) -> str:
-    """A file's digest, or why there is none."""
+    """Digest of a file, or the reason why there is none."""
     try:
         return artifact.digest_of(path)
     except OSError as error:
@@ -81,7 +81,7 @@ def _digest(artifact: Artifact, path: str, meter: Meter | None) -> str:
 def _check_disk(
     artifact: Artifact, result: CheckResult, pool: ThreadPoolExecutor, meter: Meter | None
 ) -> None:
-    """Every file of the manifest is there with its size and digest."""
+    """Check that every file of the manifest exists with its size and digest."""
     present = []
     for path, entry in artifact.manifest.files.items():
         hidden = any(part.startswith(".") for part in path.split("/"))
@@ -93,14 +93,14 @@ def _check_disk(
             result.add(
                 path, "A file of the manifest is missing.", f"{entry.size_bytes} bytes", "no such file"
             )
-        elif path == names.CARD:  # people may edit it: `check_beside` says so
+        elif path == names.CARD:  # people may edit it: `check_beside` notes it
             continue
         elif size != entry.size_bytes:
             result.add(path, "A file has another size.", entry.size_bytes, size)
         else:
             present.append(path)
 
-    # Every file by one thread: the largest first, so that none of them is begun when the others are done.
+    # One thread per file: the largest first, so that no large file is begun when the others are done.
     by_size = sorted(present, key=lambda path: -artifact.manifest.files[path].size_bytes)
     num_told = sum(map(artifact.is_proven_by_hub, present))
     if num_told:
@@ -119,7 +119,7 @@ def _check_disk(
 
 
 def _blocks(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
-    """The manifest's blocks, as many as can be true."""
+    """Blocks of the manifest whose entries are consistent."""
     blocks = {}
     for name in artifact.blocks:
         try:
@@ -134,7 +134,7 @@ def _blocks(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
 
 
 def _check_importance(artifact: Artifact, blocks: Mapping[str, MoeLayer], result: CheckResult) -> None:
-    """What the search was weighted with is there as the manifest says, and is something to weight it with."""
+    """Check that the importance file of the search is the recorded one, and is valid."""
     recorded = artifact.manifest.importance
     if recorded is None:
         return
@@ -153,7 +153,7 @@ def _check_importance(artifact: Artifact, blocks: Mapping[str, MoeLayer], result
 
 
 def _note_versions(artifact: Artifact, result: CheckResult) -> None:
-    """The layout is recomputed by the Humming that is installed, whichever it was made with."""
+    """Note other versions: the installed Humming recomputes the layout, whatever version wrote it."""
     made_with = artifact.manifest.humming_kernels_version
     with suppress(PackageNotFoundError):
         installed = version("humming-kernels")
@@ -179,7 +179,7 @@ def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
 
 
 def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: CheckResult) -> None:
-    """Ordinary shards are numbered without gaps, and the index names exactly their tensors."""
+    """Check that ordinary shards are numbered without gaps, and that the index names exactly their tensors."""
     listed = sorted(filter(artifact.is_shard, artifact.manifest.files))
     total = len(listed)
     expected = [names.shard_name(i, total) for i in range(1, total + 1)]
@@ -202,7 +202,7 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
 
 
 def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Placed]:
-    """Every tensor of the shards by name; each is in one of them, and all say that they are torch's."""
+    """Tensors of the shards by name; each must be in one shard only, and every shard in torch's format."""
     inside: dict[str, Placed] = {}
     for path, (entries, metadata) in shards.items():
         compare_dicts(
@@ -217,9 +217,9 @@ def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Plac
 
 
 def _check_config(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, Any] | None:
-    """config.json is the source's plus the manifest's schema; returns it, None if it cannot be read.
+    """Check that config.json is the source's plus the manifest's schema; return it, None if it cannot be read.
 
-    Artifacts of the kernel layout that are older than the entry for transformers have none.
+    Kernel layout artifacts that are older than the entry for transformers have no such entry.
     """
     config = read_json(artifact.root / names.CONFIG, result)
     if names.CONFIG not in artifact.manifest.files:

@@ -1,7 +1,7 @@
-"""What is left of mxfp4 weights where their exponents are fused into the codes, worked out apart from the conversion.
+"""Expected mxfp4 weights after their exponents are fused into the codes, computed independently of the conversion.
 
 fp8 and int8 hold an e2m1 value times a few powers of two only: 12 of them in one rank's expert (fp8), 4 in one row of
-it (int8). Where exponents lie further apart the small ones are raised, and their codes divided by as much: rounded to
+it (int8). If exponents lie further apart, the small ones are raised and their codes divided by as much: rounded to
 e2m1, half away from zero. So the codes depend on the rank, and on its padding, whose scales are 1.0.
 
 Legend: E experts, N rows, K columns, G groups along K.
@@ -23,20 +23,20 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.grid import TpSlice, tp_slices
 
-_ONE = 127  # 1.0 in e8m0: what rows are padded with
+_ONE = 127  # 1.0 in e8m0: the scale of padded rows
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _MINUS_ZERO = 8
 _CHUNK_NUMBERS = 1 << 20  # shifted at once
 
 
 def is_folded(artifact: Artifact, block: str) -> bool:
-    """Whether a block's codes have exponents of their scales in them."""
+    """Return whether exponents of the scales are fused into a block's codes."""
     is_kernel = artifact.spec.layout == names.KERNEL
     return is_kernel and fuses_exponents(artifact.kernel_spec_of(block))
 
 
 def misread_code(artifact: Artifact, block: str) -> int | None:
-    """The code that a block's kernels misread, if there is one: minus zero of e2m1 under int8 activations.
+    """Return the code that a block's kernels misread, if any: minus zero of e2m1 under int8 activations.
 
     Humming 0.1.19 (`dequant_fused.cuh`) negates four int8 weights at once by a subtraction over the whole word: for a
     minus zero it takes one from the next weight of its word. Its own conversion replaces the source's minus zeros, but
@@ -48,9 +48,9 @@ def misread_code(artifact: Artifact, block: str) -> int | None:
 
 @dataclass(frozen=True)
 class FusedExponents:
-    """One block's: largest distance of exponents, of one row or of a rank's expert, and whether ranks' rows are padded.
+    """Fusion in one block: largest distance of exponents in one row or in a rank's expert, and padding of ranks' rows.
 
-    is_padded: GEMM → for each TP rank.
+    is_padded: GEMM → one flag for each TP rank.
     """
 
     max_range: int
@@ -59,7 +59,7 @@ class FusedExponents:
     is_padded: Mapping[str, tuple[bool, ...]]
 
     def fold(self, expected: Mapping[str, DecodedStack]) -> dict[str, DecodedStack]:
-        """Quantized projections by role as the ranks hold them, put together again."""
+        """Return quantized projections by role as the ranks hold them, joined again."""
         folded: dict[str, DecodedStack] = {}
         for gemm, roles in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             of_gemm = {role: expected[role] for role in roles if role in expected}
@@ -88,7 +88,7 @@ class FusedExponents:
     def _least_exponents(
         self, gemm: str, expected: Mapping[str, DecodedStack], part: TpSlice
     ) -> dict[str, torch.Tensor]:
-        """The smallest exponents that a rank's slice keeps, int32 [E, N, 1] or [E, 1, 1], by role."""
+        """Smallest exponents that a rank's slice keeps, int32 [E, N, 1] or [E, 1, 1], by role."""
         axis = 2 if gemm == "w2" else 1
         slices = {role: _cut(one.scale, axis, part, one.codes).int() for role, one in expected.items()}
         if self.is_by_rows:
@@ -100,7 +100,7 @@ class FusedExponents:
 
 
 def folding_of(artifact: Artifact, block: MoeLayer) -> FusedExponents | None:
-    """How a block's codes are folded; None where they are not. Raises VerificationError for a damaged file."""
+    """Fusion of a block's exponents into its codes, None without it. Raises VerificationError for a damaged file."""
     if not is_folded(artifact, block.name):
         return None
     ranks = range(artifact.grid.tp)
@@ -116,13 +116,13 @@ def folding_of(artifact: Artifact, block: MoeLayer) -> FusedExponents | None:
 
 
 def folding_bytes(artifact: Artifact, block: MoeLayer) -> int:
-    """Memory that one expert's folding needs: other codes of gate and up, and the table's indices of a chunk."""
+    """Memory for folding one expert, in bytes: new codes of gate and up, and the table's indices of a chunk."""
     weights = 2 * block.hidden_size * block.intermediate_size
     return weights + 16 * _CHUNK_NUMBERS if is_folded(artifact, block.name) else 0
 
 
 def _cut(values: torch.Tensor, axis: int, part: TpSlice, codes: torch.Tensor) -> torch.Tensor:
-    """A rank's part of codes, or of scales along the same axis."""
+    """Cut a rank's part of codes, or of scales along the same axis."""
     size, full = values.size(axis), codes.size(axis)
     return values.narrow(axis, part.begin * size // full, (part.end - part.begin) * size // full)
 
@@ -139,7 +139,7 @@ def _shift(codes: torch.Tensor, shifts: torch.Tensor, out: torch.Tensor) -> None
 
 
 def _shifted() -> np.ndarray:
-    """What becomes of each e2m1 code by a shift: uint8 [256 shifts, 16 codes]. Minus zero becomes zero."""
+    """Table of e2m1 codes after a shift: uint8 [256 shifts, 16 codes]. Minus zero becomes zero."""
     values = _E2M1[None, :] / np.exp2(np.arange(256.0))[:, None]
     halfway = (_E2M1[1:] + _E2M1[:-1]) / 2
     magnitude = np.searchsorted(halfway, values, side="right").astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Static activation scales: every rank's file has the manifest's number, and that is the source's."""
+"""Checks of static activation scales: rank files against the manifest, and the manifest against the source."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WHAT = "A static activation scale is not the {}."
 
 
 def is_static(artifact: Artifact, block: str) -> bool:
-    """Whether a block's activations have static scales; a manifest that cannot be true has none."""
+    """Return whether a block's activations have static scales; False for an invalid manifest."""
     try:
         return artifact.kernel_spec_of(block).inputs.is_static
-    except HqconvError:  # reported where the manifest is looked at
+    except HqconvError:  # reported by the check of the manifest
         return False
 
 
 def check_rank_scales(artifact: Artifact, blocks: Iterable[MoeLayer], result: CheckResult) -> None:
-    """For the `files` check: the manifest's numbers can be scales, and all ranks have them."""
+    """Check for `files` that the manifest's numbers are valid scales, and that all ranks have them."""
     for block in blocks:
         if not is_static(artifact, block.name):
             continue
@@ -50,11 +50,11 @@ def check_source_scales(
     sources: Mapping[str, MoeLayer],
     result: CheckResult,
 ) -> None:
-    """For the `weights` check: manifest and ranks have what the source's scales come to."""
+    """Check for `weights` that manifest and ranks have the scales that follow from the source's."""
     with ThreadPoolExecutor(8, "hqconv-verify") as pool:
         for block in blocks:
             if block.name not in sources or not is_static(artifact, block.name):
-                continue  # a missing block is reported where its weights are looked for
+                continue  # a missing block is reported by the check of its weights
             try:
                 expected = reduce_scales(source, sources[block.name], pool)
             except HqconvError as error:
@@ -68,7 +68,7 @@ def check_source_scales(
 
 
 def _recorded(artifact: Artifact, block: str) -> dict[str, float | None]:
-    """GEMM → what the manifest says."""
+    """Recorded static scale of each GEMM in the manifest."""
     entries = {gemm: artifact.blocks[block].gemm(gemm) for gemm in names.GEMMS}
     return {gemm: None if entry is None else entry.input_scale for gemm, entry in entries.items()}
 
@@ -80,7 +80,7 @@ def _is_scale(number: Any) -> bool:
 def _compare(
     artifact: Artifact, block: str, expected: InputScales | Mapping[str, Any], whose: str, result: CheckResult
 ) -> None:
-    """Every rank's number of each GEMM with the expected one."""
+    """Compare every rank's scale of each GEMM with the expected one."""
     for tp_rank, ep_rank in artifact.grid.ranks:
         for gemm in names.GEMMS:
             where = f"{names.rank_file(block, tp_rank, ep_rank)}, tensor {names.input_scale(block, gemm)}"

@@ -1,4 +1,4 @@
-"""The kernel check: the production fused-MoE kernel on every rank, against a plain block in float64.
+"""The kernel check: the production fused-MoE kernel on every rank, against a plain MoE layer in float64.
 
 Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate size.
 """
@@ -51,14 +51,14 @@ def check_kernel(
     device: torch.device,
     num_threads: int = 1,
 ) -> CheckResult:
-    """Run the kernel on the chosen blocks; `num_threads` read experts ahead.
+    """Run the kernel on the chosen blocks; `num_threads` threads prefetch experts.
 
     `measured[block]` gets `kernel` (relative error against the decoded weights over all batches: the worst of the
     summed output and each rank's activated intermediate), `channel` (the same for the worst single channel),
     `batch` (for the worst single batch), where activations are quantized the same three after `rounded_` (against the
-    decoded weights with activations that the reference rounds), `clipped` for scales measured beforehand and, with a
+    decoded weights with activations that the reference rounds), `clipped` for static scales and, with a
     source, `against_source` (decoded weights in the same block against the source's) and `weights_against_source`
-    (per projection). Blocks whose activation is known by name only are passed over, and the notes say so; where all
+    (per projection). Blocks whose activation is known by name only are skipped, with a note; if all
     are, the check is skipped.
     """
     result = CheckResult("kernel")
@@ -88,7 +88,7 @@ def check_kernel(
 
 
 def _recorded(error: ProjectionError) -> float:
-    """How far a projection's decoded weights are off the source's; where scales were rounded, of any of its experts."""
+    """Recorded relative error of a projection's decoded weights; with rounded scales the largest of its experts."""
     return max(error.relative_error or 0.0, error.largest_scale_change or 0.0)
 
 
@@ -106,7 +106,7 @@ def _measure(
     of_source: Mapping[str, MoeLayer],
     pool: ThreadPoolExecutor,
 ) -> dict[str, Any]:
-    """All figures of one block."""
+    """Measure one block: all its figures."""
     device, activation = batches[0].x.device, artifact.activation_of(block)
     decoded = decoded_experts(artifact, artifact.expert_block(block), device, pool)
     everything = together(batches)
@@ -114,7 +114,7 @@ def _measure(
     roundings = [EXACT] if inputs is None else [EXACT, inputs.reference()]
     expected = moe_forwards(everything.x.double(), everything.routing, decoded, activation, roundings)
     exact, *rounded = _compare_kernel(artifact, block, batches, expected, device)
-    measured = exact | {f"rounded_{key}": value for words in rounded for key, value in words.items()}
+    measured = exact | {f"rounded_{key}": value for figures in rounded for key, value in figures.items()}
     if inputs is not None and inputs.static:
         measured["clipped"] = inputs.clipped({"w13": everything.x, "w2": expected[0][1]})
     if source is not None:
@@ -133,9 +133,9 @@ def _compare_kernel(
     expected: list[tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    """Kernel against decoded weights: whole output, every rank's intermediate, and the worst channel.
+    """Compare the kernel with decoded weights: whole output, every rank's intermediate, and the worst channel.
 
-    `expected` are references' outputs and intermediates of all batches together; each gives its own figures.
+    `expected`: outputs and intermediates of each reference for all batches together; one result for each reference.
     """
     layer, activation = artifact.blocks[block], artifact.activation_of(block)
     counts = [b.x.size(0) for b in batches]
@@ -173,7 +173,7 @@ def _compare_kernel(
 
 
 def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
-    """Both GEMMs' LayerConfigs, of one rank for each number of local experts, which is compiled into the kernel."""
+    """LayerConfigs of both GEMMs from one rank for each number of local experts, which is compiled into the kernel."""
     num_experts = artifact.blocks[block].num_experts
     of_count = {len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)}
     return [
@@ -183,7 +183,7 @@ def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
 
 
 def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device: torch.device) -> None:
-    """Compile what `check_kernel` will need of one block; any thread may. Raises as it would."""
+    """Compile the kernels that `check_kernel` needs for one block, in any thread. Raises the same errors."""
     layer, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
     with torch.cuda.device(device):
         configs = gemm_configs(artifact, block)
@@ -214,7 +214,7 @@ def _compare_source(
     decoded: Callable[[int], Expert],
     original: Callable[[int], Mapping[str, SourceMatrix]],
 ) -> dict[str, Any]:
-    """Decoded weights (`found`: their output) against the source's, and what the projections' errors explain."""
+    """Compare decoded weights (`found`: their output) with the source's, and with the projections' errors."""
     sums: dict[str, torch.Tensor] = {}  # squared differences and squares, on the device
 
     def exact(expert: int) -> Expert:
@@ -241,7 +241,7 @@ def _compare_source(
 def _load_rank(
     artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device: torch.device
 ) -> dict[str, Gemm]:
-    """One rank's kernel tensors on the device, as a server would have them."""
+    """Load one rank's kernel tensors to the device, as a server holds them."""
     gemms = load_rank(artifact, block, tp_rank, ep_rank, str(device))
     return {
         name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size) for name, gemm in gemms.items()

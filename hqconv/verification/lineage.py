@@ -1,7 +1,7 @@
-"""Which of the sources on an artifact's way a given one is, and whether the artifact can be held to it.
+"""Relation of a given source to an artifact: its own source or an ancestor's, and whether their codes are comparable.
 
-An artifact that was cut from an artifact has the codes that the first conversion made, where every later one kept them:
-then it is compared with the first source as if it had been made of it.
+An artifact that was cut from an artifact has the codes of the first conversion, if every later one kept them:
+then it is compared with the first source as if that were its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from hqconv.schemas.options import QUANTIZERS, RTN
 
 @dataclass(frozen=True)
 class Lineage:
-    """made: what the artifact says of the one that was made from the given source. between: of those made since, the
-    nearest first; none where the source is the artifact's own.
+    """Artifact that was converted from the given source, and the artifacts converted since.
+
+    made: recorded facts of the artifact converted from the source. between: facts of the artifacts converted since,
+    the nearest first; empty if the source is the artifact's own.
     """
 
     made: Manifest | Ancestor
@@ -28,7 +30,7 @@ class Lineage:
 
     @classmethod
     def of(cls, artifact: Artifact, source: Source) -> Lineage:
-        """By the source's files, or else by their names; the artifact's own source, where no step lists them."""
+        """Find the source by its files, or else by their names; the artifact's own source if no step lists them."""
         steps = artifact.manifest.steps
         for keys in (("name", "header_sha256"), ("name",)):
             found = {tuple(getattr(file, key) for key in keys) for file in source.files}
@@ -40,7 +42,7 @@ class Lineage:
 
     @property
     def is_own(self) -> bool:
-        """Whether the source is the one that the artifact itself was made from."""
+        """True if the artifact itself was converted from the source."""
         return not self.between
 
     def encoding_options(self, importance: Importance | None) -> EncodingOptions:
@@ -48,7 +50,7 @@ class Lineage:
         return EncodingOptions.from_dict(self.made.to_dict(), importance)
 
     def why_not_comparable(self, artifact: Artifact) -> str:
-        """Why the artifact's codes are not those that the source gives; "" where they are."""
+        """Return why the artifact's codes are not comparable with the source's; "" if they are."""
         if self.is_own:
             return ""
         quantizer = self.made.quantizer or RTN

@@ -1,4 +1,4 @@
-"""What checks on a GPU would have to wait for, begun beside those before them: Humming's kernels, compiled."""
+"""Background compilation of Humming's kernels for the GPU checks, during the checks before them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hqconv.verification.kernel import compile_ahead
 
 @contextmanager
 def begun(tasks: Sequence[Callable[[], object]]) -> Iterator[Callable[[], None]]:
-    """Run tasks side by side; gives what waits for all of them. Their errors are left to who needs what they make."""
+    """Run tasks in parallel; yield a function that waits for all. Errors are left to the users of the kernels."""
     if not tasks:
         yield lambda: None
         return
-    humming()  # by one thread only: it is changed on its way in
+    humming()  # by one thread only: it is patched during the import
     pool = ThreadPoolExecutor(len(tasks), "hqconv-prepare")
     running = [pool.submit(task) for task in tasks]
 
@@ -46,10 +46,10 @@ def kernel_tasks(
     for block in blocks:
         layer = artifact.blocks[block]
         try:
-            if not artifact.knows_activation(block):  # the check passes over it
+            if not artifact.knows_activation(block):  # the check skips it
                 continue
             configs = [artifact.layer_config(block, gemm, 0, 0) for gemm in names.GEMMS]
-        except (HqconvError, OSError):  # the check comes upon it
+        except (HqconvError, OSError):  # the check reports it
             continue
         facts = [layer.top_k, layer.activation, layer.gated, layer.num_experts]
         facts.append(layer.activation_parameters)
@@ -58,10 +58,10 @@ def kernel_tasks(
 
 
 def other_layout(artifact: Artifact) -> str:
-    """Why a GPU of the artifact's target cannot run its kernels on this machine; nothing where it can.
+    """Return why a GPU of the artifact's target cannot run its kernels on this machine; "" if it can.
 
-    Where the layout depends on the compiler, Humming is asked what it is with the one here. Raises VerificationError
-    for facts that cannot be true.
+    If the layout depends on the compiler, Humming computes it for the installed one. Raises VerificationError
+    for invalid facts.
     """
     firsts = {artifact.kernel_spec_of(name): name for name in reversed(artifact.blocks)}
     for kind, name in firsts.items():

@@ -1,4 +1,4 @@
-"""The `files` check's headers: rank files and packed experts have what the manifest's facts imply."""
+"""The `files` check of headers: rank files and packed experts against the layout that the manifest implies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Stored = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
 def _forms(of_block: Callable[[MoeLayer], T], block: MoeLayer, result: CheckResult) -> T | None:
-    """Humming's layout of a block; None where Humming is not here (noted) or has none (a finding)."""
+    """Layout of a block by Humming; None without Humming (noted), or if it has no such layout (a finding)."""
     try:
         return of_block(block)
     except ModuleNotFoundError:
@@ -37,7 +37,7 @@ def _forms(of_block: Callable[[MoeLayer], T], block: MoeLayer, result: CheckResu
 def check_ranks(
     artifact: Artifact, blocks: Mapping[str, MoeLayer], headers: Mapping[str, Header], result: CheckResult
 ) -> None:
-    """Every rank has one file of every block, with the tensors and LayerConfigs that the facts imply."""
+    """Check that every rank has one file of every block, with the tensors and LayerConfigs that the facts imply."""
     expected_paths: set[str] = set()
     for block in blocks.values():
         grid, form = artifact.grid, _forms(artifact.kernel_forms, block, result)
@@ -62,7 +62,7 @@ def check_ranks(
 
 
 def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
-    """Without Humming: the first rank's file, as what the others must look like."""
+    """Kernel forms of the first rank's file, which the other files must match if there is no Humming."""
     forms = {}
     for gemm in names.GEMMS:
         prefix = f"{block}.{gemm}_"
@@ -71,10 +71,10 @@ def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
             for name, ref in header[0].items()
             if name.startswith(prefix) and not names.is_input_scale(name)
         }
-        words: Any = None
-        with suppress(KeyError, ValueError, RecursionError):  # reported where the file is compared
-            words = json.loads(header[1][gemm])
-        forms[gemm] = KernelForm(tensors, words if isinstance(words, dict) else {}, {})
+        document: Any = None
+        with suppress(KeyError, ValueError, RecursionError):  # reported by the comparison of the file
+            document = json.loads(header[1][gemm])
+        forms[gemm] = KernelForm(tensors, document if isinstance(document, dict) else {}, {})
     return forms
 
 
@@ -87,7 +87,7 @@ def _check_gemm_metadata(
         entry = artifact.blocks[block.name].gemm(gemm)
         found = {} if entry is None else {**entry.to_dict(), **entry.flags}
         found.pop("flags", None)
-        if is_static(artifact, block.name):  # its scale is looked at by itself
+        if is_static(artifact, block.name):  # its scale is checked separately
             found.pop(names.INPUT_SCALE, None)
         where = f"{names.MANIFEST}: {block.name}: {gemm}"
         compare_dicts(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
@@ -102,7 +102,7 @@ def _compare_with_form(
     extra: Mapping[str, Stored],
     result: CheckResult,
 ) -> None:
-    """`extra`: dtype and shape of tensors that the form does not know."""
+    """Compare a file's header with a form; `extra`: dtype and shape of tensors that the form does not know."""
     expected: dict[str, Stored] = {
         f"{block}.{gemm}_{name}": (tensor.dtype, (num_local, *tensor.shape))
         for gemm, one in form.items()
@@ -114,16 +114,16 @@ def _compare_with_form(
     for gemm, one in form.items():
         where = f"{path}, metadata {gemm}"
         try:
-            words = json.loads(header[1][gemm])
+            document = json.loads(header[1][gemm])
         except (KeyError, ValueError, RecursionError) as error:
             result.add(where, "The file holds no layer config.", "a JSON object", repr(error))
             continue
         what = "A layer config is not the one of the manifest's facts."
-        compare_dicts(where, what, {**one.config, "num_experts": num_local}, words, result)
+        compare_dicts(where, what, {**one.config, "num_experts": num_local}, document, result)
 
 
 def _check_rank(path: str, metadata: Mapping[str, str], says: bool, result: CheckResult) -> None:
-    """A file says whose it is. `says`: whether the manifest is of a version whose files do."""
+    """Check the rank that a file's metadata names. `says`: true for manifest versions whose files name it."""
     where, own = f"{path}, metadata rank", path.split("/")[-2]
     if (other := names.other_rank(path, metadata)) is not None:
         result.add(where, "This is the file of another rank.", own, other)
@@ -147,7 +147,7 @@ def check_packed(
     inside: Mapping[str, tuple[str, Any]],
     result: CheckResult,
 ) -> set[str]:
-    """The experts' packed tensors of the checkpoint layout; returns their names (none in the kernel layout)."""
+    """Check the experts' packed tensors of the checkpoint layout; return their names (none in the kernel layout)."""
     found: set[str] = set()
     if artifact.manifest.is_kernel:
         return found

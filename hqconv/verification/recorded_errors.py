@@ -1,4 +1,4 @@
-"""The error figures that the manifest records, with those that are measured."""
+"""Comparison of the error figures that the manifest records with the measured ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hqconv.schemas.options import RTN
 from hqconv.verification.figures import Figures, summarize
 from hqconv.verification.result import CheckResult, compare_dicts
 
-_DECODED = 2.0**-20  # of a weight: what float32 products may add to its scale's change
+_DECODED = 2.0**-20  # of a weight: error of float32 products on top of its scale's change
 _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
 
 
@@ -29,7 +29,7 @@ def check_recorded(
     is_coded: bool,
     result: CheckResult,
 ) -> None:
-    """The manifest's error figures with those measured, where every expert was."""
+    """Compare the manifest's error figures with the measured ones, if every expert was measured."""
     for role in sorted(recorded.keys() | figures.keys()):
         where = f"{names.MANIFEST}: {block.name}: quantization_error: {role}"
         of_role, error = figures.get(role, []), recorded.get(role)
@@ -38,7 +38,7 @@ def check_recorded(
             result.add(where, what, list(figures), error and error.to_dict())
         elif len(of_role) == block.num_experts:
             each = [one.recorded_error() for one in of_role]
-            # Experts that were kept as they are have no error; the total is of the others.
+            # Experts that were kept unchanged have no error; the total is of the others.
             changed = [one for one in of_role if one.quantizer is None or not one.quantizer.is_exact]
             total = summarize(changed, as_recorded=True)["relative_error"] if changed else 0.0
             worst = error.worst_expert
@@ -52,14 +52,14 @@ def check_recorded(
 
 
 def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: CheckResult) -> None:
-    """Of experts with the same sums, as the conversion measures them, the first is the worst."""
+    """Check that the worst expert is the first of those with the same sums, as the conversion measures them."""
     costs = [one.quantizer and (one.quantizer.error, one.quantizer.power) for one in of_role]
     if costs[worst] is not None and (first := costs.index(costs[worst])) != worst:
         result.add(where, "Of experts with the same error the first is the worst.", first, worst)
 
 
 def check_search(artifact: Artifact, result: CheckResult) -> None:
-    """Whether the search that chose the scales is this hqconv's, and so can be repeated."""
+    """Check that the search that chose the scales is this hqconv's, and so can be repeated."""
     if artifact.spec.encoding.quantizer == RTN or artifact.search_version == SEARCH_VERSION:
         return
     result.add(
@@ -72,9 +72,9 @@ def check_search(artifact: Artifact, result: CheckResult) -> None:
 
 
 def check_changes(name: str, layer: ManifestLayer, param_dtype: str, result: CheckResult) -> None:
-    """How far a block's scales moved: said where they were rounded and nowhere else, and no more than rounding does."""
+    """Check recorded scale changes: present only for rounded scales, and not larger than rounding causes."""
     is_rounded = layer.conversion == DIRECT_ROUNDED
-    limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # of no other dtype is an artifact
+    limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # artifacts have no other dtype
     for role, error in layer.quantization_error.items():
         change, worst = error.largest_scale_change, error.worst_relative_error
         where = f"{names.MANIFEST}: {name}: quantization_error: {role}: largest_scale_change"
@@ -94,7 +94,7 @@ def check_changes(name: str, layer: ManifestLayer, param_dtype: str, result: Che
 def _check_counts(
     where: str, error: ProjectionError, costs: Sequence[ErrorSums], is_coded: bool, result: CheckResult
 ) -> None:
-    """The manifest's counts of what was quantized anew, of what came out without an error, and how far scales moved."""
+    """Check the manifest's counts of requantized matrices and exact scale groups, and the scale changes."""
     expected = (requantized_counts(costs) if is_coded else {}) | scale_changes(costs)
     known = {"relative_error", "worst_expert", "worst_relative_error"}
     found = {key: value for key, value in error.to_dict().items() if key not in known}

@@ -1,4 +1,4 @@
-"""A plain Mixture-of-Experts block in high precision: the judge of the kernel. Shares no code with conversion.
+"""A plain Mixture-of-Experts layer in high precision: reference for the kernel. Shares no code with conversion.
 
 Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate size.
 """
@@ -42,7 +42,7 @@ ACTIVATIONS = (*_ELEMENTWISE, "swigluoai", "situ")
 
 
 def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """The experts' activation of w13's output; without a gate it acts on `up` alone. KeyError if unknown.
+    """Apply the experts' activation to w13's output; without a gate it acts on `up` alone. KeyError if unknown.
 
     One of `ACTIVATIONS`, or one that acts elementwise with a limit: `<name>_clamp`, `<name>_bound`.
     """
@@ -52,7 +52,7 @@ def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor
 
 
 def _gated(activation: Activation) -> _Gate:
-    """What is done with gate and up. KeyError if it is not known, or lacks a number."""
+    """Function of gate and up for a gated activation. KeyError if it is not known, or lacks a number."""
     name, limit = activation.name, activation.limit
     function, _, kind = name.rpartition("_")
     alpha, beta = activation.alpha, activation.beta
@@ -72,29 +72,29 @@ def _product(function: Step, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
 
 
 def _clamped(function: Step, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """transformers: modeling_deepseek_v4.py (_apply_gate)."""
+    """Gated activation with a clamp, as in transformers: modeling_deepseek_v4.py (_apply_gate)."""
     return function(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 def _bound(function: Step, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """transformers: modeling_step3p7.py (_apply_gate)."""
+    """Gated activation with a bound, as in transformers: modeling_step3p7.py (_apply_gate)."""
     return function(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
 def _swigluoai(limit: float, alpha: float, beta: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py (swiglu), its constants as numbers."""
+    """SwiGLU of https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py, its constants as parameters."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + beta)
 
 
 def _situ(beta: float, linear_beta: float | None, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """vLLM 0.33: layers/activation.py (SituAndMul.forward_native)."""
+    """SiTU and multiply, as in vLLM 0.33: layers/activation.py (SituAndMul.forward_native)."""
     wide = up if linear_beta is None else linear_beta * torch.tanh(up / linear_beta)
     return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * wide
 
 
 def is_known(activation: Activation, gated: bool = True) -> bool:
-    """Whether `activate` computes it."""
+    """Return whether `activate` computes the activation."""
     try:
         return bool(_gated(activation) if gated else _ELEMENTWISE[activation.name])
     except KeyError:
@@ -115,7 +115,7 @@ def route(
     """Choose experts from router logits float32 [T, E] as the config's model does.
 
     A correction bias means DeepSeek-V3's rule (sigmoid scores, choice by biased scores within the best groups);
-    otherwise softmax, normalised over the chosen ones where `norm_topk_prob` says so (Mixtral: always).
+    otherwise softmax, normalised over the chosen ones with `norm_topk_prob` (Mixtral: always).
     """
     if bias is None:
         scores = logits.softmax(-1)
@@ -140,7 +140,7 @@ def route(
 def cover_all_experts(routing: Routing, num_experts: int) -> Routing:
     """Send one more route to each expert that no token chose, as far as there are routes to spare.
 
-    Last choices give way, of experts that have others; weights stay where they are.
+    Replaced are last choices, of experts that have other routes; weights stay at their positions.
     """
     ids = routing.ids.clone()
     counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
@@ -163,7 +163,7 @@ def _as_it_is(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Roundings:
-    """What a kernel rounds between its steps: w13's input [t, H], its output [t, I], w2's input [t, I]."""
+    """Roundings of a kernel between its steps: w13's input [t, H], its output [t, I], w2's input [t, I]."""
 
     inputs: Step = _as_it_is
     wide: Step = _as_it_is
@@ -176,7 +176,7 @@ EXACT = Roundings()
 def expert_forward(
     expert: Expert, x: torch.Tensor, activation: Activation, roundings: Roundings = EXACT
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One expert on its tokens [t, H]: the activated intermediate [t, I] and the output [t, H], in x's dtype."""
+    """Compute one expert on its tokens [t, H]: activated intermediate [t, I] and output [t, H], in x's dtype."""
 
     def project(name: str, inputs: torch.Tensor) -> torch.Tensor:
         bias = expert.get("b" + name[1:])
@@ -193,10 +193,10 @@ def expert_forward(
 def moe_forward(
     x: torch.Tensor, routing: Routing, experts: Callable[[int], Expert], activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole MoE block (without shared experts) on tokens [T, H], in x's dtype.
+    """Compute a whole MoE layer (without shared experts) on tokens [T, H], in x's dtype.
 
-    `experts(e)` gives one expert's weights; it is called once for each expert that has tokens. Returns the
-    block's output [T, H] and every route's activated intermediate [T * k, I].
+    `experts(e)` returns one expert's weights; it is called once for each expert that has tokens. Returns the
+    layer's output [T, H] and every route's activated intermediate [T * k, I].
     """
     return moe_forwards(x, routing, experts, activation, (EXACT,))[0]
 
@@ -208,7 +208,7 @@ def moe_forwards(
     activation: Activation,
     roundings: Sequence[Roundings],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """`moe_forward` once for each of `roundings`; each expert is asked for once."""
+    """Run `moe_forward` for each of `roundings`; each expert is read once."""
     num_tokens, top_k = routing.ids.shape
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     flat = routing.ids.reshape(-1)

@@ -1,4 +1,4 @@
-"""What a check finds: values that all checks share, and the comparisons of words that several need."""
+"""Findings and results of checks, and comparisons of JSON documents that several checks share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from hqconv.schemas import untrusted_files
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
-MAX_PER_KIND = 50  # findings listed of one kind; a damaged block has as many as it has experts
+MAX_PER_KIND = 50  # listed findings of one kind; a damaged block has as many as it has experts
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: where, and what was expected and found there."""
+    """One fault: its location, and the expected and found values."""
 
     where: str
     what: str
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """What one check found. `measured` is block → figures; `notes` say what was looked at and what was not.
+    """Result of one check. `measured`: block → figures; `notes`: the extent of the check, and what it left out.
 
     `of_experts`: block → projection → each expert's relative error against the source, where the check measures it.
     """
@@ -42,13 +42,13 @@ class CheckResult:
 
     @property
     def status(self) -> str:
-        """pass, fail or skipped."""
+        """Outcome of the check: pass, fail or skipped."""
         if self.findings:
             return FAIL
         return SKIPPED if self.skipped else PASS
 
     def add(self, where: str, what: str, expected: object = "", found: object = "") -> None:
-        """Note one finding. Of one kind (`what`) MAX_PER_KIND are listed, then one line counts the rest."""
+        """Add one finding. Of one kind (`what`) MAX_PER_KIND are listed, then one line counts the rest."""
         num_found = self._num_of_kind[what] = self._num_of_kind.get(what, 0) + 1
         if num_found <= MAX_PER_KIND:
             self.findings.append(Finding(where, what, str(expected), str(found)))
@@ -61,7 +61,7 @@ class CheckResult:
 def compare_names(
     where: str, kind: str, found: Collection[str], expected: Collection[str], result: CheckResult
 ) -> None:
-    """Missing and unexpected names, each its own finding; `kind` says of what."""
+    """Add a finding for each missing or unexpected name; `kind`: the named things, for the message."""
     for name in sorted(set(expected) - set(found)):
         result.add(f"{where}, {kind} {name}", f"A {kind} is missing.", "present", "absent")
     for name in sorted(set(found) - set(expected)):
@@ -71,7 +71,7 @@ def compare_names(
 def compare_dicts(
     where: str, what: str, expected: Mapping[str, Any], found: Any, result: CheckResult
 ) -> None:
-    """Two JSON objects key by key; one finding for each key that differs."""
+    """Compare two JSON objects key by key; one finding for each key that differs."""
     if not isinstance(found, dict):
         result.add(where, what, "a JSON object", json.dumps(found))
         return
@@ -82,23 +82,24 @@ def compare_dicts(
 
 
 def read_json(path: Path, result: CheckResult) -> dict[str, Any] | None:
-    """The JSON object in a file of the artifact; None, and a finding, where there is none."""
+    """Read the JSON object in a file of the artifact; None and a finding if there is none."""
     try:
-        words = untrusted_files.read_json(path, untrusted_files.MAX_LIST_BYTES)
+        document = untrusted_files.read_json(path, untrusted_files.MAX_LIST_BYTES)
     except (OSError, ValueError) as error:
         result.add(path.name, "A file cannot be read as JSON.", "a JSON object", error)
         return None
-    if not isinstance(words, dict):
-        result.add(path.name, "A file cannot be read as JSON.", "a JSON object", type(words).__name__)
+    if not isinstance(document, dict):
+        result.add(path.name, "A file cannot be read as JSON.", "a JSON object", type(document).__name__)
         return None
-    return words
+    return document
 
 
 @dataclass
 class VerificationReport:
-    """The outcome. `passed` is True only if no check found anything and at least one ran. `source`: what it was held
-    against, as the caller named it. Of an artifact that could be opened: the commit of one on the Hub, the SHA-256 of
-    its manifest, and its warnings.
+    """Report of a verification. `passed` is True only if no check has findings and at least one ran.
+
+    source: name that the caller gave for the source. Of an artifact that could be opened: the commit of one on the
+    Hub, the SHA-256 of its manifest, and its warnings.
     """
 
     root: Path
@@ -115,7 +116,7 @@ class VerificationReport:
         return bool(ran) and all(r.status != FAIL for r in ran)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON words."""
+        """Return the report as a JSON document."""
         checks = {
             r.name: {
                 "status": r.status,
@@ -139,5 +140,5 @@ class VerificationReport:
         }
 
     def words(self) -> dict[str, Any]:
-        """`to_dict`, by its name of version 0.1."""
+        """Return `to_dict()`: the name of version 0.1."""
         return self.to_dict()

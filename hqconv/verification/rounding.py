@@ -1,4 +1,4 @@
-"""What a kernel's activations are rounded to, in arithmetic of its own: a judge, like `reference`. Knows no Humming.
+"""Rounding of a kernel's activations in independent arithmetic: a reference, like `reference`. Knows no Humming.
 
 Legend: T tokens, K columns. Steps that decide a rounding are float32 operations, each rounded once, as a GPU does them
 without fast math; a number's nearest code is exact.
@@ -22,10 +22,10 @@ KNOWN = (*_FLOATS, *_INTEGERS)
 
 @dataclass(frozen=True)
 class Rounding:
-    """One way to quantize activations, in Humming's words.
+    """One way to quantize activations, with Humming's field names.
 
     dtype: one of `KNOWN`. mode: static_tensor, dynamic_token, dynamic_group, static_tensor_dynamic_group or
-    dynamic_group_token. group_size: columns that share a scale, where there are groups. scale_dtype: of group scales.
+    dynamic_group_token. group_size: columns that share a scale, if there are groups. scale_dtype: of group scales.
     """
 
     dtype: str
@@ -35,7 +35,7 @@ class Rounding:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rounding | None:
-        """What the words of a LayerConfig say; None for 16-bit activations. KeyError where they say too little."""
+        """Read the fields of a LayerConfig; None for 16-bit activations. KeyError if a field is missing."""
         mode = config.get("input_quant_mode") or "none"
         if mode == "none":
             return None
@@ -43,16 +43,16 @@ class Rounding:
 
     @property
     def is_static(self) -> bool:
-        """Whether it needs a scale that was measured beforehand."""
+        """True if the mode needs a static scale, which was measured beforehand."""
         return self.mode in ("static_tensor", "static_tensor_dynamic_group")
 
     @property
     def largest(self) -> float:
-        """What a scale is chosen for: the largest absolute value before scaling."""
+        """Largest absolute value of the codes: a scale maps the largest input to it."""
         return _FLOATS[self.dtype][2] if self.dtype in _FLOATS else _INTEGERS[self.dtype][1]
 
     def __call__(self, x: torch.Tensor, static: torch.Tensor | None = None) -> torch.Tensor:
-        """Values [T, K] → what the kernel multiplies with, float64 [T, K]. `static`: the static modes' scale, float32.
+        """Round values [T, K] to the kernel's operands, float64 [T, K]. `static`: the static modes' scale, float32.
 
         KeyError for a dtype that is not known.
         """
@@ -67,7 +67,7 @@ class Rounding:
         return rounded[:, : values.size(1)]
 
     def _groups(self, groups: torch.Tensor, static: torch.Tensor | None) -> torch.Tensor:
-        """Groups [T, G, size] float32 → rounded, float64."""
+        """Round groups [T, G, size] float32; returns float64."""
         raw = (groups.abs().amax(-1, keepdim=True) / self.largest).clamp_min(_TINY)
         if self.mode == "static_tensor_dynamic_group":
             assert static is not None
@@ -83,7 +83,7 @@ class Rounding:
         return nearest(groups * _inverse(scale), self.dtype) * scale.double()
 
     def clipped(self, x: torch.Tensor, static: torch.Tensor) -> float:
-        """The share of values that a static scale of the whole tensor cuts off; 0.0 for other modes."""
+        """Fraction of values that a static scale of the whole tensor clips; 0.0 for other modes."""
         if self.mode != "static_tensor" or not x.numel():
             return 0.0
         return float((x.float().abs() > static * self.largest).double().mean())
@@ -94,7 +94,7 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
 
 
 def nearest(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The nearest numbers of a type, ties to even codes, float64; beyond its range its end. KeyError if unknown."""
+    """Round to a type's nearest numbers, ties to even codes; float64, clipped to its range. KeyError if unknown."""
     exact = values.double()
     if dtype in _INTEGERS:
         low, high = _INTEGERS[dtype]
@@ -105,18 +105,18 @@ def nearest(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _steps(values: torch.Tensor, mantissa: int, least: int) -> torch.Tensor:
-    """The distance between neighbours in a float type where the values lie: a power of two."""
+    """Distance between neighbours of a float type at the values: a power of two."""
     exponent = torch.frexp(values.abs().clamp(2.0**least, 2.0**120)).exponent - 1
     return _power(exponent - mantissa)
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
-    """Two to whole numbers from -1022 to 1023, exactly, as float64: made of bits."""
+    """Powers of two with integer exponents from -1022 to 1023, exact, as float64 from bit patterns."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def scale_above(scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The least number of a scale's type that is not below, as float32; float32 stays, too large becomes the largest.
+    """Round up to a number of a scale's type, as float32; float32 stays, too large values become the largest.
 
     `scale` is positive. KeyError for another type.
     """
@@ -133,14 +133,14 @@ def scale_above(scale: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _three_bits_above(scale: torch.Tensor) -> torch.Tensor:
-    """The least number with three bits of mantissa, and float32's exponents, that is not below."""
+    """Round up to a number with three bits of mantissa and float32's exponents."""
     exact = scale.double()
     step = _steps(exact, 3, -126)
     return ((exact / step).ceil() * step).float()
 
 
 def _token_scale(largest: torch.Tensor) -> torch.Tensor:
-    """The least power of two by which a token's largest group scale becomes 448 or less."""
+    """Least power of two that scales a token's largest group scale to 448 or less."""
     fraction, exponent = torch.frexp(largest.double() / 448)
     exponent = exponent - (fraction == 0.5).int()
     return _power(exponent.clamp(-126, 127)).float()

@@ -1,4 +1,4 @@
-"""Holds an artifact to a largest error that the caller names: what it records, and what was measured."""
+"""Verification of an artifact: choice of checks, blocks and devices, and the limit on relative errors."""
 
 from __future__ import annotations
 
@@ -34,17 +34,22 @@ MAX_ERROR = "max_error"
 
 
 def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: float) -> CheckResult:
-    """One finding for each projection whose relative error is larger than `limit`.
+    """Add one finding for each projection whose relative error is larger than `limit`.
 
-    weights: the result of the weights check, if it ran: what it measured against the source counts as well, for an
+    weights: the result of the weights check, if it ran: its errors against the source count as well, since an
     artifact's kernels may lose more than its manifest records.
     """
     result = CheckResult(MAX_ERROR)
     recorded = artifact.manifest.errors()
     measured = {} if weights is None else weights.measured
     result.notes.append(f"the manifest's errors of {len(recorded)} blocks")
-    figures = [words for block in measured.values() for words in block.values() if isinstance(words, Mapping)]
-    if any("relative_error" in words for words in figures):
+    figures = [
+        measures
+        for block in measured.values()
+        for measures in block.values()
+        if isinstance(measures, Mapping)
+    ]
+    if any("relative_error" in measures for measures in figures):
         result.notes.append(f"and those measured against the source, of {len(measured)} blocks")
     for errors, kind in ((recorded, "recorded"), (measured, "measured")):
         for one in over_limit(errors, limit):
@@ -60,7 +65,7 @@ _MAX_TOKENS = 999_999
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What to verify, and with what. `checks`: None for all that can run here; `layers`: None for the defaults."""
+    """Options of a verification. `checks`: None for all that can run here; `layers`: None for the defaults."""
 
     checks: tuple[str, ...] | None
     layers: frozenset[int] | None
@@ -68,7 +73,7 @@ class VerifyOptions:
     device: torch.device | None  # None: a CUDA device, if there is one
     num_threads: int
     max_memory_bytes: int
-    source: str | None  # what the source is called, for the report
+    source: str | None  # name of the source in the report
     max_error: float | None = None  # of a projection; None for any
     progress: Callable[[str, Progress], None] | None = (
         None  # called with the check's name, one call at a time
@@ -78,12 +83,12 @@ class VerifyOptions:
 def verify(
     root: Path, source: Source | None, options: VerifyOptions, listing: Listing | None = None
 ) -> VerificationReport:
-    """Run the checks on the artifact at `root`, against `source` where it is given.
+    """Run the checks on the artifact at `root`, against `source` if it is given.
 
-    listing: of an artifact on the Hub, of which `root` is the snapshot's folder: what a check reads is downloaded.
-    Raises RequestError for a check that was asked for by name and cannot run here, for unknown layers, and where
-    `root` is no artifact, NetworkError and its like where the Hub fails; whatever is wrong with the artifact is in the
-    report instead.
+    listing: of an artifact on the Hub, whose snapshot folder is `root`: files are downloaded when a check reads them.
+    Raises RequestError for a check that was named and cannot run here, for unknown layers, and if
+    `root` is no artifact, NetworkError and its like if the Hub fails; faults of the artifact are in the report
+    instead.
     """
     _check_options(options)
     asked = CHECKS if options.checks is None else options.checks
@@ -125,14 +130,14 @@ def _tasks(
     asked: Collection[str],
     layers: list[str],
 ) -> list[Callable[[], object]]:
-    """What the checks on a GPU need compiled, to be done beside the first of them; nothing where none will run."""
+    """Compilation tasks of the checks on a GPU, to run during the first checks; empty if no such check will run."""
     tasks: list[Callable[[], object]] = []
-    with suppress(HqconvError, OSError):  # the checks come upon it
+    with suppress(HqconvError, OSError):  # the checks report it
         device = _weights_device(options.device)
         if "weights" in asked and source is not None and device is not None:
             schemas = {kind.schema: None for kind in artifact.spec.kinds}
-            words = (artifact.param_dtype, torch.bfloat16, device)
-            tasks += [partial(why_not, schema, *words) for schema in schemas]
+            arguments = (artifact.param_dtype, torch.bfloat16, device)
+            tasks += [partial(why_not, schema, *arguments) for schema in schemas]
         device, _ = _kernel_device(artifact, options.device) if "kernel" in asked else (None, "")
         if device is not None:
             tasks += kernel_tasks(artifact, _sample(artifact, layers, options), options.tokens, device)
@@ -140,7 +145,7 @@ def _tasks(
 
 
 def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | None:
-    """Counts the bytes of the files that a check looks at, where somebody listens."""
+    """Meter for the bytes of the files that a check reads; None without a progress callback."""
     listener = options.progress
     if listener is None:
         return None
@@ -155,11 +160,11 @@ def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | No
 
 
 def _sample(artifact: Artifact, blocks: list[str], options: VerifyOptions) -> list[str]:
-    """The blocks for the kernel, if no layers were asked for: the first, middle and last, and one of each kind."""
+    """Default blocks for the kernel check: the first, middle and last, and one of each kind."""
     if options.layers is not None or len(blocks) <= 3:
         return blocks
     chosen = {blocks[0], blocks[len(blocks) // 2], blocks[-1]}
-    with suppress(VerificationError):  # the check of files says it
+    with suppress(VerificationError):  # the `files` check reports it
         firsts = {_kind_of(artifact, name): name for name in reversed(blocks)}
         known = {_kind_of(artifact, name) for name in chosen}
         chosen.update(name for kind, name in firsts.items() if kind not in known)
@@ -171,7 +176,7 @@ def _kind_of(artifact: Artifact, block: str) -> tuple[KernelSpec, Activation]:
 
 
 def _check_options(options: VerifyOptions) -> None:
-    """Refuse what is no check, no batch and no error, and what would look at nothing and pass."""
+    """Refuse unknown checks, invalid batch sizes and limits, and options that would check nothing and pass."""
     check_max_error(options.max_error)
     for option, values in (
         ("--checks", options.checks),
@@ -192,7 +197,7 @@ def _check_options(options: VerifyOptions) -> None:
 
 
 def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
-    """A check's result; what stops a check half way is a finding like any other."""
+    """Run a check; an error that stops it half way becomes a finding."""
     try:
         return run()
     except (RequestError, NetworkError, OutputError):  # the last two of the Hub and its cache
@@ -212,7 +217,7 @@ def _finding(name: str, error: HqconvError) -> CheckResult:
 
 
 def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[str]:
-    """Blocks of the given layers, in order; all of them for None."""
+    """Blocks of the given layers, in order; all blocks for None."""
     if layers is None:
         return list(artifact.blocks)
     of_layer: dict[int, list[str]] = {}
@@ -230,14 +235,14 @@ def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[s
 
 
 def _weights_device(wanted: torch.device | None) -> torch.device | None:
-    """The GPU to decode and quantize on, whatever its architecture; None for the CPU's own loops."""
+    """GPU to decode and quantize on, of any architecture; None for the CPU's own loops."""
     if wanted is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return wanted if wanted is not None and wanted.type == "cuda" else None
 
 
 def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) -> CheckResult:
-    """The check, where the artifact's codes can be the source's."""
+    """Run the `weights` check if the artifact's codes are comparable with the source's."""
     obstacle = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
     if obstacle and options.checks and "weights" in options.checks:
         remedy = "Verify it against the artifact that it was made from, or leave the check out."
@@ -245,9 +250,9 @@ def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) 
         raise RequestError(what, where="--source", found=obstacle, remedy=remedy)
     if obstacle:
         return CheckResult("weights", skipped=obstacle)
-    words = (options.layers, options.num_threads, options.max_memory_bytes)
+    limits = (options.layers, options.num_threads, options.max_memory_bytes)
     meter = _meter("weights", artifact, options)
-    return check_weights(artifact, source, *words, _weights_device(options.device), meter)
+    return check_weights(artifact, source, *limits, _weights_device(options.device), meter)
 
 
 def _kernel(
@@ -257,7 +262,7 @@ def _kernel(
     blocks: list[str],
     finish: Callable[[], None],
 ) -> CheckResult:
-    """`finish` waits for the kernels that are being compiled."""
+    """Run the kernel check; `finish` waits for the kernels that are being compiled."""
     device, obstacle = _kernel_device(artifact, options.device)
     if device is None:
         if options.checks and "kernel" in options.checks:
@@ -274,7 +279,7 @@ def _kernel(
 
 
 def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[torch.device | None, str]:
-    """The device to run the kernel on, or None and why not."""
+    """Device to run the kernel on, or None and the reason."""
     if not artifact.manifest.is_kernel:
         return None, "the checkpoint layout has no kernel tensors"
     if wanted is not None and wanted.type != "cuda":
@@ -285,7 +290,7 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
     major, minor = torch.cuda.get_device_capability(device)
     if major * 10 + minor != artifact.sm_version:
         return None, f"the artifact is for sm{artifact.sm_version}, this device is sm{major}{minor}"
-    with suppress(VerificationError):  # the check itself comes upon it
+    with suppress(VerificationError):  # the check itself reports it
         for kind in artifact.spec.kinds:
             if kind_of_inputs(kind.inputs) is None:
                 return None, f"there is no reference for {kind.inputs.a_dtype} activations"

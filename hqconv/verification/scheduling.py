@@ -1,4 +1,4 @@
-"""The experts of the `weights` check dealt to threads, one by one or in batches on a device."""
+"""Distribution of the experts of the `weights` check over threads, one by one or in batches on a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def worker_pool(num_workers: int) -> ThreadPoolExecutor:
 
 
 def block_bytes(artifact: Artifact, block: str) -> int:
-    """Bytes of a block's codes, more or less: all of its weights times the schema's bits."""
+    """Approximate bytes of a block's codes: number of weights times the schema's bits."""
     layer = artifact.blocks[block]
     weights = layer.num_experts * layer.hidden_size * layer.intermediate_size * (2 + layer.gated)
     return int(weights) * artifact.schema_of(block).num_bits // 8
@@ -36,21 +36,21 @@ def block_bytes(artifact: Artifact, block: str) -> int:
 def _told(
     done: Iterable[Done], meter: Meter | None, count: Callable[[Done], tuple[Job, int]]
 ) -> Iterator[Done]:
-    """What is done, counted as so many experts of a job."""
+    """Yield finished items, and report them to the meter as so many experts of a job."""
 
-    def words(one: Done) -> tuple[str, int]:
+    def name_and_count(one: Done) -> tuple[str, int]:
         job, num_experts = count(one)
         return job.block.name, block_bytes(
             job.artifact, job.block.name
         ) * num_experts // job.block.num_experts
 
-    return metered(done, meter, words)
+    return metered(done, meter, name_and_count)
 
 
 def each_expert(
     jobs: Iterable[Job], pool: ThreadPoolExecutor, num_workers: int, meter: Meter | None
 ) -> Iterator[Judged]:
-    """Every expert by itself: each job with the outcomes of its experts."""
+    """Check experts one by one; yield each job with the outcomes of its experts."""
     tasks = ((job, expert) for job in jobs for expert in range(job.block.num_experts))
     done = _told(
         ahead(pool, lambda task: task[0].run(task[1]), tasks, 2 * num_workers),
@@ -68,7 +68,7 @@ def in_batches(
     result: CheckResult,
     meter: Meter | None,
 ) -> Iterator[Judged]:
-    """Batches on a device, and by itself, on the CPU, each expert that must be looked at again."""
+    """Check batches on a device, and repeat on the CPU, one by one, the experts that need it."""
     shared, num_again, num_all = SharedState(), 0, 0
     batched = (BatchedJob(job, staging, shared) for job in jobs)
     tasks = ((one, experts) for one in batched for experts in one.batches())
@@ -81,9 +81,9 @@ def in_batches(
             outcomes = [found if found is not None else next(again) for found in first]
             num_again, num_all = num_again + first.count(None), num_all + len(first)
             yield one.job, outcomes
-    again_words = f"; {num_again} of {num_all} experts again on the CPU" if num_again else ""
-    again_words += f", some after {shared.errors[0]}" if shared.errors else ""
-    result.notes.append(f"on {staging.device}{again_words}")
+    repeated = f"; {num_again} of {num_all} experts again on the CPU" if num_again else ""
+    repeated += f", some after {shared.errors[0]}" if shared.errors else ""
+    result.notes.append(f"on {staging.device}{repeated}")
 
 
 Item = TypeVar("Item")
@@ -93,7 +93,7 @@ Result = TypeVar("Result")
 def ahead(
     pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item], num_ahead: int
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with what `work` makes of it; at most `num_ahead` more are begun or wait. Raises what `work` raises."""
+    """Yield each item with the result of `work`, `num_ahead` items prefetched at most. Raises the errors of `work`."""
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     try:
         for item in items:

@@ -1,4 +1,4 @@
-"""The `files` check's look at what lies beside the files of the manifest, and at those that people may edit."""
+"""The `files` check of sidecar files: files that the manifest does not list, and files that people may edit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hqconv.verification.result import CheckResult
 
 
 def check_beside(artifact: Artifact, result: CheckResult) -> None:
-    """Nothing lies in the folder that the manifest does not list; links to folders are not looked into.
+    """Check that the folder holds no file that the manifest does not list; links to folders are not followed.
 
-    What publishing brings along may lie there, and the journal of a conversion that was killed when all was written.
+    Allowed are files of publishing, and the journal of a conversion that was killed when all was written.
     """
     listed = {names.MANIFEST, *artifact.manifest.files}
     paths = artifact.paths()
@@ -38,7 +38,7 @@ def check_beside(artifact: Artifact, result: CheckResult) -> None:
 
 
 def _note_edited(artifact: Artifact, result: CheckResult) -> None:
-    """A model card that people edited, and sums that are not of this manifest: no faults, and said."""
+    """Note an edited model card and checksums of another manifest, which are no faults."""
     root, manifest = artifact.root, artifact.manifest
     files = manifest.files
     if names.CARD in files and (root / names.CARD).is_file() and not is_own_card(root, manifest):
@@ -48,7 +48,7 @@ def _note_edited(artifact: Artifact, result: CheckResult) -> None:
 
 
 def check_manifest(artifact: Artifact, result: CheckResult) -> None:
-    """The manifest's bytes are those of its digest, it lists no stray weights, and its worst experts can be."""
+    """Check the manifest: its digest, no stray weights in its list, and worst experts that exist."""
     _check_digest(artifact, result)
     _check_listed(artifact, result)
     for name, layer in artifact.manifest.blocks.items():
@@ -60,7 +60,7 @@ def check_manifest(artifact: Artifact, result: CheckResult) -> None:
 
 
 def _check_digest(artifact: Artifact, result: CheckResult) -> None:
-    """Older manifests have no digest."""
+    """Check the manifest's digest; older manifests have none."""
     if artifact.manifest.alteration is not None:
         result.add(f"{names.MANIFEST}: digest", *artifact.manifest.alteration)
     elif artifact.manifest.digest is None:
@@ -70,7 +70,7 @@ def _check_digest(artifact: Artifact, result: CheckResult) -> None:
 
 
 def _check_listed(artifact: Artifact, result: CheckResult) -> None:
-    """Weights are in shards, rank files (which are looked at with the blocks) and the importance file, nowhere else."""
+    """Check that weights are only in shards, rank files (checked with the blocks) and the importance file."""
     for path in artifact.manifest.files:
         is_weights = path.endswith((*WEIGHT_SUFFIXES, ".index.json")) or path.split("/")[0] in WEIGHT_FOLDERS
         is_own = path in (names.INDEX, names.IMPORTANCE) or artifact.is_shard(path)

@@ -1,4 +1,4 @@
-"""Tokens for the kernel check, and which expert of which rank each of them goes to.
+"""Tokens for the kernel check, and their routes to the experts of each rank.
 
 Legend: T tokens, k choices per token, E experts, H hidden size.
 """
@@ -30,7 +30,7 @@ class TokenBatch:
 
 
 def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.device) -> TokenBatch:
-    """Seeded tokens, routed by the block's own router where the artifact holds it, and every expert hit."""
+    """Make seeded tokens, routed by the block's own router if the artifact holds it; every expert is hit."""
     layer = artifact.blocks[block]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{block}/{num_tokens}".encode()))
     x = torch.randn(num_tokens, layer.hidden_size, generator=generator)
@@ -50,12 +50,12 @@ def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.de
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
-    words = read_json(artifact.root / names.CONFIG)
-    return dict(text_config(words))
+    document = read_json(artifact.root / names.CONFIG)
+    return dict(text_config(document))
 
 
 def _router(artifact: Artifact, block: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The router's weight [E, H] and its correction bias [E], where they lie under their usual names."""
+    """Router weight [E, H] and correction bias [E], if they have their usual names."""
     parent = block.rpartition(".")[0]
     found = [_copied(artifact, f"{parent}.{name}") for name in ("gate.weight", "router.weight")]
     biases = [_copied(artifact, f"{parent}.{name}") for name in ("gate.e_score_correction_bias",)]
@@ -72,16 +72,16 @@ def _copied(artifact: Artifact, name: str) -> torch.Tensor | None:
 
 
 def together(batches: list[TokenBatch]) -> TokenBatch:
-    """All batches as one, so that the reference decodes every expert once."""
+    """Concatenate all batches, so that the reference decodes every expert once."""
     ids = torch.cat([b.routing.ids for b in batches])
     weights = torch.cat([b.routing.weights for b in batches])
     return TokenBatch(torch.cat([b.x for b in batches]), Routing(ids, weights), batches[0].routed_by)
 
 
 def local_ids(artifact: Artifact, ids: torch.Tensor, num_experts: int, ep_rank: int) -> torch.Tensor:
-    """Source expert ids to this rank's local indices, -1 elsewhere.
+    """Map source expert ids to this rank's local indices, -1 elsewhere.
 
-    A redundant expert's routes are dealt over its copies in turn, so that every copy is run.
+    A redundant expert's routes go to its copies in turn, so that every copy is run.
     """
     homes = artifact.grid.homes(num_experts)
     table = torch.full((num_experts, max(len(h) for h in homes)), -1, dtype=torch.long)

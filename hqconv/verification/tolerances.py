@@ -1,4 +1,4 @@
-"""What decides about the kernel check's figures, and what is said where they are too large.
+"""Limits on the kernel check's figures, and the findings about figures that are too large.
 
 Two references know the decoded weights: one rounds nothing, the other rounds activations as the kernel does
 (`rounding`). For 16-bit activations there is only the first.
@@ -17,13 +17,13 @@ from hqconv.verification.result import CheckResult
 
 
 class Expected(NamedTuple):
-    """Relative errors of a good kernel's output: against exact activations, and against rounded ones, if they are."""
+    """Relative errors of a good kernel's output: against exact activations, and against rounded ones, if any."""
 
     exact: float
     rounded: float | None = None
 
 
-# By kind of activations and parameter dtype; three times that fails. Those of a16, fp8, fp8-g128, fp8-e5m2 and int8
+# By kind of activations and parameter dtype; three times that fails. a16, fp8, fp8-g128, fp8-e5m2 and int8
 # were measured on an H200 (docs/kernels.md): the worst of its table is at most twice as large. `exact` is the
 # activations' own rounding, on Gaussian tokens and weights. `rounded` is what is left because the kernel's sums differ
 # from exact ones in their last bits: a w13 output that falls on the other side of a tie between two codes moves w2's
@@ -42,23 +42,23 @@ _ROUNDED = {
 KERNEL_ERROR: dict[tuple[str, str], Expected] = {
     ("a16", "bfloat16"): Expected(0.0035),
     ("a16", "float16"): Expected(0.0008),
-    **{(kind, dtype): words for kind, words in _ROUNDED.items() for dtype in ("bfloat16", "float16")},
+    **{(kind, dtype): limits for kind, limits in _ROUNDED.items() for dtype in ("bfloat16", "float16")},
 }
 # One output channel, or one batch, may be noisier than the whole.
 TOLERANCE_FACTOR, CHANNEL_FACTOR = 3.0, 12.0
 # Against the source: the output's error may exceed the recorded errors of the projections in quadrature by the first
 # factor; the decoded weights' error, over the experts that were hit, the recorded one by the second.
 SOURCE_FACTOR, WEIGHT_FACTOR = 2.0, 1.25
-# Or, if that is more, their plain sum by this factor: where errors are not random but of one direction, as rounded
+# Or, if that is more, their plain sum by this factor: errors that are not random but of one direction, as rounded
 # scales over ternary weights give, they add up so, and an activation may amplify the gate's a little.
 SUM_FACTOR = 1.25
-# Where scales were rounded, the experts that are hit may have lost more than the average: up to the largest change.
+# With rounded scales, the experts that are hit may have lost more than the average: up to the largest change.
 # Codes and scales that were kept decode to the same numbers, but for e8m0 scales that float16 flushes to zero.
 DIRECT_ERROR = 1e-6
 
 
 def kind_of_inputs(inputs: InputSchema) -> str | None:
-    """The kind of activations whose errors are known that an input schema's are at most as far off as; or None."""
+    """Return the kind of activations with known errors that bounds an input schema's error; None if there is none."""
     if inputs.a_dtype is None:
         return "a16"
     is_grouped, scale = inputs.input_scale_group_size > 0, inputs.input_scale_dtype
@@ -71,10 +71,9 @@ def kind_of_inputs(inputs: InputSchema) -> str | None:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """What decides, for one artifact. `rounded…`: None where activations are not rounded.
+    """Limits for one artifact. `rounded…`: None if activations are not rounded.
 
-    A scale that was measured beforehand suits a model's tokens, not ours: nothing is said then against exact
-    activations, whose limits are infinite.
+    A static scale suits a model's tokens, not random ones: then the limits against exact activations are infinite.
     """
 
     kernel: float
@@ -84,7 +83,7 @@ class Tolerances:
 
     @classmethod
     def of(cls, inputs: InputSchema, param_dtype: str) -> Tolerances:
-        """The limits for activations of an input schema and parameters of a dtype. KeyError where none are known."""
+        """Limits for activations of an input schema and parameters of a dtype. KeyError if none are known."""
         expected = KERNEL_ERROR[kind_of_inputs(inputs) or "", param_dtype]
         exact = math.inf if inputs.is_static else expected.exact
         of_rounded = () if expected.rounded is None else (
@@ -94,12 +93,12 @@ class Tolerances:
         return cls(TOLERANCE_FACTOR * exact, CHANNEL_FACTOR * exact, *of_rounded)
 
     def note(self) -> str:
-        """What fails, for the report."""
-        words = f"{self.kernel:.4f} against the decoded weights ({self.channel:.3f} in one channel or batch)"
+        """Text about the limits, for the report."""
+        text = f"{self.kernel:.4f} against the decoded weights ({self.channel:.3f} in one channel or batch)"
         if self.rounded is None:
-            return f"fails above {words}"
+            return f"fails above {text}"
         rounded = f"{self.rounded:.4f} against the same with rounded activations ({self.rounded_channel:.3f})"
-        return f"fails above {rounded}" + ("" if math.isinf(self.kernel) else f", and above {words}")
+        return f"fails above {rounded}" + ("" if math.isinf(self.kernel) else f", and above {text}")
 
 
 def check_figures(
@@ -124,23 +123,23 @@ def _judge_kernel(
     what: tuple[str, str],
     limits: tuple[float, float],
 ) -> None:
-    """The kernel against one reference: over all, in the worst channel, in the worst batch."""
+    """Check the kernel against one reference: over all, in the worst channel, in the worst batch."""
     prefix, reference = what
     rank, channel = measured[f"{prefix}worst_rank"], measured[f"{prefix}worst_channel"]
-    for key, where, words, limit in (
+    for key, where, what_differs, limit in (
         ("kernel", block, f"The kernel's output is off the {reference}' (rank {rank}).", limits[0]),
         ("channel", f"{block}, {channel}", f"One channel of the output is off the {reference}'.", limits[1]),
         ("batch", block, f"One batch of the output is off the {reference}'.", limits[1]),
     ):
         found = measured[f"{prefix}{key}"]
         if not found <= limit:
-            result.add(where, words, f"relative error <= {limit:.4f}", f"{found:.4g}")
+            result.add(where, what_differs, f"relative error <= {limit:.4f}", f"{found:.4g}")
 
 
 def _judge_source(
     result: CheckResult, block: str, measured: dict[str, Any], recorded: dict[str, float]
 ) -> None:
-    """Hold the decoded weights, and the output they give, to the errors that the conversion measured."""
+    """Check the errors of the decoded weights and of their output against the errors of the conversion."""
     errors = list(recorded.values())
     random, alike = SOURCE_FACTOR * math.hypot(*errors), SUM_FACTOR * sum(errors)
     limit = max(random, alike, DIRECT_ERROR)
@@ -177,7 +176,7 @@ class ErrorStats:
         self.worst_batch = error if not error <= self.worst_batch else self.worst_batch
 
     def error(self) -> float:
-        """Relative error over all rows and columns."""
+        """Return the relative error over all rows and columns."""
         if not self.num_rows:
             return 0.0
         assert isinstance(self.differences, torch.Tensor)
@@ -185,19 +184,19 @@ class ErrorStats:
         return math.sqrt(float(self.differences.sum()) / max(float(self.squares.sum()), 1e-300))
 
     def worst_channel(self) -> tuple[float, int]:
-        """The largest relative error of one column, and which; (0, -1) where too few rows tell about a column."""
+        """Largest relative error of one column, and its index; (0, -1) if there are too few rows."""
         if self.num_rows < MIN_ROWS_PER_CHANNEL:
             return 0.0, -1
         assert isinstance(self.differences, torch.Tensor)
         assert isinstance(self.squares, torch.Tensor)
-        floor = float(self.squares.mean()) * 1e-6 + 1e-300  # columns that are all but zero say nothing
+        floor = float(self.squares.mean()) * 1e-6 + 1e-300  # near-zero columns are left out
         errors = (self.differences / self.squares.clamp_min(floor)).sqrt().nan_to_num(nan=math.inf)
         column = int(errors.argmax())
         return float(errors[column]), column
 
 
 def worst(tallies: dict[str, ErrorStats]) -> dict[str, Any]:
-    """The worst error over output and ranks, the worst single channel and the worst single batch."""
+    """Return the worst error over output and ranks, in the worst single channel and in the worst single batch."""
 
     def key(error: float) -> float:
         return math.inf if math.isnan(error) else error
@@ -215,7 +214,7 @@ def worst(tallies: dict[str, ErrorStats]) -> dict[str, Any]:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of `expected`; NaN where anything is NaN."""
+    """Frobenius norm of the difference over that of `expected`; NaN if any value is NaN."""
     norm = float(expected.norm())
     difference = float((found - expected).norm())
     return difference / norm if norm else (0.0 if difference == 0 else math.inf)

@@ -1,7 +1,7 @@
-"""The `weights` check: every rank file decoded back, ranks put together, and compared with the source.
+"""The `weights` check: rank files decoded, ranks joined, and compared with the source.
 
-The source is quantized once more; codes, scales and zero points must be equal. What the artifact's weights are
-off the source is measured on the decoded weights, which share no code with the conversion.
+The source is quantized once more; codes, scales and zero points must be equal. The error of the
+artifact's weights is measured on the decoded weights; the decoder shares no code with the conversion.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ def check_weights(
     device: torch.device | None = None,
     meter: Meter | None = None,
 ) -> CheckResult:
-    """Decode the blocks of `layers` (None: all) and compare them with the source, where it is given.
+    """Decode the blocks of `layers` (None: all) and compare them with the source, if it is given.
 
-    With a `device`, experts are looked at there in batches, and those that are not as they should be again on the CPU;
-    what is found is the same. `measured[block][projection]` holds the error figures, or without a source what can be
-    said of the decoded weights. Raises RequestError where not even one expert fits into `max_memory_bytes`; everything
-    else that is wrong is a finding.
+    With a `device`, experts are checked there in batches, and experts with faults again on the CPU; the findings are
+    the same. `measured[block][projection]` holds the error figures, or without a source figures of the decoded
+    weights. Raises RequestError if not even one expert fits into `max_memory_bytes`; every other fault is a finding.
     """
     result = CheckResult("weights")
     blocks = _blocks(artifact, layers, result)
@@ -96,11 +95,11 @@ def _check_memory(need: int, max_memory_bytes: int) -> None:
         )
 
 
-# --- what to look at ---------------------------------------------------------------------------------------
+# --- selection of the work ----------------------------------------------------------------------------------
 
 
 def _obstacle(artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device: torch.device) -> str:
-    """Why the source cannot be quantized on the device; "" where it can, or there is none."""
+    """Return why the source cannot be quantized on the device; "" if it can, or if there is no source."""
     of_source = next(iter((sources or {}).values()), None)
     if of_source is None:
         return ""
@@ -146,7 +145,7 @@ def _job(
     sources: Mapping[str, MoeLayer] | None,
     shards: Mapping[str, str],
 ) -> Job:
-    """The block's check: against the source's block, if it has this one and the artifact says how it was made."""
+    """Make the check of a block: against the source's block, if it exists and the artifact records its conversion."""
     findings: list[Finding] = []
     original = None
     if source is not None and sources is not None:
@@ -195,7 +194,7 @@ def _original(
 def _working_bytes(block: MoeLayer, schema: WeightSchema, quantizer: str) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
     numbers = block.intermediate_size * block.hidden_size
-    # Read, and widened to float32; a fused share is read as a whole, codes are unpacked on the way.
+    # Read, and widened to float32; a fused tensor's part is read as a whole, codes are unpacked on the way.
     source = 2 if block.dtype == "BF16" else 8 if block.dtype == "F32" else 6
     weights = [parts["weight"] for parts in block.parts.values()]
     source += 6 if not block.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
@@ -206,15 +205,15 @@ def _working_bytes(block: MoeLayer, schema: WeightSchema, quantizer: str) -> int
     return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + (16 << 20)
 
 
-# --- what was found ----------------------------------------------------------------------------------------
+# --- findings -----------------------------------------------------------------------------------------------
 
 
 def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> None:
-    """Bring together what was found of a block's experts."""
+    """Combine the outcomes of a block's experts into the result."""
     for finding in (*job.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
     is_good = not job.findings and not any(outcome.findings for outcome in outcomes)
-    if job.original is None or is_good:  # what is wrong the source tells better
+    if job.original is None or is_good:  # the comparison with the source names faults better
         check_content(job.artifact, job.block.name, [one.content for one in outcomes], result)
     _name_swapped(job.block, outcomes, result)
     figures = {
@@ -228,7 +227,7 @@ def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> Non
         result.of_experts[job.block.name] = {
             role: [relative_error(one.error, one.power) for one in of_role]
             for role, of_role in figures.items()
-            if len(of_role) == job.block.num_experts  # else nobody could tell whose they are
+            if len(of_role) == job.block.num_experts  # otherwise experts cannot be identified
         }
     if job.original is not None and Lineage.of(job.artifact, job.original.source).is_own:
         recorded = job.artifact.blocks[job.block.name].quantization_error
@@ -236,7 +235,7 @@ def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> Non
 
 
 def _misread_notes(result: CheckResult) -> list[str]:
-    """What the kernels are known to misread, in words; the bytes are Humming's own."""
+    """Notes about codes that the kernels are known to misread; the bytes are Humming's own."""
     figures = [one for of_block in result.measured.values() for one in of_block.values()]
     count = sum(one.get("num_misread_codes", 0) for one in figures)
     what = "codes are minus zero, which Humming's kernels for mxfp4 under int8 activations misread (docs/kernels.md)"
@@ -244,7 +243,7 @@ def _misread_notes(result: CheckResult) -> list[str]:
 
 
 def _name_swapped(block: MoeLayer, outcomes: Sequence[Outcome], result: CheckResult) -> None:
-    """Name the expert whose weights another one has."""
+    """Add findings that name the expert whose weights another expert has."""
     owners = {(role, print_): e for e, o in enumerate(outcomes) for role, print_ in o.expected.items()}
     for expert, outcome in enumerate(outcomes):
         for role, print_ in outcome.found.items():
