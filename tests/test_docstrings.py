@@ -15,7 +15,6 @@ FORBIDDEN = frozenset(("What", "Whether", "Where", "How", "Which", "Those", "Who
 UNFINISHED = frozenset(
     (
         "api.py",
-        "artifact",
         "cli",
         "cpu_loops",
         "formats",

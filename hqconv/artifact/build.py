@@ -42,27 +42,27 @@ class Measured:
 
 
 def is_mixed(plan: ConversionPlan) -> bool:
-    """Whether layers differ from each other, which readers of format version 1 do not expect."""
+    """Return whether layers differ from each other, which readers of format version 1 do not expect."""
     return bool(plan.spec.of_blocks or plan.experts.left)
 
 
 def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
-    """The source's config.json plus the artifact's quantization_config; in the kernel layout not for transformers."""
+    """Return config.json with the artifact's quantization_config; transformers refuses that of the kernel layout."""
     spec = plan.spec
-    words = copy.deepcopy(source.config)
+    document = copy.deepcopy(source.config)
     if spec.layout == artifact_names.CHECKPOINT:
         names = [block.name for block in plan.experts.blocks]
-        words["quantization_config"] = ENGINE.checkpoint_config(spec.schema, names, plan.experts.left)
+        document["quantization_config"] = ENGINE.checkpoint_config(spec.schema, names, plan.experts.left)
     else:
-        words = artifact_names.refuse_transformers(words)
-        words["quantization_config"] = artifact_names.hqconv_quantization_config(
+        document = artifact_names.refuse_transformers(document)
+        document["quantization_config"] = artifact_names.hqconv_quantization_config(
             spec.kind, source.quantization, is_mixed=is_mixed(plan)
         )
-    return words
+    return document
 
 
 def _facts(source: Source, plan: ConversionPlan) -> dict[str, Any]:
-    """The fields of a manifest that are known before anything is converted: versions, source and request."""
+    """Return the manifest fields that are known before the conversion: versions, source and request."""
     spec, experts = plan.spec, plan.experts
     encoding = spec.encoding.to_dict()
     if "importance" in encoding:
@@ -105,7 +105,7 @@ def build_manifest(
     scales: Mapping[str, Mapping[str, float]],
     digests: Mapping[str, str],
 ) -> Manifest:
-    """The manifest, in an order that does not depend on how the conversion went.
+    """Build the manifest, in an order that does not depend on the order of the work.
 
     `measured`: of each layer. `files`: every file but the manifest and the model card. `scales`: layer → GEMM → the
     static scale of its activations, of the layers that have them. `digests`: name → SHA-256 of the source's files that
@@ -131,7 +131,7 @@ def build_manifest(
 
 
 def _digests(source: Source, name: str, digests: Mapping[str, str]) -> dict[str, str | None]:
-    """A source file's SHA-256 as it was read, and as the Hub says that it is, where these are known."""
+    """Return a source file's SHA-256 as it was read, and as the Hub lists it, where these are known."""
     of_hub = None if source.repo_id is None else blob_sha256(source.root / name)
     if source.listing is not None:  # the file may have left the cache by now
         of_hub = source.listing.digests.get(name)
@@ -144,14 +144,14 @@ def _files(records: Iterable[FileRecord]) -> dict[str, FileEntry]:
 
 
 def with_file(manifest: Manifest, record: FileRecord) -> Manifest:
-    """The manifest with one file more."""
+    """Return the manifest with one more file."""
     return replace(
         manifest, files=dict(sorted({**manifest.files, **_files([record])}.items(), key=lambda one: one[0]))
     )
 
 
 def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
-    """The fields of a layer that is quantized in another way than the others."""
+    """Return the fields of a layer that is quantized in another way than the others."""
     kind = spec.of_blocks.get(layer)
     return (
         {} if kind is None else {"schema_name": kind.schema.name, **artifact_names.kernel_spec_to_dict(kind)}
@@ -159,11 +159,11 @@ def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
 
 
 def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> str | None:
-    """The first key in which a finished artifact's manifest differs from one of this source and plan."""
+    """Return the first key in which a finished artifact's manifest differs from one of this source and plan."""
     facts = _facts(source, plan)
     for key in (one.name for one in fields(Manifest) if one.name in facts):
         found, expected = getattr(manifest, key), facts[key]
-        if key == "source":  # whose files' digests a conversion may leave out
+        if key == "source":  # a conversion may leave out the digests of its files
             found = replace(found, files=[replace(f, sha256=None, hub_sha256=None) for f in found.files])
         if found != expected:
             return key

@@ -23,7 +23,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import WeightSchema
 
-WEIGHTS_READ = 1 << 29  # without a given number of experts: some seconds of a processor
+WEIGHTS_READ = 1 << 29  # limit without a given number of experts: some seconds of a processor
 MatrixReader = Callable[
     [int], Iterator[tuple[str, DecodedStack]]
 ]  # expert → projections and their matrices, E = 1
@@ -31,9 +31,9 @@ MatrixReader = Callable[
 
 @dataclass
 class CodeCounts:
-    """Counts of one projection under one schema. codes, zero_points int64 [256]; scales: power of two → how many.
+    """Counts of one projection under one schema. codes, zero_points: int64 [256]; scales: power of two → count.
 
-    Scales are counted by their magnitude. num_zero, num_negative, num_odd: scales that are zero, below zero, and no
+    Scales are counted by their magnitude. num_zero, num_negative, num_odd: scales that are zero, negative, not finite.
     finite number.
     """
 
@@ -76,7 +76,7 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
 
     Returns `schemas` (schema → projection → `CodeCounts.to_dict`), `rms` (block → projection → root mean square of each
     expert's decoded weights, None of those that were not read), `experts_read` and `experts` in all. Raises
-    RequestError where `root` is no artifact or the number is none, VerificationError where a file is damaged.
+    RequestError where `root` is no artifact or `num_experts` is invalid, VerificationError where a file is damaged.
     """
     if num_experts is not None and num_experts < 1:
         what, expected = "No expert would be read.", "a whole number from 1 on"
@@ -111,20 +111,20 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
     }
 
 
-def _num_read(block: MoeLayer, blocks: Sequence[MoeLayer], asked: int | None) -> int:
-    if asked is None:
+def _num_read(block: MoeLayer, blocks: Sequence[MoeLayer], num_experts: int | None) -> int:
+    if num_experts is None:
         weights = sum(3 * b.num_experts * b.hidden_size * b.intermediate_size for b in blocks)
-        asked = max(1, block.num_experts * WEIGHTS_READ // max(weights, WEIGHTS_READ))
-    return min(asked, block.num_experts)
+        num_experts = max(1, block.num_experts * WEIGHTS_READ // max(weights, WEIGHTS_READ))
+    return min(num_experts, block.num_experts)
 
 
 def _spread(total: int, count: int) -> list[int]:
-    """`count` of `total` experts with even steps between, the first among them."""
+    """Return `count` of `total` experts at even steps, the first expert included."""
     return [index * total // count for index in range(count)]
 
 
 def _matrix_reader(artifact: Artifact, block: MoeLayer) -> MatrixReader:
-    """Read one expert of a block, from either layout."""
+    """Return a reader of one expert of a layer, for either layout."""
     if artifact.manifest.is_kernel:
         reader = ExpertReader(artifact, block, refuse)
         return lambda expert: (
@@ -144,7 +144,7 @@ def _matrix_reader(artifact: Artifact, block: MoeLayer) -> MatrixReader:
 def _count_expert(
     read: MatrixReader, schema: WeightSchema, param_dtype: str, expert: int
 ) -> dict[str, tuple[CodeCounts, float]]:
-    """Counts and root mean square of the decoded weights, by projection."""
+    """Return counts and root mean square of the decoded weights, by projection."""
     return {role: _count(matrix, schema, param_dtype) for role, matrix in read(expert)}
 
 

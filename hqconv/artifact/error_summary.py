@@ -1,4 +1,4 @@
-"""What a manifest says of its blocks, summed up over all: errors, changes of scales, what was quantized anew."""
+"""Manifest entries summed up over all layers: errors, changes of scales, requantized experts and groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 
-# What the manifest counts per projection, and what the sum over blocks and projections is called.
+# Count in the manifest, per projection → name of its sum over layers and projections.
 _COUNTS = {
     "num_experts_requantized": "num_matrices",
     "num_groups": "num_groups",
@@ -19,7 +19,7 @@ _COUNTS = {
 
 
 def summarize_errors(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """projection → min, median and max over blocks of the relative error, and the block with the largest."""
+    """Return projection → min, median and max over layers of the relative error, and the layer with the largest."""
     found: dict[str, dict[str, float]] = {}
     for block, projections in errors.items():
         for projection, measured in projections.items():
@@ -38,52 +38,52 @@ def summarize_errors(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
 
 
 def scale_changes(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Projection → the largest relative change of a scale over all blocks, where scales were rounded.
+    """Return projection → the largest relative change of a scale over all layers, where scales were rounded.
 
-    `errors`: block → projection → the words on its quantization error.
+    `errors`: layer → projection → the document of its quantization error.
     """
     found: dict[str, float] = {}
     for projections in errors.values():
-        for projection, words in projections.items():
-            if "largest_scale_change" in words:
-                found[projection] = max(found.get(projection, 0.0), words["largest_scale_change"])
+        for projection, document in projections.items():
+            if "largest_scale_change" in document:
+                found[projection] = max(found.get(projection, 0.0), document["largest_scale_change"])
     return found
 
 
 def requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Over all blocks and projections of a quantized source: what was quantized anew, and what of it is exact.
+    """Sum up, over all layers and projections of a quantized source, the requantized parts and the exact ones of them.
 
-    `errors`: block → projection → the words on its quantization error.
+    `errors`: layer → projection → the document of its quantization error.
     """
     totals: Counter[str] = Counter()
     for projections in errors.values():
-        for words in projections.values():
-            totals.update({name: words[key] for key, name in _COUNTS.items() if key in words})
+        for document in projections.values():
+            totals.update({name: document[key] for key, name in _COUNTS.items() if key in document})
     return dict(totals)
 
 
 def check_max_error(limit: float | None) -> None:
-    """Raises RequestError for a limit that is no error: negative, infinite or no number."""
+    """Raise RequestError for a limit that is no error: negative, infinite or no number."""
     if limit is not None and not (math.isfinite(limit) and limit >= 0):
         what, expected = "The largest error is no number of that kind.", "0 or more, such as 0.15"
         raise RequestError(what, where="--max-error", expected=expected, found=str(limit))
 
 
 def over_limit(errors: Mapping[str, Mapping[str, Any]], limit: float) -> list[dict[str, Any]]:
-    """Every block's projection whose relative error is larger than the limit, or no number; the worst first.
+    """List projections whose relative error is larger than the limit, or no number; the worst first.
 
-    errors: block → projection → the words on its error; such as have no `relative_error` are passed over.
+    errors: layer → projection → the document of its error; projections without `relative_error` are passed over.
     """
     found = [
-        {"block": block, "projection": projection, "relative_error": words["relative_error"]}
+        {"block": block, "projection": projection, "relative_error": document["relative_error"]}
         for block, projections in errors.items()
-        for projection, words in projections.items()
-        if isinstance(words, Mapping) and "relative_error" in words
+        for projection, document in projections.items()
+        if isinstance(document, Mapping) and "relative_error" in document
     ]
     return sorted((one for one in found if not _rank(one) <= limit), key=_rank, reverse=True)
 
 
 def _rank(one: Mapping[str, Any]) -> float:
-    """The error, infinite where it is no number."""
+    """Return the error, infinite where it is no number."""
     value = one["relative_error"]
     return float(value) if isinstance(value, int | float) and not math.isnan(value) else math.inf

@@ -48,7 +48,7 @@ _INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
 def roles_of(block: MoeLayer, gemm: str) -> list[str]:
-    """The projections of a GEMM: `w1` (if gated) and `w3`, or `w2`."""
+    """Return the projections of a GEMM: `w1` (if gated) and `w3`, or `w2`."""
     return [role for role in (("w1", "w3") if gemm == "w13" else ("w2",)) if role in block.roles]
 
 
@@ -63,18 +63,18 @@ class GemmLocation:
     local: int
 
     def path(self, tp_rank: int) -> str:
-        """The file of a TP rank."""
+        """Return the file of a TP rank."""
         return names.rank_file(self.block, tp_rank, self.ep_rank)
 
     def where(self, tp_rank: int, tensor: str) -> str:
-        """The position of the expert's part of a tensor on a TP rank."""
+        """Return the position of the expert's part of a tensor on a TP rank."""
         tensor = f"{self.block}.{self.gemm}_{tensor}"
         return f"{self.path(tp_rank)}, tensor {tensor}, expert {self.expert} (local {self.local})"
 
 
 @dataclass(frozen=True)
 class _Region:
-    """One kernel tensor of some experts in a buffer: every `refs` entry is an expert's."""
+    """One kernel tensor of some experts in a buffer: each of `refs` is the tensor of one expert."""
 
     start: int
     refs: tuple[tuple[str, TensorRef], ...]  # file, byte range
@@ -86,7 +86,7 @@ class _Region:
         return math.prod(self.shape) * self.width // 8
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """As bit patterns [len(refs), …]."""
+        """Return the bit patterns [len(refs), …]."""
         raw = buffer[self.start : self.start + len(self.refs) * self.expert_bytes]
         return raw.view(_INTEGERS[self.width]).view(len(self.refs), *self.shape)
 
@@ -109,7 +109,7 @@ class ExpertReader:
     """Reads the experts of one MoE layer out of an opened artifact's rank files; any thread may call it."""
 
     def __init__(self, artifact: Artifact, block: MoeLayer, note: Note) -> None:
-        """Check the headers of all ranks and note what is wrong; `forms` has the others: (GEMM, TP, EP rank) → form."""
+        """Check the headers of all ranks, and note errors; `forms` has the sound ones: (GEMM, TP, EP rank) → form."""
         self.artifact, self.block = artifact, block
         self.schema = artifact.schema_of(block.name)
         self.forms = check_rank_headers(artifact, block, note)
@@ -117,9 +117,9 @@ class ExpertReader:
     # --- one expert
 
     def read(self, gemm: str, expert: int, note: Note) -> dict[str, DecodedStack]:
-        """The whole projections of one GEMM of one expert, E = 1; none if a rank's slice cannot be decoded.
+        """Read the whole projections of one GEMM of one expert, E = 1; none if a rank's slice cannot be decoded.
 
-        Copies of a redundant expert are compared bit for bit with the first, which is the one decoded.
+        Copies of a redundant expert are compared bit for bit with the first, which is decoded.
         """
         ranks = self.artifact.grid.homes(self.block.num_experts)[expert]
         home, *copies = (GemmLocation(self.block.name, gemm, expert, *rank) for rank in ranks)
@@ -154,7 +154,7 @@ class ExpertReader:
         return _on_rank(decode_layout(form, bits_of_arrays(first)), tp_rank)
 
     def _assemble(self, gemm: str, slices: Sequence[DecodedStack]) -> dict[str, DecodedStack]:
-        """The projections of a GEMM from the slices of all TP ranks."""
+        """Join the slices of all TP ranks to the projections of a GEMM."""
         axis, roles = 2 if gemm == "w2" else 1, roles_of(self.block, gemm)
         found = {}
         for index, role in enumerate(roles):
@@ -167,7 +167,7 @@ class ExpertReader:
 
     @functools.cached_property
     def batch_forms(self) -> dict[str, LayoutForm]:
-        """GEMM → form, of all ranks. Raises VerificationError unless every rank's tensors are as they must be."""
+        """Return GEMM → form, of all ranks. Raises VerificationError where a rank differs from the manifest."""
         forms: dict[str, LayoutForm] = {}
         for gemm in names.GEMMS:
             for tp_rank, ep_rank in self.artifact.grid.ranks:
@@ -188,7 +188,7 @@ class ExpertReader:
             raise VerificationError("A rank's tensors are not those that its layer config asks for.")
 
     def plan(self, experts: Sequence[int]) -> StoredExperts:
-        """Positions of the bytes of some experts in a buffer. Raises as `batch_forms`."""
+        """Plan the positions of some experts' bytes in a buffer. Raises as `batch_forms`."""
         homes = self.artifact.grid.homes(self.block.num_experts)
         firsts = [homes[expert][0] for expert in experts]
         copies = [(i, home) for i, expert in enumerate(experts) for home in homes[expert][1:]]
@@ -215,7 +215,7 @@ class ExpertReader:
                 self.artifact.read(path, buffer[start : start + ref.num_bytes], ref.offset_bytes)
 
     def decode(self, stored: StoredExperts, buffer: torch.Tensor) -> dict[str, DecodedStack]:
-        """All projections of the experts, reassembled from their TP slices; `buffer` is uint8 on any device."""
+        """Decode all projections of the experts, joined from their TP slices; `buffer` is uint8 on any device."""
         found: dict[str, DecodedStack] = {}
         for gemm in names.GEMMS:
             ranks = range(self.artifact.grid.tp)
@@ -223,7 +223,7 @@ class ExpertReader:
         return found
 
     def _slice(self, stored: StoredExperts, buffer: torch.Tensor, gemm: str, tp_rank: int) -> DecodedStack:
-        """One TP rank's slices; an expert with a copy that differs is wrong."""
+        """Return one TP rank's slices; an expert with a copy that differs is wrong."""
         form = self.batch_forms[gemm]
         bits = {name: stored.firsts[gemm, tp_rank, name].view(buffer) for name in expected_tensors(form)}
         stack = decode_layout(form, bits)
@@ -246,7 +246,7 @@ def _on_rank(stack: DecodedStack, tp_rank: int) -> DecodedStack:
 
 
 def _run_of_rows(stack: DecodedStack, part: int, num_parts: int) -> DecodedStack:
-    """One of some equal runs of rows; values that all rows share are in each of them, faults in the first."""
+    """Return one of several equal runs of rows; each has the values that all rows share, the first has the faults."""
 
     def cut(values: torch.Tensor | None) -> torch.Tensor | None:
         if values is None or values.size(1) == 1:
@@ -294,7 +294,7 @@ def _check_agrees(name: str, first: torch.Tensor, part: torch.Tensor, tp_rank: i
 
 
 def _check_is_zero(part: torch.Tensor, tp_rank: int) -> Fault:
-    """The bias of w2 is on TP rank 0 and zero elsewhere."""
+    """Check that the bias of w2 is on TP rank 0 and zero elsewhere."""
     wrong, expected = part != 0, "zero, since ranks are summed"
     what = "The w2 bias is on more than TP rank 0."
     return Fault(
@@ -303,7 +303,7 @@ def _check_is_zero(part: torch.Tensor, tp_rank: int) -> Fault:
 
 
 def _trim(stack: DecodedStack, axis: int, size: int, last_rank: int) -> DecodedStack:
-    """Remove the last TP rank's padding, which must be zero; of e8m0 scales it repeats the last one."""
+    """Remove the last TP rank's padding, which must be zero; padding of e8m0 scales must repeat the last scale."""
     total = stack.codes.size(axis)
     if total == size:
         return stack
@@ -331,7 +331,7 @@ def _padding_fault(name: str, wrong: torch.Tensor, expected: str, tp_rank: int) 
 
 
 def hex_bits(value: torch.Tensor) -> str:
-    """One bit pattern as an unsigned hexadecimal number."""
+    """Format one bit pattern as an unsigned hexadecimal number."""
     return f"{int(value) & ((1 << 8 * value.element_size()) - 1):#x}"
 
 
@@ -341,7 +341,7 @@ def hex_bits(value: torch.Tensor) -> str:
 def read_packed_expert(
     artifact: Artifact, block: MoeLayer, role: str, expert: int, shards: Mapping[str, str], note: Note
 ) -> DecodedStack | None:
-    """One projection from the checkpoint layout; `shards` is tensor name → file. None if it cannot be read."""
+    """Read one projection from the checkpoint layout; `shards` is tensor name → file. None if it cannot be read."""
     base = block.module(expert, role) + "."
     shape, schema = (block.hidden_size, block.intermediate_size), artifact.schema_of(block.name)
     try:

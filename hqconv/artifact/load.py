@@ -1,4 +1,4 @@
-"""For programs: an artifact's tensors for one rank, and its experts as floats. Humming is imported only on demand."""
+"""Python access to an artifact: tensors of one rank, experts as floats. Humming is imported only on demand."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hqconv.schemas.dtypes import code_of
 class RankGemm:
     """One GEMM of one rank, ready for `humming.forward.humming_forward(gemm.layer_config(), inputs, **gemm.tensors)`.
 
-    config: Humming's LayerConfig as a dict, as the rank file has it. tensors: `weight`, `weight_scale` … [E_local, …].
-    hadamard_block_size: where it is not 0 weights are rotated, and `humming_forward` must be given it as well.
+    config: Humming's LayerConfig as a dict, from the rank file. tensors: `weight`, `weight_scale` … [E_local, …].
+    hadamard_block_size: if not 0, weights are rotated, and `humming_forward` needs this argument as well.
     """
 
     config: dict[str, Any]
@@ -36,14 +36,14 @@ class RankGemm:
     hadamard_block_size: int = 0
 
     def layer_config(self) -> Any:
-        """Humming's own LayerConfig; imports Humming as it is, and changes nothing about it."""
+        """Return Humming's own LayerConfig; imports Humming without any change to it."""
         return load_layer_config(self.config)
 
 
 def load_block(
     path: str | Path, block: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
 ) -> dict[str, RankGemm]:
-    """One block of one rank of a kernel artifact: `w13`, `w2` → LayerConfig and tensors on `device`.
+    """Load one layer of one rank of a kernel artifact: `w13`, `w2` → LayerConfig and tensors on `device`.
 
     Raises RequestError where `path` is no kernel artifact or has no such block or rank, VerificationError where a file
     is damaged, or holds other numbers of experts, dtypes or a LayerConfig than the manifest implies.
@@ -63,7 +63,7 @@ def load_block(
 
 
 def load_rank(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device: str) -> dict[str, RankGemm]:
-    """The GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
+    """Load the GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
     file_name = names.rank_file(block, tp_rank, ep_rank)
     stored = artifact.header(file_name)[0]
     gemms = {}
@@ -89,7 +89,7 @@ def _check_block(artifact: Artifact, block: str) -> None:
 
 
 def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
-    """One block's experts as float32, decoded from the kernel layout and put together from all ranks.
+    """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
     Rotated weights are turned back, so that they compare with the source's.
 
@@ -107,13 +107,13 @@ def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
 
 
 def expert_floats(reader: ExpertReader, expert: int) -> dict[str, torch.Tensor]:
-    """One expert of an opened artifact as float32: its projections `w1` … and biases `b1` …, see `dequantize`."""
+    """Return one expert of an opened artifact as float32: projections `w1` … and biases `b1` …, see `dequantize`."""
     stacks = {role: one for gemm in names.GEMMS for role, one in reader.read(gemm, expert, refuse).items()}
     return {name: values[0] for name, values in stack_floats(stacks, reader).items()}
 
 
 def stack_floats(stacks: Mapping[str, DecodedStack], reader: ExpertReader) -> dict[str, torch.Tensor]:
-    """Decoded projections by role as float32 with E in front: `w1` … and biases `b1` …, see `dequantize`."""
+    """Return decoded projections by role as float32 with E in front: `w1` … and biases `b1` …, see `dequantize`."""
     found, schema, param = {}, reader.schema, reader.artifact.param_dtype
     for role, stack in stacks.items():
         found[role] = unrotated(decoded_weights(stack, schema, param), schema.rotation)
@@ -123,6 +123,6 @@ def stack_floats(stacks: Mapping[str, DecodedStack], reader: ExpertReader) -> di
 
 
 def refuse(where: str, what: str, expected: object, found: object) -> None:
-    """Raise what the `weights` check would list as a finding."""
+    """Raise the VerificationError for a fault that the `weights` check would list as a finding."""
     remedy = "Verify the artifact; where it is damaged, convert the original model again."
     raise VerificationError(what, where=where, expected=expected, found=found, remedy=remedy)

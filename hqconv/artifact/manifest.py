@@ -39,26 +39,26 @@ _AGAIN = "Convert the source again, or copy the artifact again from where it is 
 _DIGEST = "digest"
 _DIGEST_FIELD = f',\n  "{_DIGEST}": "'.encode()
 _END = b"\n}\n"
-_LAST = "tensors"  # last key of manifests that are older than the digest
+_LAST = "tensors"  # last key of manifests from before the digest
 
 
 # --- a JSON object with typed fields ------------------------------------------------------------------------
 
 
 _NULLABLE = {"is_null": True}  # metadata of a field that is null in the file where it is None
-_FACT = {"is_key": False}  # of a fact about the file, which is no key of it
+_FACT = {"is_key": False}  # metadata of a field that is a fact about the file, not a key
 
 
 class Entry:
     """A JSON object of the manifest. Unknown keys are kept, for `to_dict`, and ignored otherwise."""
 
-    _document: ClassVar[dict[str, Any] | None] = None  # of an instance that was read: the object itself
+    _document: ClassVar[dict[str, Any] | None] = None  # the JSON object that an instance was read from
 
     @classmethod
     def from_dict(cls, document: Any, where: str = artifact_names.MANIFEST, **facts: Any) -> Self:
         """Check a JSON object and return it as a value. facts: of the fields that are no keys.
 
-        Raises VerificationError, which names the place of the first wrong value.
+        Raises VerificationError, which names the position of the first wrong value.
         """
         if not isinstance(document, dict):
             raise damaged(where, "an object", type(document).__name__)
@@ -76,7 +76,7 @@ class Entry:
         return entry
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object; of an entry that was read exactly the one in the file."""
+        """Return the JSON object; for an entry that was read, exactly the object in the file."""
         if self._document is not None:
             return self._document
         values = ((one, getattr(self, one.name)) for one, _ in _keys(type(self)))
@@ -92,7 +92,7 @@ _KEYS: dict[type, _Keys] = {}
 
 
 def _keys(cls: type) -> _Keys:
-    """The fields of an entry that are keys, with their types (without `None`)."""
+    """Return the fields of an entry that are keys, with their types (without `None`)."""
     if cls not in _KEYS:
         hints = get_type_hints(cls)
         keys = [one for one in fields(cls) if one.metadata.get("is_key", True)]
@@ -112,7 +112,7 @@ def _name_of(kind: Any) -> str:
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
-    """A JSON value as `kind`, an annotation: str, int, bool, float, dict[str, …], list[…], an Entry or Any."""
+    """Check a JSON value against an annotation: str, int, bool, float, dict[str, …], list[…], an Entry or Any."""
     if kind is Any:
         return value
     outer, inner = get_origin(kind) or kind, (get_args(kind) or (Any,))[-1]
@@ -145,7 +145,7 @@ def _document(value: Any) -> Any:
 
 
 def damaged(where: object, expected: str, found: object) -> VerificationError:
-    """The error for a manifest that says something impossible."""
+    """Return the error for an impossible value in a manifest."""
     return VerificationError(
         "The artifact's manifest is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN
     )
@@ -255,21 +255,21 @@ class ManifestLayer(Entry):
 
     @property
     def is_overridden(self) -> bool:
-        """Whether the layer is quantized in another way than the artifact's others."""
+        """True if the layer is quantized in another way than the artifact's others."""
         return self.weight_schema is not None
 
     def gemm(self, name: str) -> GemmEntry | None:
-        """The entry of the GEMM `w13` or `w2`."""
+        """Return the entry of the GEMM `w13` or `w2`."""
         return self.w13 if name == "w13" else self.w2
 
     @cached_property
     def activation_function(self) -> Activation:
-        """The activation with its numbers. Raises ValueError for numbers that are not those of the name."""
+        """Return the activation with its numbers. Raises ValueError for numbers that the name does not have."""
         numbers = self.activation_parameters
         return Activation.from_dict({"activation": self.activation, "activation_parameters": numbers})
 
     def errors(self) -> dict[str, dict[str, Any]]:
-        """Projection → the JSON object of its quantization error."""
+        """Return projection → the JSON object of its quantization error."""
         return {role: error.to_dict() for role, error in self.quantization_error.items()}
 
 
@@ -284,7 +284,7 @@ class TensorAccounting(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class AncestorLayer(Entry):
-    """How an ancestor's layer was converted. weight_schema: where it was another one than the artifact's."""
+    """Conversion of an ancestor's layer. weight_schema: if it differs from the artifact's."""
 
     conversion: str | None = None
     weight_schema: dict[str, Any] | None = None
@@ -320,7 +320,7 @@ OVERRIDE_KEYS = (*_REQUIRED_OVERRIDE, "activation_schema", "cuda")
 
 
 class Alteration(NamedTuple):
-    """What is wrong with a manifest's bytes by its own digest."""
+    """Difference between a manifest's bytes and its own digest."""
 
     what: str
     expected: str
@@ -329,7 +329,7 @@ class Alteration(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Entry):
-    """The description of an artifact. blocks: its MoE layers by name. derived_from: the nearest ancestor first.
+    """The description of an artifact. blocks: MoE layers by name. derived_from: the nearest ancestor first.
 
     Of a manifest that was read also path, the SHA-256 of the file, and `alteration`: the file is not as it was sealed.
     """
@@ -369,22 +369,22 @@ class Manifest(Entry):
 
     @property
     def is_kernel(self) -> bool:
-        """Whether the experts are in the kernel layout, not the checkpoint layout."""
+        """True if the experts are in the kernel layout, not the checkpoint layout."""
         return self.layout == artifact_names.KERNEL
 
     @property
     def is_mixed(self) -> bool:
-        """Whether layers may differ from each other, or be left as they were."""
+        """True if layers may differ from each other, or be copied unchanged."""
         return self.format_version == artifact_names.MIXED_VERSION
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Names of the MoE layers whose experts were copied as they are."""
+        """Names of the MoE layers whose experts were copied unchanged."""
         return tuple(self.left_blocks or ())
 
     @property
     def ancestors(self) -> tuple[Ancestor, ...]:
-        """The artifacts that this one comes from, the nearest first."""
+        """Source artifacts of this one, the nearest first."""
         return tuple(self.derived_from or ())
 
     @property
@@ -394,7 +394,7 @@ class Manifest(Entry):
 
     @property
     def origin(self) -> ManifestSource:
-        """The source of the first conversion on the way to this artifact."""
+        """The source of the first conversion that led to this artifact."""
         return self.steps[-1].source
 
     @cached_property
@@ -404,12 +404,12 @@ class Manifest(Entry):
 
     @cached_property
     def kernel_spec(self) -> KernelSpec:
-        """Weights, activations and GPU of every layer that is not overridden. Raises VerificationError."""
+        """Return weights, activations and GPU of every layer that is not overridden. Raises VerificationError."""
         return self._kernel_spec(self, "")
 
     @cached_property
     def overrides(self) -> dict[str, KernelSpec]:
-        """Layer name → weights, activations and GPU, of the layers that differ. Raises VerificationError."""
+        """Return layer name → weights, activations and GPU, of the layers that differ. Raises VerificationError."""
         return {
             name: self._kernel_spec(layer, f"blocks: {name}: ")
             for name, layer in self.blocks.items()
@@ -437,11 +437,11 @@ class Manifest(Entry):
             raise damaged(f"{where}{key}", expected, found) from error
 
     def errors(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Layer name → projection → the JSON object of its quantization error."""
+        """Return layer name → projection → the JSON object of its quantization error."""
         return {name: layer.errors() for name, layer in self.blocks.items()}
 
     def as_ancestor(self) -> Ancestor:
-        """The entry of this artifact in the `derived_from` of an artifact that is made from it."""
+        """Return this artifact's entry for the `derived_from` of an artifact that is converted from it."""
         shared = {one.name for one, _ in _keys(Ancestor)} & {one.name for one, _ in _keys(Manifest)}
         blocks = {
             name: AncestorLayer(conversion=layer.conversion, weight_schema=layer.weight_schema)
@@ -455,12 +455,12 @@ class Manifest(Entry):
 
 
 def is_artifact(root: Path) -> bool:
-    """Whether the folder holds a finished artifact, damaged or not."""
+    """Return whether the folder holds a finished artifact, damaged or not."""
     return (root / artifact_names.MANIFEST).is_file()
 
 
 def is_unfinished(root: Path) -> bool:
-    """Whether the folder holds a conversion that was interrupted (or is still running)."""
+    """Return whether the folder holds a conversion that was interrupted (or is still running)."""
     return (root / artifact_names.JOURNAL).is_file() and not is_artifact(root)
 
 
@@ -492,7 +492,7 @@ def read_manifest(root: Path, *, is_sealed: bool = False, allow_links: bool = Fa
 
 
 def _read(root: Path, path: Path) -> tuple[bytes, Any]:
-    """The bytes of the file, and its JSON document."""
+    """Read the bytes of the file, and its JSON document."""
     if is_unfinished(root):
         raise VerificationError(
             "The conversion is unfinished: this is not an artifact yet.",
@@ -533,7 +533,7 @@ def _check_version(path: Path, document: Any) -> None:
 
 
 def _check_size(manifest: Manifest, num_bytes: int) -> None:
-    """Only the names of tensors may make a manifest large: there may be a million."""
+    """Refuse a large manifest, unless the names of tensors explain its size: there may be a million."""
     if num_bytes <= MAX_DOCUMENT_BYTES:
         return
     tensors = manifest.tensors
@@ -558,7 +558,7 @@ _RANGES = {
 
 
 def _check_numbers(manifest: Manifest) -> None:
-    """Numbers that can be; `verify` compares them with the artifact's files."""
+    """Check the ranges of numbers; `verify` compares them with the artifact's files."""
     entries: list[tuple[str, Entry]] = [("", manifest)]
     entries += [(f"blocks: {name}: ", layer) for name, layer in manifest.blocks.items()]
     entries += [(f"files: {name}: ", file) for name, file in manifest.files.items()]
@@ -570,17 +570,17 @@ def _check_numbers(manifest: Manifest) -> None:
     if manifest.round_scales is False:
         raise damaged(f"{manifest.path}: round_scales", "true, or no such key", "false")
     try:
-        manifest.grid  # noqa: B018 - too many ranks together, or no known placement
+        manifest.grid  # noqa: B018 - raises for too many ranks, or an unknown placement
     except RequestError as error:
         key = error.where.replace("--", "").replace("-", "_")
         raise damaged(f"{manifest.path}: {key}", error.expected, error.found) from error
 
 
 def _check_layers(manifest: Manifest) -> None:
-    """Layers that differ are described whole, and with the version that says so."""
+    """Check that layers that differ have complete entries, and that the format version allows them."""
     path, left = manifest.path, manifest.left
     for key, names in (("blocks", manifest.blocks), ("left_blocks", left)):
-        for name in names:  # which become names of files
+        for name in names:  # names become parts of file names
             if not artifact_names.is_block_name(name):
                 raise damaged(f"{path}: {key}", "names of modules: words with dots between", repr(name)[:80])
     twice = [name for name, count in Counter([*left, *manifest.blocks]).items() if count > 1]
@@ -602,11 +602,11 @@ def _check_layers(manifest: Manifest) -> None:
         raise damaged(f"{path}: layout", "kernel, where blocks differ", manifest.layout)
     if extra := manifest.tensors.to_dict().keys() - {"converted", "copied", "dropped"}:
         raise damaged(f"{path}: tensors", "converted, copied and dropped", ", ".join(map(repr, extra))[:80])
-    manifest.kernel_spec, manifest.overrides  # noqa: B018 - which can be built
+    manifest.kernel_spec, manifest.overrides  # noqa: B018 - raise where they cannot be built
 
 
 def _check_override(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
-    """A layer that is quantized in another way than the others, for the same GPU."""
+    """Check the entry of a layer that is quantized in another way than the others, for the same GPU."""
     for key in _REQUIRED_OVERRIDE:
         if getattr(layer, key) is None:
             raise damaged(f"{where}{key}", "str", "no such key")
@@ -629,13 +629,13 @@ def _check_layer(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
 
 
 def is_path_inside(path: str) -> bool:
-    """Whether a file name is a path downwards from the artifact in its one spelling."""
+    """Return whether a file name is a relative path downwards from the artifact in normal form."""
     is_posix = path == PurePosixPath(path).as_posix() and "\0" not in path
     return is_posix and not {"", ".", ".."}.intersection(path.split("/"))
 
 
 def _check_files(root: Path, manifest: Manifest, *, allow_links: bool) -> None:
-    """Listed files lie in the artifact: by their names, and by links if they or their folders are links.
+    """Check that listed files lie in the artifact, also after following links of files and folders.
 
     The Hub's cache has its files in `blobs`, beside `snapshots` with links to them.
     """
@@ -649,7 +649,7 @@ def _check_files(root: Path, manifest: Manifest, *, allow_links: bool) -> None:
     for name in sorted({*manifest.files, *map(str, folders)} - {"."}):
         try:
             is_link = stat.S_ISLNK(os.lstat(root / name).st_mode)
-        except (OSError, ValueError):  # no such file: every reader of files says so
+        except (OSError, ValueError):  # no such file: every reader of files reports it
             continue
         target = Path(os.path.realpath(root / name))
         if not is_link or target.is_relative_to(root.resolve()):
@@ -680,12 +680,12 @@ def _digests(raw: bytes) -> _Digests:
 
 
 def digest_of(data: bytes) -> str | None:
-    """The value that a manifest's last field must have, by the bytes before it; None where the file ends otherwise."""
+    """Return the value for a manifest's last field, by the bytes before it; None where the file ends in another way."""
     return _digests(data).body
 
 
 def _alteration(digests: _Digests, document: Mapping[str, Any]) -> Alteration | None:
-    """A manifest without a digest is good where it ends as manifests did before there was one."""
+    """Compare a manifest with its digest; without one, the file must end as manifests did before the digest existed."""
     if _DIGEST not in document:
         last = next(reversed(list(document)), "")
         if last == _LAST:
@@ -700,7 +700,7 @@ def _alteration(digests: _Digests, document: Mapping[str, Any]) -> Alteration | 
 
 
 def sealed(document: Mapping[str, Any]) -> bytes:
-    """The bytes of a document with `digest` as its last field: the SHA-256 of all bytes before that field.
+    """Return the bytes of a document with `digest` as its last field: the SHA-256 of all bytes before that field.
 
     A digest that the document has already is replaced.
     """
@@ -709,5 +709,5 @@ def sealed(document: Mapping[str, Any]) -> bytes:
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """A JSON document as it is written into an artifact."""
+    """Encode a JSON document as in the artifact's files."""
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -26,9 +26,9 @@ _HERE = "ORG/NAME"
 
 
 def card_bytes(manifest: Manifest, card: bytes | None, *, is_artifact: bool) -> bytes:
-    """The card of the artifact with this manifest (its `files` aside), around its source's card.
+    """Return the card of the artifact with this manifest (without its `files`), around its source's card.
 
-    is_artifact: the source is an artifact, so that its card has the original's inside.
+    is_artifact: the source is an artifact, whose card contains the original's card.
     """
     front = FrontMatter.of(card or b"")
     source = _of_source(card or b"", front, is_artifact=is_artifact)
@@ -37,7 +37,7 @@ def card_bytes(manifest: Manifest, card: bytes | None, *, is_artifact: bool) -> 
 
 
 def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
-    """The source's card whole, its front matter as a listing; of an artifact what its own card has of it."""
+    """Quote the source's card whole, its front matter as a listing; for an artifact, the quoted card inside its own."""
     if is_artifact and _MARKER in card:
         return b"\n## The source's card\n\n" + card[card.index(_MARKER) :]
     if not card.strip():
@@ -51,7 +51,7 @@ def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
 
 
 def _card_metadata(manifest: Manifest, front: FrontMatter) -> dict[str, Any]:
-    """The source's license and the like, and the artifact's relation to the source."""
+    """Return license and similar fields of the source, and the artifact's relation to the source."""
     found = {key: value for key in _KEPT if (value := front.texts(key)) is not None}
     first, tags = manifest.origin, front.texts("tags") or []
     if first.revision is not None:
@@ -170,5 +170,5 @@ def _table(headers: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterato
 
 
 def _code(text: object) -> str:
-    """A name as Markdown shows it as it is."""
+    """Format a name as Markdown code."""
     return f"`{printable_line(str(text)).replace('`', chr(39))}`"

@@ -59,7 +59,7 @@ def _forms(
     flags: Mapping[str, Any],
     shape: tuple[int, int],
 ) -> tuple[LayoutForm, LayoutForm]:
-    """The layouts that a stored layer config describes and that the manifest implies; padding is the config's."""
+    """Return the layout of a stored layer config, and the one of the manifest; padding is the config's."""
     layer = layout_entries(artifact.kernel_spec_of(block))
     keys = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
     sizes = {key: config[key] for key in keys if key in config}

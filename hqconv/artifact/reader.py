@@ -1,4 +1,4 @@
-"""What a manifest says, as the values that the rest of hqconv works with; refused where it cannot be true."""
+"""Manifest facts as typed values for the rest of hqconv; impossible facts are refused."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 
 class ManifestFacts:
-    """The facts of one artifact, worked out from its manifest when they are asked for."""
+    """The facts of one artifact, computed from its manifest at the first access."""
 
     def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
-        """Read the manifest as `read_manifest` does. Raises RequestError or VerificationError where that does."""
+        """Read the manifest. Raises RequestError or VerificationError as `read_manifest` does."""
         self.root, self.listing = root, listing
         self.manifest = read_manifest(root, is_sealed=is_sealed)
 
     def fetched(self, path: str) -> Path:
-        """Where a file lies on this machine; of a repo it is downloaded if it does not. Raises as `hub.fetch_file`."""
+        """Return a file's path on this machine; a file of a repo is downloaded first. Raises as `hub.fetch_file`."""
         return self.root / path if self.listing is None else self.listing.fetched(self.root, path)
 
     @cached_property
@@ -60,14 +60,14 @@ class ManifestFacts:
 
     @cached_property
     def grid(self) -> Grid:
-        """The ranks the artifact was made for."""
+        """The ranks of the artifact."""
         return self.manifest.grid
 
     @cached_property
     def spec(self) -> ConversionSpec:
-        """The spec of the conversion, by the manifest, without `importance`.
+        """The spec of the conversion, from the manifest, without `importance`.
 
-        Raises VerificationError for values that cannot be.
+        Raises VerificationError for impossible values.
         """
         manifest = self.manifest
         if manifest.dtype not in PARAM_DTYPES:
@@ -102,12 +102,12 @@ class ManifestFacts:
 
     @property
     def has_importance(self) -> bool:
-        """Whether the search was weighted with a file, of which the artifact has a copy."""
+        """True if an importance file weighted the search; the artifact has a copy of it."""
         return self.manifest.importance is not None
 
     @cached_property
     def importance(self) -> Importance | None:
-        """The copy of that file, its bytes as they are now. Raises VerificationError where it cannot be read."""
+        """The copy of the importance file, with its present bytes. Raises VerificationError where it cannot be read."""
         if not self.has_importance:
             return None
         try:
@@ -119,13 +119,13 @@ class ManifestFacts:
             ) from error
 
     def is_shard(self, path: str) -> bool:
-        """Whether a file of the manifest is one of the ordinary model shards."""
+        """Return whether a file of the manifest is one of the ordinary model shards."""
         is_copy = self.has_importance and path == names.IMPORTANCE
         return "/" not in path and path.endswith(".safetensors") and not is_copy
 
     @cached_property
     def family(self) -> Family:
-        """The family whose names the experts have. Raises VerificationError for one that is not known."""
+        """The family whose names the experts have. Raises VerificationError for an unknown one."""
         known = {family.name: family for family in FAMILIES if family.blocks}
         if self.manifest.family not in known:
             what, found = "The manifest names a family that is not known.", self.manifest.family
@@ -136,34 +136,34 @@ class ManifestFacts:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether blocks may differ from each other, or be left as they were."""
+        """True if layers may differ from each other, or be copied unchanged."""
         return self.manifest.is_mixed
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Blocks whose experts were copied as they are."""
+        """Layers whose experts were copied unchanged."""
         return self.manifest.left
 
     def kernel_spec_of(self, name: str) -> KernelSpec:
-        """What decides the layout of one block. Raises VerificationError as `request`."""
+        """Return the kernel spec of one layer, which decides its layout. Raises VerificationError as `spec`."""
         return self.spec.kernel_spec_of(name)
 
     def schema_of(self, name: str) -> WeightSchema:
-        """The weight schema of one block's experts; errors as `kernel_spec_of`."""
+        """Return the weight schema of one layer's experts; errors as `kernel_spec_of`."""
         return self.kernel_spec_of(name).schema
 
     def activation_of(self, name: str) -> Activation:
-        """The activation between the GEMMs of one layer's experts."""
+        """Return the activation between the GEMMs of one layer's experts."""
         return self.blocks[name].activation_function
 
     def knows_activation(self, name: str) -> bool:
-        """Whether the formula of one layer's activation is known."""
+        """Return whether the formula of one layer's activation is known."""
         return self.activation_of(name).is_known(self.blocks[name].gated)
 
     def expert_block(self, name: str) -> MoeLayer:
-        """One block as the manifest's facts imply it, without `sources`.
+        """Return one layer as the manifest's facts imply it, without `sources`.
 
-        Raises VerificationError for facts that cannot be true.
+        Raises VerificationError for impossible facts.
         """
         layer, family = self.blocks[name], self.family
         if layer.top_k > layer.num_experts > 1:  # a single expert serves every token, whatever top_k says
@@ -203,11 +203,11 @@ class ManifestFacts:
         )
 
     def kernel_forms(self, block: MoeLayer, target: GpuTarget | None = None) -> dict[str, KernelForm]:
-        """Per GEMM, what Humming makes of the facts; target: instead of the artifact's own.
+        """Return the kernel form that Humming computes for each GEMM. target: in place of the artifact's own.
 
         Raises ModuleNotFoundError without Humming, else VerificationError.
         """
-        from hqconv.humming_layout.transform import (  # with torch: only a check needs them
+        from hqconv.humming_layout.transform import (  # these load torch: only checks need them
             is_compatible,
             kernel_form,
         )
@@ -222,13 +222,13 @@ class ManifestFacts:
             return {gemm: kernel_form(n, k, kind, block.has_bias) for gemm, (n, k) in shapes.items()}
 
     def packed_forms(self, block: MoeLayer) -> dict[str, dict[str, TensorSpec]]:
-        """Per projection, its packed tensors in the checkpoint layout; errors as `kernel_forms`."""
+        """Return the packed tensors of each projection in the checkpoint layout; errors as `kernel_forms`."""
         from hqconv.humming_layout.transform import packed_form
 
-        words = (self.spec.schema, self.spec.param_dtype)
+        schema_and_dtype = (self.spec.schema, self.spec.param_dtype)
         with _humming_errors(block.name):
-            tall = packed_form(block.intermediate_size, block.hidden_size, *words, block.has_bias)
-            wide = packed_form(block.hidden_size, block.intermediate_size, *words, block.has_bias)
+            tall = packed_form(block.intermediate_size, block.hidden_size, *schema_and_dtype, block.has_bias)
+            wide = packed_form(block.hidden_size, block.intermediate_size, *schema_and_dtype, block.has_bias)
         return {role: wide if role == "w2" else tall for role in block.roles}
 
     @property
@@ -252,7 +252,7 @@ def _impossible(key: str, found: object) -> VerificationError:
 
 @contextmanager
 def _humming_errors(block: str) -> Iterator[None]:
-    """What Humming raises where it cannot lay something out: asserts, mostly."""
+    """Turn Humming's errors about an impossible layout, mostly asserts, into VerificationError."""
     try:
         yield
     except ModuleNotFoundError:
@@ -268,7 +268,7 @@ Tensors: TypeAlias = "dict[str, NDArray[Any]]"
 class Artifact(ManifestFacts):
     """An artifact in either layout; a context manager that closes the files it read.
 
-    Of one on the Hub headers are read by range requests; a file whose tensors are read is downloaded first.
+    On the Hub, headers are read by range requests; a file whose tensors are read is downloaded first.
     """
 
     def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
@@ -295,7 +295,7 @@ class Artifact(ManifestFacts):
         self._descriptors.close()
 
     def header(self, path: str) -> Header:
-        """Tensors and metadata of one file of the artifact, read once.
+        """Return tensors and metadata of one file of the artifact, read once.
 
         Raises VerificationError for a damaged header.
         """
@@ -318,7 +318,7 @@ class Artifact(ManifestFacts):
     # --- files
 
     def paths(self) -> list[str]:
-        """All files of the folder or repo, and links to folders, which are not looked into; POSIX paths, sorted."""
+        """Return all files of the folder or repo, and links to folders, which are not searched; POSIX paths, sorted."""
         if self.listing is not None:
             return sorted(self.listing.sizes)
         found = []
@@ -328,30 +328,30 @@ class Artifact(ManifestFacts):
         return sorted(found)
 
     def size_of(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Return the bytes of a file; None where there is none."""
         if (self.root / path).is_file():
             return (self.root / path).stat().st_size
         return None if self.listing is None else self.listing.sizes.get(path)
 
     def is_proven_by_hub(self, path: str) -> bool:
-        """Whether a file is not here, but the Hub says its digest."""
+        """Return whether a file is not on this machine, but the Hub lists its digest."""
         return self.listing is not None and path in self.listing.digests and not (self.root / path).is_file()
 
     def digest_of(self, path: str) -> str:
-        """A file's sha256: of what is here, else as the Hub says, else of what is downloaded for it. Raises OSError."""
+        """Return a file's SHA-256: of the local file, else the Hub's, else of the downloaded file. Raises OSError."""
         if self.is_proven_by_hub(path):
             assert self.listing is not None
             return self.listing.digests[path]
         return sha256_of(self.fetched(path))
 
     def forget(self, path: str) -> None:
-        """A file of a repo will be removed here; nobody may be reading it."""
+        """Drop a file of a repo that will be removed here; no thread may be reading it."""
         self._descriptors.drop(path)
 
     # --- tensors
 
     def layer_config(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:
-        """Humming's LayerConfig of one GEMM of one rank, as words. Raises VerificationError where there is none."""
+        """Return Humming's LayerConfig of one GEMM of one rank as a dict. Raises VerificationError if it is missing."""
         path = names.rank_file(block, tp_rank, ep_rank)
         metadata = self.header(path)[1]
         with self._lock:
@@ -360,12 +360,12 @@ class Artifact(ManifestFacts):
             return self._configs[path, gemm]
 
     def flags(self, block: str, gemm: str) -> dict[str, bool]:
-        """The manifest's layout flags of one GEMM; none in the checkpoint layout."""
+        """Return the manifest's layout flags of one GEMM; none in the checkpoint layout."""
         entry = self.blocks[block].gemm(gemm)
         return {} if entry is None else entry.flags
 
     def read_expert(self, block: str, gemm: str, tp_rank: int, ep_rank: int, local: int) -> Tensors:
-        """One expert's kernel tensors of one GEMM as raw bits, `[1, …]` each; keys without the block's prefix."""
+        """Read one expert's kernel tensors of one GEMM as raw bits, `[1, …]` each; keys without the layer's prefix."""
         path = names.rank_file(block, tp_rank, ep_rank)
         prefix = f"{block}.{gemm}_"
         return {
@@ -375,7 +375,7 @@ class Artifact(ManifestFacts):
         }
 
     def read_input_scale(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> float | None:
-        """The static scale of a GEMM's activations in one rank's file; None where the file has none.
+        """Read the static scale of a GEMM's activations from one rank's file; None where the file has none.
 
         Raises VerificationError where it is no float32 [1].
         """
@@ -401,7 +401,7 @@ class Artifact(ManifestFacts):
         return self._read_bits(path, entry).reshape(1, *entry.shape)
 
     def _read_bits(self, path: str, ref: TensorRef) -> NDArray[Any]:
-        """Raw bit patterns: unsigned integers as wide as the dtype."""
+        """Read raw bit patterns: unsigned integers as wide as the dtype."""
         import numpy as np
 
         data = np.empty(ref.num_bytes, np.uint8)
@@ -409,7 +409,7 @@ class Artifact(ManifestFacts):
         return data.view(f"u{max(1, num_bits(ref.dtype) // 8)}")
 
     def read_module(self, prefix: str, shards: Mapping[str, str]) -> tuple[dict[str, str], Tensors]:
-        """Dtypes and raw bits of the tensors whose name is `prefix` and one word; `shards` is name → file."""
+        """Read dtypes and raw bits of the tensors named `prefix` and one more part; `shards` is name → file."""
         dtypes: dict[str, str] = {}
         tensors: Tensors = {}
         for word in ("weight", "weight_scale", "zero_point", "weight_scale_2", "bias"):
@@ -420,7 +420,7 @@ class Artifact(ManifestFacts):
         return dtypes, tensors
 
     def shards(self) -> dict[str, str]:
-        """Tensor name → ordinary shard, of the checkpoint layout; damaged headers are the `files` check's business."""
+        """Return tensor name → ordinary shard, of the checkpoint layout; the `files` check reports damaged headers."""
         found: dict[str, str] = {}
         if self.manifest.is_kernel:
             return found
@@ -443,11 +443,11 @@ class Artifact(ManifestFacts):
 
 def _layer_config(path: str, gemm: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
-        words = json.loads(metadata[gemm])
+        document = json.loads(metadata[gemm])
     except (KeyError, ValueError, RecursionError) as error:
         what = f"The file's metadata holds no layer config for {gemm}."
         raise VerificationError(what, where=path, found=error) from error
-    if not isinstance(words, dict):
+    if not isinstance(document, dict):
         what, where = "A layer config is not a JSON object.", f"{path}: {gemm}"
-        raise VerificationError(what, where=where, found=words)
-    return words
+        raise VerificationError(what, where=where, found=document)
+    return document

@@ -1,6 +1,6 @@
 """SHA256SUMS: the digests of an artifact's files, the manifest's among them, as `sha256sum -c` reads them.
 
-It and the model card may be changed by people; whether they were is said here.
+The file and the model card may be edited by people; the functions here detect this.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _ESCAPED = str.maketrans({"\\": "\\\\", "\n": "\\n", "\r": "\\r"})
 
 
 def sums_bytes(files: Mapping[str, FileEntry], manifest_sha256: str) -> bytes:
-    """The bytes of SHA256SUMS. files: of the manifest. manifest_sha256: of hqconv.json."""
+    """Return the bytes of SHA256SUMS. files: of the manifest. manifest_sha256: of hqconv.json."""
     digests = {path: entry.sha256 for path, entry in files.items()} | {MANIFEST: manifest_sha256}
     return "".join(_line(path, digests[path]) for path in sorted(digests)).encode()
 
 
 def is_own_sums(root: Path, manifest: Manifest) -> bool:
-    """Whether an artifact's SHA256SUMS is there and is of its manifest. Raises OSError."""
+    """Return whether an artifact's SHA256SUMS exists and fits its manifest. Raises OSError."""
     path = root / SUMS
     if SUMS in manifest.files or not path.is_file():
         return False
@@ -32,7 +32,7 @@ def is_own_sums(root: Path, manifest: Manifest) -> bool:
 
 
 def are_sums(root: Path) -> bool:
-    """Whether SHA256SUMS is there and lists a manifest, so that it can be made again. Raises OSError."""
+    """Return whether SHA256SUMS exists and lists a manifest, so that it can be written again. Raises OSError."""
     path = root / SUMS
     return (
         path.is_file()
@@ -42,7 +42,7 @@ def are_sums(root: Path) -> bool:
 
 
 def is_own_card(root: Path, manifest: Manifest) -> bool:
-    """Whether an artifact's model card is the one that its manifest lists. Raises OSError."""
+    """Return whether an artifact's model card is the one that its manifest lists. Raises OSError."""
     path, entry = root / CARD, manifest.files.get(CARD)
     if entry is None or not path.is_file() or path.stat().st_size != entry.size_bytes:
         return False
@@ -50,6 +50,6 @@ def is_own_card(root: Path, manifest: Manifest) -> bool:
 
 
 def _line(path: str, sha256: str) -> str:
-    """One line; a name that would break it is escaped, which the line's first character says."""
+    """Format one line; a name that would break it is escaped, marked by the line's first character."""
     name = path.translate(_ESCAPED)
     return f"{'' if name == path else chr(92)}{sha256}  {name}\n"
