@@ -168,7 +168,7 @@ def test_other_ends_are_documents_as_well(
 
 
 def test_of_several_processes_the_first_speaks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.cli.errors.is_first", lambda: False)
+    monkeypatch.setattr("hqconv.cli.errors.is_rank_zero", lambda: False)
     done = call("convert", model, "-o", "out", *OPTIONS, "--tp", 3, "--json")
     assert (done.exit_code, done.stdout) == (2, "")
 
@@ -176,7 +176,7 @@ def test_of_several_processes_the_first_speaks(model: Path, monkeypatch: pytest.
 def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that was full under stdout may have room a moment later."""
     led: list[bool] = []
-    monkeypatch.setattr("hqconv.cli.output.lead_nowhere", lambda: led.append(True))
+    monkeypatch.setattr("hqconv.cli.output.discard_stdout", lambda: led.append(True))
 
     class Full(io.StringIO):
         def flush(self) -> None:
