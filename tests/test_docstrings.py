@@ -17,12 +17,10 @@ UNFINISHED = frozenset(
         "api.py",
         "cpu_loops",
         "formats",
-        "models",
         "quantization",
         "reports",
         "schemas",
         "serving",
-        "sources",
     )
 )
 

@@ -29,7 +29,7 @@ class ConfigSizes:
 
 
 def contradiction(what: str, where: str, expected: object, found: object) -> InputError:
-    """The error for tensors and a config that do not belong together."""
+    """Return the error for tensors and a config that contradict each other."""
     return InputError(what, where=where, expected=expected, found=found, remedy=REMEDY)
 
 
@@ -71,7 +71,7 @@ def top_k(family: Family, name: str, layer: int, text: Config) -> int:
 
 
 def named_activation(choice: FamilyChoice, text: Config) -> tuple[str, str]:
-    """The activation's name and its origin; never guessed for a model_type without a row in the families table."""
+    """Return the activation's name and its origin; no guess for a model_type without a row in the families table."""
     family = choice.family
     for key in family.activation_keys:
         value = text.get(key)
@@ -89,10 +89,10 @@ def named_activation(choice: FamilyChoice, text: Config) -> tuple[str, str]:
 
 
 def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> Activation:
-    """The activation of one layer with its numbers, as the model's code reads them from the config.
+    """Return the activation of one layer with its numbers, as the model's code reads them from the config.
 
     If a config has numbers that this model's code is not known to read, the activation gets a name such as
-    `silu+swiglu_limit`, of which nothing else is known. Raises InputError for a value that is no number.
+    `silu+swiglu_limit` without a known formula. Raises InputError for a value that is no number.
     """
     numbers = _numbers_of(choice, text)
     own = set(numbers.keys.values()) if numbers is not None and numbers.plain == name else set()
@@ -107,20 +107,20 @@ def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> 
 
 
 def _numbers_of(choice: FamilyChoice, text: Config) -> Numbers | None:
-    """The config keys of the model's numbers; without a row for the model, another family's keys are not trusted."""
+    """Return the config keys of the model's numbers; without a row for the model no other family's keys are used."""
     of_type = NUMBERS.get(str(text.get("model_type")))
     return NUMBERS.get(choice.family.name) if of_type is None and choice.is_own_row else of_type
 
 
 def _reached(value: object, layer: int) -> object:
-    """A config's value for one layer; None for layers beyond the end of a list, as in vLLM's model classes."""
+    """Return a config's value for one layer; None for layers beyond the end of a list, as in vLLM's model classes."""
     if isinstance(value, list):
         return value[layer] if layer < len(value) else None
     return value
 
 
 def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float | None:
-    """One number of one layer; None for null, and for 0 where that switches something off."""
+    """Read one number of one layer; None for null, and for 0 where 0 switches a feature off."""
     key = numbers.keys[field]
     value = _reached(text[key], layer)
     if value is None or (value == 0 and field not in numbers.any_value):
@@ -133,7 +133,7 @@ def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float 
 
 
 def config_number(text: Config, keys: tuple[str, ...], layer: int) -> Size | None:
-    """The first of some keys in the config, with its value for one layer; None without any.
+    """Return the first of some keys that the config has, with its value for one layer; None without any.
 
     A list holds one value per layer; an MTP layer has the last one. Raises InputError for a value that is no positive
     whole number of plausible size.

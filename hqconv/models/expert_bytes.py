@@ -1,7 +1,7 @@
-"""Bytes of some experts, read ahead of their decoding into one buffer.
+"""Bytes of some experts, read into one buffer before they are decoded.
 
 Legend: E experts of a batch. The buffer holds each part of each projection as one run, expert after expert, so that
-what is stored as plain numbers is a stack [E, …] without being copied.
+parts stored as plain numbers form a stack [E, …] without a copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class RawLayout:
-    """Where the bytes of some experts go in a buffer: each range of the source once.
+    """Buffer positions for the bytes of some experts: each byte range of the source once.
 
     ranges: each with its start in the buffer. starts: the same by (file, offset).
     """
@@ -57,7 +57,7 @@ class RawLayout:
             object.__setattr__(self, name, value)
 
     def pieces(self, num_bytes: int) -> list[list[tuple[TensorRef, int]]]:
-        """The ranges in parts of about `num_bytes`, in the order of the files, to be read side by side."""
+        """Split the ranges into parts of about `num_bytes`, in the order of the files, for parallel reads."""
         parts: list[list[tuple[TensorRef, int]]] = []
         filled = num_bytes
         for ref, start in sorted(self.ranges, key=lambda one: (one[0].file, one[0].offset_bytes)):
@@ -69,30 +69,30 @@ class RawLayout:
         return parts
 
     def start_of_stack(self, role: str, part: str) -> int | None:
-        """Where a part of all experts lies as one run; None where it does not, or is stored in another form."""
+        """Return the buffer start of a part of all experts as one run; None if it is no run or has another form."""
         return self._stacks.get((role, part)) if self.block.parts[role][part].is_run else None
 
 
 @dataclass(frozen=True, eq=False)
 class RawExperts:
-    """A filled buffer (uint8) and what lies where in it."""
+    """A filled buffer (uint8) and the layout of the ranges in it."""
 
     layout: RawLayout
     buffer: torch.Tensor
 
     def on(self, device: torch.device) -> RawExperts:
-        """The same on a device, by one copy that nobody waits for."""
+        """Copy the buffer to a device, in one asynchronous copy."""
         if device.type == "cpu":
             return self
         return RawExperts(self.layout, self.buffer[: self.layout.num_bytes].to(device, non_blocking=True))
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """A range as a tensor in its own dtype and shape, without a copy."""
+        """View a range as a tensor in its own dtype and shape, without a copy."""
         start = self.layout.starts[ref.file, ref.offset_bytes]
         return _typed(self.buffer[start : start + ref.num_bytes], ref, ())
 
     def stack(self, role: str, part: str) -> torch.Tensor | None:
-        """A part of a projection of all experts as [E, …], without a copy; None where it is not stored like that."""
+        """View a part of a projection of all experts as [E, …], without a copy; None if it is not one run."""
         start = self.layout.start_of_stack(role, part)
         if start is None:
             return None
@@ -102,7 +102,7 @@ class RawExperts:
 
 
 def stored_shape(ref: TensorRef) -> tuple[int, ...]:
-    """A tensor's shape as torch holds it: two 4-bit codes are one element."""
+    """Return a tensor's shape as torch holds it: two 4-bit codes are one element."""
     return (*ref.shape[:-1], ref.shape[-1] // 2) if ref.dtype == "F4" else ref.shape
 
 

@@ -1,4 +1,4 @@
-"""Sorts a checkpoint's tensors into blocks by their names, without matching every name by itself."""
+"""Sorts a checkpoint's tensors into MoE layers by their names, without a regex match for every name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hqconv.schemas.tensors import TensorRef
 
 
 def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, LayerTensors], list[str]]:
-    """block name → its tensors, and the names that look like an expert's and matched nothing."""
+    """Return the tensors of each block (experts module), and the expert-like names that match no template."""
     groups = NameGroups(family)
     unmatched = []
     for name, ref in tensors.items():
@@ -44,10 +44,10 @@ def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, L
 
 
 class NameGroups:
-    """Blocks and their tensors so far.
+    """Blocks (experts modules) and their tensors found so far.
 
-    A name of a single expert is a block, an index and an ending, with dots between. Whether it matches depends on each
-    of them alone: names made of three that have matched need no regular expression.
+    A name of a single expert is a block, an index and an ending, with dots between. A match depends on each of these
+    three alone: a name whose three components have each matched before needs no regular expression.
 
     found: block name → its tensors.
     """
@@ -65,7 +65,7 @@ class NameGroups:
         self._experts: dict[int, dict[str, dict[str, TensorRef]]] = {}  # of the last block
 
     def takes_known(self, name: str, ref: TensorRef) -> bool:
-        """Whether this is a tensor of the last block, with an index and an ending that are known; it is kept."""
+        """Store a tensor of the last block if its index and ending are known; return True if it was stored."""
         if not name.startswith(self._start):
             return False
         word, _, ending = name[len(self._start) :].partition(".")
@@ -84,7 +84,7 @@ class NameGroups:
         return True
 
     def takes(self, name: str, ref: TensorRef) -> bool:
-        """Whether the name is one of the family's; the tensor is kept."""
+        """Store a tensor whose name matches the family; return True if it was stored."""
         matched = self._match(name)
         if matched is None:
             return False
@@ -104,7 +104,7 @@ class NameGroups:
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The accounting of a checkpoint: each tensor is in exactly one of `converted`, `copied`, `dropped`."""
+    """Use of every tensor of a checkpoint: each is in exactly one of `converted`, `copied`, `dropped`."""
 
     family: str
     chosen_because: str
@@ -115,16 +115,16 @@ class ExpertMap:
     left: tuple[str, ...] = ()  # blocks whose tensors are copied as they are
 
     def with_input_scales(self, names: Collection[str]) -> ExpertMap:
-        """The same with the activation scales of some blocks converted, which are dropped otherwise."""
+        """Return the map with the activation scales of some blocks converted, which are dropped otherwise."""
         blocks = [block for block in self.blocks if block.name in names]
         moved = {name: block.name for block in blocks for name in block.input_scales.names}
         dropped = {name: reason for name, reason in self.dropped.items() if name not in moved}
         return replace(self, converted={**self.converted, **moved}, dropped=dropped)
 
     def without(self, names: Collection[str], order: Iterable[str]) -> ExpertMap:
-        """The same with the tensors of some blocks copied, in the source's `order` of all tensors.
+        """Return the map with the tensors of some blocks copied, in the source's `order` of all tensors.
 
-        Raises RequestError where no block would be converted, and for sources whose experts are no tensors to copy.
+        Raises RequestError if no block is left to convert, and for sources whose experts are no tensors to copy.
         """
         kept = tuple(block for block in self.blocks if block.name not in names)
         foreign = next(
@@ -138,7 +138,7 @@ class ExpertMap:
                 "All experts would be left as they are: nothing to convert.", where="overrides"
             )
         moved = {name for name, block in self.converted.items() if block in names}
-        # As they are: what a conversion would not need, such as scales of activations, stays beside them.
+        # Copied in full: tensors that a conversion would not need, such as scales of activations, are copied with them.
         within = tuple(f"{block.name}." for block in self.blocks if block.name in names)
         moved |= {name for name in self.dropped if name.startswith(within)}
         copied = moved.union(self.copied)
@@ -157,11 +157,11 @@ class ExpertMap:
 def map_experts(
     tensors: Mapping[str, TensorRef], config: Config, quantization: Mapping[str, Any] | None = None
 ) -> ExpertMap:
-    """Sorts a checkpoint's tensors into expert blocks, in layer order, and tensors to copy.
+    """Sort a checkpoint's tensors into MoE layers, in layer order, and tensors to copy.
 
-    `tensors` are all tensors by name, `config` is config.json, `quantization` its quantization_config or what
-    stands for it. Raises RequestError for experts this version cannot convert (unknown names or formats, none at
-    all) and InputError where names, shapes, dtypes and config contradict one another.
+    `tensors` are all tensors by name, `config` is config.json, `quantization` its quantization_config or the document
+    of a separate file. Raises RequestError for experts that this version cannot convert (unknown names or formats,
+    none at all) and InputError if names, shapes, dtypes and config contradict one another.
     """
     text = text_config(config)
     candidates = [name for name, ref in tensors.items() if looks_like_expert(name, len(ref.shape))]
@@ -203,17 +203,17 @@ def map_experts(
 
 
 def _names(block: MoeLayer) -> Iterable[str]:
-    """A block's tensors; where each expert has its own, the very texts that the checkpoint has them by."""
+    """List a block's tensors; for experts with separate tensors, the checkpoint's own string objects."""
     return block.sources.names() if isinstance(block.sources, PerExpertIndex) else block.tensor_names()
 
 
 def _formats(
     declared: DeclaredFormats, block: str, found: LayerTensors, is_extra: bool
 ) -> Callable[[str], SourceFormat]:
-    """The declared format of a block's modules. Humming's own rules speak of the experts module, as vLLM has it.
+    """Return a lookup of the declared format of a block's modules. Humming's rules name the experts module, as in vLLM.
 
-    `is_extra`: a layer beyond the decoder's, for predicting further tokens. Servers pass over such layers, so ignore
-    lists often forget that they are not quantized.
+    `is_extra`: a layer after the decoder's last one, for multi-token prediction. Servers skip these layers, so ignore
+    lists often omit them although they are not quantized.
     """
     if is_extra and _is_plain(found):
         return lambda _module: PLAIN
@@ -224,12 +224,12 @@ def _formats(
 
 
 def _is_plain(found: LayerTensors) -> bool:
-    """Whether a block's tensors are floats and nothing else, which no format's are."""
+    """Return True if a block's tensors are all plain floats, which no quantized format has."""
     return all(map(_are_floats, _modules(found)))
 
 
 def _modules(found: LayerTensors) -> Iterator[Parts]:
-    """The parts of every module of a block."""
+    """Yield the parts of every module of a block."""
     single = (parts for roles in found.experts.values() for parts in roles.values())
     return chain(single, found.stacks.values())
 
@@ -239,13 +239,13 @@ def _are_floats(parts: Parts) -> bool:
 
 
 def _plain_modules(found: LayerTensors) -> set[str]:
-    """The paths of a block's modules whose tensors are floats and nothing else."""
+    """Return the paths of a block's modules whose tensors are all plain floats."""
     plain = (next(iter(parts.items())) for parts in _modules(found) if _are_floats(parts))
     return {ref.name.removesuffix(f".{key}") for key, ref in plain}
 
 
 def _is_extra(family: Family, layer: int, text: Config) -> bool:
-    """Whether a layer comes after the decoder's last one."""
+    """Return True if a layer comes after the decoder's last one."""
     num_layers = config_number(text, family.num_layers_keys, 0)
     return num_layers is not None and layer >= num_layers[1]
 
@@ -253,7 +253,7 @@ def _is_extra(family: Family, layer: int, text: Config) -> bool:
 def _drop_zero_experts(
     family: Family, grouped: Mapping[str, LayerTensors], layers: Mapping[str, int], text: Config
 ) -> dict[str, str]:
-    """Takes identity experts, E..E+Z-1, out of `grouped`; transformers 5 writes gate and up for them."""
+    """Remove identity experts, E..E+Z-1, from `grouped`; transformers 5 writes gate and up for them."""
     dropped: dict[str, str] = {}
     for name, found in grouped.items():
         experts = found.experts

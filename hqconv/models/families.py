@@ -1,4 +1,4 @@
-"""What a row of the families table is, how its templates are made, and where a config keeps a model's numbers."""
+"""Rows of the families table: tensor name templates, and config keys of a model's numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from hqconv.schemas.model_config import Config, text_config
 
-# Where decoder layers live: alone, inside a multimodal wrapper (before and since transformers 5), saved
-# without a head, and in multi-token-prediction modules that are not numbered on after the last layer.
+# Paths of decoder layers: alone, inside a multimodal wrapper (before and since transformers 5), saved
+# without a head, and in multi-token-prediction modules with their own numbers.
 LAYER_PREFIXES = (
     "model.layers.{layer}",
     "language_model.model.layers.{layer}",
@@ -28,7 +28,7 @@ INDEX = r"(?:0|[1-9][0-9]{0,8})"
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor with the same projections of all experts of a block: `<block>.<name>` and a part's suffix.
+    """Fused tensor with the same projections of all experts of a block: `<block>.<name>` and a part's suffix.
 
     `roles` are the projections it holds along N, in this order, each `[I, H]` (w2: `[H, I]`); `interleaved` means
     that their rows alternate. The shape is `[E, out, in]`, or `[E, in, out]` where `transposed`; None leaves the
@@ -45,16 +45,18 @@ class Stack:
 
 @dataclass(frozen=True)
 class Family:
-    """One vocabulary: `<block>.<expert>.<projection>` is the module of one expert's matrix, its parts follow.
+    """Tensor names and config keys of a model family.
+
+    `<block>.<expert>.<projection>` is the module of one expert's matrix; its parts follow.
 
     `blocks` are anchored templates of the experts module's path, with `{layer}` for the layer index.
     `projections` maps the role (w1 gate, w3 up, w2 down) to its name; `stacks` are the fused tensors that the
-    family has instead, or may have instead; `expert_stacks` are those of a single expert. Each `*_keys` lists config
-    keys, the first one present wins; a list value holds one number per layer. `activation` is what the family's
-    code uses when the config does not say; where the config has its numbers, `schemas/activation` says.
-    `architectures` are classes that choose the row where model_type does not; `layer_configs_key` is the config key
-    of a list that has one layer's own values in each element; `other_models` are prefixes of models of their own in
-    the same checkpoint, with experts of which the config's numbers do not speak: they are copied.
+    family has instead, or may have instead; `expert_stacks` are fused tensors of a single expert. Each `*_keys` lists
+    config keys, the first one present wins; a list value holds one number per layer. `activation` is the default of the
+    family's code for configs without one; `schemas/activation` reads the numbers that a config may have.
+    `architectures` are classes that choose the row if model_type does not; `layer_configs_key` is the config key
+    of a list with one layer's own values in each element; `other_models` are prefixes of separate models in the same
+    checkpoint, whose experts are not described by the config's numbers: they are copied.
     """
 
     name: str
@@ -78,29 +80,29 @@ class Family:
 
     @property
     def gated(self) -> bool:
-        """Whether an expert has a gate next to its up projection."""
+        """True if an expert has a gate next to its up projection."""
         return "w1" in self.projections
 
     def expert_stack(self, name: str, block: str) -> Stack | None:
-        """The stack of an expert's own that a tensor of expert 0 of the block is, if it is one."""
+        """Return the single-expert stack that matches a tensor of the block's expert 0; None without a match."""
         word = name.removeprefix(f"{block}.0.").partition(".")[0]
         return next((stack for stack in self.expert_stacks if stack.name == word), None)
 
     def example(self) -> str:
-        """A tensor name of this family, for messages."""
+        """Return a tensor name of this family, for messages."""
         block = self.blocks[0].format(layer="N")
         return f"{block}.E.{next(iter(self.projections.values()))}.weight"
 
 
 def under_layers(module: str, *more_prefixes: str) -> tuple[str, ...]:
-    """The templates of a module of every decoder layer, usual places first."""
+    """Return the templates of a module of every decoder layer, usual prefixes first."""
     return tuple(f"{prefix}.{module}" for prefix in (*LAYER_PREFIXES, *more_prefixes))
 
 
 def fused_stacks(
     gate_up: str, down: str, transposed: bool | None = False, interleaved: bool = False
 ) -> tuple[Stack, ...]:
-    """Gate and up in one stack, down in another."""
+    """Return two stacks: gate and up in one, down in the other."""
     return (
         Stack(gate_up, ("w1", "w3"), transposed, interleaved),
         Stack(down, ("w2",), transposed),
@@ -123,17 +125,17 @@ GATE_UP_DOWN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 W1_W3_W2 = {"w1": "w1", "w3": "w3", "w2": "w2"}
 UP_DOWN = {"w3": "up_proj", "w2": "down_proj"}
 
-# How transformers 5 holds most families' experts in memory, and saves some.
+# Stacks of most families in transformers 5, in memory and in some saved checkpoints.
 FUSED = fused_stacks("gate_up_proj", "down_proj")
 
 # For families whose hidden_act does not say what their experts do; a key that a config may be given.
 OWN_ACTIVATION = ("expert_activation",)
 
-# Where several rows fit an unknown model_type equally well, the earlier row is taken.
+# If several rows fit an unknown model_type equally well, the earlier row wins.
 FAMILIES: tuple[Family, ...] = (
     Family(
-        # Also released fused, under the same module (Qwen3.5, Zaya). Qwen3-Omni's thinker answers; its talker, which
-        # speaks, has experts of other numbers and sizes.
+        # Also released fused, under the same module (Qwen3.5, Zaya). Qwen3-Omni has a thinker, which answers, and a
+        # talker, whose experts have other numbers and sizes.
         name="qwen_moe",
         model_types=(
             "qwen2_moe",
@@ -297,7 +299,7 @@ FAMILIES: tuple[Family, ...] = (
         intermediate_size_keys=("intermediate_size",),
     ),
     Family(
-        # hidden_act says silu: what the experts do is fixed in the model's code. The text model alone is saved
+        # hidden_act says silu, but the experts' activation is fixed in the model's code. The text model alone is saved
         # fused, with other names.
         name="minimax_m3",
         model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
@@ -335,8 +337,8 @@ FAMILIES: tuple[Family, ...] = (
         intermediate_size_keys=("intermediate_size",),
     ),
     Family(
-        # With moe_latent_size the experts work in that space: it is their K and the down projection's N. Puzzle models
-        # have experts of other numbers and sizes in each layer.
+        # With moe_latent_size the experts work in a latent space: its size is their K and the down projection's N.
+        # Puzzle models have experts of other numbers and sizes in each layer.
         name="nemotron_h",
         model_types=("nemotron_h", "nemotron_h_omni", "nemo_speechlm", "nemotron_h_puzzle"),
         architectures=("NemotronHPuzzleForCausalLM",),
@@ -496,7 +498,7 @@ FAMILIES: tuple[Family, ...] = (
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
-        # gate and up go through soft caps, in numbers of the config: no activation that is known here.
+        # Soft caps on gate and up, with numbers from the config: an activation that hqconv does not know.
         name="inkling2",
         model_types=("inkling2", "inkling2_text"),
         blocks=("model.llm.layers.{layer}.mlp.experts",),

@@ -1,4 +1,4 @@
-"""Which row of the families table a checkpoint's tensor names belong to.
+"""Choice of the row of the families table that matches a checkpoint's tensor names.
 
 Legend: a candidate is a tensor whose name looks like an expert's.
 """
@@ -26,13 +26,13 @@ from hqconv.models.families import (
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
 _CORRECTION = ".e_score_correction_bias"
 _SUM_BIAS = ".mlp.experts.bias"  # nomic_bert's, of the weighted sum
-# Indices are all alike to every pattern: names that differ in them only match or do not match together.
+# Every pattern treats all indices alike: names that differ only in indices match together or not at all.
 _INDICES = re.compile(rf"(?<=\.){INDEX}(?=\.)")
 _SHARED = ("shared_expert.", "shared_experts.")  # dense, though a stack in some
 
 
 def looks_like_expert(name: str, num_dims: int) -> bool:
-    """Whether the tensor lies in an `experts` module, or is a 3-D stack in some other MoE module."""
+    """Return True for a tensor in an `experts` module, or a 3-D stack in some other MoE module."""
     if "expert" not in name and "moe" not in name:
         return False
     if ".experts." in name or name.startswith("experts."):
@@ -41,7 +41,7 @@ def looks_like_expert(name: str, num_dims: int) -> bool:
 
 
 class FamilyChoice(NamedTuple):
-    """The row that describes a checkpoint, and why it was taken."""
+    """The row that describes a checkpoint, and the reason for the choice."""
 
     family: Family
     because: str
@@ -49,7 +49,7 @@ class FamilyChoice(NamedTuple):
 
 
 def choose_family(candidates: list[str], config: Config, text: Config) -> FamilyChoice:
-    """The row of the model_type, or else the closest row that matches every candidate name."""
+    """Return the row of the model_type, or else the closest row that matches every candidate name."""
     outer, inner = str(config.get("model_type")), str(text.get("model_type"))
     if (why := UNSUPPORTED.get(outer) or UNSUPPORTED.get(inner)) and candidates:
         raise RequestError(
@@ -66,7 +66,7 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Family
     if known is not None:
         return FamilyChoice(known, f"model_type {model_type}", True)
     because = f"unknown model_type {model_type}"
-    # Stable: where rows fit equally well, table order decides.
+    # Stable sort: of rows that fit equally well the first one in the table wins.
     rows = sorted(FAMILIES, key=lambda row: -_num_keys_found(row, text))
     if not candidates:
         return FamilyChoice(rows[0], because, False)
@@ -86,14 +86,14 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Family
 
 
 def _known_architecture(config: Config, text: Config) -> str | None:
-    """The first class that a row names, where model_type is missing or another model's."""
+    """Return the first class that a row names, if model_type is missing or another model's."""
     lists = [found for one in (config, text) if isinstance(found := one.get("architectures"), list)]
     names = [name for names in lists for name in names if isinstance(name, str)]
     return next((name for name in names if name in BY_ARCHITECTURE), None)
 
 
 def _refuse_unknown_stacks(row: Family, candidates: list[str], templates: set[str], because: str) -> None:
-    """Names do not say in which order a stack holds gate and up, nor whether their rows alternate."""
+    """Refuse stacks of unknown models: names tell neither the order of gate and up nor if their rows alternate."""
     match = _name_pattern(row.blocks, tuple(row.projections.values()), (), part_names()).fullmatch
     if not all(map(match, templates)):
         fused = [name for name in candidates if not match(name)]
@@ -113,9 +113,12 @@ def _num_keys_found(row: Family, text: Config) -> int:
 
 
 def name_pattern(family: Family) -> re.Pattern[str]:
-    """Matches a whole tensor name; groups: block, expert and projection or else stack, part. Equal rows share one."""
-    words = (*family.projections.values(), *(s.name for s in family.expert_stacks))
-    return _name_pattern(family.blocks, words, tuple(s.name for s in family.stacks), part_names())
+    """Compile the pattern of whole tensor names; groups: block, expert and projection or else stack, part.
+
+    Equal rows share one pattern.
+    """
+    names = (*family.projections.values(), *(s.name for s in family.expert_stacks))
+    return _name_pattern(family.blocks, names, tuple(s.name for s in family.stacks), part_names())
 
 
 @cache
@@ -123,8 +126,8 @@ def _name_pattern(
     blocks: tuple[str, ...], projections: tuple[str, ...], stacks: tuple[str, ...], parts: tuple[str, ...]
 ) -> re.Pattern[str]:
     paths = "|".join(re.escape(t).replace(re.escape("{layer}"), INDEX) for t in blocks)
-    words, part = _any_of(projections), _any_of(sorted(parts, key=len, reverse=True))
-    single = rf"(?P<expert>{INDEX})\.(?P<projection>{words})\.(?P<part>{part})"
+    names, part = _any_of(projections), _any_of(sorted(parts, key=len, reverse=True))
+    single = rf"(?P<expert>{INDEX})\.(?P<projection>{names})\.(?P<part>{part})"
     fused = rf"(?P<stack>{_any_of(stacks)})(?:[._](?P<stack_part>{part}))?"
     return re.compile(rf"(?P<block>{paths})\.(?:{single}" + (rf"|{fused})" if stacks else ")"))
 
@@ -136,7 +139,7 @@ def _any_of(names: Iterable[str]) -> str:
 def unmatched_error(
     kind: type[HqconvError], family: Family, unmatched: list[str], because: str
 ) -> HqconvError:
-    """The error for tensors that look like experts and match no template of the row."""
+    """Return the error for tensors that look like experts and match no template of the row."""
     return kind(
         "Tensors look like experts, but their names are not understood.",
         where=first_few(unmatched),

@@ -1,4 +1,4 @@
-"""The stacks of experts in a GGUF file: what they hold, and what must hold of them.
+"""Stacks of experts in a GGUF file: their roles and parts, and checks of their sizes.
 
 Legend: E experts, I intermediate size, H hidden size.
 """
@@ -37,7 +37,7 @@ class GgufPart:
     view: View
 
     def share(self, expert: int, shape: tuple[int, ...]) -> TensorRef:
-        """Where one expert's part is, if that has this shape. A scale is one for the whole stack."""
+        """Return one expert's byte range with the given shape; () is a scalar for all its stacked projections."""
         num_bytes = self.ref.num_bytes // self.ref.shape[0]
         offset = self.ref.offset_bytes + expert * num_bytes
         if shape:
@@ -50,7 +50,7 @@ GgufLayer = dict[str, dict[str, GgufPart]]  # role → part → where it is
 
 
 def check_layer(layer: int, found: GgufLayer, family: Family, sizes: ConfigSizes) -> None:
-    """Every projection is there, and every part has the size that the config says; raises InputError."""
+    """Check that every projection is present, and every part has the size in the config. Raises InputError."""
     needed = ["weight", *(["bias"] if any("bias" in parts for parts in found.values()) else [])]
     for role in family.projections:
         for part in needed:
@@ -96,11 +96,11 @@ _ACTIVATION_SCALE = "activation scale, not used by 16-bit activations"
 def map_gguf(
     tensors: Mapping[str, TensorRef], safetensors: Mapping[str, TensorRef], config: Mapping[str, Any]
 ) -> ExpertMap:
-    """The blocks in GGUF files, and what becomes of every tensor of both kinds of files.
+    """Map the MoE layers in GGUF files, and every tensor of both kinds of files to its use.
 
-    `tensors` are those of the GGUF files, by their own names; the refs have the names to count them by. Raises
+    `tensors` are the tensors of the GGUF files, by their own names; the refs have unique names. Raises
     RequestError for a model_type without a row and files without experts; InputError, naming the tensor, for experts
-    that are not whole, not understood, or not of the config's sizes.
+    that are incomplete, of an unknown layout, or not of the config's sizes.
     """
     return _Finder(tensors, safetensors, config).map()
 
@@ -112,10 +112,10 @@ class _Finder:
     config: Mapping[str, Any]
 
     def map(self) -> ExpertMap:
-        """See `map_gguf`.
+        """Map layers and tensors; see `map_gguf`.
 
-        The rules for names and activations are those of a checkpoint that has experts as tensors: such tensors
-        stand in for the stacks.
+        Names and activations follow the rules for a checkpoint that has experts as tensors: placeholder tensors replace
+        the stacks for these rules.
         """
         layers, dropped = self._layers()
         for layer, parts in layers.items():
@@ -143,7 +143,7 @@ class _Finder:
 
     @cached_property
     def _family(self) -> Family:
-        types = [str(words.get("model_type")) for words in (self.config, self._text)]
+        types = [str(config.get("model_type")) for config in (self.config, self._text)]
         family = next((BY_MODEL_TYPE[name] for name in types if name in BY_MODEL_TYPE), None)
         if family is None:
             raise RequestError(
@@ -156,7 +156,7 @@ class _Finder:
 
     @cached_property
     def _modules(self) -> frozenset[str]:
-        """The paths of all modules with tensors in the safetensors."""
+        """Return the paths of all modules with tensors in the safetensors."""
         modules: set[str] = set()
         for name in self.safetensors:
             module = name.rpartition(".")[0]
@@ -168,7 +168,7 @@ class _Finder:
     # --- which tensor is what --------------------------------------------------------------------------------
 
     def _layers(self) -> tuple[dict[int, GgufLayer], dict[str, str]]:
-        """The parts of every layer's experts, and what is dropped of the GGUF files."""
+        """Collect the parts of every layer's experts, and the dropped tensors of the GGUF files."""
         layers: dict[int, GgufLayer] = {}
         dropped: dict[str, str] = {}
         for tensor, ref in self.tensors.items():
@@ -195,9 +195,9 @@ class _Finder:
         return layers, dropped
 
     def _is_of_router(self, ref: TensorRef, layer: int, stack: str) -> bool:
-        """Whether a scale is the router's (gemma4), not the second scale of NVFP4 weights.
+        """Return True if a scale is the router's (gemma4), not the second scale of NVFP4 weights.
 
-        Where both could be meant llama.cpp multiplied the one into the other: refused, as what is neither.
+        A scale that could be either one, because llama.cpp multiplied both, is refused: it is neither.
         """
         weight = self.tensors.get(f"blk.{layer}.{stack}.weight")
         is_second = weight is not None and weight.dtype == "NVFP4"
@@ -224,7 +224,7 @@ class _Finder:
     # --- checks ----------------------------------------------------------------------------------------------
 
     def _check_routers(self, blocks: Collection[str]) -> None:
-        """Every layer with a router has its experts: none may be left out of the files."""
+        """Check that every layer with a router has its experts: the files may not omit any."""
         for template in self._family.blocks:
             parent = re.escape(template.rpartition(".")[0]).replace(re.escape("{layer}"), f"({INDEX})")
             pattern = re.compile(rf"{parent}\.(.+)\.weight")
@@ -247,7 +247,7 @@ class _Finder:
     # --- blocks ----------------------------------------------------------------------------------------------
 
     def _block_name(self, layer: int) -> str:
-        """The path of a layer's experts: where the safetensors have other tensors of its MoE module."""
+        """Return the path of a layer's experts: the MoE module of other tensors in the safetensors."""
         for template in self._family.blocks:
             number = self._mtp_index(layer) if template.startswith(_MTP_PREFIXES) else layer
             name = template.format(layer=number)
@@ -261,13 +261,13 @@ class _Finder:
         )
 
     def _mtp_index(self, layer: int) -> int:
-        """The index among modules that are numbered on their own; -1 for a decoder layer."""
+        """Return the index among separately numbered modules; -1 for a decoder layer."""
         found = (self._text.get(key) for key in self._family.num_layers_keys)
         num_layers = next((value for value in found if isinstance(value, int)), layer + 1)
         return max(layer - num_layers, -1)
 
     def _stand_ins(self, name: str, layer: GgufLayer) -> dict[str, TensorRef]:
-        """The tensors of a checkpoint with the layer's experts one by one."""
+        """Return placeholder tensors for the layer's experts, one set per expert."""
         refs = {}
         for role, word in self._family.projections.items():
             weight = layer[role]["weight"]
@@ -280,7 +280,7 @@ class _Finder:
 
 
 def _with_stacks(block: MoeLayer, layer: GgufLayer) -> MoeLayer:
-    """A mapped block, with the stacks instead of the tensors that stood in for them."""
+    """Return a mapped layer with the stacks instead of the placeholder tensors."""
     parts = {
         role: {
             part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view)

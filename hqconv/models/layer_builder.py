@@ -38,14 +38,14 @@ _NEVER_TRANSPOSED = ("blocks", "scales", "bias")
 
 @dataclass
 class LayerTensors:
-    """A block's tensors by what their names say: of single experts, and of stacks; innermost key: part."""
+    """Tensors of a block by name: of single experts, and of stacks; innermost key: part."""
 
     experts: dict[int, dict[str, Parts]] = field(default_factory=dict)
     stacks: dict[str, Parts] = field(default_factory=dict)
 
 
 def check_once(name: str, ref: TensorRef, first: TensorRef) -> None:
-    """A part of a projection is in one tensor: `first` is the one that was found before, maybe the same."""
+    """Check that a part of a projection is in one tensor: `first` is the tensor found before, maybe the same one."""
     if first is not ref:
         what = f"An expert of {name} has a projection twice."
         raise contradiction(what, ref.name, "gate and up apart or in one tensor", f"also {first.name}")
@@ -59,10 +59,10 @@ def build_block(
     format_of: Callable[[str], SourceFormat],
     facts: Mapping[str, Any],
 ) -> tuple[MoeLayer, dict[str, str]]:
-    """The block, and its tensors that are of no use to it (name → reason).
+    """Build the layer of a block; return it and the block's unused tensors (name → reason).
 
-    `format_of` maps a module's path to the format that the config declares; `facts` are the block's other fields.
-    Raises InputError, naming the tensor, where tensors and config contradict each other.
+    `format_of` maps a module's path to the format that the config declares; `facts` are the other fields of `MoeLayer`.
+    Raises InputError, naming the tensor, if tensors and config contradict each other.
     """
     check_one_form(found)
     count = _count(family, name, found, sizes)
@@ -98,7 +98,7 @@ def build_block(
 def _unused(
     done: Mapping[str, ResolvedFormat], raw: RoleParts, found: LayerTensors, count: int
 ) -> dict[str, str]:
-    """The block's tensors that nothing needs. Not every expert need have them: calibration may have missed some."""
+    """Map a block's unused tensors to reasons. Not every expert need have them: calibration may have missed some."""
     unused = {
         name: reason
         for role, one in done.items()
@@ -125,7 +125,7 @@ def _module_of(family: Family, name: str, raw: RoleParts, role: str, expert: int
 
 
 def raw_single(family: Family, name: str, found: LayerTensors) -> RoleParts:
-    """The parts of every projection, as expert 0 has them."""
+    """Collect the parts of every projection from expert 0's tensors."""
     raw: RoleParts = {}
     for role, word in family.projections.items():
         for e, roles in sorted(found.experts.items()):
@@ -145,7 +145,7 @@ def raw_single(family: Family, name: str, found: LayerTensors) -> RoleParts:
 
 
 def raw_stacked(family: Family, name: str, found: LayerTensors, sizes: ConfigSizes, count: int) -> RoleParts:
-    """The parts of every projection in the block's stacks."""
+    """Collect the parts of every projection from the block's stacks."""
     for stack in family.stacks:
         if stack.name not in found.stacks:
             where = f"{name}.{stack.name}"
@@ -186,12 +186,12 @@ def _stacked_as(family: Family, found: LayerTensors, transposed: Mapping[str, bo
 
 
 def _is_column(shape: tuple[int, ...], weight: TensorRef | None) -> bool:
-    """Whether a part of a weight [E, in, out] is [E, out, 1]: fbgemm's `down_proj_scale` in transformers."""
+    """Return True if a part of a weight [E, in, out] is [E, out, 1]: fbgemm's `down_proj_scale` in transformers."""
     return weight is not None and len(weight.shape) == 3 and shape == (weight.shape[0], weight.shape[2], 1)
 
 
 def _fits(raw: RoleParts, sizes: ConfigSizes, count: int) -> bool:
-    """Whether every weight has its size under these views."""
+    """Return True if every weight has its expected size under these views."""
     if sizes.hidden is None or sizes.intermediate is None:
         return False
     for role, parts in raw.items():
@@ -207,7 +207,7 @@ def _fits(raw: RoleParts, sizes: ConfigSizes, count: int) -> bool:
 
 
 def raw_parts(parts: Mapping[str, TensorSlice], count: int, role: str) -> dict[str, TensorSpec]:
-    """The headers of one projection, its codes first: where a partner is missing, they name the place."""
+    """Return the headers of one projection, codes first: errors about a missing partner name the first header."""
     raw = {}
     order = part_names()
     for key, part in sorted(parts.items(), key=lambda item: order.index(item[0])):
@@ -246,7 +246,7 @@ def _count(family: Family, name: str, found: LayerTensors, sizes: ConfigSizes) -
 def _matrix_sizes(
     sizes: ConfigSizes, declared: SourceFormat, raw: Mapping[str, TensorSlice], count: int
 ) -> tuple[int, int]:
-    """Hidden and intermediate size, from the config or else from the down projection."""
+    """Return hidden and intermediate size, from the config or else from the down projection."""
     if sizes.hidden and sizes.intermediate:
         return sizes.hidden[1], sizes.intermediate[1]
     shape = logical_shape(declared, raw_parts(raw, count, "w2"))
@@ -265,7 +265,7 @@ def _complete(
     wide: tuple[int, int],
     sizes: ConfigSizes,
 ) -> dict[str, ResolvedFormat]:
-    """Every projection's format; `wide` is the down projection's [H, I]. All must be the same."""
+    """Resolve every projection's format; `wide` is the down projection's [H, I]. All must be the same."""
     done: dict[str, ResolvedFormat] = {}
     for role, source in declared.items():
         try:
@@ -279,7 +279,7 @@ def _complete(
 
 
 def _with_context(error: InputError, parts: Mapping[str, TensorSlice], sizes: ConfigSizes) -> InputError:
-    """The error of one projection's headers, with what the block knows: the tensor, its shape, the config's sizes."""
+    """Add context to an error of one projection's headers: the tensor, its shape, the config's sizes."""
     first = parts[min(parts, key=part_names().index)]
     where, found = error.where or first.template.format(expert=0), error.found
     shape = next((p.shape for p in parts.values() if p.is_stacked and p.template == where), None)
@@ -293,7 +293,7 @@ def _with_context(error: InputError, parts: Mapping[str, TensorSlice], sizes: Co
 def _sources(
     found: LayerTensors, raw: RoleParts, parts: Mapping[str, Mapping[str, TensorSlice]], count: int
 ) -> Sources:
-    """Every expert's byte ranges; experts with tensors of their own must all be like expert 0."""
+    """Build every expert's byte ranges; experts with separate tensors must all be like expert 0."""
     if found.stacks:
         tensors = {ref.name: ref for parts_ in found.stacks.values() for ref in parts_.values()}
         return StackedIndex(parts, tensors, count)
@@ -326,9 +326,9 @@ _GEMM_OF = {"w1": "w13", "w3": "w13", "w2": "w2"}
 def find_input_scales(
     family: Family, name: str, found: LayerTensors, count: int, formats: Iterable[SourceFormat]
 ) -> InputScales:
-    """What a block's tensors and its projections' formats say; nothing is checked, as most requests have no use for it.
+    """Find the static activation scales from a block's tensors and its projections' formats.
 
-    name: of the block. count: its experts.
+    Nothing is checked, as most requests do not need them. name: of the block. count: its experts.
     """
     dtypes = {one.static_inputs for one in formats}
     refs: dict[str, list[TensorRef]] = {}
@@ -359,7 +359,7 @@ def find_input_scales(
 
 
 def check_one_form(found: LayerTensors) -> None:
-    """A block has single experts or stacks, not both."""
+    """Check that a block has single experts or stacks, not both."""
     if found.experts and found.stacks:
         expert = next(iter(found.experts.values()))
         forms = (next(iter(expert.values())), next(iter(found.stacks.values())))
@@ -368,7 +368,7 @@ def check_one_form(found: LayerTensors) -> None:
 
 
 def check_indices(name: str, experts: Mapping[int, object], count: Size | None) -> None:
-    """Experts 0..E-1 are all there, E as the config says where it says so."""
+    """Check that experts 0..E-1 are all present, with E from the config if it has the number."""
     highest = max(experts, default=-1)
     expected = count[1] if count else highest + 1
     if len(experts) == expected == highest + 1:
@@ -385,7 +385,7 @@ def check_indices(name: str, experts: Mapping[int, object], count: Size | None) 
 
 
 def check_counts(name: str, count: int, top_k: int) -> None:
-    """There are experts that a grid can deal, and as many as serve a token."""
+    """Check that the layer has experts, and no fewer than serve a token."""
     if not 0 < count <= MAX_COUNT:
         raise contradiction("A block has too many experts, or none.", name, f"1 to {MAX_COUNT}", count)
     if top_k > count > 1:  # a single expert serves every token, whatever the config says
@@ -404,9 +404,9 @@ def one_declared(
     count: int,
     format_of: Callable[[str], SourceFormat],
 ) -> dict[str, SourceFormat]:
-    """The format that the config declares for each projection, the same for every expert.
+    """Return the format that the config declares for each projection, the same for every expert.
 
-    `module_of`: role and expert → the module to ask for. Raises RequestError, naming one that is not as most are.
+    `module_of`: role and expert → the module to look up. Raises RequestError, naming one unlike the majority.
     """
     found = {}
     for role in roles:
@@ -429,7 +429,7 @@ def one_declared(
 def check_one_format(
     declared: Mapping[str, SourceFormat], done: Mapping[str, ResolvedFormat], raw: RoleParts
 ) -> None:
-    """All projections of a block are stored alike. Raises RequestError where the config says that they are not."""
+    """Check that all projections of a block have one format. Raises RequestError if the config declares several."""
     first = done["w2"]
     for role, one in done.items():
         if (one.format, set(one.used)) != (first.format, set(first.used)):
@@ -452,10 +452,10 @@ def check_one_format(
 def check_cuts(
     parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFormat, count: int, inner: int
 ) -> None:
-    """Rows of a stack are dealt to its projections only where each row belongs to one of them.
+    """Check that each row of a stack belongs to one projection, so that rows can be split.
 
-    A row of block scales, and of zero points packed along N, stands for several rows of the matrix, which may be of
-    gate and up both.
+    A row of block scales, and of zero points packed along N, covers several rows of the matrix, which may include both
+    gate and up rows.
     """
     for role, of_role in parts.items():
         for name, part in of_role.items():
@@ -486,7 +486,7 @@ def check_cuts(
 
 
 def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None:
-    """An expert has the parts of expert 0, of the same dtypes and shapes; what nothing needs may be missing."""
+    """Check that an expert has the parts of expert 0, of the same dtypes and shapes; unused parts may be missing."""
     for role, whole in raw.items():
         if _are_alike(roles[role], whole):
             continue
@@ -519,7 +519,7 @@ def _parts_of(parts: Mapping[str, TensorRef | TensorSlice]) -> str:
 
 
 def _are_alike(refs: Parts, whole: Mapping[str, TensorSlice]) -> bool:
-    """Whether an expert has exactly the parts of expert 0, as nearly all have: the quick way to see it."""
+    """Return True if an expert has exactly the parts of expert 0: fast path for nearly all experts."""
     if len(refs) != len(whole):
         return False
     for key, ref in refs.items():

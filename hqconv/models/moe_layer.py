@@ -1,4 +1,4 @@
-"""One MoE layer's experts as a source stores them: which bytes of which tensor are which part of which expert.
+"""One MoE layer's experts as a source stores them: tensors and byte ranges of every part of every expert.
 
 Legend: E experts, I intermediate size, H hidden size. Roles: w1 gate, w3 up (both [I, H]), w2 down ([H, I]).
 """
@@ -20,7 +20,7 @@ Parts = dict[str, TensorRef]
 
 
 class Sources(Protocol):
-    """Every expert's byte ranges: expert → role → part. Some are worked out when they are asked for."""
+    """Byte ranges of every expert: expert → role → part. Some implementations compute them on first access."""
 
     def __len__(self) -> int: ...
 
@@ -31,7 +31,7 @@ class Sources(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where one projection lies in an expert's share of a tensor: transposed first, then one of `count` parts.
+    """Position of one projection in an expert's share of a tensor: transposed first, then one of `count` parts.
 
     The parts are equal runs of rows, or every `count`-th row where `interleaved`. A single row is not cut: all
     projections share it (a scale per expert, or per stack of projections).
@@ -43,7 +43,7 @@ class View:
     interleaved: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The projection's shape. Raises ValueError where the rows cannot be dealt equally."""
+        """Return the projection's shape. Raises ValueError if the rows cannot be split equally."""
         if self.transposed and len(shape) > 1:
             shape = (shape[1], shape[0], *shape[2:])
         if self.count == 1 or not shape or shape[0] == 1:
@@ -60,9 +60,9 @@ IDENTITY = View()
 class TensorSlice:
     """One part (codes, scales, bias …) of a projection, the same for every expert of a block.
 
-    `template` is the tensor's name with `{expert}` where experts have tensors of their own (maybe of several
-    projections, which `view` tells apart); else the tensor holds all experts, along its first dimension (with the rows
-    where `is_flat`). `shape` is the whole tensor's.
+    `template` is the tensor's name with `{expert}` if experts have separate tensors (maybe of several
+    projections, which `view` distinguishes); else the tensor holds all experts, along its first dimension (with the
+    rows if `is_flat`). `shape` is the whole tensor's.
     """
 
     template: str
@@ -73,11 +73,11 @@ class TensorSlice:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether one tensor holds all experts."""
+        """True if one tensor holds all experts."""
         return "{expert}" not in self.template
 
     def share(self, num_experts: int) -> tuple[int, ...]:
-        """The shape of one expert's share of the tensor. Raises ValueError where it cannot be dealt."""
+        """Return the shape of one expert's share of the tensor. Raises ValueError if the tensor cannot be split."""
         if not self.is_stacked:
             return self.shape
         if self._is_for_all(num_experts):
@@ -91,15 +91,15 @@ class TensorSlice:
         return self.shape[1:]
 
     def _is_for_all(self, num_experts: int) -> bool:
-        """Whether the tensor is one number, a scale that all experts have in common."""
+        """Return True if the tensor is one number, a scale that all experts share."""
         return num_experts > 1 and math.prod(self.shape) == 1
 
     def logical_shape(self, num_experts: int) -> tuple[int, ...]:
-        """The shape of one expert's projection's part, [out, …]. Raises ValueError as `share`."""
+        """Return the shape of the part for one expert's projection, [out, …]. Raises ValueError as `share`."""
         return self.view.shape(self.share(num_experts))
 
     def ref(self, tensor: TensorRef, expert: int, num_experts: int) -> TensorRef:
-        """Where one expert's share is. A projection that is a run of the share's bytes is narrowed to it."""
+        """Return the byte range of one expert's share; only the projection's own bytes if they are contiguous."""
         if not self.is_stacked:
             if self.view == IDENTITY:
                 return tensor
@@ -117,28 +117,28 @@ class TensorSlice:
 
     @property
     def is_run(self) -> bool:
-        """Whether the projection's bytes lie together, so that no view is needed once they are read."""
+        """True if the projection's bytes are contiguous, so that no view is needed once they are read."""
         return not self.view.transposed and not (self.view.interleaved and self.view.count > 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON words; `from_dict` is the inverse."""
+        """Return the slice for JSON; `from_dict` is the inverse."""
         return {**asdict(self), "shape": list(self.shape)}
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, Any]) -> TensorSlice:
-        """Raises KeyError, TypeError or ValueError for words that are none."""
-        view, shape = View(**words["view"]), tuple(int(size) for size in words["shape"])
-        part = cls(**{**words, "view": view, "shape": shape})
-        if part.to_dict() != words or {"{", "}"}.intersection(part.template.replace("{expert}", "")):
+    def from_dict(cls, document: Mapping[str, Any]) -> TensorSlice:
+        """Read a slice from `to_dict`'s document. Raises KeyError, TypeError or ValueError for any other document."""
+        view, shape = View(**document["view"]), tuple(int(size) for size in document["shape"])
+        part = cls(**{**document, "view": view, "shape": shape})
+        if part.to_dict() != document or {"{", "}"}.intersection(part.template.replace("{expert}", "")):
             raise ValueError(f"a part at {part.template!r}")
         return part
 
 
 @dataclass(frozen=True)
 class InputScales:
-    """Scales of activations that were measured beforehand, one for each projection, expert or stack.
+    """Static scales of activations, measured by calibration, one for each projection, expert or stack.
 
-    a_dtype: Humming's name of what the activations were measured for; "" where the config does not say it.
+    a_dtype: Humming's name of the activations' dtype; "" if the config does not contain it.
     refs: GEMM → its tensors, each once, of which every value counts. max_values: GEMM → the most values that each may
     hold. missing: GEMM → the tensors that other experts have.
     """
@@ -156,11 +156,11 @@ class InputScales:
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """One MoE layer's experts. `sources[e]["w1"]["weight"]` says where the codes (or floats) of e's gate are.
+    """One MoE layer's experts. `sources[e]["w1"]["weight"]` is the byte range of the codes (or floats) of e's gate.
 
-    A block that is not gated has no w1. `hidden_size` is what the experts see: a latent size in some nemotron_h.
-    `layer` counts a separate `mtp.layers.i` on from the last decoder layer. `words` are the projections' names
-    where experts have tensors of their own. `dtype` is that of the weights, as the headers say. `input_scales` are no
+    A layer that is not gated has no w1. `hidden_size` is the experts' input size: a latent size in some nemotron_h.
+    `layer` counts a separate `mtp.layers.i` on from the last decoder layer. `words` are the projections' names for
+    experts with separate tensors. `dtype` is the dtype of the weights in the headers. `input_scales` are no
     parts: calibration may have missed experts.
     """
 
@@ -182,31 +182,31 @@ class MoeLayer:
     input_scales: InputScales = field(default_factory=InputScales)
 
     def shape(self, role: str) -> tuple[int, int]:
-        """[out, in] of a projection."""
+        """Return [out, in] of a projection."""
         wide = (self.hidden_size, self.intermediate_size)
         return wide if role == "w2" else wide[::-1]
 
     def module(self, expert: int, role: str) -> str:
-        """The projection's name in a checkpoint with tensors per expert."""
+        """Return the projection's name in a checkpoint with tensors per expert."""
         return f"{self.name}.{expert}.{self.words[role]}"
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The block's projections, gate first."""
+        """The layer's projections, gate first."""
         return tuple(role for role in ("w1", "w3", "w2") if role in self.words)
 
     @property
     def knows_activation(self) -> bool:
-        """Whether the activation is more than a name: its formula and numbers are known."""
+        """True if the activation's formula and numbers are known, not only its name."""
         return self.activation.is_known(self.gated)
 
     @property
     def has_bias(self) -> bool:
-        """Whether the experts' projections have biases."""
+        """True if the experts' projections have biases."""
         return "bias" in self.parts["w2"]
 
     def refs(self, expert: int) -> list[TensorRef]:
-        """The byte ranges of one expert, each once."""
+        """Return the byte ranges of one expert, each once."""
         found = {
             (r.file, r.offset_bytes): r for parts in self.sources[expert].values() for r in parts.values()
         }
@@ -218,14 +218,14 @@ class MoeLayer:
         return sum(ref.num_bytes for expert in range(self.num_experts) for ref in self.refs(expert))
 
     def parts_to_dict(self) -> dict[str, dict[str, Any]]:
-        """Where every part of every projection is, as JSON words."""
+        """Return the slice of every part of every projection, for JSON."""
         return {
             role: {part: source.to_dict() for part, source in of_role.items()}
             for role, of_role in self.parts.items()
         }
 
     def tensor_names(self) -> list[str]:
-        """Every source tensor of the block, from the templates, expert by expert."""
+        """List every source tensor of the layer, from the templates, expert by expert."""
         parts = [part for of_role in self.parts.values() for part in of_role.values()]
         names = (part.template.format(expert=e) for e in range(self.num_experts) for part in parts)
         return list(dict.fromkeys(names))
@@ -233,7 +233,7 @@ class MoeLayer:
 
 @dataclass(frozen=True)
 class PerExpertIndex:
-    """`MoeLayer.sources` of experts with tensors of their own.
+    """`MoeLayer.sources` for experts with separate tensors.
 
     columns: role → part → every expert's tensor. Dicts for each expert would take more memory than the tensors.
     """
@@ -253,14 +253,14 @@ class PerExpertIndex:
         return (self[expert] for expert in range(len(self)))
 
     def names(self) -> Iterator[str]:
-        """Every tensor's name, expert by expert."""
+        """Yield every tensor's name, expert by expert."""
         columns = [refs for of_role in self.columns.values() for refs in of_role.values()]
         return (ref.name for of_expert in zip(*columns, strict=True) for ref in of_expert)
 
 
 @dataclass(frozen=True)
 class StackedIndex:
-    """`MoeLayer.sources` of experts in stacks, each worked out when it is first asked for: a look asks for few.
+    """`MoeLayer.sources` for experts in stacks, each computed on first access: header-only commands need few.
 
     parts: role → part → the stack that holds it. tensors: by name. count: of experts.
     """

@@ -1,4 +1,4 @@
-"""The interface of a source to planning, conversion and verification, whatever files its experts are stored in."""
+"""Interface of a source for planning, conversion and verification, independent of how its experts are stored."""
 
 from __future__ import annotations
 

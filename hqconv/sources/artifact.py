@@ -135,7 +135,7 @@ class ArtifactSource(SafetensorsSource):
         )
 
     def _input_scales(self, layer: str) -> InputScales:
-        """The static scales of activations in all ranks' files."""
+        """Collect the static activation scales in all ranks' files."""
         inputs = self.artifact.kernel_spec_of(layer).inputs
         if not inputs.is_static:
             return InputScales()
@@ -151,7 +151,7 @@ class ArtifactSource(SafetensorsSource):
         return InputScales(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
 
     def _parts(self, layer: str, gemm: str) -> dict[str, TensorSlice]:
-        """The rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
+        """Map the rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
         parts = {}
         for index, rank in enumerate(self.artifact.grid.ranks):
             path = names.rank_file(layer, *rank)
@@ -168,7 +168,7 @@ class ArtifactSource(SafetensorsSource):
         return parts
 
     def _expert_ref(self, part: TensorSlice, home: tuple[int, int]) -> TensorRef:
-        """An expert's bytes in a rank tensor, to count them; none in a file of another EP rank than `home`."""
+        """Return an expert's bytes in a rank tensor, for counting; none in a file of another EP rank than `home`."""
         ref = self.tensors[part.template]
         ep_rank, local = home
         if f"-ep{ep_rank}/" not in part.template:
@@ -176,7 +176,7 @@ class ArtifactSource(SafetensorsSource):
         return ref.entry(local)
 
     def format_of(self, layer: str) -> SourceFormat:
-        """The source format of a layer's schema; rotated weights have no codes to keep."""
+        """Return the source format of a layer's schema; rotated weights have no codes to keep."""
         schema, param = self.artifact.schema_of(layer), self.artifact.param_dtype
         group_n, group_k = schema.scale_group()
         options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
@@ -262,7 +262,7 @@ class ArtifactSource(SafetensorsSource):
 
 
 def _refuse_fused_exponents(artifact: Artifact) -> None:
-    """Refuse mxfp4 for fp8 or int8 activations: its codes differ on every TP rank, and the original ones are lost."""
+    """Refuse mxfp4 for fp8 or int8 activations: its codes differ on every TP rank; the original codes are lost."""
     if not artifact.manifest.is_kernel:
         return
     for layer in artifact.blocks:

@@ -119,7 +119,7 @@ class GgufSource(SafetensorsSource):
         return dequantize(self._bytes(ref), ref.dtype).reshape(ref.shape)
 
     def _weights(self, ref: TensorRef, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
-        """The weights [out, in] as the gguf library decodes them, float32."""
+        """Decode the weights [out, in] with the gguf library, float32."""
         import numpy as np
 
         rows, columns = shape

@@ -165,7 +165,7 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
 
 
 def _check_against_manifest(source: Source) -> None:
-    """Have an artifact's files, in whichever layout, compared with its manifest."""
+    """Compare an artifact's files, in either layout, with its manifest."""
     if not is_artifact(source.root):
         return
     listing, names = source.listing, [*source.other_files, *(file.name for file in source.files)]
@@ -176,7 +176,7 @@ def _check_against_manifest(source: Source) -> None:
 
 
 def own_target(source: Source) -> GpuTarget | None:
-    """The target that an artifact in the kernel layout was made for; None for any other source."""
+    """Return the target that an artifact in the kernel layout was made for; None for any other source."""
     if not is_artifact(source.root):
         return None
     manifest = read_manifest(source.root)

@@ -94,7 +94,7 @@ class SafetensorsSource:
     def _read_files(
         self, names: list[str]
     ) -> tuple[tuple[SourceFile, ...], dict[str, TensorRef], tuple[Mapping[str, str], ...]]:
-        """The files, all their tensors, and each file's metadata."""
+        """Read the headers of all files: the files, all their tensors, and each file's metadata."""
         with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
             read = list(pool.map(self._read_file, range(len(names)), names))
         tensors: dict[str, TensorRef] = {}
@@ -122,7 +122,7 @@ class SafetensorsSource:
         return SourceFile(name, status.st_size, sha256, mtime_ns), refs, metadata
 
     def _size(self, name: str) -> int:
-        """Bytes of a file, as the Hub says. Raises InputError where the repo has no such file."""
+        """Return the size of a file, as reported by the Hub. Raises InputError for a file that the repo lacks."""
         assert self.listing is not None
         if name not in self.listing.sizes:
             what, where = "The Hub repo lacks a file.", f"{self.repo_id}, revision {self.revision}"
@@ -132,13 +132,13 @@ class SafetensorsSource:
     # --- files of a repo
 
     def is_here(self, name: str) -> bool:
-        """Whether a file is on this machine, and is read from there."""
+        """Return True if a file is on this machine and is read from there."""
         return self.listing is None or self.guard.has_seen(name)
 
     def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None) -> None:
-        """Bring files of a repo into the Hub cache, those that are not here; any thread may. Nothing for a folder.
+        """Download missing files of a repo to the Hub cache; any thread may call it. Nothing happens for a folder.
 
-        check: as of `hub.fetch_file`. Raises as `open`, and InputError where what came is not what its header was.
+        check: as in `hub.fetch_file`. Raises as `open_source`, and InputError if a file does not match its header.
         """
         for name in names:
             if self.listing is None or self.is_here(name):
@@ -160,7 +160,7 @@ class SafetensorsSource:
             raise InputError(what, where=str(path), remedy=remedy)
 
     def forget(self, name: str) -> None:
-        """A file of a repo is read from the Hub again, as it will be removed here; nobody may be reading it."""
+        """Read a file of a repo from the Hub again, as its copy will be removed; no read of it may be under way."""
         self.guard.forget(name)
         self._descriptors.drop(name)
 
@@ -209,7 +209,7 @@ class SafetensorsSource:
     # --- bytes
 
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
-        """Fills all of `buffer` (C-contiguous) with the tensor's bytes from byte `start` on; any thread may.
+        """Fill all of `buffer` (C-contiguous) with the tensor's bytes from byte `start` on; any thread may call it.
 
         Raises ValueError for a range outside the tensor; InputError if the file changed since its header was
         read, ends too early, or cannot be read.
@@ -221,7 +221,7 @@ class SafetensorsSource:
             self._fill([ref], [view.cast("B")], ref.offset_bytes + start)
 
     def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
-        """Fills a buffer with all of each tensor's bytes, as `read_into`; what adjoins is read at once."""
+        """Fill each buffer with all bytes of its tensor, as `read_into`; adjoining tensors are read by one call."""
         for run in adjoining(pieces):
             refs, views = zip(*run, strict=True)
             self._fill(refs, views, refs[0].offset_bytes)
@@ -244,7 +244,7 @@ class SafetensorsSource:
             raise self._read_error(ref, what, f"end of file at byte {reached}")
 
     def close(self) -> None:
-        """Closes the files; no read may be under way, and none may follow."""
+        """Close the files; no read may be under way, and none may follow."""
         self._descriptors.close()
 
     def __enter__(self) -> Self:
