@@ -86,7 +86,7 @@ def num_threads() -> int:
 
 def has_ended() -> bool:
     """Whether all threads end soon."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while num_threads() and time.monotonic() < deadline:
         time.sleep(0.001)
     return num_threads() == 0
