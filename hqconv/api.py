@@ -1,4 +1,4 @@
-"""hqconv for programs: what the command line does, as functions. See docs/api.md.
+"""Python API of hqconv: the command line's commands as functions. See docs/api.md.
 
 Importing this module loads no torch; a function that needs it does.
 """
@@ -157,7 +157,7 @@ def describe_plan(
     resume: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """A plan in words, with the memory it will take and what stands in its way at `out`; writes nothing.
+    """Describe a plan as a document, with the memory it needs and the obstacles at `out`; writes nothing.
 
     planned: of `plan`. The other parameters are those of `convert`. Raises RequestError where the memory is not enough
     or there is no such device.
@@ -171,8 +171,8 @@ def describe_plan(
         notes = output_notes(place, planned, resume=resume, overwrite=overwrite)
     except OutputError as error:
         notes = [error.message()]
-    words = describe(planned, resources)
-    return {**words, "device": resources.device_name, "out": str(place), "notes": notes}
+    document = describe(planned, resources)
+    return {**document, "device": resources.device_name, "out": str(place), "notes": notes}
 
 
 def verify(
@@ -189,7 +189,7 @@ def verify(
     max_error: float | None = None,
     progress: Callable[[str, Progress], None] | None = None,
 ) -> VerificationReport:
-    """Proves an artifact: its files, its weights, and the production kernel on them; against its `source` where given.
+    """Verify an artifact: its files, its weights, and the production kernel on them; against its `source`, if given.
 
     out: the artifact, a folder or a Hub repo (of which only what the checks read is downloaded). source: what it was
     made from, as `src` of `convert`, with `revision`; None: it is only held against itself, and `revision` is its own.
@@ -231,7 +231,7 @@ def verify(
 
 @without_gc()
 def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
-    """What a model folder, a Hub repo or an artifact holds, in words; reads headers only. `kind` says which it is.
+    """Describe a model folder, a Hub repo or an artifact as a document, from headers only. `kind` names which.
 
     path: as `src` of `convert`, or an unfinished conversion. revision: a branch, tag or commit of a Hub repo.
 
@@ -250,7 +250,7 @@ def push(
     branch: str | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> PushReport:
-    """Puts an artifact into a repo of the Hub, its manifest last; what is there already is not sent again.
+    """Push an artifact to a repo of the Hub, its manifest last; files that are there already are not sent again.
 
     out: the artifact. repo: org/name, made if it is not there. private: make it private. branch: None is the repo's
     main one. announce: called with a sentence before each commit.
@@ -267,7 +267,7 @@ def push(
 def load(
     path: str | Path, *, block: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
 ) -> dict[str, RankGemm]:
-    """One MoE block of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
+    """Load one MoE layer of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
 
     path: the artifact. block: its name, such as model.layers.0.mlp.experts. tp_rank, ep_rank: whose file. device: where
     the tensors go: auto, cpu, cuda or cuda:N.
@@ -284,7 +284,7 @@ def load(
 
 
 def dequantize(path: str | Path, *, block: str) -> dict[str, torch.Tensor]:
-    """One block's experts as float32, decoded from the kernel layout and put together from all ranks.
+    """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
     path: the artifact. block: its name, such as model.layers.0.mlp.experts.
 

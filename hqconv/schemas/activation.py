@@ -1,4 +1,4 @@
-"""What experts do between their GEMMs, as a value: a name and numbers, and where a model's config has the numbers.
+"""Activations between an expert's GEMMs as values: name, numbers, and the config keys of the numbers.
 
 Formulas are not here: `verification/reference`, `backends/moe` and vLLM have theirs. Of w13's output a is the gate, b
 what is up; without a gate the function acts on b alone. f is an elementwise function (silu, gelu, …):
@@ -30,7 +30,7 @@ _GATED = {
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation by its name, with those of the numbers that its formula has."""
+    """An activation: its name, and the numbers of its formula."""
 
     name: str
     limit: float | None = None
@@ -40,19 +40,19 @@ class Activation:
 
     @classmethod
     def of_label(cls, label: str) -> Activation:
-        """What a name alone says: `silu_clamp10` has its limit, `swigluoai` alone is GPT-OSS's."""
+        """Return the activation of a name alone: `silu_clamp10` has its limit, `swigluoai` alone is GPT-OSS's."""
         if label == SWIGLUOAI.name:
             return SWIGLUOAI
         found = _LABEL.fullmatch(label)
         return cls(label) if found is None else cls(found["name"], float(found["limit"]))
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, Any]) -> Activation:
-        """The activation that a manifest gives a block; older ones have the label only.
+    def from_dict(cls, document: Mapping[str, Any]) -> Activation:
+        """Read the activation of a manifest's layer; older manifests have the label only.
 
         Raises ValueError where the numbers are none, or not those of the label.
         """
-        label, numbers = words["activation"], words.get("activation_parameters")
+        label, numbers = document["activation"], document.get("activation_parameters")
         named = cls.of_label(label)
         if numbers is None:
             return named
@@ -68,25 +68,25 @@ class Activation:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Those that it has, by name."""
+        """The numbers that are set, by name."""
         found = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return {key: number for key, number in found.items() if number is not None}
 
     @property
     def label(self) -> str:
-        """The name, with the limit where that is part of it."""
+        """The name, with the limit where it is part of the name."""
         is_limited = self.name.endswith(LIMITED) and self.limit is not None
         return f"{self.name}{_plain(self.limit or 0.0)}" if is_limited else self.name
 
     def describe(self, *notes: str) -> str:
-        """For people: the label, and in brackets the numbers that it does not say, and more notes."""
+        """Format for people: the label, and in brackets the numbers that it leaves out, and more notes."""
         is_said = Activation.of_label(self.label) == self
         numbers = () if is_said else (f"{key} {_plain(number)}" for key, number in self.numbers.items())
         inside = ", ".join((*numbers, *notes))
         return f"{self.label} ({inside})" if inside else self.label
 
     def is_known(self, gated: bool) -> bool:
-        """Whether it is more than a name: hqconv knows its formula and has the numbers."""
+        """Return whether hqconv knows its formula and has the numbers."""
         if self.name in ELEMENTWISE:
             return True
         function = self.name.removesuffix("_clamp").removesuffix("_bound")
@@ -94,7 +94,7 @@ class Activation:
         return gated and needed is not None and set(needed) <= self.numbers.keys()
 
     def to_dict(self, gated: bool) -> dict[str, Any]:
-        """As a block's words: keys beyond the label are there only where they say something."""
+        """Return the manifest's keys of a layer: keys beyond the label only where they add information."""
         found: dict[str, Any] = {"activation": self.label}
         if self.numbers:
             found["activation_parameters"] = self.numbers
@@ -102,7 +102,7 @@ class Activation:
 
 
 def _plain(number: float) -> str:
-    """All digits of a number, without an exponent and without `.0`."""
+    """Format all digits of a number, without an exponent and without `.0`."""
     return format(Decimal(repr(float(number))), "f").removesuffix(".0")
 
 
@@ -112,7 +112,7 @@ SWIGLUOAI = Activation("swigluoai", 7.0, 1.702, 1.0)
 
 @dataclass(frozen=True)
 class Numbers:
-    """Where a model's config has its activation's numbers.
+    """Config keys of an activation's numbers.
 
     plain: the activation that has them, as the config or the family names it. given: what it is then, with the numbers
     that the model's code has or takes where the config has no such key. keys: number → config key, whose value is one
@@ -125,7 +125,7 @@ class Numbers:
     any_value: tuple[str, ...] = ()
 
     def with_numbers(self, numbers: Mapping[str, float | None]) -> Activation:
-        """The activation of one layer; a number that is None it has not."""
+        """Return the activation of one layer; numbers that are None are left out."""
         found: dict[str, Any] = dict(numbers)
         changed = replace(self.given, **found)
         is_off = self.given.name.endswith(LIMITED) and changed.limit is None

@@ -1,4 +1,4 @@
-"""Names and words of an artifact on disk: folders, files, config.json's entry, the manifest's keys."""
+"""Names in an artifact on disk: folders, files, config.json's entry, the manifest's keys."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
 from hqconv.schemas.weight_schema import WeightSchema
 
 FORMAT_VERSION = 1
-MIXED_VERSION = 2  # of an artifact whose blocks differ, or some of whose experts are left as they are
+MIXED_VERSION = 2  # of an artifact with layers that differ, or that are copied unchanged
 MANIFEST = "hqconv.json"
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERTS_FOLDER = "experts"
-IMPORTANCE = "importance.safetensors"  # a copy of what the search was weighted with
+IMPORTANCE = "importance.safetensors"  # a copy of the importance file of the search
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
 _MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written
 CARD = "README.md"  # the model card: written by a conversion, and people may edit it
 SUMS = "SHA256SUMS"  # of all files but itself, the manifest included: so no manifest lists it
-# What may lie beside an artifact's own files: of a Hub repo, and what people add when they publish.
+# Companion files that may lie in an artifact's folder: of a Hub repo, and files that people add when they publish.
 COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS)
-# In config.json, what transformers takes for the name of the only weights file; no artifact has a file of this name.
+# The only weights file for transformers, as config.json names it; no artifact has a file of this name.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"
 _OF_SOURCE = "source_transformers_weights"
@@ -36,23 +36,23 @@ _LANGUAGE_MODELS = tuple(key for key in TEXT_CONFIG_KEYS if key != "ffn_config")
 KERNEL, CHECKPOINT = "kernel", "checkpoint"
 GEMMS = ("w13", "w2")
 INPUT_SCALE = "input_scale"
-_MAX_NAME = 200  # with what a file's name adds, under the 255 bytes of most file systems
+_MAX_NAME = 200  # with the rest of a file name under the 255 bytes of most file systems
 
 
 def rank_name(tp_rank: int, ep_rank: int) -> str:
-    """One rank's name: that of its folder, and in the metadata of its files."""
+    """Return one rank's name: of its folder, and in the metadata of its files."""
     return f"tp{tp_rank}-ep{ep_rank}"
 
 
 def rank_folder(tp_rank: int, ep_rank: int) -> str:
-    """Folder of one rank's expert files, relative to the artifact."""
+    """Return the folder of one rank's expert files, relative to the artifact."""
     return f"{EXPERTS_FOLDER}/{rank_name(tp_rank, ep_rank)}"
 
 
 def other_rank(path: str, metadata: Mapping[str, str]) -> str | None:
-    """Whose file lies at a rank file's path, by its metadata, if not that rank's; files of older versions do not say.
+    """Return the rank in the metadata of a rank file if its path is another rank's; older versions have no metadata.
 
-    Files of one block differ between ranks in nothing else that a header tells.
+    A header shows no other difference between the ranks' files of one layer.
     """
     folder, own = path.rpartition("/")[0], metadata.get("rank")
     if own is None or not folder.startswith(f"{EXPERTS_FOLDER}/") or folder == f"{EXPERTS_FOLDER}/{own}":
@@ -61,49 +61,49 @@ def other_rank(path: str, metadata: Mapping[str, str]) -> str | None:
 
 
 def member_journal(rank: int) -> str:
-    """The journal of one process of several that share a conversion; the first one's is JOURNAL."""
+    """Return the journal of one of several processes that share a conversion; rank 0's is JOURNAL."""
     return f".hqconv-progress.rank{rank}.jsonl"
 
 
 def is_member_journal(name: str) -> bool:
-    """Whether a file of the output folder is one."""
+    """Return whether a file of the output folder is the journal of a rank above 0."""
     return _MEMBER_JOURNAL.fullmatch(name) is not None
 
 
 def rank_file(block: str, tp_rank: int, ep_rank: int) -> str:
-    """One rank's file of one MoE block."""
+    """Return one rank's file of one MoE layer."""
     return f"{rank_folder(tp_rank, ep_rank)}/{block}.safetensors"
 
 
 def input_scale(block: str, gemm: str) -> str:
-    """The tensor of a rank file that holds a GEMM's static scale of activations: float32 [1], for all experts."""
+    """Return the tensor of a rank file for a GEMM's static activation scale: float32 [1], for all experts."""
     return f"{block}.{gemm}_{INPUT_SCALE}"
 
 
 def is_input_scale(name: str) -> bool:
-    """Whether a rank file's tensor is such a scale, the only kind without experts along its first dimension."""
+    """Return whether a rank file's tensor is a static activation scale, the only tensor without an expert dimension."""
     return name.endswith(f"_{INPUT_SCALE}")
 
 
 def is_block_name(name: str) -> bool:
-    """Whether a block's name can be a part of a file's: words with dots between, nothing that leads elsewhere."""
+    """Return whether a layer's name can be part of a file name: parts joined by dots, no path."""
     return len(name) <= _MAX_NAME and re.fullmatch(r"\w[\w-]*(?:\.\w[\w-]*)*", name, re.ASCII) is not None
 
 
 def shard_name(index: int, total: int) -> str:
-    """Name of the index-th (from 1) of `total` ordinary model shards."""
+    """Return the name of the index-th (from 1) of `total` ordinary model shards."""
     if total == 1:
         return SINGLE
     return f"model-{index:05d}-of-{total:05d}.safetensors"
 
 
 def kernel_spec_to_dict(kind: KernelSpec) -> dict[str, Any]:
-    """Weights, activations and GPU as config.json and a manifest's blocks have them, the dtype aside."""
+    """Return weights, activations and GPU as in config.json and a manifest's layers, without the dtype."""
     return {**schemas_to_dict(kind), **target_to_dict(kind.target)}
 
 
 def schemas_to_dict(kind: KernelSpec) -> dict[str, Any]:
-    """Weights and activations; `activation_schema` is there where activations are quantized."""
+    """Return weights and activations; `activation_schema` is present where activations are quantized."""
     activations = {} if kind.inputs == A16 else {"activation_schema": kind.inputs.humming_fields()}
     return {
         "weight_schema": kind.schema.humming_fields(),
@@ -113,34 +113,34 @@ def schemas_to_dict(kind: KernelSpec) -> dict[str, Any]:
 
 
 def target_to_dict(target: GpuTarget) -> dict[str, str]:
-    """The GPU; `cuda` is there where the layout depends on it."""
+    """Return the GPU; `cuda` is present where the layout depends on it."""
     return {"target": target.name, **({} if target.cuda_name is None else {"cuda": target.cuda_name})}
 
 
-def kernel_spec_from_dict(words: Mapping[str, Any], schema: WeightSchema, param_dtype: str) -> KernelSpec:
-    """The kind that `kernel_spec_to_dict` describes. RequestError, KeyError or TypeError where it describes none."""
-    name, fields = words["input_schema"], words.get("activation_schema")
+def kernel_spec_from_dict(document: Mapping[str, Any], schema: WeightSchema, param_dtype: str) -> KernelSpec:
+    """Read a kernel spec of `kernel_spec_to_dict`. Raises RequestError, KeyError or TypeError for anything else."""
+    name, fields = document["input_schema"], document.get("activation_schema")
     if (fields is None) != (name == A16.name):
         raise RequestError("Activations are named without their schema.", where="input_schema", found=name)
     if not isinstance(fields, Mapping | None):
         what, found = "The schema of activations is no object.", type(fields).__name__
         raise RequestError(what, where="activation_schema", found=found)
     inputs = A16 if fields is None else inputs_of(str(name), dict(fields), where="activation_schema")
-    return KernelSpec(schema, param_dtype, parse_target(words["target"], words.get("cuda")), inputs)
+    return KernelSpec(schema, param_dtype, parse_target(document["target"], document.get("cuda")), inputs)
 
 
 def importance_to_dict(sha256: str) -> dict[str, str]:
-    """What the manifest and reports say of an importance file."""
+    """Return the entry of an importance file in the manifest and in reports."""
     return {"sha256": sha256, "file": IMPORTANCE}
 
 
 def hqconv_quantization_config(
     kind: KernelSpec, source: Mapping[str, Any] | None, *, is_mixed: bool = False
 ) -> dict[str, Any]:
-    """`quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
+    """Return `quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
 
-    `source` is the source's own: what the copied tensors (attention, shared experts …) are still stored in. is_mixed:
-    `kind` is not that of every block.
+    `source`: the source's own, still valid for the copied tensors (attention, shared experts …). is_mixed:
+    `kind` does not hold for every layer.
     """
     dense = {} if source is None else {"source_quantization_config": dict(source)}
     return {
@@ -153,41 +153,41 @@ def hqconv_quantization_config(
 
 
 def refuse_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The kernel layout's config.json: from_pretrained raises OSError, which names NOT_FOR_TRANSFORMERS.
+    """Return config.json of the kernel layout: from_pretrained raises OSError, which names NOT_FOR_TRANSFORMERS.
 
     Otherwise it would warn of an unknown quant_method and leave the experts random. A value of the source's own is
     kept beside it.
     """
     models = _models(config)
-    for words in models:
-        if TRANSFORMERS_WEIGHTS in words:
-            words[_OF_SOURCE] = words[TRANSFORMERS_WEIGHTS]
-        words[TRANSFORMERS_WEIGHTS] = NOT_FOR_TRANSFORMERS
+    for document in models:
+        if TRANSFORMERS_WEIGHTS in document:
+            document[_OF_SOURCE] = document[TRANSFORMERS_WEIGHTS]
+        document[TRANSFORMERS_WEIGHTS] = NOT_FOR_TRANSFORMERS
     return models[0]
 
 
 def admit_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `refuse_transformers` was given; any other config as it is."""
+    """Undo `refuse_transformers`; return any other config unchanged."""
     models = _models(config)
-    for words in models:
-        if words.get(TRANSFORMERS_WEIGHTS) != NOT_FOR_TRANSFORMERS:
+    for document in models:
+        if document.get(TRANSFORMERS_WEIGHTS) != NOT_FOR_TRANSFORMERS:
             continue
-        if _OF_SOURCE in words:
-            words[TRANSFORMERS_WEIGHTS] = words.pop(_OF_SOURCE)
+        if _OF_SOURCE in document:
+            document[TRANSFORMERS_WEIGHTS] = document.pop(_OF_SOURCE)
         else:
-            del words[TRANSFORMERS_WEIGHTS]
+            del document[TRANSFORMERS_WEIGHTS]
     return models[0]
 
 
 def _models(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A copy of a config, then the configs of language models inside that copy.
+    """Return a copy of a config, and the configs of language models inside that copy.
 
     transformers loads these by themselves too. Vision and audio towers have no experts, and load as before.
     """
     models = [dict(config)]
-    for words in models:  # grows on the way
+    for document in models:  # grows on the way
         for key in _LANGUAGE_MODELS:
-            if isinstance(words.get(key), Mapping):
-                words[key] = dict(words[key])
-                models.append(words[key])
+            if isinstance(document.get(key), Mapping):
+                document[key] = dict(document[key])
+                models.append(document[key])
     return models

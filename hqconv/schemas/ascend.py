@@ -1,4 +1,4 @@
-"""Ascend's checkpoints (msmodelslim's): which scheme each module has, in few words.
+"""Ascend's checkpoints (msmodelslim's): the quantization scheme of each module, as a few patterns.
 
 quant_model_description.json names every tensor with its scheme. Modules that differ only in numbers (layers, experts)
 and have one scheme are one pattern here, with "*" for the numbers.
@@ -19,7 +19,7 @@ _WEIGHT = ".weight"
 
 
 def patterns(module: str) -> tuple[str, str, str]:
-    """The patterns that a module may be found under: its name, without later numbers, without any."""
+    """Return the patterns that may name a module: its name, without later numbers, without any."""
     first = _NUMBER.search(module)
     head = first.end() if first else 0
     return module, module[:head] + _NUMBER.sub("*", module[head:]), _NUMBER.sub("*", module)
@@ -28,10 +28,10 @@ def patterns(module: str) -> tuple[str, str, str]:
 def ascend_quantization_config(
     config: Mapping[str, Any], description: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """What stands for a quantization_config: `modules` maps patterns to schemes, FLOAT ones left out.
+    """Return a stand-in for quantization_config: `modules` maps patterns to schemes, FLOAT ones left out.
 
-    Without a description that names weights, config.json's `quantize` speaks for all modules; None where it names no
-    scheme that is known.
+    Without a description that names weights, config.json's `quantize` holds for all modules; None where it names no
+    known scheme.
     """
     schemes = {
         name.removesuffix(_WEIGHT): scheme
@@ -47,7 +47,7 @@ def ascend_quantization_config(
 
 
 def _summed_up(schemes: Mapping[str, str]) -> dict[str, str]:
-    """pattern → scheme, the widest patterns whose modules agree."""
+    """Return pattern → scheme, for the widest patterns whose modules agree."""
     found: dict[str, str] = {}
     left = {patterns(module): scheme for module, scheme in schemes.items()}
     for width in (2, 1, 0):

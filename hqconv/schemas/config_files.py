@@ -11,13 +11,13 @@ from typing import Any
 from hqconv.errors import RequestError
 from hqconv.schemas.untrusted_files import read_regular
 
-_MAX_BYTES = 1 << 20  # far more than anybody writes
+_MAX_BYTES = 1 << 20  # far more than people write
 
 
 def read_toml(path: Path, called: str) -> dict[str, Any]:
-    """The words of a file. `called`: what it is, in the middle of a sentence: `recipe`, `schema file`.
+    """Read a TOML file. `called`: its kind, as in the middle of a sentence: `recipe`, `schema file`.
 
-    Raises RequestError for what is no regular file (which is not waited for), cannot be read, is larger than 1 MiB,
+    Raises RequestError for a file that is not regular (without waiting for it), cannot be read, is larger than 1 MiB,
     no UTF-8, no TOML, or nested too deeply.
     """
     try:
@@ -40,7 +40,7 @@ RECIPES = SCHEMAS / "recipes"
 
 
 def shipped(folder: Path) -> dict[str, str]:
-    """File name → what it is for, of the files in `SCHEMAS` or `RECIPES`: their first line, a comment."""
+    """Return file name → purpose, of the files in `SCHEMAS` or `RECIPES`: their first line, a comment."""
     return {path.name: _first_line(path) for path in sorted(folder.glob("*.toml"))}
 
 
@@ -49,9 +49,9 @@ def _first_line(path: Path) -> str:
 
 
 def or_shipped(path: Path, folder: Path) -> Path:
-    """The file of that name in `folder`, where `path` is a bare name and nothing is there; else `path` as it is.
+    """Return the file of that name in `folder`, if `path` is a bare name without such a file; else `path`.
 
-    The ending `.toml` may be left out. A file of one's own wins, also one that cannot be read.
+    The ending `.toml` may be left out. A file at `path` wins, even if it cannot be read.
     """
     name = path.name if path.suffix == ".toml" else f"{path.name}.toml"
     is_bare = os.path.basename(path) == str(path) != ""  # noqa: PTH119 - of `~` and `..`, too

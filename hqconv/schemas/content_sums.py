@@ -1,8 +1,8 @@
-"""Content sums: one number for each tensor of a block's projection, which does not depend on any order of the work.
+"""Content sums: one number for each tensor of a layer's projection, independent of the order of the work.
 
-A conversion takes them of packed tensors, at full size, before any rank's slice and any layout; `verify` takes them of
-what it reads back. So a slice, an expert or a word that is in the wrong place shows without the source. They are no
-cryptographic digest: against forgery stands the digest of the whole manifest.
+A conversion computes them from packed tensors, at full size, before any rank's slice and any layout; `verify` computes
+them from the tensors it reads back. So a slice, an expert or a word in the wrong position shows without the source.
+They are no cryptographic digest: the digest of the whole manifest protects against forgery.
 
 The sum of x[expert, row, column] is, modulo 2**64, that of x * factor(expert) * factor(row) * factor(column). `x` is a
 word of packed codes or the bits of a scale, as integers: of 16 and 32 bits with a sign, of 8 bits without. All factors
@@ -25,43 +25,43 @@ _MODULUS = 1 << 64
 
 @functools.lru_cache(maxsize=256)
 def factors(axis: str, count: int) -> NDArray[np.int32]:
-    """The first factors of an axis: odd numbers below 2**31, int32 [count]."""
+    """Return the first factors of an axis: odd numbers below 2**31, int32 [count]."""
     import numpy as np
 
-    words = np.arange(count, dtype=np.uint64) + np.uint64(_AXES[axis] << 32)
+    bits = np.arange(count, dtype=np.uint64) + np.uint64(_AXES[axis] << 32)
     # The finishing steps of SplitMix64 (Steele, Lea and Flood 2014): neighbours get unlike numbers.
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
-    found = ((words >> np.uint64(33)) | np.uint64(1)).astype(np.int32)
+    bits *= np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    found = ((bits >> np.uint64(33)) | np.uint64(1)).astype(np.int32)
     found.setflags(write=False)
     return found
 
 
 def of_expert(expert: int, total: int) -> int:
-    """What an expert's own sum adds to its block's."""
+    """Multiply the sum of one expert by the factor that it has in the sum of its layer."""
     return total * int(factors("expert", _rounded(expert + 1))[expert]) % _MODULUS
 
 
 def _rounded(count: int) -> int:
-    """Few lengths, so that few are kept."""
+    """Round a length up, so that few lengths are cached."""
     return 1 << max(8, (count - 1).bit_length())
 
 
 class ContentSums:
-    """A block's sums, while its experts come in any order: projection → tensor → sum."""
+    """Content sums of a layer, while its experts come in any order: projection → tensor → sum."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, int]] = {}
 
     def add(self, role: str, name: str, expert: int, total: int) -> None:
-        """Add what one expert's tensor comes to."""
+        """Add the sum of one expert's tensor."""
         of_role = self._sums.setdefault(role, {})
         of_role[name] = (of_role.get(name, 0) + of_expert(expert, total)) % _MODULUS
 
     def to_dict(self) -> dict[str, dict[str, str]]:
-        """As the manifest has them."""
+        """Return the manifest's entry."""
         return {
             role: {name: f"{total:016x}" for name, total in sorted(of_role.items())}
             for role, of_role in sorted(self._sums.items())

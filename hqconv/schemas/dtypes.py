@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(NamedTuple):
-    """One element type. `torch`: torch's name of what its bytes are read as; `humming`: Humming's name of the type."""
+    """One element type. `torch`: torch's name for its bytes; `humming`: Humming's name of the type."""
 
     code: str
     num_bits: int
@@ -44,20 +44,20 @@ _TABLE = (
     Dtype("U64", 64),
 )
 DTYPES: dict[str, Dtype] = {dtype.code: dtype for dtype in _TABLE}
-FLOATS = ("BF16", "F16", "F32")  # what experts that are not quantized, scales and biases are stored in
+FLOATS = ("BF16", "F16", "F32")  # of unquantized experts, scales and biases
 
-# Types of Humming's that files hold as plain bytes.
+# Types of Humming that files hold as plain bytes.
 _OF_HUMMING = {dtype.humming: dtype.code for dtype in _TABLE if dtype.humming} | {"float8e5m3": "U8"}
 _OF_TORCH = {dtype.torch: dtype.code for dtype in _TABLE if dtype.torch and dtype.code != "F4"}
 
 
 def num_bits(code: str) -> int:
-    """Bits of one element of the safetensors dtype `code`; KeyError for a code that does not exist."""
+    """Return the bits of one element of the safetensors dtype `code`; KeyError for a code that does not exist."""
     return DTYPES[code].num_bits
 
 
 def code_bits(humming_name: str) -> int:
-    """Bits of one code of a type of Humming's: 4 of `uint4`, 6 of `float6e3m2`. ValueError for no such name."""
+    """Return the bits of one code of Humming's type: 4 for `uint4`, 6 for `float6e3m2`. ValueError for other names."""
     found = re.match(r"(?:u?int|float)([1-9]\d*)(?:e\d+m\d+)?$", humming_name)
     if not found:
         raise ValueError(f"no type of Humming's: {humming_name!r}")
@@ -65,12 +65,12 @@ def code_bits(humming_name: str) -> int:
 
 
 def code_of(humming_name: str) -> str:
-    """The safetensors dtype that files hold a type of Humming's in: `float8e8m0` is F8_E8M0, `float8e5m3` U8."""
+    """Return the safetensors dtype of Humming's type in files: `float8e8m0` is F8_E8M0, `float8e5m3` U8."""
     return _OF_HUMMING[humming_name]
 
 
 def humming_name(code: str) -> str:
-    """Humming's name of a safetensors dtype; KeyError where it has none."""
+    """Return Humming's name of a safetensors dtype; KeyError where it has none."""
     name = DTYPES[code].humming
     if not name:
         raise KeyError(code)
@@ -78,7 +78,7 @@ def humming_name(code: str) -> str:
 
 
 def torch_dtype(code: str) -> torch.dtype:
-    """The torch dtype that a tensor of the safetensors dtype `code` is read as; KeyError where there is none."""
+    """Return the torch dtype that a tensor of the safetensors dtype `code` is read as; KeyError where there is none."""
     import torch
 
     name = DTYPES[code].torch
@@ -89,10 +89,10 @@ def torch_dtype(code: str) -> torch.dtype:
 
 
 def torch_dtype_of(humming_name: str) -> torch.dtype:
-    """The torch dtype of a type of Humming's; KeyError where it has none."""
+    """Return the torch dtype of Humming's type; KeyError where it has none."""
     return torch_dtype(code_of(humming_name))
 
 
 def code_of_torch(dtype: torch.dtype) -> str:
-    """The safetensors dtype of a torch dtype; KeyError where files cannot hold it."""
+    """Return the safetensors dtype of a torch dtype; KeyError where files cannot hold it."""
     return _OF_TORCH[str(dtype).removeprefix("torch.")]

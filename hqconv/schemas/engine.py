@@ -1,4 +1,4 @@
-"""The interface to a serving engine: what planning, reports, model cards and refusals need to know about it."""
+"""The interface to a serving engine for planning, reports, model cards and refusals."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Engine(Protocol):
     layer_remedy: str
 
     def serve_options(self, grid: Grid) -> str | None:
-        """Command line options for a grid of ranks, or None if the engine has no such parallelism."""
+        """Return command line options for a grid of ranks, or None if the engine has no such parallelism."""
 
     def serve_command(self, out: str, layout: str, grid: Grid) -> str | None:
-        """Command that serves an artifact, or None if the engine cannot; the checkpoint layout fits any ranks."""
+        """Return the command that serves an artifact, or None without one; the checkpoint layout fits any ranks."""
 
     def kernel_layout_obstacles(self, family: str, grid: Grid) -> list[str]:
-        """Reasons why the engine does not serve a kernel artifact of this model family and grid."""
+        """Return reasons why the engine does not serve a kernel artifact of this model family and grid."""
 
     def checkpoint_layout_obstacle(self, schema: WeightSchema, param_dtype: str) -> str | None:
-        """Reason why the engine cannot serve the checkpoint layout of this schema, of any family."""
+        """Return the reason why the engine cannot serve the checkpoint layout of this schema, of any family."""
 
     def checkpoint_family_obstacle(self, family: str, block: str, schema: WeightSchema) -> str | None:
-        """Reason why the engine cannot serve an MoE layer of this family from the checkpoint layout."""
+        """Return the reason why the engine cannot serve an MoE layer of this family from the checkpoint layout."""
 
     def layer_pattern(self, block: str) -> str | None:
-        """Pattern for an ignore list that matches the engine's name of an MoE layer, or None if that is unknown."""
+        """Return an ignore list's pattern for the engine's name of an MoE layer, or None if that name is unknown."""
 
     def checkpoint_config(
         self, schema: WeightSchema, block_names: Iterable[str], left: Iterable[str] = ()
     ) -> dict[str, Any]:
-        """`quantization_config` of the checkpoint layout; experts of the layers `left` stay unquantized."""
+        """Return `quantization_config` of the checkpoint layout; experts of the layers `left` stay unquantized."""

@@ -1,4 +1,4 @@
-"""The GPU that will serve: its architecture, and the CUDA compiler there where a layout depends on it."""
+"""The serving GPU: its architecture, and its CUDA compiler where a layout depends on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hqconv.errors import RequestError
 
 # SM versions whose kernel layouts are known: T4, A100, A10 and RTX 30, L40S and RTX 40, H100 and H200, B200, B300,
-# RTX 50 and RTX PRO 6000, DGX Spark. Humming knows others (87, 107, 110), which nothing here was held to.
+# RTX 50 and RTX PRO 6000, DGX Spark. Humming knows others (87, 107, 110), which are not tested here.
 TARGETS = (75, 80, 86, 89, 90, 100, 103, 120, 121)
 
 
@@ -25,21 +25,21 @@ class GpuTarget:
 
     @property
     def name(self) -> str:
-        """As `--target` has it: sm90."""
+        """The value of `--target`: sm90."""
         return f"sm{self.sm_version}"
 
     @property
     def cuda_name(self) -> str | None:
-        """As `--cuda` has it: 13.0."""
+        """The value of `--cuda`: 13.0."""
         return None if self.cuda is None else ".".join(map(str, self.cuda))
 
     def __str__(self) -> str:
-        """For people."""
+        """Format for people."""
         return self.name if self.cuda is None else f"{self.name}, CUDA {self.cuda_name}"
 
 
 def parse_target(text: str, cuda: str | None = None) -> GpuTarget:
-    """The target of `sm75` … `sm121` and, where it is given, `13.0`. Raises RequestError for anything else."""
+    """Parse `sm75` … `sm121` and, if given, `13.0`. Raises RequestError for anything else."""
     match = re.fullmatch(r"sm(\d{2,3})", str(text))
     if match is None or int(match[1]) not in TARGETS:
         remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", str(text)) else "An H100 or H200 is sm90."
@@ -52,7 +52,7 @@ def parse_target(text: str, cuda: str | None = None) -> GpuTarget:
 
 
 def parse_cuda(text: str) -> tuple[int, int]:
-    """Major and minor version in `13.0`. Raises RequestError for anything else."""
+    """Parse major and minor version of `13.0`. Raises RequestError for anything else."""
     match = re.fullmatch(r"(\d{1,2})\.(\d{1,2})", str(text))
     if match is None:
         what, expected = (

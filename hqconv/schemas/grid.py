@@ -1,4 +1,4 @@
-"""Which rows, columns and experts each rank holds. Integer arithmetic only.
+"""Rows, columns and experts of each rank. Integer arithmetic only.
 
 TP slices w1 and w3 along N and w2 along K, both of which are the expert's intermediate size I. EP deals whole
 experts. Every (tp, ep) pair is one rank. Placement formulas: vLLM's `expert_map_manager.determine_expert_map`;
@@ -20,7 +20,7 @@ LINEAR, ROUND_ROBIN = "linear", "round_robin"
 PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
 
 
-MAX_COUNT = 1 << 16  # of ranks, experts or copies: more is a slip, or damage
+MAX_COUNT = 1 << 16  # of ranks, experts or copies: a larger number is a mistake, or damage
 MAX_SIZE = 1 << 24  # above every hidden size, every number of layers and of experts for a token
 
 
@@ -59,18 +59,18 @@ class Grid:
         return tuple((t, p) for t in range(self.tp) for p in range(self.ep))
 
     def local_experts(self, num_experts: int, ep_rank: int) -> tuple[int, ...]:
-        """The source experts that one EP rank holds, in its local order; copies may repeat an expert."""
+        """Return the source experts that one EP rank holds, in its local order; copies may repeat an expert."""
         return _dealt(self, num_experts)[ep_rank]
 
     def homes(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each source expert, its places: (EP rank, local index)."""
+        """Return the (EP rank, local index) pairs of each source expert."""
         return _homes(self, num_experts)
 
 
-# Worked out once for a grid: there are hundreds of ranks and experts, and every expert asks.
+# Computed once for a grid: there are hundreds of ranks and experts, and every expert needs the result.
 @functools.lru_cache(maxsize=64)
 def _dealt(grid: Grid, num_experts: int) -> tuple[tuple[int, ...], ...]:
-    """The source experts of every EP rank."""
+    """Return the source experts of every EP rank."""
     physical = [*range(num_experts), *(i % num_experts for i in range(grid.redundant))]
     if grid.placement == ROUND_ROBIN:
         return tuple(tuple(physical[ep_rank :: grid.ep]) for ep_rank in range(grid.ep))
@@ -81,7 +81,7 @@ def _dealt(grid: Grid, num_experts: int) -> tuple[tuple[int, ...], ...]:
 
 @functools.lru_cache(maxsize=64)
 def _homes(grid: Grid, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The places of every source expert."""
+    """Return the (EP rank, local index) pairs of every source expert."""
     places: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]
     for ep_rank, experts in enumerate(_dealt(grid, num_experts)):
         for local, expert in enumerate(experts):
@@ -90,7 +90,7 @@ def _homes(grid: Grid, num_experts: int) -> tuple[tuple[tuple[int, int], ...], .
 
 
 def tp_share(size: int, tp: int, schema: WeightSchema) -> int:
-    """What each TP rank holds of a dimension, padding included: whole runs of `slice_unit`, as equal as they can be."""
+    """Return a TP rank's size of a dimension, padding included: whole runs of `slice_unit`, as equal as possible."""
     unit = slice_unit(schema)
     return (
         size // tp
@@ -109,7 +109,7 @@ class TpSlice(NamedTuple):
 
 
 def tp_slices(size: int, tp: int, schema: WeightSchema) -> tuple[TpSlice, ...]:
-    """Every TP rank's part of a dimension; the last rank's may be shorter than its share."""
+    """Return every TP rank's part of a dimension; the last rank's may be shorter than its share."""
     share = tp_share(size, tp, schema)
     return tuple(
         TpSlice(rank, min(rank * share, size), min((rank + 1) * share, size), share) for rank in range(tp)
@@ -117,7 +117,7 @@ def tp_slices(size: int, tp: int, schema: WeightSchema) -> tuple[TpSlice, ...]:
 
 
 def slice_unit(schema: WeightSchema) -> int:
-    """The smallest run of the intermediate size that may be cut off without cutting a scale group or rotated block."""
+    """Return the smallest run of the intermediate size that cuts no scale group and no rotated block."""
     sizes = (schema.weight_scale_group_size, schema.weight_scale_group_size_n, schema.rotation)
     return math.lcm(PACK_UNIT, *(size or 1 for size in sizes))
 
@@ -125,9 +125,9 @@ def slice_unit(schema: WeightSchema) -> int:
 def working_tp_sizes(
     intermediate_size: int, schema: WeightSchema, *, pads_last_rank: bool = False
 ) -> list[int]:
-    """All TP sizes that cut no scale group and no packed word of this expert size.
+    """Return all TP sizes that cut no scale group and no packed word of this expert size.
 
-    With `pads_last_rank` the last rank may hold less than the others, but not nothing.
+    With `pads_last_rank` the last rank may hold less than the others, but not be empty.
     """
     runs, rest = divmod(intermediate_size, slice_unit(schema))
     if rest:
@@ -149,7 +149,7 @@ def check_grid(
     *,
     pads_last_rank: bool = False,
 ) -> None:
-    """Refuse a block that the schema or the grid cannot cut, naming the TP sizes that would work."""
+    """Refuse a layer that the schema or the grid cannot cut, naming the TP sizes that would work."""
     unit = slice_unit(schema)
     what = "rotated block" if schema.rotation == unit else "scale group"
     smaller = f"a smaller {'hadamard_block_size' if schema.rotation == unit else 'group size'}"

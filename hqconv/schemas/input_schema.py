@@ -1,4 +1,4 @@
-"""Input schemas: what the GEMMs' activations are quantized to when serving. Data and rules in Humming's words."""
+"""Input schemas: formats of the GEMMs' activations when serving. Data and rules with Humming's names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _GROUPED = ("dynamic_group", "static_tensor_dynamic_group", "dynamic_group_token
 
 @dataclass(frozen=True)
 class InputSchema:
-    """One format of activations. Field names and meanings are Humming's; `name` is what people call it.
+    """One format of activations. Field names and meanings are Humming's; `name` is its common name.
 
-    a_dtype: None for 16 bits, as they come. input_scale_dtype, input_quant_mode: None for what Humming makes of the
+    a_dtype: None for 16 bits, unquantized. input_scale_dtype, input_quant_mode: None for Humming's default for the
     others.
     """
 
@@ -38,17 +38,17 @@ class InputSchema:
 
     @property
     def is_static(self) -> bool:
-        """Whether a scale per GEMM was measured beforehand."""
+        """True if a scale per GEMM was calibrated beforehand."""
         return self.input_quant_mode in ("static_tensor", "static_tensor_dynamic_group")
 
     def humming_fields(self) -> dict[str, Any]:
-        """The schema as keyword arguments of `HummingInputSchema`."""
-        words = asdict(self)
-        del words["name"]
-        return words
+        """Return the schema as keyword arguments of `HummingInputSchema`."""
+        document = asdict(self)
+        del document["name"]
+        return document
 
     def describe(self) -> str:
-        """One line for people."""
+        """Format one line for people."""
         if self.a_dtype is None:
             return "16-bit activations, as they come"
         per = f"group of {self.input_scale_group_size}" if self.input_scale_group_size else "token"
@@ -58,7 +58,7 @@ class InputSchema:
 
 
 def _check(schema: InputSchema) -> None:
-    """Refuse what Humming's LayerConfig asserts of the fields alone."""
+    """Refuse fields that Humming's LayerConfig refuses by assertion."""
 
     def need(condition: bool, field: str, expected: str) -> None:
         if not condition:
@@ -109,7 +109,7 @@ INPUT_PRESETS: dict[str, InputSchema] = {
     )
 }
 A16 = INPUT_PRESETS["a16"]
-# With the scale of each GEMM's whole input that the source was calibrated with: never meant by the names above.
+# With the source's calibrated scale of each GEMM's whole input: never chosen by the names above.
 STATIC_PRESETS: dict[str, InputSchema] = {
     f"{name}-static": InputSchema(f"{name}-static", a_dtype, input_quant_mode="static_tensor")
     for name, a_dtype in (("fp8", "float8e4m3"), ("int8", "int8"))
@@ -118,7 +118,7 @@ NAMED_INPUTS = {**INPUT_PRESETS, **STATIC_PRESETS}
 
 
 def resolve_inputs(text: str) -> InputSchema:
-    """The input schema that `--input-schema TEXT` names: a preset, or a path ending in .toml.
+    """Return the input schema of `--input-schema TEXT`: a preset, or a path ending in .toml.
 
     Raises RequestError for an unknown name, an unreadable file or an impossible combination.
     """
@@ -137,11 +137,11 @@ def resolve_inputs(text: str) -> InputSchema:
     )
 
 
-def inputs_of(name: str, words: dict[str, Any], *, where: str) -> InputSchema:
-    """An input schema of Humming's field names. Raises RequestError for unknown ones."""
+def inputs_of(name: str, document: dict[str, Any], *, where: str) -> InputSchema:
+    """Return an input schema with Humming's field names. Raises RequestError for unknown ones."""
     known = [f.name for f in fields(InputSchema) if f.name != "name"]
-    for key in words:
+    for key in document:
         if key not in known:
             what = "The input schema has a key that is unknown."
             raise RequestError(what, where=f"{where}: {key}", expected=", ".join(known))
-    return InputSchema(name, **words)
+    return InputSchema(name, **document)

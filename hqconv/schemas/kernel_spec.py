@@ -11,7 +11,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Which of Humming's kernels a matrix is laid out for; its size, which decides nothing else, aside.
+    """Weights, parameters, activations and GPU of a Humming kernel: all that decides a matrix's layout but its size.
 
     param_dtype: bfloat16 or float16, of the model's parameters and outputs.
     """
@@ -23,10 +23,10 @@ class KernelSpec:
 
     @property
     def a_dtype(self) -> str:
-        """What a GEMM's activations are, in Humming's words."""
+        """Humming's name of the type of a GEMM's activations."""
         return self.inputs.a_dtype or self.param_dtype
 
     def __str__(self) -> str:
-        """For people."""
-        words = f"{self.schema.name} with {self.inputs.name} activations"
-        return f"{words}, {self.param_dtype} parameters, on {self.target}"
+        """Format for people."""
+        text = f"{self.schema.name} with {self.inputs.name} activations"
+        return f"{text}, {self.param_dtype} parameters, on {self.target}"

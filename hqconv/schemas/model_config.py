@@ -11,7 +11,7 @@ Config = Mapping[str, object]  # a parsed config.json
 
 
 def text_config(config: Config) -> Config:
-    """The language model's values: a nested text config, where there is one, over the outer config."""
+    """Return the language model's values: a nested text config, where there is one, over the outer config."""
     while True:
         key = next((key for key in TEXT_CONFIG_KEYS if isinstance(config.get(key), Mapping)), None)
         if key is None:

@@ -123,7 +123,7 @@ class ConversionArguments(EncodingArguments, total=False):
 
 @dataclass(frozen=True)
 class ConversionOption:
-    """One option, as the API, the command line and recipes offer it. is_flag: the command line has it."""
+    """One option, for the API, the command line and recipes. is_flag: on the command line."""
 
     name: str
     annotation: Any

@@ -13,7 +13,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Schemas of one layer: None for the schema of all others. is_left: the layer is copied as it is."""
+    """Schemas of one layer: None for the schema of all others. is_left: the layer is copied unchanged."""
 
     schema: WeightSchema | None = None
     inputs: InputSchema | None = None

@@ -30,7 +30,7 @@ from hqconv.schemas.options import conversion_options
 from hqconv.schemas.overrides import LayerChoice, Override
 from hqconv.schemas.weight_schema import SOURCE, resolve_schema
 
-LEFT = "none"  # experts that are copied as they are
+LEFT = "none"  # experts that are copied unchanged
 _SECTION = "override"
 _KEYS = ("blocks", "layers", "schema", "input_schema")
 
@@ -60,7 +60,7 @@ def load_recipe(path: Path) -> Recipe:
         if known[key].is_schema:
             document[key] = _schema_path(path, value)
         elif known[key].is_path:
-            document[key] = str(path.parent / str(value))  # an absolute path stays as it is
+            document[key] = str(path.parent / str(value))  # an absolute path does not change
     if not isinstance(sections, list) or not all(isinstance(section, dict) for section in sections):
         what, expected = "The recipe's overrides are no list.", "[[override]] before each"
         raise RequestError(what, where=f"{path}: {_SECTION}", expected=expected)

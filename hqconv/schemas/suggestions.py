@@ -1,4 +1,4 @@
-"""Names that people type for schemas, and which of ours they most likely mean."""
+"""Suggestions for unknown schema names: the known schema that was most likely meant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from hqconv.errors import RequestError
 
-# What others call them. Bits of weights and activations, as in vLLM's and llm-compressor's names.
+# Names in other projects. Bits of weights and activations, as in vLLM's and llm-compressor's names.
 _ALSO = {
     "w4a16": "int4",
     "w8a16": "int8",
@@ -32,13 +32,13 @@ _WITH_ACTIVATIONS = {
     "w4a4": "mxfp4 with --input-schema mxfp4, or nvfp4 with --input-schema nvfp4",
     "fp8-dynamic": "fp8 with --input-schema fp8",
 }
-_CLOSE = 0.6  # of difflib's measure
+_CLOSE = 0.6  # difflib's ratio
 
 
 def meant(text: str, known: Iterable[str], find: Callable[[str], object]) -> str:
-    """`Did you mean mxfp4?` and the like for a name that is none; "" where nothing is close.
+    """Return `Did you mean mxfp4?` and the like for an unknown name; "" where no name is close.
 
-    find: None, or RequestError, for what is no name.
+    find: returns None, or raises RequestError, for an unknown name.
     """
     plain = re.sub(r"[_\s]+", "-", text.strip().lower())
     name = _WITH_ACTIVATIONS.get(plain) or _ALSO.get(plain)

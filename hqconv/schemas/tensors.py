@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor lie, in a file that is there or in one that will be. No tensor is touched here."""
+"""Positions of tensors in existing and in planned files. No tensor is touched here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hqconv.schemas.dtypes import num_bits
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without a place: its name, its safetensors dtype (or another format's name of one), its shape."""
+    """A tensor without a position: its name, its safetensors dtype (or a name of another format), its shape."""
 
     name: str
     dtype: str
@@ -24,9 +24,9 @@ class TensorSpec:
 
 
 class TensorRef(NamedTuple):
-    """A tensor, or a part of one, and its place: `num_bytes` at `offset_bytes` of file number `file` of its owner.
+    """A tensor, or a part of one, and its position: `num_bytes` at `offset_bytes` of file number `file` of its owner.
 
-    A tuple, since there may be a million of them: made in a third of a frozen dataclass's time, and not walked by the
+    A tuple, since there may be a million of them: built in a third of a frozen dataclass's time, and not walked by the
     collector of cycles again and again.
     """
 
@@ -38,7 +38,7 @@ class TensorRef(NamedTuple):
     num_bytes: int
 
     def entry(self, index: int) -> TensorRef:
-        """The place of one entry of the first dimension."""
+        """Return the position of one entry of the first dimension."""
         size = self.num_bytes // self.shape[0]
         offset = self.offset_bytes + index * size
         return self._replace(shape=self.shape[1:], offset_bytes=offset, num_bytes=size)

@@ -1,4 +1,4 @@
-"""Files that somebody else made, read without waiting: what is no regular file, too large or too deep is refused."""
+"""Untrusted files, read without waiting: files that are not regular, too large or too deep are refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MAX_DOCUMENT_BYTES = 64 << 20  # of a config, and of a manifest beside the names of its tensors
+MAX_DOCUMENT_BYTES = 64 << 20  # of a config, and of a manifest without the names of its tensors
 MAX_LIST_BYTES = 512 << 20  # of an index or a manifest, with a line for each of some million tensors
 NOTHING = "no such file"
-MAX_DEPTH = 64  # of objects and lists in each other: whoever copies or writes them goes down by recursion
+MAX_DEPTH = 64  # of objects and lists in each other: code that copies or writes them is recursive
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -24,14 +24,14 @@ _KINDS = (
 
 
 def what_instead(mode: int) -> str | None:
-    """What a file of this `st_mode` is instead of a regular one: `a pipe`; None for a regular file."""
+    """Name the kind of a file that is not regular by its `st_mode`: `a pipe`; None for a regular file."""
     if stat.S_ISREG(mode):
         return None
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
 
 
 def found_at(path: Path) -> str | None:
-    """What lies at a path instead of a regular file, nothing included; None where it is one. Raises OSError."""
+    """Describe a path that is no regular file, also a missing one; None for a regular file. Raises OSError."""
     try:
         return what_instead(path.stat().st_mode)
     except OSError as error:
@@ -43,7 +43,7 @@ def found_at(path: Path) -> str | None:
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor for reading a regular file, which is the caller's to close. Raises OSError for anything else."""
+    """Open a regular file and return its descriptor, for the caller to close. Raises OSError for anything else."""
     _refuse(path, os.stat(path).st_mode)  # noqa: PTH116 - opening a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -61,7 +61,7 @@ def _refuse(path: str | Path, mode: int) -> None:
 
 
 def read_regular(path: str | Path, max_bytes: int) -> bytes:
-    """All bytes of a regular file. Raises OSError for anything else, and for more than `max_bytes`."""
+    """Read all bytes of a regular file. Raises OSError for anything else, and for more than `max_bytes`."""
     with open(open_regular(path), "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -70,7 +70,7 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
 
 
 def parse_json(raw: bytes, hook: Any = None) -> Any:
-    """A JSON document; `hook` as `object_pairs_hook`. Raises ValueError where it is none, no UTF-8, or too deep."""
+    """Parse a JSON document; `hook` as `object_pairs_hook`. Raises ValueError for bad UTF-8, bad or deep JSON."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
     except RecursionError as error:
@@ -92,5 +92,5 @@ def _too_deep() -> ValueError:
 
 
 def read_json(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
-    """The JSON document in a file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
+    """Read the JSON document in a file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
     return parse_json(read_regular(path, max_bytes))

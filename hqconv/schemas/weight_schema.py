@@ -1,4 +1,4 @@
-"""Target schemas: what the expert weights become. Data and rules in Humming's words; no tensors.
+"""Target schemas: formats of the converted expert weights. Data and rules with Humming's names; no tensors.
 
 A schema is named by a preset (`mxfp4`), by the integer shorthand (`int4-g64-zp`), or by a TOML file whose
 keys are the fields of Humming's `HummingWeightSchema`.
@@ -27,7 +27,7 @@ ROTATIONS = (16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class WeightSchema:
-    """One target format. Field names and meanings are Humming's; `name` is what people call it."""
+    """One target format. Field names and meanings are Humming's; `name` is its common name."""
 
     name: str
     b_dtype: str
@@ -54,22 +54,22 @@ class WeightSchema:
 
     @property
     def is_coupled(self) -> bool:
-        """True where the gate and up projection of one expert share a tensor-level scale."""
+        """True if the gate and up projection of one expert share a tensor-level scale."""
         return "tensor" in (self.weight_scale_type, self.weight_scale_2_type)
 
     @property
     def rotation(self) -> int:
-        """Columns in a block that is rotated; 0 where weights are as they come. See `hqconv.quantization.hadamard`."""
+        """Columns of a rotated block; 0 for weights without rotation. See `hqconv.quantization.hadamard`."""
         return self.hadamard_block_size if self.hadamard_block_size > 1 else 0
 
     def humming_fields(self) -> dict[str, Any]:
-        """The schema as keyword arguments of `HummingWeightSchema`, also what config.json records."""
-        words = asdict(self)
-        del words["name"]
-        return words
+        """Return the schema as keyword arguments of `HummingWeightSchema`, also the record in config.json."""
+        document = asdict(self)
+        del document["name"]
+        return document
 
     def describe(self) -> str:
-        """One line for people."""
+        """Format one line for people."""
         size = {
             "group": f"group {self.weight_scale_group_size}",
             "block": f"block {self.weight_scale_group_size_n}x{self.weight_scale_group_size}",
@@ -104,7 +104,7 @@ class WeightSchema:
         }[self.weight_scale_type]
 
     def scale_dtype(self, param_dtype: str) -> str:
-        """The dtype that scales are stored in, in Humming's words."""
+        """Return Humming's name of the dtype that scales are stored in."""
         if self.weight_scale_type in ("block", "tensor"):
             return "float32"
         return self.bs_dtype or param_dtype
@@ -118,11 +118,11 @@ _KINDS: dict[str, type] = {
     "hadamard_block_size": int,
 }  # the others are text
 
-Need = Callable[[bool, str, str], None]  # condition, field, what is expected of it
+Need = Callable[[bool, str, str], None]  # condition, field, expected value
 
 
 def _check(schema: WeightSchema) -> None:
-    """Refuse what Humming or its quantizer cannot represent, before any bare assert of theirs does."""
+    """Refuse fields that Humming or its quantizer cannot represent, before they fail on bare asserts."""
 
     def need(condition: bool, field: str, expected: str) -> None:
         if not condition:
@@ -152,7 +152,7 @@ def _check(schema: WeightSchema) -> None:
 
 
 def _check_b_dtype(schema: WeightSchema, need: Need) -> int:
-    """The number of exponent bits, 0 of integers."""
+    """Check `b_dtype`, and return the number of exponent bits, 0 for integers."""
     if re.fullmatch(r"uint[1-8]", schema.b_dtype):
         return 0
     small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", schema.b_dtype)
@@ -236,7 +236,7 @@ _SHORTHAND = re.compile(r"int([1-8])(?:-g([1-9]\d*)|-(c))?(?:-(zp|fpzp))?")
 
 
 def resolve_schema(text: str) -> WeightSchema:
-    """The schema that `--schema TEXT` names: a preset, the shorthand, or a path ending in .toml, or a `shipped` file.
+    """Return the schema of `--schema TEXT`: a preset, the shorthand, or a path ending in .toml, or a `shipped` file.
 
     Raises RequestError for an unknown name, an unreadable file or an impossible combination.
     """
@@ -251,7 +251,7 @@ def resolve_schema(text: str) -> WeightSchema:
 
 
 def _named(text: str) -> WeightSchema | None:
-    """The preset or the shorthand of a name, None for any other. Raises RequestError for an impossible combination."""
+    """Return the preset or shorthand of a name, None for others. Raises RequestError for an impossible combination."""
     if text in PRESETS:
         return PRESETS[text]
     match = _SHORTHAND.fullmatch(text)
@@ -273,11 +273,11 @@ def _named(text: str) -> WeightSchema | None:
 
 def load_schema(path: Path) -> WeightSchema:
     """Read a schema from a TOML file with Humming's field names; unknown keys are refused."""
-    words = read_toml(path, "schema file")
+    document = read_toml(path, "schema file")
     types = {f.name: f.type for f in fields(WeightSchema) if f.name != "name"}
-    if "b_dtype" not in words:
+    if "b_dtype" not in document:
         raise RequestError("The schema file names no weight type.", where=str(path), expected="b_dtype = …")
-    for key, value in words.items():
+    for key, value in document.items():
         expected = str(types.get(key, ""))
         if key not in types or type(value).__name__ not in expected:
             raise RequestError(
@@ -286,14 +286,14 @@ def load_schema(path: Path) -> WeightSchema:
                 expected=expected or ", ".join(types),
                 found=repr(value),
             )
-    if re.fullmatch(r"int[1-8]", words["b_dtype"]):
-        words["b_dtype"] = "u" + words["b_dtype"]
-    words.setdefault("weight_scale_type", _implied_scale_type(words))
-    return WeightSchema(name=path.stem, **words)
+    if re.fullmatch(r"int[1-8]", document["b_dtype"]):
+        document["b_dtype"] = "u" + document["b_dtype"]
+    document.setdefault("weight_scale_type", _implied_scale_type(document))
+    return WeightSchema(name=path.stem, **document)
 
 
-def _implied_scale_type(words: dict[str, Any]) -> str:
-    """Humming's own default where a file names no scale type."""
-    if words.get("weight_scale_group_size_n", 0) > 1:
+def _implied_scale_type(document: dict[str, Any]) -> str:
+    """Return Humming's own default for a file that names no scale type."""
+    if document.get("weight_scale_group_size_n", 0) > 1:
         return "block"
-    return "group" if words.get("weight_scale_group_size", 0) > 0 else "channel"
+    return "group" if document.get("weight_scale_group_size", 0) > 0 else "channel"
