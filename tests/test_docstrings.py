@@ -17,8 +17,6 @@ UNFINISHED = frozenset(
         "cpu_loops",
         "formats",
         "quantization",
-        "reports",
-        "serving",
     )
 )
 

@@ -1,4 +1,4 @@
-"""An artifact in words, finished or not; no file but hqconv.json and config.json is read."""
+"""Description of an artifact, finished or not, as a document; only hqconv.json and config.json are read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hqconv.serving.engine import ENGINE
 
 
 def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing | None = None) -> Words:
-    """A finished artifact, from its manifest.
+    """Describe a finished artifact from its manifest.
 
-    repo_id, listing: of a repo on the Hub, of which only some files are here; no listing where nobody can be asked.
-    Raises what `read_manifest` raises, VerificationError where the manifest's schema is none.
+    repo_id, listing: of a repo on the Hub, of which only some files are here; no listing if the Hub is not reachable.
+    Raises what `read_manifest` raises, VerificationError if the manifest's schema is invalid.
     """
     manifest = read_manifest(root)
     layers, errors = manifest.blocks, manifest.errors()
@@ -84,7 +84,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
 
 
 def _missing(root: Path, manifest: Manifest, listing: Listing | None) -> list[str]:
-    """Files that are not there, or have another size; people may edit the card."""
+    """Files that are missing or have another size; people may edit the card."""
     return [
         name
         for name, entry in manifest.files.items()
@@ -94,14 +94,14 @@ def _missing(root: Path, manifest: Manifest, listing: Listing | None) -> list[st
 
 
 def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
-    """Bytes of a file of the folder, or of the repo; None where there is none."""
+    """Size in bytes of a file of the folder or of the repo; None if there is none."""
     if listing is not None:
         return listing.sizes.get(name)
     return (root / name).stat().st_size if (root / name).is_file() else None
 
 
 def describe_unfinished(root: Path) -> Words:
-    """A conversion that stopped, or is still running: how far it came."""
+    """Describe the progress of a conversion that stopped or is still running."""
     lines = (root / artifact_names.JOURNAL).read_bytes().split(b"\n")[1:]
     return {
         "kind": "unfinished",
@@ -113,7 +113,7 @@ def describe_unfinished(root: Path) -> Words:
 
 
 def _is_group(line: bytes) -> bool:
-    """Whether a line of a journal is a finished group's; half a line of a killed run is none."""
+    """Return whether a journal line records a finished output unit; half a line of a killed run does not."""
     try:
         return "group" in json.loads(line)
     except (ValueError, TypeError, RecursionError):
@@ -122,10 +122,10 @@ def _is_group(line: bytes) -> bool:
 
 def _config_of(root: Path) -> Words:
     try:
-        words = read_json(root / artifact_names.CONFIG)
+        document = read_json(root / artifact_names.CONFIG)
     except (OSError, ValueError):
         return {}
-    return words if isinstance(words, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _rank_bytes(manifest: Manifest) -> dict[str, int]:
@@ -137,7 +137,7 @@ def _rank_bytes(manifest: Manifest) -> dict[str, int]:
 
 
 def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Words]:
-    """GEMM → the smallest and largest static activation scale of all layers that have one."""
+    """Smallest and largest static activation scale of each GEMM over all layers that have one."""
     found: dict[str, list[float]] = {}
     for layer in layers:
         for gemm in artifact_names.GEMMS:
@@ -148,7 +148,7 @@ def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Words]:
 
 
 def _layer_to_dict(layer: ManifestLayer) -> Words:
-    """A layer of the manifest with its source's format in one line."""
+    """Document of a layer of the manifest, with its source's format in one line."""
     try:
         source = SourceFormat.from_dict(layer.source_format).describe()
     except (AttributeError, KeyError, TypeError, ValueError):

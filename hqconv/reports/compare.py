@@ -1,4 +1,4 @@
-"""Two artifacts of one model side by side, in words: what they are made of, how large they are, what they lost."""
+"""Comparison of two artifacts of one model: schemas, sizes and quantization errors, as a document."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Measured = Mapping[str, Mapping[str, Mapping[str, Any]]]  # block → projection
 
 
 def compare(roots: Sequence[Path], measured: Sequence[Measured] | None = None) -> Words:
-    """Two artifacts in words, their errors by projection and block, and where they differ most.
+    """Describe two artifacts, their errors by projection and block, and the blocks that differ most.
 
-    roots: two artifacts. measured: of each, what the check of weights measured against the source; None: the errors
-    are those that the conversions recorded.
+    roots: two artifacts. measured: for each, the errors that the check of weights measured against the source; None:
+    the errors that the conversions recorded.
 
-    Raises RequestError where one is no artifact, or they are of different models; VerificationError where one is
+    Raises RequestError if one is no artifact, or they are of different models; VerificationError if one is
     damaged. Reads no weights.
     """
     manifests = [read_manifest(root) for root in roots]
@@ -50,7 +50,7 @@ def compare(roots: Sequence[Path], measured: Sequence[Measured] | None = None) -
 
 
 def _check_models(roots: Sequence[Path], manifests: Sequence[Manifest]) -> None:
-    """Refuse two that are of different models: blocks that are not there, or of other sizes."""
+    """Refuse artifacts of different models: missing blocks, or blocks of other sizes."""
     every = [{*one.blocks, *one.left} for one in manifests]
     where, remedy = f"{roots[0]}, {roots[1]}", "Compare two artifacts of one model."
     what = "The artifacts are of different models."
@@ -70,7 +70,7 @@ Errors = dict[tuple[str, str], float]  # block and projection → relative error
 
 
 def _recorded(manifest: Manifest) -> Errors:
-    """What the conversion measured."""
+    """Errors that the conversion measured."""
     return {
         (name, role): error.relative_error
         for name, layer in manifest.blocks.items()
@@ -91,7 +91,7 @@ def _measured(measured: Measured) -> Errors:
 def _artifact(
     root: Path, manifest: Manifest, described: Words, errors: Errors, common: Sequence[Any]
 ) -> Words:
-    """One of the two: what it is made of, how large it is, who serves it, what it lost in all."""
+    """Document of one artifact: schemas, size, serving engine, overall error."""
     keys = (
         "folder",
         "layout",
@@ -127,9 +127,9 @@ def _artifact(
 
 
 def _expert_bytes(root: Path, manifest: Manifest) -> int:
-    """The bytes of experts: rank files as a whole, of the checkpoint layout the tensors that were not copied.
+    """Size of the experts in bytes: whole rank files; in the checkpoint layout the tensors that were not copied.
 
-    Raises VerificationError where a shard's header cannot be read.
+    Raises VerificationError if a shard's header cannot be read.
     """
     if manifest.is_kernel:
         folder = f"{names.EXPERTS_FOLDER}/"
@@ -158,7 +158,7 @@ def _obstacles(root: Path, manifest: Manifest) -> list[str]:
 
 
 def _overall(errors: Errors, keys: Sequence[tuple[str, str]], manifest: Manifest) -> float | None:
-    """The root of the mean square of relative errors, each weighted with its number of weights; None of none."""
+    """Root mean square of relative errors, each weighted with its number of weights; None without errors."""
     weights = [_num_weights(manifest.blocks[block]) for block, _ in keys]
     total = sum(weights)
     squares = math.fsum(weight * errors[key] ** 2 for key, weight in zip(keys, weights, strict=True))
@@ -170,14 +170,14 @@ def _num_weights(layer: ManifestLayer) -> int:
 
 
 def _projections(errors: Sequence[Errors], common: Sequence[tuple[str, str]], manifest: Manifest) -> Words:
-    """Projection → the error of each artifact over all blocks that both have."""
+    """Error of each artifact by projection, over all blocks that both have."""
     roles = list(dict.fromkeys(role for _, role in common))
     of_role = {role: [key for key in common if key[1] == role] for role in roles}
     return {role: [_overall(one, keys, manifest) for one in errors] for role, keys in of_role.items()}
 
 
 def _blocks(errors: Sequence[Errors], common: Sequence[tuple[str, str]]) -> list[Words]:
-    """Every block and projection that both have, by how much they differ, the largest first."""
+    """Errors of every block and projection that both have, sorted by difference, the largest first."""
     found = [
         {
             "block": block,
@@ -191,7 +191,7 @@ def _blocks(errors: Sequence[Errors], common: Sequence[tuple[str, str]]) -> list
 
 
 def _figures(measured: Measured) -> dict[str, Words]:
-    """Projection → the least SQNR and cosine of any block, of one artifact; None where nothing was lost."""
+    """Least SQNR and cosine of any block by projection, for one artifact; None without quantization error."""
     found: dict[str, Words] = {}
     for roles in measured.values():
         for role, one in roles.items():
@@ -204,7 +204,7 @@ def _figures(measured: Measured) -> dict[str, Words]:
 
 
 def _notes(manifests: Sequence[Manifest], errors: Sequence[Errors], common: Sequence[Any]) -> list[str]:
-    """What makes the comparison less than one of two schemas."""
+    """Notes about differences other than the schemas, which limit the comparison."""
     pairs = {key: [getattr(one.source, key) for one in manifests] for key in _SAME}
     notes = [
         f"The sources differ in {key.replace('index_sha256', 'index')}: {pair[0]}, {pair[1]}."

@@ -1,4 +1,4 @@
-"""Words that several descriptions share: blocks of one kind in one entry, errors over blocks, schemas."""
+"""Parts that several documents share: blocks of one kind in one entry, errors over blocks, schemas."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SHAPE_KEYS = (
 def block_runs(blocks: Mapping[str, Mapping[str, Any]]) -> list[Words]:
     """Blocks of the same shape and naming, each set as one entry named like `model.layers.[3-60].mlp.experts`."""
     runs: dict[tuple[str, str, str], list[int]] = {}
-    for name, words in blocks.items():
+    for name, document in blocks.items():
         parts = re.split(r"\b(\d+)\b", name, maxsplit=1)
         before, number, after = parts if len(parts) == 3 else (name, "", "")
-        key = (before, after, json.dumps({k: words[k] for k in SHAPE_KEYS if k in words}))
+        key = (before, after, json.dumps({k: document[k] for k in SHAPE_KEYS if k in document}))
         runs.setdefault(key, []).extend([int(number)] if number else [])
     entries = []
     for (before, after, shape), numbers in runs.items():
@@ -59,14 +59,14 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def quant_method(quantization: Any) -> Any:
-    """The method that a quantization config names; hf_quant_config.json, which names none, is ModelOpt's."""
+    """Method that a quantization config names; hf_quant_config.json, which names none, is ModelOpt's."""
     if not isinstance(quantization, dict):
         return None
     return quantization.get("quant_method", "modelopt" if "quantization" in quantization else None)
 
 
 def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
-    """A schema, and whether the engine without hqconv's plugin serves its checkpoint layout."""
+    """Document of a schema, with the support of its checkpoint layout by the engine without hqconv's plugin."""
     obstacle = ENGINE.checkpoint_layout_obstacle(schema, param_dtype)
     return {
         "name": schema.name,
@@ -82,7 +82,7 @@ def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
 
 
 def otherwise(named: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
-    """Blocks (name, schema, input schema) that are made of something else than the others, by what."""
+    """Blocks (name, schema, input schema) whose schemas differ from the usual ones, grouped by schemas."""
     found: dict[str, list[str]] = {}
     for block, schema, inputs in named:
         found.setdefault(f"{schema}, {inputs} activations", []).append(block)

@@ -40,7 +40,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # An SVG path is made of numbers and may be longer than printable text.
+    # An SVG path holds numbers only and may be longer than printable text.
     found.filters |= {
         "lines": lines,
         "number": number,
@@ -99,7 +99,7 @@ def details(title: str, hidden: Part) -> Part:
 
 
 def plots(found: Iterable[Part]) -> Part | None:
-    """Plots beside each other; None without any."""
+    """Plots in a row; None without any."""
     listed = list(found)
     return {"kind": "plots", "plots": listed} if listed else None
 

@@ -1,4 +1,4 @@
-"""Find out what a folder or a repo holds, and describe it."""
+"""Description of a model folder, a Hub repo or an artifact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hqconv.sources.opening import locate_source, open_location
 def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
     """Describe a model folder, a Hub repo or an artifact; reads headers only. See `hqconv.inspect`.
 
-    Raises VerificationError where the manifest is damaged, or config.json is an artifact's and there is no manifest.
+    Raises VerificationError if the manifest is damaged, or config.json is an artifact's and there is no manifest.
     """
     root = Path(path)
     if revision is None and is_artifact(root):

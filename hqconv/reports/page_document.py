@@ -1,4 +1,4 @@
-"""What a report says, as JSON words: from the manifest, from experts read back, and from what `verify` found."""
+"""JSON document of a report: from the manifest, from experts read back, and from the result of `verify`."""
 
 from __future__ import annotations
 
@@ -28,65 +28,65 @@ def page_document(
     sample: int | None = None,
     num_threads: int = 1,
 ) -> Words:
-    """The words of a report on the artifact at `root`, for `page` and programs; the same input gives the same words.
+    """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
-    verification: the words of `hqconv.verify`'s report; None: no check was run. of_experts: block → projection → each
-    expert's relative error against the source, as the check of weights measures it. sample: experts of each block to
-    read for `usage`, as in `hqconv.artifact.code_usage`; num_threads: at once.
+    verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: block → projection →
+    each expert's relative error against the source, as the check of weights measures it. sample: experts of each block
+    to read for `usage`, as in `hqconv.artifact.code_usage`; num_threads: at once.
 
-    Where `verification` failed, what cannot be read is left out, with the reason under `unreadable`. Otherwise raises
-    RequestError where `root` is no artifact, VerificationError where it is damaged.
+    If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
+    RequestError if `root` is no artifact, VerificationError if it is damaged.
     """
     from hqconv.artifact.code_usage import read_usage  # with numpy
 
     places = _places(root, verification)
-    words: Words = {
+    document: Words = {
         "kind": "page",
         "name": root.resolve().name,
         "verification": _renamed(verification, places),
     }
-    words |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
+    document |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
     may_fail = verification is not None and not verification["passed"]
     try:
         manifest = read_manifest(root)
-        words["artifact"] = describe_artifact(root) | _at_home(words["name"], manifest)
-        words["blocks"] = [_block(name, layer, manifest) for name, layer in manifest.blocks.items()]
-        words["provenance"] = _provenance(manifest)
-        words["usage"] = read_usage(root, sample, num_threads)
+        document["artifact"] = describe_artifact(root) | _at_home(document["name"], manifest)
+        document["blocks"] = [_block(name, layer, manifest) for name, layer in manifest.blocks.items()]
+        document["provenance"] = _provenance(manifest)
+        document["usage"] = read_usage(root, sample, num_threads)
     except (VerificationError, OSError) as error:
         if not may_fail:
             raise
         said = error.message() if isinstance(error, HqconvError) else str(error)
-        words["unreadable"].append(_renamed(said, places))
-    words["experts"] = _experts(words, of_experts or {})
-    return words
+        document["unreadable"].append(_renamed(said, places))
+    document["experts"] = _experts(document, of_experts or {})
+    return document
 
 
-def _renamed(words: Any, places: Mapping[str, str]) -> Any:
-    """JSON words with names for folders of this machine, since a page is read on others. `places`: path → name."""
-    if isinstance(words, str):
+def _renamed(document: Any, places: Mapping[str, str]) -> Any:
+    """Replace folders of this machine by names in a document, since a page is read elsewhere. `places`: path → name."""
+    if isinstance(document, str):
         for path, name in places.items():
-            words = words.replace(path, name)
-        return words
-    if isinstance(words, Mapping):
-        return {_renamed(key, places): _renamed(value, places) for key, value in words.items()}
-    return [_renamed(one, places) for one in words] if isinstance(words, list) else words
+            document = document.replace(path, name)
+        return document
+    if isinstance(document, Mapping):
+        return {_renamed(key, places): _renamed(value, places) for key, value in document.items()}
+    return [_renamed(one, places) for one in document] if isinstance(document, list) else document
 
 
 def _places(root: Path, verification: Words | None) -> dict[str, str]:
-    """The folders of the artifact and of the source, where they are told by whole paths."""
+    """Folders of the artifact and of the source that appear as absolute paths, with their names."""
     source = (verification or {}).get("source")
     paths = [root.resolve(), root, *([Path(source).resolve(), Path(source)] if source else [])]
     return {str(path): path.name for path in paths if path.is_absolute() and path.name and path.is_dir()}
 
 
 def _at_home(name: str, manifest: Manifest) -> Words:
-    """The folder, and how it is served, by its name only."""
+    """Entries with the folder's name only: the folder, and the command that serves it."""
     return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest.layout, manifest.grid)}
 
 
 def _block(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:
-    """One layer: its number, its schema, and the errors that the conversion measured."""
+    """Document of one layer: its number, its schema, and the errors that the conversion measured."""
     flags = [entry.flags for gemm in GEMMS if (entry := layer.gemm(gemm)) is not None]
     return {
         "name": name,
@@ -100,7 +100,7 @@ def _block(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:
 
 
 def _provenance(manifest: Manifest) -> Words:
-    """The source and its files, the artifacts on the way, and what made the artifact."""
+    """Document of the source and its files, ancestor artifacts, and the versions that wrote the artifact."""
     source, ancestors = manifest.source, manifest.derived_from
     return {
         "source": {"name": source.name, "revision": source.revision, "index_sha256": source.index_sha256},
@@ -113,25 +113,25 @@ def _provenance(manifest: Manifest) -> Words:
     }
 
 
-def _experts(words: Words, of_experts: OfExperts) -> Words:
-    """What can be told of single experts: errors where the source was there, else the size of their weights.
+def _experts(document: Words, of_experts: OfExperts) -> Words:
+    """Document of single experts: errors if the source was given, else the size of their weights.
 
-    `values`: projection → a row for each block, a number for each expert, None where nothing is known.
+    `values`: projection → a row for each block, a number for each expert, None if unknown.
     """
-    usage = words["usage"] or {"rms": {}}
+    usage = document["usage"] or {"rms": {}}
     measure = "relative error" if of_experts else "root mean square"
     table: Mapping[str, Mapping[str, list[Any]]] = of_experts or usage["rms"]
-    names = [block["name"] for block in words["blocks"] if table.get(block["name"])]
+    names = [block["name"] for block in document["blocks"] if table.get(block["name"])]
     values = {
         role: [list(table[name].get(role, [])) for name in names]
         for role in ROLES
         if any(table[name].get(role) for name in names)
     }
-    return {"measure": measure, "blocks": names, "values": values, "worst": _worst(words, of_experts)}
+    return {"measure": measure, "blocks": names, "values": values, "worst": _worst(document, of_experts)}
 
 
-def _worst(words: Words, of_experts: OfExperts) -> list[Words]:
-    """The experts with the largest errors; without the source the worst one of each block and projection."""
+def _worst(document: Words, of_experts: OfExperts) -> list[Words]:
+    """Experts with the largest errors; without the source the worst one of each block and projection."""
     found: list[Words] = [
         {"block": name, "projection": role, "expert": expert, "relative_error": value}
         for name, roles in of_experts.items()
@@ -144,7 +144,7 @@ def _worst(words: Words, of_experts: OfExperts) -> list[Words]:
             "expert": error["worst_expert"],
             "relative_error": error["worst_relative_error"],
         }
-        for block in words["blocks"]
+        for block in document["blocks"]
         for role, error in block["errors"].items()
         if "worst_expert" in error and "worst_relative_error" in error
     ]
@@ -154,11 +154,11 @@ def _worst(words: Words, of_experts: OfExperts) -> list[Words]:
 
 
 def _rank(value: float) -> float:
-    """What is no number is worse than any."""
+    """Sort key of an error: values that are no number rank as the worst."""
     return math.inf if math.isnan(value) else value
 
 
 def entropy_bits(counts: list[int]) -> float:
-    """How many bits a code carries on average where codes are as frequent as counted; 0 where there are none."""
+    """Entropy of codes in bits per code, from their counts; 0 without codes."""
     total = sum(counts)
     return sum(-n / total * math.log2(n / total) for n in counts if n)

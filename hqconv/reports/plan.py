@@ -1,4 +1,4 @@
-"""A plan in words, and what stands in its way."""
+"""Description of a plan as a document, and obstacles to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hqconv.reports.source import layer_to_dict, source_to_dict, tensors_to_dict
 
 
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
-    """All that a conversion will do and need. Raises RequestError where the memory is not enough for one expert."""
+    """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
     spec, experts = plan.spec, plan.experts
     staging = plan_staging(plan.blocks, resources)
     return {
@@ -58,9 +58,9 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
 
 
 def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bool) -> list[str]:
-    """What stands in the way of carrying out the plan in `out`, for a dry run; reads only.
+    """Obstacles to the plan in the folder `out`, for a dry run; reads only.
 
-    Of what would be resumed only the files are looked at, not whether it is of the same request.
+    For a resumed conversion only the files are compared, not the options.
     """
     notes = []
     found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
@@ -79,9 +79,9 @@ def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bo
 
 
 def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
-    """Bytes that are still to be written; place: of an unfinished conversion that is gone on with.
+    """Bytes that are still to be written; place: folder of an unfinished conversion that is resumed.
 
-    There groups whose files are all there are kept, and half-written files go before anything is written.
+    Output units whose files all exist are kept, and half-written files are removed before anything is written.
     """
     units = [[(file.path, file.size_bytes) for file in unit.files] for unit in plan.units]
     if place is None:
@@ -97,7 +97,7 @@ def _size(path: Path) -> int | None:
 
 
 def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
-    """What lies at `out`, and what to do about it; nothing to do where the conversion would begin."""
+    """Description of an existing `out`, and the remedy; an empty remedy if the conversion would begin."""
     if out.exists() and not out.is_dir():
         return "is a file", "choose another place with -o"
     place = unfinished_folder(out)

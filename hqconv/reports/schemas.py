@@ -1,4 +1,4 @@
-"""The schemas that there are, of weights and of activations, in words."""
+"""Description of the weight schemas, input schemas and recipes, as documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SHORTHAND
 
 
 def describe_schemas() -> Words:
-    """Every preset, the integer shorthand, and every input schema."""
+    """Describe every preset, the integer shorthand, and every input schema."""
     return {
         "kind": "schemas",
         "presets": [schema_to_dict(schema, "bfloat16") for schema in PRESETS.values()],
@@ -28,7 +28,7 @@ def describe_schemas() -> Words:
 
 
 def describe_recipes() -> Words:
-    """The recipes and schema files that come with hqconv: what to write, what it is for, and where it lies."""
+    """Describe the recipes and schema files that come with hqconv: option value, purpose, and path."""
     return {
         "kind": "recipes",
         "folder": str(SCHEMAS),
@@ -48,7 +48,7 @@ def describe_recipes() -> Words:
 
 
 def _input_schema_to_dict(inputs: InputSchema) -> Words:
-    """An input schema, with the targets that run it over any preset, and the presets that any target runs it over."""
+    """Document of an input schema, with the targets and the presets that it runs with."""
     pairs = [
         (schema.name, target)
         for schema in PRESETS.values()

@@ -1,4 +1,4 @@
-"""A checkpoint in words."""
+"""Description of a checkpoint as a document."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hqconv.schemas.weight_schema import PRESETS, WeightSchema
 def describe_source(checkpoint: Source) -> Words:
     """Describe a checkpoint: sizes, formats, family and blocks, or why it cannot be converted.
 
-    Raises InputError where the checkpoint contradicts itself.
+    Raises InputError if the checkpoint contradicts itself.
     """
-    words: Words = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
-    words["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
+    document: Words = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
+    document["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
     try:
         experts = checkpoint.map_experts()
     except RequestError as error:
-        return {**words, "convertible": False, "obstacle": error.message()}
+        return {**document, "convertible": False, "obstacle": error.message()}
     facts = source_facts(checkpoint, experts)
     return {
-        **words,
+        **document,
         "convertible": True,
         "family": experts.family,
         "family_chosen_because": experts.chosen_because,
@@ -43,7 +43,7 @@ def describe_source(checkpoint: Source) -> Words:
 
 
 def source_to_dict(facts: SourceFacts) -> Words:
-    """What a checkpoint is, before its experts are looked for."""
+    """Facts of a checkpoint that need no mapping of its experts."""
     return {
         "name": facts.repo_id or facts.name,
         "folder": facts.folder,
@@ -57,20 +57,20 @@ def source_to_dict(facts: SourceFacts) -> Words:
 
 
 def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Words:
-    """How many tensors are converted, copied and dropped, and why."""
+    """Numbers of converted, copied and dropped tensors, and the reasons."""
     kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
-    words: Words = {
+    document: Words = {
         kind: {"num_tensors": len(names), "num_bytes": facts.bytes_of[kind]} for kind, names in kinds.items()
     }
-    words["dropped"]["reasons"] = dict(experts.dropped)
-    return words
+    document["dropped"]["reasons"] = dict(experts.dropped)
+    return document
 
 
 def layer_to_dict(block: MoeLayer) -> Words:
-    """The facts of a block that `block_runs` goes by."""
-    words = {key: getattr(block, key) for key in SHAPE_KEYS if hasattr(block, key)}
-    words |= block.activation.to_dict(block.gated)
-    return words | {"source_dtype": block.dtype, "source_format": block.format.describe()}
+    """Facts of a block by which `block_runs` groups blocks."""
+    document = {key: getattr(block, key) for key in SHAPE_KEYS if hasattr(block, key)}
+    document |= block.activation.to_dict(block.gated)
+    return document | {"source_dtype": block.dtype, "source_format": block.format.describe()}
 
 
 def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:

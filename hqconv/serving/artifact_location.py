@@ -12,20 +12,20 @@ from hqconv.io.hub import fetch
 
 @dataclass(frozen=True)
 class ArtifactLocation:
-    """A model as a server was told of it: a folder's path, or a repo id and a revision."""
+    """Model argument of a server: a folder's path, or a repo id and a revision."""
 
     name: str
     revision: str | None = None
 
     @property
     def is_folder(self) -> bool:
-        """Whether the location is a folder of this machine."""
+        """True if the location is a folder of this machine."""
         return Path(self.name).is_dir()
 
     def fetch(self, path: str) -> Path:
         """One file's path on this machine; of a Hub repo it is downloaded if the cache lacks it.
 
-        Raises VerificationError where a folder lacks the file, RequestError or NetworkError where the Hub or, offline,
+        Raises VerificationError if a folder lacks the file, RequestError or NetworkError if the Hub or, offline,
         its cache does.
         """
         return self.fetch_all([path])[path]

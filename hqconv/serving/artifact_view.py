@@ -1,6 +1,6 @@
-"""A kernel artifact as a server needs it: the facts of its manifest. Loads no torch.
+"""Facts of a kernel artifact's manifest that a server needs. Loads no torch.
 
-A server makes these values once and sends them to its workers, so that they are small and can be pickled.
+A server creates these values once and sends them to its workers, so they are small and can be pickled.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
 
 @dataclass(frozen=True)
 class ArtifactLayer:
-    """One MoE block: `name` is its experts' module in the source.
+    """One MoE layer: `name` is its experts' module in the source.
 
-    flags: per GEMM, what its layout relies on. shapes: per GEMM, those of each rank, in the words of a LayerConfig.
+    flags: per GEMM, layout flags. shapes: per GEMM, sizes on each rank, with a LayerConfig's field names.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ArtifactLayer:
 class ArtifactView:
     """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
 
-    kind: of a block of which the manifest says nothing else. left: blocks whose experts were copied as they were.
+    kind: of a block without an entry of its own. left: blocks whose experts were copied unchanged.
     """
 
     location: ArtifactLocation
@@ -58,25 +58,25 @@ class ArtifactView:
 
     @property
     def dtype(self) -> str:
-        """The parameters', bfloat16 or float16."""
+        """Dtype of the parameters, bfloat16 or float16."""
         return self.kernel_spec.param_dtype
 
     @property
     def sm_version(self) -> int:
-        """The target's."""
+        """SM version of the target, e.g. 90."""
         return self.kernel_spec.target.sm_version
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the layers differ, so that no single `--schema` makes this artifact."""
+        """True if the layers' schemas differ, so that no single `--schema` produces this artifact."""
         return bool(self.left) or any(block.kernel_spec != self.kernel_spec for block in self.blocks.values())
 
 
 def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
     """Read an artifact's manifest, from a folder or from the Hub.
 
-    Raises RequestError where there is none, where it is of the checkpoint layout or a newer version, VerificationError
-    where it is damaged or the conversion unfinished, and as `ArtifactLocation.fetch`.
+    Raises RequestError if there is none, or it has the checkpoint layout or a newer version, VerificationError
+    if it is damaged or the conversion unfinished, and the errors of `ArtifactLocation.fetch`.
     """
     root = Path(location.name) if location.is_folder else location.fetch(names.MANIFEST).parent
     manifest = read_manifest(root, is_sealed=True)

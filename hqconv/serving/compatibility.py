@@ -1,7 +1,7 @@
 """Checks before any weight is loaded: the artifact against the server's GPU, ranks, dtype and model layers.
 
 Engine-neutral and without torch: options of the server's command line come from the `Engine`. Every refusal names the
-command that makes a fitting artifact.
+command that converts a fitting artifact.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def recut(view: ArtifactView, **changes: object) -> str:
     location, folder = view.location, _folder(view.location)
     out = f"{folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"
     if not _can_be_cut(view):
-        words = _convert(view.source_name, Path(out).name, _made_of(view), options)
-        return f"`{shlex.join([*words, '--dtype', view.dtype])}`"
+        command = _convert(view.source_name, Path(out).name, _made_of(view), options)
+        return f"`{shlex.join([*command, '--dtype', view.dtype])}`"
     command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_options(view)], options))
     if location.is_folder:
         return f"`{command}`"
@@ -184,7 +184,7 @@ def recut(view: ArtifactView, **changes: object) -> str:
 
 
 def _from_original(view: ArtifactView, dtype: str) -> list[str]:
-    """Command that makes the same artifact in another dtype, from the original: the artifact's scales may not fit."""
+    """Command that converts the original in another dtype: the artifact's scales may not fit."""
     out = f"{Path(_folder(view.location)).name}-{dtype}"
     return [*_convert(view.source_name, out, _made_of(view), _options(view)), "--dtype", dtype]
 
@@ -220,17 +220,17 @@ def _options(view: ArtifactView) -> dict[str, object]:
 
 
 def _convert(source: str, out: str, made_of: list[str], options: Mapping[str, object]) -> list[str]:
-    words = ["hqconv", "convert", source, "-o", out, *made_of]
-    words += ["--target", str(options["target"]), "--tp", str(options["tp"])]
+    command = ["hqconv", "convert", source, "-o", out, *made_of]
+    command += ["--target", str(options["target"]), "--tp", str(options["tp"])]
     if options["ep"] != 1:
-        words += ["--ep", str(options["ep"]), "--expert-placement", str(options["placement"])]
+        command += ["--ep", str(options["ep"]), "--expert-placement", str(options["placement"])]
     if options["redundant"]:
-        words += ["--redundant-experts", str(options["redundant"])]
-    return words
+        command += ["--redundant-experts", str(options["redundant"])]
+    return command
 
 
 def _folder(location: ArtifactLocation) -> str:
-    """The folder of an artifact, or the one to download it to, without a trailing slash."""
+    """Folder of an artifact, or the folder to download it to, without a trailing slash."""
     name = location.name.rstrip("/")
     last = name.rpartition("/")[2]
     if not location.is_folder:

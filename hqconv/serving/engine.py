@@ -1,4 +1,4 @@
-"""The serving engine that plans, reports and messages speak of. Another engine would be chosen here, and only here."""
+"""Serving engine of plans, reports and messages. Another engine would be chosen here, and only here."""
 
 from __future__ import annotations
 

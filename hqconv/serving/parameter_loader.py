@@ -1,7 +1,7 @@
 """Fill tensors from files: pieces in order, several in flight, through small pinned buffers to a GPU.
 
-A file's bytes go once from the page cache into a pinned buffer and from there into the tensor: no tensor is made, and
-what is held beside the tensors is the buffers alone.
+A file's bytes go once from the page cache into a pinned buffer and from there into the tensor: no other tensor is
+created, and the buffers are the only additional memory.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ PIECE_BYTES = 8 << 20  # of a buffer: large enough for a disk and a bus, small e
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A tensor that is to hold the bytes of one tensor of a file; contiguous."""
+    """Destination tensor for the bytes of one tensor of a file; contiguous."""
 
     ref: TensorRef
     tensor: torch.Tensor
 
     def as_bytes(self) -> torch.Tensor:
-        """Its memory, uint8 [num_bytes]."""
+        """Memory of the tensor, uint8 [num_bytes]."""
         return self.tensor.detach().view(-1).view(torch.uint8)
 
 
 @dataclass
 class _Piece:
-    """A run of a file's bytes, and the parts of tensors that it is for, in the order of the file."""
+    """Run of a file's bytes, and the destination parts of tensors, in the order of the file."""
 
     file: RankFile
     begin: int
@@ -63,7 +63,7 @@ class _Piece:
 
 
 class Buffers:
-    """Pinned buffers for a GPU, each with a stream, made in the background: pinning memory takes its time."""
+    """Pinned buffers for a GPU, each with a stream, created in the background because pinning is slow."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -72,7 +72,7 @@ class Buffers:
 
     @contextmanager
     def one(self) -> Iterator[tuple[torch.Tensor, Any]]:
-        """A buffer, uint8 [PIECE_BYTES], and its stream, as soon as one is free. Raises what its making raised."""
+        """Wait for a free buffer, uint8 [PIECE_BYTES], and its stream. Raises the errors of their creation."""
         found = self._free.get()
         try:
             if isinstance(found, Exception):
@@ -82,12 +82,12 @@ class Buffers:
             self._free.put(found)
 
     def _make(self) -> None:
-        stream_type: Any = torch.cuda.Stream  # which says nothing of its types
+        stream_type: Any = torch.cuda.Stream  # untyped
         try:
             for _ in range(NUM_THREADS):
                 pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
                 self._free.put((pinned, stream_type(self.device)))
-        except Exception as error:  # noqa: BLE001 - raised where one is wanted
+        except Exception as error:  # noqa: BLE001 - raised by `one`
             self._free.put(error)
 
 
@@ -101,9 +101,9 @@ class ParameterFiller:
         digests: bool = False,
         buffers: Buffers | None = None,
     ) -> None:
-        """Begin with (owner, file, tensors), …. With `digests` all files are hashed, and found right, before that.
+        """Begin with (owner, file, tensors), …. With `digests` all files are hashed and compared before that.
 
-        The tensors are on one device; `buffers` are for it, if they are there already.
+        The tensors are on one device; `buffers`: existing ones for this device.
         Raises VerificationError for a file whose digest is not the manifest's.
         """
         jobs = list(files)
@@ -130,13 +130,13 @@ class ParameterFiller:
 
     @property
     def is_done(self) -> bool:
-        """Whether every owner has been waited for."""
+        """True if every owner has been waited for."""
         return not self._begun
 
     def wait(self, owner: Hashable) -> None:
         """Return when an owner's tensors are full.
 
-        Raises VerificationError where the file ends too early or cannot be read.
+        Raises VerificationError if the file ends too early or cannot be read.
         """
         try:
             for future in self._begun.pop(owner):
@@ -146,15 +146,13 @@ class ParameterFiller:
             raise
 
     def stop(self) -> None:
-        """Give up what has not begun."""
+        """Cancel pieces that have not begun."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _prepare(self, devices: Collection[torch.device]) -> None:
         for device in devices:
             if device.type == "cuda":
-                torch.cuda.synchronize(
-                    device
-                )  # what was begun in this memory must be done before others write
+                torch.cuda.synchronize(device)  # copies into this memory must be done before others write
                 if self._buffers is None or self._buffers.device != device:
                     self._buffers = Buffers(device)
 
@@ -227,13 +225,13 @@ logger = logging.getLogger("hqconv.serving")
 
 
 class Filled(Hashable, Protocol):
-    """A layer that takes its parameters from a rank file."""
+    """Layer that takes its parameters from a rank file."""
 
     file: RankFile
     is_filled: bool
 
     def targets(self) -> list[LoadTarget]:
-        """Its parameters as they are now, with their places in the file."""
+        """Current parameters, with their positions in the file."""
 
 
 class ParameterLoader:
@@ -241,7 +239,7 @@ class ParameterLoader:
 
     def __init__(self, log: logging.Logger = logger) -> None:
         self._log = log  # the engine's, for its handlers to print
-        self.claimed: dict[str, str] = {}  # block → the layer that it is for
+        self.claimed: dict[str, str] = {}  # block → its layer
         self.tuning: dict[str, Any] = {}  # tables of `hqconv warm`
         self._layers: list[Filled] = []
         self._filling: ParameterFiller | None = None
@@ -250,16 +248,16 @@ class ParameterLoader:
         self._has_kernels = False
 
     def add(self, layer: Filled) -> None:
-        """Note a layer whose parameters exist; buffers for their GPU are made while the model is."""
+        """Add a layer whose parameters exist; buffers for their GPU are created during the model's creation."""
         self._layers.append(layer)
         device = layer.targets()[0].tensor.device
         if self._buffers is None and device.type == "cuda":
             self._buffers = Buffers(device)
 
     def path(self, view: ArtifactView, name: str, *, alone: bool, cache_dir: str | None) -> Path:
-        """Where a rank file lies on this machine; from the Hub all files of its rank come at once, or it `alone`.
+        """Path of a rank file on this machine; from the Hub all files of its rank are downloaded, or it `alone`.
 
-        Raises as `Place.fetch`.
+        Raises the errors of `ArtifactLocation.fetch`.
         """
         if name not in self._paths:
             folder = name.rpartition("/")[0] + "/"
@@ -281,11 +279,11 @@ class ParameterLoader:
             rate = num_bytes / 1e9 / max(seconds, 1e-9)
             self._log.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
             self._filling = self._buffers = None
-            # What is full is the model's alone: nothing here keeps it when the model goes.
+            # Full tensors belong to the model alone: no reference here keeps them alive.
             self._layers = [one for one in self._layers if not one.is_filled]
 
     def take_kernels(self, view: ArtifactView) -> None:
-        """Once in a process: have Humming find what `hqconv warm` compiled, where the environment asks for it."""
+        """Let Humming find the kernels of `hqconv warm`, once in a process, if the environment variable is set."""
         if self._has_kernels or not os.environ.get(VARIABLE):
             return
         self._has_kernels = True
@@ -302,7 +300,7 @@ class ParameterLoader:
             self._log.info("Kernels that were compiled beforehand are in use")
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[LoadTarget]]]:
-        """A layer, and those after it that can be filled beside: on the same device, where nothing will move them."""
+        """A layer, and later layers that can be filled with it: on the same device, with parameters that stay there."""
         due: list[tuple[Filled, RankFile, Sequence[LoadTarget]]] = [(first, first.file, first.targets())]
         device = due[0][2][0].tensor.device
         for layer in self._layers:

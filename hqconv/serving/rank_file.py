@@ -1,4 +1,4 @@
-"""One rank's file of one MoE block: its header, held to the manifest before a tensor of it is made. Loads no torch."""
+"""One rank's file of one MoE layer: its header, compared with the manifest before any tensor. Loads no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AGAIN = "Copy the artifact again from where it is whole, or convert the model a
 
 @dataclass(frozen=True)
 class RankFile:
-    """A rank file: tensors by the names that layers have (`w13_weight` …), and Humming's LayerConfig of each GEMM."""
+    """Rank file: tensors by the names that layers have (`w13_weight` …), and Humming's LayerConfig of each GEMM."""
 
     path: Path
     name: str
@@ -35,7 +35,7 @@ class RankFile:
 def open_rank_file(view: ArtifactView, path: Path, block: str, name: str) -> RankFile:
     """Read the header of the rank file `name` of a block, which lies at `path`.
 
-    Raises VerificationError where it is not what the manifest says: its size, its tensors, its LayerConfigs.
+    Raises VerificationError if its size, tensors or LayerConfigs differ from the manifest.
     """
     if name not in view.files:
         raise _damaged(name, "a file that the manifest lists", "none of that name")
@@ -63,7 +63,7 @@ def open_rank_file(view: ArtifactView, path: Path, block: str, name: str) -> Ran
 
 
 def check_digest(file: RankFile) -> None:
-    """Hash the whole file. Raises VerificationError where it is not what the manifest says, or cannot be read."""
+    """Hash the whole file. Raises VerificationError if the digest is not the manifest's, or the file is unreadable."""
     try:
         with file.path.open("rb") as data:
             found = hashlib.file_digest(data, "sha256").hexdigest()
@@ -75,12 +75,12 @@ def check_digest(file: RankFile) -> None:
 
 def _config(name: str, gemm: str, metadata: dict[str, str]) -> dict[str, Any]:
     try:
-        words = json.loads(metadata[gemm])
+        document = json.loads(metadata[gemm])
     except (KeyError, ValueError, RecursionError) as error:
         raise _damaged(name, f"a layer config for {gemm} in the metadata", error) from error
-    if not isinstance(words, dict):
-        raise _damaged(name, f"a layer config for {gemm} in the metadata", words)
-    return words
+    if not isinstance(document, dict):
+        raise _damaged(name, f"a layer config for {gemm} in the metadata", document)
+    return document
 
 
 def _check_config(
@@ -90,7 +90,7 @@ def _check_config(
     expected: Mapping[str, Any],
     tensors: Mapping[str, TensorRef],
 ) -> None:
-    """Hold a LayerConfig to the manifest, and its number of experts to the tensors'."""
+    """Compare a LayerConfig with the manifest, and its number of experts with the tensors'."""
     for key, value in expected.items():
         if config.get(key) != value:
             raise _damaged(name, f"{gemm} of {key} {value}", config.get(key))
@@ -109,7 +109,7 @@ def _check_config(
 def _check_input_scale(
     name: str, gemm: str, kernel_spec: KernelSpec, tensors: Mapping[str, TensorRef]
 ) -> None:
-    """A GEMM has the scale of its activations exactly where the manifest says that it was measured beforehand."""
+    """Check that a GEMM has a static activation scale exactly if the manifest records one."""
     key = f"{gemm}_{names.INPUT_SCALE}"
     ref = tensors.get(key)
     found = "absent" if ref is None else f"{ref.dtype} {list(ref.shape)}"

@@ -1,4 +1,4 @@
-"""The activation between the experts' GEMMs, as in the manifest and as in vLLM. No torch, no vLLM.
+"""Activation between the experts' GEMMs: translation between manifest and vLLM. No torch, no vLLM.
 
 Both are an `Activation`: the manifest's by hqconv's names, vLLM's by those of its `MoEActivation`. vLLM's `silu` has a
 limit where it is `silu_clamp` here; `swiglustep` has the bound 7 and says no number.
@@ -25,11 +25,11 @@ _OAI = "swigluoai_uninterleave"
 
 
 def serving_activation(converted: Activation, gated: bool) -> Activation | None:
-    """vLLM's activation for one of the manifest's, or None where it has none or the manifest's is a name only."""
+    """Return vLLM's activation for one of the manifest's, or None if it has none or the manifest has a name only."""
     name = converted.name
     if not converted.is_known(gated):
         return None
-    if name == "relu2" and not gated:  # with a gate vLLM has a name for it, but no layer that does it
+    if name == "relu2" and not gated:  # with a gate vLLM has a name for it, but no layer that computes it
         return Activation("relu2_no_mul")
     if name in _PLAIN:
         return Activation(_PLAIN[name] + ("" if gated else "_no_mul"))
@@ -40,9 +40,9 @@ def serving_activation(converted: Activation, gated: bool) -> Activation | None:
 
 
 def agreed(where: str, converted: Activation, gated: bool, asked: Activation) -> Activation:
-    """What a layer shall do: the manifest's activation, if the server's model means the same by `asked`.
+    """Return the manifest's activation for a layer, if the server's model requests the same by `asked`.
 
-    `asked` has the numbers that the model class gives. Raises RequestError where they differ, or where vLLM has no such
+    `asked` has the numbers that the model class gives. Raises RequestError if they differ, or if vLLM has no such
     activation for Humming.
     """
     expected = serving_activation(converted, gated)
@@ -71,7 +71,7 @@ def _refused(where: str, converted: Activation, gated: bool) -> RequestError:
 
 
 def _as_given(asked: Activation, expected: Activation) -> Activation:
-    """What the model class asks for, with the numbers that it leaves to be known and without those that mean nothing.
+    """Activation that the model class requests, with its implied numbers added and meaningless ones removed.
 
     vLLM's class for GPT-OSS says `swigluoai` and no number, whatever its config has: the artifact has them. A
     linear_beta of 0 or less is none (vLLM's `situ_and_mul`).

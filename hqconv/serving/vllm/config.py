@@ -1,4 +1,4 @@
-"""vLLM's quantization config of kernel artifacts: which layer gets which experts, and who serves the other layers."""
+"""vLLM's quantization config of kernel artifacts: methods of the experts' layers and of the other layers."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     dense: QuantizationConfig | None = None
 
     def __init__(self, config_dict: dict[str, Any]) -> None:
-        """`words`: the `quantization_config` of an artifact's config.json."""
+        """config_dict: the `quantization_config` of an artifact's config.json."""
         super().__init__()
         self.config_dict = config_dict
-        self.renamed: dict[str, str] = {}  # what vLLM's model may call a block → the block
+        self.renamed: dict[str, str] = {}  # name of a layer in vLLM's model → block
         self.loader = ParameterLoader(logger)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """vLLM sends and copies configs; what a process has loaded stays there."""
+        """Pickle the config for vLLM, which sends and copies configs; loaded state stays in its process."""
         return _restored, ({key: value for key, value in vars(self).items() if key != "loader"},)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """For `isinstance`: model classes ask for the source's kind where they treat its other layers specially."""
+        """Class for `isinstance`: model classes test for the source's quantization to treat other layers specially."""
         dense = self.__dict__.get("dense")
         return type(self) if dense is None else type(dense)
 
     def get_name(self) -> str:
-        """The source's quantization, for the same reason; its own name where the source has none."""
+        """Name of the source's quantization, for the same reason; `hqconv` if the source has none."""
         return METHOD if self.dense is None else str(self.dense.get_name())
 
     @classmethod
@@ -71,7 +71,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HqconvConfig:
-        """The config of an artifact. Raises RequestError for one of a newer hqconv."""
+        """Create the config of an artifact. Raises RequestError for one of a newer hqconv."""
         found = config.get("format_version")
         if found not in (FORMAT_VERSION, MIXED_VERSION):
             raise RequestError(
@@ -86,9 +86,9 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Called by vLLM once it knows the model's folder or repo: read the manifest, refuse what cannot be served.
+        """Read the manifest and refuse artifacts that cannot be served; vLLM calls it with the model's folder or repo.
 
-        Raises as `open_artifact_view` and `check_machine`.
+        Raises the errors of `open_artifact_view` and `check_machine`.
         """
         warn_of_untested()
         self.view = open_artifact_view(ArtifactLocation(model_name, revision))
@@ -101,16 +101,16 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         self.packed_modules_mapping = self.packed_modules_mapping  # which sets that of `dense`, too
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Called by vLLM's model classes, outer ones first: note what they call the blocks."""
+        """Note the model classes' names of the blocks; vLLM's model classes call it, outer ones first."""
         for name, block in list(self.renamed.items()):
             for new in hf_to_vllm_mapper.apply_list([name]):
                 if self.renamed.setdefault(new, block) != block:
-                    self.renamed[new] = ""  # two blocks: nobody's name
+                    self.renamed[new] = ""  # two blocks: ambiguous name
         if self.dense is not None:
             self.dense.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of one layer. Raises RequestError for experts that the artifact does not hold, or not for this."""
+        """Return the method of one layer. Raises RequestError for experts that the artifact lacks, or has otherwise."""
         if isinstance(layer, RoutedExperts):
             from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers
 
@@ -129,9 +129,9 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         return found
 
     def get_cache_scale_mapper(self) -> Any:
-        """How the source's quantization names the scales of the KV cache; asked when a whole model is about to load.
+        """Mapper of the source's quantization for KV cache scales; called before a whole model is loaded.
 
-        Raises RequestError where the model has made none of the artifact's layers: they would stay as they are.
+        Raises RequestError if the model created none of the artifact's layers: they would stay unfilled.
         """
         if self.view is not None and not self.loader.claimed and not _is_part_of_model():
             raise no_layers(self.view)
@@ -149,7 +149,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         return getattr(dense, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What vLLM sets, such as `use_deep_gemm`, is meant for the source's quantization as well, if that has it."""
+        """Set attributes such as `use_deep_gemm` on the source's quantization as well, if it has them."""
         super().__setattr__(name, value)
         dense = self.__dict__.get("dense")
         if dense is not None and name not in _OWN and hasattr(dense, name):
@@ -157,7 +157,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
 
 def _restored(state: dict[str, Any]) -> HqconvConfig:
-    """A config that was sent or copied."""
+    """Restore a config that was sent or copied."""
     config = HqconvConfig.__new__(HqconvConfig)
     config.__dict__.update(state, loader=ParameterLoader(logger))
     return config

@@ -23,7 +23,7 @@ _COUNTED_ON = (
 def find_block(
     prefix: str, renamed: Mapping[str, str], layers: Mapping[str, int] | None = None
 ) -> str | None:
-    """The block whose experts belong into the layer that vLLM calls `prefix`.
+    """Find the block whose experts belong into the layer that vLLM names `prefix`.
 
     `renamed` maps the names that vLLM's mappers gave to blocks, or their own, to the names in the artifact; an empty
     one says that the name is two blocks'. `layers` has each block's `layer` in the manifest, which counts the drafts of
@@ -43,7 +43,7 @@ def find_block(
 
 
 def _spellings(prefix: str) -> Iterator[str]:
-    """The names other than `prefix` that a block of this layer may have."""
+    """Yield other names than `prefix` that a block of this layer may have."""
     if prefix.endswith(".experts"):
         # granitemoe.py, granitemoeshared.py, step3_text.py, step3p5.py: checkpoints have the stacks one module above.
         yield prefix.removesuffix(".experts")
@@ -62,7 +62,7 @@ def _spellings(prefix: str) -> Iterator[str]:
 
 
 def _counted_on(prefix: str, renamed: Mapping[str, str], layers: Mapping[str, int]) -> Iterator[str]:
-    """The blocks of drafts that have this layer's number in the manifest, and a name that goes with `prefix`."""
+    """Yield blocks of drafts with this layer's number in the manifest and a name that fits `prefix`."""
     for asked, place in _COUNTED_ON:
         match = asked.fullmatch(prefix)
         if match is None:

@@ -1,4 +1,4 @@
-"""vLLM as an `Engine`: how it serves artifacts, and which ones vLLM 0.33 cannot serve. Imports no vLLM."""
+"""vLLM as an `Engine`: commands for serving, and limits of vLLM 0.33. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class VllmEngine:
         """`quantization_config` of vLLM's `humming` method.
 
         Long field names only: vLLM reads the same flat dict as an input schema, whose aliases `dtype`, `group_size`
-        and `scale_dtype` would turn on activation quantization. What the schema leaves out stays out: vLLM knows some
+        and `scale_dtype` would turn on activation quantization. Fields missing in the schema stay out: vLLM knows some
         schemas only so (`_selects_kernel`). `ignore` keeps everything but the experts' modules unquantized, and the
         experts of the layers `left`: vLLM matches its module names with `re.match` after `re:`.
         """

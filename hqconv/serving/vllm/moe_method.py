@@ -1,4 +1,4 @@
-"""One layer of experts in vLLM: parameters as the rank's file has them, filled from it, and the kernel for them."""
+"""One MoE layer in vLLM: parameters with the rank file's shapes, filled from it, and their kernel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     def __init__(
         self, config: HqconvConfig, view: ArtifactView, block: ArtifactLayer, layer: RoutedExperts
     ) -> None:
-        """Hold the layer to the artifact. Raises RequestError or VerificationError before a byte is loaded."""
+        """Check the layer against the artifact. Raises RequestError or VerificationError before loading any weight."""
         moe = layer.moe_config
         FusedMoEMethodBase.__init__(self, moe)  # Humming's own looks at a checkpoint's schema
         server_layer = _server_layer(layer)
@@ -70,7 +70,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         path = config.loader.path(view, name, **_downloading(self.vllm_config))
         self.file: RankFile = open_rank_file(view, path, block.name, name)
         self.humming_configs = {
-            gemm: _layer_config(view, block, gemm, words) for gemm, words in self.file.configs.items()
+            gemm: _layer_config(view, block, gemm, document) for gemm, document in self.file.configs.items()
         }
         check_rank_file(view, self.file, server_layer, moe.num_local_experts)
         self.is_filled = False
@@ -79,12 +79,12 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         if self.experts_cls is None:
             raise no_deployment(view, block, moe.moe_parallel_config)
 
-    def create_weights(self, layer: RoutedExperts, **words: Any) -> None:
+    def create_weights(self, layer: RoutedExperts, **arguments: Any) -> None:
         """Register parameters of the shapes and dtypes of the rank's file, on the device that vLLM loads to.
 
-        Raises RequestError where vLLM has padded the layer's sizes.
+        Raises RequestError if vLLM has padded the layer's sizes.
         """
-        check_layer(self.view, self.block, _server_layer(layer, hidden_size=words["hidden_size"]))
+        check_layer(self.view, self.block, _server_layer(layer, hidden_size=arguments["hidden_size"]))
         schema = humming.HummingWeightSchema(**_given(self.block.kernel_spec.schema.humming_fields()))
         layer.weight_schemas = dict.fromkeys(names.GEMMS, schema)
         inputs = humming.HummingInputSchema(**_given(self.block.kernel_spec.inputs.humming_fields()))
@@ -113,21 +113,21 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             )
 
     def targets(self) -> list[LoadTarget]:
-        """The parameters as they are now, with their places in the rank's file."""
+        """Current parameters, with their positions in the rank's file."""
         return [LoadTarget(ref, getattr(self.layer, name)) for name, ref in self.file.tensors.items()]
 
     def _fill(self) -> None:
         if self.vllm_config is not None and self.vllm_config.load_config.load_format == "dummy":
-            for target in self.targets():  # what vLLM makes up are no codes and no scales
+            for target in self.targets():  # vLLM's dummy values are no codes and no scales
                 target.as_bytes().zero_()
-                if names.is_input_scale(target.ref.name):  # which is divided by
+                if names.is_input_scale(target.ref.name):  # it is a divisor
                     target.tensor.detach().fill_(1)
             self.is_filled = True
         else:
             self.config.loader.fill(self)
 
     def _refill(self) -> None:
-        """vLLM loads the model again in place, and has put the parameters back, maybe empty."""
+        """Fill the parameters again after vLLM reloaded the model in place; they may be empty."""
         if self.is_filled:
             if _model_of(self.vllm_config) != self.model:
                 raise other_model(self.view, _model_of(self.vllm_config))
@@ -139,7 +139,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _server_layer(layer: RoutedExperts, hidden_size: int | None = None) -> ServerLayer:
-    """vLLM's layer as hqconv compares it, before or after vLLM has padded its sizes."""
+    """Facts of vLLM's layer for comparison, before or after vLLM has padded its sizes."""
     moe, ranks = layer.moe_config, layer.moe_config.moe_parallel_config
     return ServerLayer(
         num_experts=moe.num_logical_experts,
@@ -156,7 +156,7 @@ def _server_layer(layer: RoutedExperts, hidden_size: int | None = None) -> Serve
 
 
 def _set_activation(view: ArtifactView, block: ArtifactLayer, layer: RoutedExperts) -> None:
-    """Have the layer do what was converted. Raises RequestError where its model means something else."""
+    """Set the layer's activation to the converted one. Raises RequestError if the model's activation differs."""
     moe, is_situ = layer.moe_config, layer.activation is MoEActivation.SITU
     requested = Activation(
         layer.activation.value,
@@ -173,11 +173,11 @@ def _set_activation(view: ArtifactView, block: ArtifactLayer, layer: RoutedExper
         layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = found.limit, found.alpha, found.beta
 
 
-def _layer_config(view: ArtifactView, block: ArtifactLayer, gemm: str, words: dict[str, Any]) -> Any:
+def _layer_config(view: ArtifactView, block: ArtifactLayer, gemm: str, document: dict[str, Any]) -> Any:
     """Humming's layer config of one GEMM. Raises RequestError if this Humming has another layout for it."""
     where, here = f"{view.location.name}: {block.name}: {gemm}", version("humming-kernels")
     try:
-        config = load_layer_config(words)
+        config = load_layer_config(document)
         found = {flag: bool(getattr(config, flag)) for flag in block.flags[gemm]}
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         found = {f"{type(error).__name__}: {error}": True}
@@ -186,7 +186,7 @@ def _layer_config(view: ArtifactView, block: ArtifactLayer, gemm: str, words: di
 
 
 def _downloading(config: VllmConfig | None) -> dict[str, Any]:
-    """How to fetch rank files from the Hub: one by one where this process has not all layers; and where to."""
+    """Options for fetching rank files from the Hub: one by one if this process lacks some layers; and the cache."""
     if config is None:
         return {"alone": True, "cache_dir": None}
     alone = config.parallel_config.pipeline_parallel_size > 1
@@ -194,10 +194,10 @@ def _downloading(config: VllmConfig | None) -> dict[str, Any]:
 
 
 def _when_placed_again(layer: RoutedExperts, names_of: Any, call: Any) -> None:
-    """Have `call` called each time all these parameters have been registered again, on a real device.
+    """Run `call` each time all these parameters have been registered again, on a real device.
 
     vLLM reloads a model (after a deep sleep, say) by taking away every layer's parameters, loading tensors by their
-    names, and putting the old parameters back where there were none: no method of ours is asked
+    names, and putting the old parameters back where there were none: it calls no method of ours
     (model_loader/reload/layerwise.py). Without this such a server would go on with whatever its memory holds.
     """
     register, placed = layer.register_parameter, set()
@@ -214,5 +214,5 @@ def _when_placed_again(layer: RoutedExperts, names_of: Any, call: Any) -> None:
 
 
 def _model_of(config: VllmConfig | None) -> str:
-    """The folder or repo that vLLM loads; a reload can name another one."""
+    """Folder or repo that vLLM loads; a reload can name another one."""
     return "" if config is None or config.model_config is None else str(config.model_config.model)

@@ -1,4 +1,4 @@
-"""The quantization of the layers that hqconv copies: vLLM's own config for what the source says of itself."""
+"""Quantization of the layers that hqconv copies: vLLM's own config for the source's `quantization_config`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from hqconv.schemas import artifact_names as names
 from hqconv.serving.artifact_location import ArtifactLocation
 
-# Methods that take over a checkpoint of another one's name, in the order in which vLLM 0.33 asks them
+# Methods that take over a checkpoint of another method, in the order in which vLLM 0.33 tries them
 # (config/model.py, `_verify_quantization`).
 _OVERRIDES = (
     *("auto_gptq", "gptq", "gptq_marlin", "auto_awq", "awq", "awq_marlin", "inc", "moe_wna16"),
@@ -22,10 +22,12 @@ _OVERRIDES = (
 )
 
 
-def dense_config(words: Mapping[str, Any], location: ArtifactLocation, hf_config: Any) -> QuantizationConfig:
-    """vLLM's config of the source's `quantization_config`. Raises what vLLM raises for one that it does not know."""
+def dense_config(
+    document: Mapping[str, Any], location: ArtifactLocation, hf_config: Any
+) -> QuantizationConfig:
+    """Create vLLM's config of the source's `quantization_config`. Raises vLLM's errors for an unknown one."""
     hf_config = _undrafted(location, hf_config)
-    config = {**words, **_heads(words, hf_config)}
+    config = {**document, **_heads(document, hf_config)}
     method = str(config.get("quant_method", ""))
     for name in _OVERRIDES:
         override = get_quantization_config(name).override_quantization_method(
@@ -40,18 +42,18 @@ def dense_config(words: Mapping[str, Any], location: ArtifactLocation, hf_config
 
 
 def _undrafted(location: ArtifactLocation, hf_config: Any) -> Any:
-    """The config with the folder's own model_type: vLLM renames it for drafts, and methods are chosen by it."""
-    words = json.loads(location.fetch(names.CONFIG).read_text(encoding="utf-8"))
-    if hf_config is None or hf_config.model_type == words.get("model_type"):
+    """Config with the folder's own model_type: vLLM renames it for drafts, and methods are chosen by it."""
+    document = json.loads(location.fetch(names.CONFIG).read_text(encoding="utf-8"))
+    if hf_config is None or hf_config.model_type == document.get("model_type"):
         return hf_config
     own = copy.copy(hf_config)
-    own.model_type = words.get("model_type", hf_config.model_type)
+    own.model_type = document.get("model_type", hf_config.model_type)
     return own
 
 
-def _heads(words: Mapping[str, Any], hf_config: Any) -> dict[str, int]:
+def _heads(document: Mapping[str, Any], hf_config: Any) -> dict[str, int]:
     """Entries that vLLM adds for compressed-tensors, so that scales of attention heads are cut for ranks."""
-    if words.get("quant_method") != "compressed-tensors" or hf_config is None:
+    if document.get("quant_method") != "compressed-tensors" or hf_config is None:
         return {}
     text = hf_config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)

@@ -1,12 +1,12 @@
-"""The entry point of `vllm.general_plugins`: vLLM calls it in each of its processes, perhaps more than once."""
+"""Entry point of `vllm.general_plugins`: vLLM calls it in each of its processes, perhaps more than once."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Make `quant_method: hqconv` known to vLLM; nothing of Humming or of a GPU is touched.
+    """Register `quant_method: hqconv` with vLLM, without Humming or a GPU.
 
-    Raises ImportError where vLLM has no quantization methods from outside.
+    Raises ImportError if vLLM has no quantization methods from outside.
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
 

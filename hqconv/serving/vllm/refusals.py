@@ -63,7 +63,7 @@ def no_deployment(view: ArtifactView, converted: ArtifactLayer, found: object) -
 
 
 def no_layers(view: ArtifactView) -> HqconvError:
-    """Error for a model that made no layer of experts as the plugin knows them."""
+    """Error for a model that created no MoE layer of the kind that the plugin supports."""
     return RequestError(
         "The server's model has asked for none of the artifact's experts.",
         where=view.location.name,

@@ -1,7 +1,7 @@
-"""Humming's tuning tables, remembered: working one out takes seconds of Python for each shape of GEMM, at every start.
+"""Cache of Humming's tuning tables: computing one takes seconds of Python for each shape of GEMM, at every start.
 
-A table says which tile sizes a GEMM has for which number of rows. It follows from the LayerConfig, from how the server
-asks, and from the GPU model. `hqconv warm` leaves tables in its folder; what a server works out itself stays beside
+A table maps numbers of rows to tile sizes of a GEMM. It follows from the LayerConfig, the arguments of the server's
+request, and the GPU model. `hqconv warm` writes tables to its folder; tables that a server computes are stored next to
 Humming's cache of kernels.
 """
 
@@ -20,35 +20,35 @@ from typing import Any
 from hqconv.serving.warm.gpus import Gpu, facts_here
 
 _FOLDER = "hqconv-tuning"
-# How vLLM asks for a table; a server that asks otherwise is not answered from memory.
+# Arguments of vLLM's request for a table; requests with others are not answered from the cache.
 _ASKED = ("gemm_type", "use_batch_invariant", "use_f16_accum")
 _TEXTS: dict[Path, str] = {}
 
 
 def tuning_key(config: Any, asked: Mapping[str, Any], gpu: Gpu) -> str:
-    """A table's name: of Humming's LayerConfig, of the words of `_ASKED`, of the GPU model, of Humming's version."""
+    """Name of a table: hash of Humming's LayerConfig, the arguments in `_ASKED`, the GPU model, Humming's version."""
     version = importlib.import_module("humming").__version__
-    words = [config.to_str(), dict(asked), gpu.name, gpu.sm_version, gpu.sm_count, version]
-    return sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+    document = [config.to_str(), dict(asked), gpu.name, gpu.sm_version, gpu.sm_count, version]
+    return sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def is_table(words: Any) -> bool:
+def is_table(document: Any) -> bool:
     """Return whether a document is a tuning table: ranges of row counts, each with its settings."""
     return (
-        isinstance(words, list)
-        and bool(words)
-        and all(isinstance(entry, list) and len(entry) == 3 for entry in words)
-        and all(type(least) is int and type(most) is int for least, most, _ in words)
-        and all(isinstance(settings, dict) and "block_shape" in settings for *_, settings in words)
+        isinstance(document, list)
+        and bool(document)
+        and all(isinstance(entry, list) and len(entry) == 3 for entry in document)
+        and all(type(least) is int and type(most) is int for least, most, _ in document)
+        and all(isinstance(settings, dict) and "block_shape" in settings for *_, settings in document)
     )
 
 
 @contextmanager
 def remembered(tables: Mapping[str, Any]) -> Iterator[None]:
-    """Inside it, vLLM's questions for tuning are answered from `tables`, from this user's cache, or by Humming.
+    """Context in which vLLM's requests for tuning are answered from `tables`, from this user's cache, or by Humming.
 
-    tables: of a folder of `hqconv warm`, by `tuning_key`. What Humming works out is kept; a cache that cannot be
-    read or written is done without.
+    tables: of a folder of `hqconv warm`, by `tuning_key`. Tables that Humming computes are kept; a cache that cannot
+    be read or written is not used.
     """
     facade: Any = importlib.import_module("vllm.utils.humming")
     work_out = facade.get_heuristics_config
@@ -56,8 +56,8 @@ def remembered(tables: Mapping[str, Any]) -> Iterator[None]:
     def answer(layer_config: Any, **asked: Any) -> Any:
         if tuple(sorted(asked)) != _ASKED:
             return work_out(layer_config=layer_config, **asked)
-        words = {**asked, "gemm_type": getattr(asked["gemm_type"], "value", asked["gemm_type"])}
-        key = tuning_key(layer_config, words, facts_here())
+        document = {**asked, "gemm_type": getattr(asked["gemm_type"], "value", asked["gemm_type"])}
+        key = tuning_key(layer_config, document, facts_here())
         found = tables.get(key) or _read(key)
         if not is_table(found):
             found = work_out(layer_config=layer_config, **asked)
@@ -77,7 +77,7 @@ def _place(key: str) -> Path:
 
 
 def _read(key: str) -> Any:
-    """This user's table, parsed anew: who asked may change it. Read once: layers ask the same while files are read."""
+    """Table of this user's cache, parsed anew as callers may change it; the file is read once for all layers."""
     with suppress(OSError, ValueError, RecursionError):
         path = _place(key)
         if path not in _TEXTS:

@@ -1,4 +1,4 @@
-"""`hqconv warm`: compiles the kernels that serving an artifact will ask for, on any machine with the CUDA compiler.
+"""`hqconv warm`: compilation of the kernels that a server of an artifact needs, on any machine with the CUDA compiler.
 
 Loads no torch before it is called.
 """
@@ -45,14 +45,14 @@ def warm(
     jobs: int | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Compiles the kernels that vLLM will ask for when it serves an artifact, into a folder beside it. No GPU needed.
+    """Compile the kernels that vLLM requests when it serves an artifact, into a sibling folder. No GPU needed.
 
     out: an artifact in the kernel layout; only its headers are read. gpu: the server's: h200, h100 …, or a JSON file of
     facts; None: the one here. kernels: the folder; None is `OUT-kernels`. jobs: compilers at once; None: as many as
-    processors. announce: is told what is about to be done. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE,
+    processors. announce: callback with a line about the next step. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE,
     VLLM_HUMMING_USE_F16_ACCUM and VLLM_BATCH_INVARIANT. Kernels of the same compiler that are there stay.
 
-    Returns words: the folder, the GPU, and counts. Raises RequestError where the artifact has no kernels, the GPU is
+    Returns a document: the folder, the GPU, and counts. Raises RequestError if the artifact has no kernels, the GPU is
     not its target's, or there is no compiler; VerificationError of a damaged artifact; OutputError.
     """
     from hqconv.artifact.reader import Artifact
@@ -65,14 +65,14 @@ def warm(
             raise RequestError(what, where=str(out), remedy=remedy)
         folder = _check_folder(folder_beside(Path(out)) if kernels is None else Path(kernels))
         chosen = _prepared(gpu, artifact.sm_version)
-        words = _warm(artifact, chosen, folder, jobs or num_jobs, announce or (lambda _: None))
+        counts = _warm(artifact, chosen, folder, jobs or num_jobs, announce or (lambda _: None))
     variable = f"{VARIABLE}={'1' if kernels is None else folder.absolute()}"
     told = {"folder": str(folder), "variable": variable, "seconds": time.monotonic() - started}
-    return {"kind": "warm", **told, **words}
+    return {"kind": "warm", **told, **counts}
 
 
 def _prepared(gpu: str | None, sm_version: int) -> Gpu:
-    """The GPU to compile for, with Humming imported."""
+    """Import Humming and return the GPU to compile for."""
     import torch
 
     from hqconv.humming_layout.kernel_sources import current_device
@@ -84,7 +84,7 @@ def _prepared(gpu: str | None, sm_version: int) -> Gpu:
 
 
 def _check_folder(folder: Path) -> Path:
-    """Refuse a place that holds anything else."""
+    """Refuse a path that holds anything but kernels."""
     with output_errors(folder):
         there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     stray = next((name for name in there if name != MANIFEST and not name.endswith(_OURS)), None)
@@ -142,7 +142,7 @@ def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, 
 
 
 def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, KernelSource], list[str]]:
-    """The distinct kernels of all blocks and ranks by name, and activations whose kernels are not known here."""
+    """Distinct kernels of all blocks and ranks by name, and activations whose kernels are not known here."""
     from hqconv.humming_layout.kernel_sources import gemm_kernels, input_kernels
     from hqconv.serving.vllm.kernel_requests import kernel_activation
 
@@ -154,43 +154,43 @@ def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, K
         if key in seen:
             continue
         seen.add(key)
-        words = kernel_activation(activation, gated) if gemm == "w2" else None
+        arguments = kernel_activation(activation, gated) if gemm == "w2" else None
         kernels = gemm_kernels(config, settings)
-        if gemm == "w2" and words is None:
+        if gemm == "w2" and arguments is None:
             unknown.add(activation.describe())
         else:
-            kernels += input_kernels(config, settings, words, top_k, rotation)
+            kernels += input_kernels(config, settings, arguments, top_k, rotation)
         found |= {kernel.name: kernel for kernel in kernels}
     return found, sorted(unknown)
 
 
 def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, folder: Path) -> dict[str, Any]:
-    """The tuning of every GEMM, and what the folder has for other GPUs."""
+    """Tuning of every GEMM, and the folder's tables for other GPUs."""
     from hqconv.humming_layout.kernel_sources import tuning_table
     from hqconv.serving.vllm.tuning import tuning_key
 
     found = tuning_tables(folder)
     seen: set[str] = set()
-    for *_, words in _layer_configs(artifact):
-        if (text := json.dumps(words, sort_keys=True)) not in seen:
+    for *_, document in _layer_configs(artifact):
+        if (text := json.dumps(document, sort_keys=True)) not in seen:
             seen.add(text)
-            config, table = tuning_table(words, settings)
+            config, table = tuning_table(document, settings)
             found[tuning_key(config, settings.to_dict(), gpu)] = table
     return dict(sorted(found.items()))
 
 
 def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:
-    """The kernels that a folder already holds, whole; none where they are another compiler's, whose files go."""
+    """Intact kernels that a folder already holds; files of another compiler are removed."""
     try:
-        words = read_store_manifest(folder)
+        document = read_store_manifest(folder)
     except UnusableError:
         return {}
-    same = all(words.get(key) == value for key, value in agreed.items())
+    same = all(document.get(key) == value for key, value in agreed.items())
     whole: dict[str, Any] = {}
     with output_errors(folder):
         if not same:
             (folder / MANIFEST).unlink()  # first: without it the folder is none
-        for name, entry in words["kernels"].items():
+        for name, entry in document["kernels"].items():
             try:
                 read_kernel(folder, name, entry)
             except UnusableError:
@@ -204,7 +204,7 @@ def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path, jobs: int) -> int:
-    """Compile side by side; each kernel is on the disk before it is listed. Returns the bytes of all kernels."""
+    """Compile in parallel; each kernel is on the disk before it is listed. Returns the bytes of all kernels."""
     from hqconv.humming_layout.compiler import compile_kernel, kernel_compiler
 
     compiler = kernel_compiler()
@@ -228,6 +228,6 @@ def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path,
                 name, entry = future.result()
                 entries[name] = entry
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # what was compiled is not listed, and made anew next time
+            pool.shutdown(cancel_futures=True)  # unlisted kernels are compiled again next time
             raise
     return sum(entry["cubin_bytes"] for entry in entries.values())

@@ -1,7 +1,7 @@
 """GPU facts that Humming's tuning depends on, for GPUs that are not in this machine; loads no torch.
 
-None of it can make a kernel wrong: a server finds a kernel by its whole source, in which the tuning stands. A fact
-that is not the server's GPU's only makes kernels that it does not ask for, and leaves it some to compile.
+No fact can make a kernel wrong: a server finds a kernel by its whole source, which contains the tuning. A fact that
+differs from the server's GPU only yields kernels that the server does not request, and it compiles others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REGISTERS_PER_SM, _THREADS_PER_BLOCK, _SMEM_PER_BLOCK = 65536, 1024, 49152
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU model as CUDA's driver reports it. Clocks in kHz, the memory bus in bits, the cache in bytes."""
+    """GPU model as CUDA's driver reports it. Clocks in kHz, the memory bus in bits, the cache in bytes."""
 
     name: str
     sm_version: int
@@ -64,7 +64,7 @@ class Gpu:
         )
 
 
-# Nominal figures of the makers' data sheets. `scripts/check_warm.py` compares them with a GPU that is there.
+# Nominal figures of the makers' data sheets. `scripts/check_warm.py` compares them with a GPU that is present.
 KNOWN = {
     "h200": Gpu("NVIDIA H200", 90, 132, 1980000, 3201000, 6144, 60 << 20),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 90, 132, 1980000, 2619000, 5120, 50 << 20),
@@ -74,9 +74,9 @@ KNOWN = {
 
 
 def choose_gpu(text: str | None, sm_version: int) -> Gpu:
-    """The GPU that `--gpu` means: a known name, a JSON file of facts, or None: the one here.
+    """Return the GPU of `--gpu`: a known name, a JSON file of facts, or None for the GPU of this machine.
 
-    Raises RequestError where there is none, or it is not of the target `sm_version`.
+    Raises RequestError if there is none, or it is not of the target `sm_version`.
     """
     gpu = _here(sm_version) if text is None else KNOWN.get(text.lower()) or _read(Path(text))
     if gpu.sm_version != sm_version:
@@ -86,7 +86,7 @@ def choose_gpu(text: str | None, sm_version: int) -> Gpu:
 
 
 def _here(sm_version: int) -> Gpu:
-    """The facts of the GPU here."""
+    """Facts of this machine's GPU."""
     try:
         return facts_here()
     except Exception as error:  # no driver, no GPU: ImportError, RuntimeError … of a C extension
@@ -99,7 +99,7 @@ def _here(sm_version: int) -> Gpu:
 
 
 def facts_here() -> Gpu:
-    """The current CUDA device, as Humming sees it. Raises what its extension raises where there is none."""
+    """Current CUDA device, as Humming sees it. Raises the errors of Humming's extension if there is none."""
     device = current_device()
     return Gpu(**{field.name: getattr(device, field.name) for field in fields(Gpu)})
 
@@ -107,8 +107,8 @@ def facts_here() -> Gpu:
 def _read(path: Path) -> Gpu:
     known = f"one of {', '.join(KNOWN)}, or a JSON file of facts"
     try:
-        words = json.loads(path.read_text(encoding="utf-8"))
-        gpu = Gpu(**{field.name: words[field.name] for field in fields(Gpu)})
+        document = json.loads(path.read_text(encoding="utf-8"))
+        gpu = Gpu(**{field.name: document[field.name] for field in fields(Gpu)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         what, found = "There is no such GPU.", f"{path} ({type(error).__name__}: {error})"
         remedy = "Write the facts with `python -m hqconv.serving.warm.gpus` on a machine that has the GPU."

@@ -1,4 +1,4 @@
-"""Kernels that were compiled beforehand: the folder that holds them, and how a server takes them into use.
+"""Folder of kernels that were compiled beforehand, and their installation in a server.
 
 A compiled kernel is a program. Digests in its own folder show damage, not malice, and Humming's cache, where a kernel
 goes, serves every model of this user. So nothing is used before the person who starts the server asks for it with
@@ -47,7 +47,7 @@ def folder_beside(artifact: Path) -> Path:
 
 
 class UnusableError(Exception):
-    """Why a folder of kernels is not used."""
+    """Reason why a folder of kernels is not used."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ def use_warm_kernels(folder: Path, sm: int) -> str | None:
     folder: of `kernels_folder`. sm: the artifact's target, 90. To be called once the process has its CUDA device and
     before its first forward. Safe in any number of processes at once; the folder is only read.
 
-    Returns None where they are in use, else the reason why not, as one sentence. Raises nothing: without them Humming
+    Returns None if they are in use, else the reason why not, as one sentence. Raises nothing: without them Humming
     compiles.
     """
     if os.environ.get(VARIABLE, "").lower() in _OFF:
         return f"{VARIABLE} is not set."
     try:
-        words = read_store_manifest(folder)
-        _check_agreement(words, sm)
-        kernels = read_kernels(folder, words)  # all of them, before the first is used
+        document = read_store_manifest(folder)
+        _check_agreement(document, sm)
+        kernels = read_kernels(folder, document)  # all of them, before the first is used
         for kernel in kernels.values():
             _install(kernel)
     except UnusableError as error:
@@ -99,23 +99,23 @@ def _read(path: Path, max_bytes: int) -> bytes:
 
 
 def read_store_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of kernels. Raises UnusableError where there is none, or it is damaged."""
+    """Read the manifest of a folder of kernels. Raises UnusableError if there is none, or it is damaged."""
     path = folder / MANIFEST
     try:
-        words = json.loads(_read(path, _MAX_MANIFEST_BYTES))
+        document = json.loads(_read(path, _MAX_MANIFEST_BYTES))
     except (ValueError, RecursionError) as error:
         raise UnusableError(f"{path} is damaged: {error}.") from error
-    version = words.get("format_version") if isinstance(words, dict) else None
+    version = document.get("format_version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
         raise UnusableError(f"{path} has format version {version}, this hqconv reads {FORMAT_VERSION}.")
-    kernels = words.get("kernels")
+    kernels = document.get("kernels")
     if not isinstance(kernels, dict) or len(kernels) > _MAX_KERNELS:
         raise UnusableError(f"{path} is damaged: it lists no kernels.")
-    return dict(words)
+    return dict(document)
 
 
 def tuning_tables(folder: Path) -> dict[str, Any]:
-    """The tuning tables that lie with the kernels, by name; none where there is nothing to rely on."""
+    """Read the tuning tables in a kernel folder, by name; empty if the folder's manifest is unusable."""
     try:
         found = read_store_manifest(folder).get("tuning")
     except UnusableError:
@@ -123,24 +123,24 @@ def tuning_tables(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _check_agreement(words: dict[str, Any], sm: int) -> None:
+def _check_agreement(document: dict[str, Any], sm: int) -> None:
     from hqconv.humming_layout.compiler import AGREE, identity
 
     here = identity(sm)
     for key, name in AGREE.items():
-        if words.get(key) != here[key]:
+        if document.get(key) != here[key]:
             raise UnusableError(
-                f"The kernels were compiled for another {name}: {words.get(key)}; here it is {here[key]}."
+                f"The kernels were compiled for another {name}: {document.get(key)}; here it is {here[key]}."
             )
 
 
-def read_kernels(folder: Path, words: dict[str, Any]) -> dict[str, Kernel]:
-    """Every kernel that a manifest lists. Raises UnusableError for the first that is not as it says."""
-    return {name: read_kernel(folder, name, entry) for name, entry in words["kernels"].items()}
+def read_kernels(folder: Path, document: dict[str, Any]) -> dict[str, Kernel]:
+    """Read every kernel that a manifest lists. Raises UnusableError for the first that differs from its entry."""
+    return {name: read_kernel(folder, name, entry) for name, entry in document["kernels"].items()}
 
 
 def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
-    """One kernel of a manifest's list. Raises UnusableError where a file is not what the manifest says."""
+    """Read one kernel of a manifest's list. Raises UnusableError if a file differs from the manifest."""
     from hqconv.humming_layout.kernel_sources import kernel_name
 
     if not (_NAME.fullmatch(name) and isinstance(entry, dict)):
@@ -150,16 +150,16 @@ def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
         raise UnusableError(f"{folder / name}.cubin is not the file that the manifest lists.")
     try:
         code = source.decode()
-        words = str(entry["expression"]), str(entry["architecture"]), bool(entry["without_fast_math"])
+        facts = str(entry["expression"]), str(entry["architecture"]), bool(entry["without_fast_math"])
     except (ValueError, KeyError) as error:
         raise UnusableError(f"{folder / name}.cu is damaged: {error}.") from error
-    if kernel_name(code, *words) != name:
+    if kernel_name(code, *facts) != name:
         raise UnusableError(f"{folder / name}.cu is not the source that the manifest lists.")
-    return Kernel(code, *words, cubin)
+    return Kernel(code, *facts, cubin)
 
 
 def _install(kernel: Kernel) -> None:
-    """Put a kernel where Humming here looks for its source; one that is there already stays."""
+    """Write a kernel to the path where Humming looks for its source; an existing one stays."""
     from hqconv.humming_layout.compiler import kernel_compiler
 
     compiler = kernel_compiler()
@@ -180,4 +180,4 @@ def _install(kernel: Kernel) -> None:
 
 
 def _leave(_: str) -> None:
-    """The kernel was patched when it was compiled; that there is a patch is part of Humming's key."""
+    """Do nothing: the kernel was patched when it was compiled; the presence of a patch is part of Humming's key."""
