@@ -26,7 +26,7 @@ _TINY_BITS = np.uint32(np.float32(1e-30).view(np.uint32))
 
 
 def largest_value(kind: int, bits: int, exponent: int, mantissa: int) -> float:
-    """The largest finite value of a code type, as Humming's `get_data_type_max_num`."""
+    """Return the largest finite value of a code type, as Humming's `get_data_type_max_num`."""
     if kind in (SYM_INT, ASYM_INT):
         return float(2 ** (bits - 1) - 1)
     if kind == SIGN_MAGNITUDE:
@@ -48,7 +48,7 @@ u32, u64 = np.uint32, np.uint64
 
 @intrinsic
 def bits_of(typing_context, number):
-    """The bit pattern of a float32."""
+    """Return the bit pattern of a float32."""
 
     def bitcast(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
@@ -58,7 +58,7 @@ def bits_of(typing_context, number):
 
 @intrinsic
 def float_of(typing_context, bits):
-    """The float32 of a bit pattern."""
+    """Return the float32 of a bit pattern."""
 
     def bitcast(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -68,7 +68,7 @@ def float_of(typing_context, bits):
 
 @intrinsic
 def _prefetch(typing_context, array_NK, n, k):
-    """Have the cache line of an element fetched; the element need not exist."""
+    """Prefetch the cache line of an element; the element need not exist."""
 
     def fetch(context, builder, signature, arguments):
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -88,14 +88,14 @@ def _prefetch(typing_context, array_NK, n, k):
 
 @compiled
 def prefetch(array_NK, n, start, length):
-    """Have a run of row `n` fetched while something else is computed: the processor does not look beyond a page."""
+    """Prefetch a run of row `n` during other work: the hardware prefetcher stops at the end of a page."""
     per_line = 64 // array_NK.itemsize
     for k in range(start, start + length, per_line):
         _prefetch(array_NK, n, k)
 
 
 def source_bits(stored):
-    """The float32 bit pattern of a stored number: bfloat16 bits (uint16) or float32 bits (uint32)."""
+    """Return the float32 bit pattern of a stored number: bfloat16 bits (uint16) or float32 bits (uint32)."""
     raise AssertionError("compiled through its overload")
 
 
@@ -119,7 +119,7 @@ def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
 
 @compiled
 def group_range(row, start, length):
-    """The largest and the smallest value of a run of a row, float32; Humming starts from ±1e-30.
+    """Return the largest and the smallest value of a run of a row, float32; Humming starts from ±1e-30.
 
     Integer comparison of the bits is exact and order-free, and it vectorises where float max does not.
     """
@@ -128,7 +128,7 @@ def group_range(row, start, length):
 
 
 def _bit_range(row, start, length):
-    """Float32 bits of the largest number as int32, and of the smallest as uint32; without regard to what is between."""
+    """Return float32 bits of the largest number as int32, and of the smallest as uint32, ignoring all others."""
     raise AssertionError("compiled through its overload")
 
 
@@ -162,7 +162,7 @@ def fold_sum(terms):
 
 @compiled
 def fold_rows(terms_RK):
-    """`fold_sum` of every row."""
+    """Compute `fold_sum` of every row."""
     sums = np.empty(terms_RK.shape[0])
     for r in range(terms_RK.shape[0]):
         sums[r] = fold_sum(terms_RK[r])
@@ -171,7 +171,7 @@ def fold_rows(terms_RK):
 
 @compiled
 def fold_squares(weights, decoded, errors, powers):
-    """Sums of (weight - decoded)**2 and of weight**2 in float64, in the order of `fold_sum`.
+    """Return the sums of (weight - decoded)**2 and of weight**2 in float64, in the order of `fold_sum`.
 
     Columns come in multiples of 32, so the first three folds are done on the way in; `errors` and `powers` are scratch
     of K / 8.
@@ -193,13 +193,13 @@ def fold_squares(weights, decoded, errors, powers):
 
 @compiled
 def _third_fold(a0, a1, a2, a3, a4, a5, a6, a7):
-    """The sum of eight squares, one from each eighth of a row, as three folds add them."""
+    """Return the sum of eight squares, one from each eighth of a row, added as in three folds."""
     return ((a0 * a0 + a4 * a4) + (a2 * a2 + a6 * a6)) + ((a1 * a1 + a5 * a5) + (a3 * a3 + a7 * a7))
 
 
 @compiled
 def count_exact(weights, decoded, num_groups):
-    """How many groups of a row decode to the very source values."""
+    """Return the number of groups of a row that decode exactly to the source values."""
     group_size = u64(weights.size // num_groups)
     num_exact = 0
     for g in range(num_groups):

@@ -30,7 +30,7 @@ def pack_row(codes, num_bits, packed):
 
 @compiled
 def unpack_row(packed, num_bits, codes):
-    """The inverse of `pack_row`, into an unsigned integer array."""
+    """Unpack codes into an unsigned integer array: the inverse of `pack_row`."""
     if num_bits == 8:
         for i in range(packed.size):
             codes[i] = packed[i]
@@ -50,21 +50,21 @@ def unpack_row(packed, num_bits, codes):
 
 @compiled
 def pack_rows(codes_RK, num_bits, packed_RB):
-    """`pack_row` of every row."""
+    """Call `pack_row` for every row."""
     for row in range(packed_RB.shape[0]):
         pack_row(codes_RK[row], num_bits, packed_RB[row])
 
 
 @compiled
 def unpack_rows(packed_RB, num_bits, codes_RK):
-    """`unpack_row` of every row."""
+    """Call `unpack_row` for every row."""
     for row in range(packed_RB.shape[0]):
         unpack_row(packed_RB[row], num_bits, codes_RK[row])
 
 
 @compiled
 def sum_rows(values, columns, begin, end, sums):
-    """Of rows `begin` to `end` of values [R, W]: int64 sums [R] of each value times its column's factor, int32 [W]."""
+    """Sum values [R, W] of rows `begin` to `end`, each times its column's factor, int32 [W], to int64 sums [R]."""
     for row in range(begin, end):
         total = np.int64(0)
         for column in range(values.shape[1]):

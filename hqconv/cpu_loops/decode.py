@@ -19,7 +19,7 @@ _TILE = 128
 
 @compiled
 def has_code(words, mask):
-    """Whether `byte & mask == mask` for any byte of uint32 words, where the mask's highest bit is 0x40.
+    """Return True if `byte & mask == mask` for any byte of uint32 words; the mask's highest bit is 0x40.
 
     Adding 0x80 - mask carries into the top bit of just those bytes, and never out of one.
     """
@@ -33,7 +33,7 @@ def has_code(words, mask):
 
 @compiled
 def _look_up_4bit(packed_B, table, values):
-    """values[2i], values[2i + 1] = the table's entries for the low and high nibble of byte i."""
+    """Set values[2i], values[2i + 1] to the table's entries for the low and high nibble of byte i."""
     for i in range(packed_B.size):
         values[2 * i] = table[packed_B[i] & 15]
         values[2 * i + 1] = table[packed_B[i] >> 4]
@@ -41,7 +41,7 @@ def _look_up_4bit(packed_B, table, values):
 
 @compiled
 def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, group_size, out_NK):
-    """out = ((table[code] - zero) * scale) * scale_2 in float32, each product rounded once.
+    """Compute out = ((table[code] - zero) * scale) * scale_2 in float32, each product rounded once.
 
     The rows of `zero_NG`, `scale_NG` and `scale_2_N` may be fewer than N where they are all the same (one row).
     The last group of a row may be short.
@@ -68,7 +68,7 @@ def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, 
 
 @compiled
 def dequantize_columns(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, group_K, out_NK):
-    """`dequantize_groups` where column k is of group `group_K[k]`."""
+    """Decode as `dequantize_groups`, with column k in group `group_K[k]`."""
     num_rows, num_columns = out_NK.shape
     codes = np.empty(num_columns, np.uint8)
     for n in range(num_rows):
@@ -84,7 +84,7 @@ def dequantize_columns(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N,
 
 @compiled
 def rounding_sums(packed_NB, num_bits, table, zero_NG, scale_NG, kept_NG, group_size, sums_2N):
-    """Each row's sums of (w - d)**2 and of w**2, as `fold_squares`: w is decoded with `scale_NG`, d with `kept_NG`.
+    """Sum each row's (w - d)**2 and w**2, as `fold_squares`: w is decoded with `scale_NG`, d with `kept_NG`.
 
     The rows of `zero_NG`, `scale_NG` and `kept_NG` may be fewer than N where they are all the same (one row).
     """

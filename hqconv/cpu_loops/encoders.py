@@ -58,7 +58,7 @@ def encoder(code, scales=GIVEN):
 
 
 def _float_encoder(num_bits, exponent_bits, mantissa_bits, scales, largest):
-    """Small floats: nearest, ties to the truncated value; saturation is the caller's, by `limit`.
+    """Build the encoder of small floats: nearest, ties to the truncated value; the caller saturates by `limit`.
 
     Humming divides by 2**exponent_shift, which makes the target's subnormals float32 subnormals, and rounds
     their bits. Adding `threshold` rounds to the same float32 subnormal grid without the slow subnormals.
@@ -104,7 +104,7 @@ def _float_encoder(num_bits, exponent_bits, mantissa_bits, scales, largest):
 
 
 def _symmetric_encoder(num_bits, is_offset, scales, largest):
-    """Integers, half to even and clamped: offset binary, or sign and magnitude."""
+    """Build the encoder of integers, half to even and clamped: offset binary, or sign and magnitude."""
     midpoint = np.int32(1 << (num_bits - 1))
     highest = np.int32(midpoint - 1)
     lowest = np.int32(-midpoint if is_offset else -highest)
@@ -139,7 +139,7 @@ def _symmetric_encoder(num_bits, is_offset, scales, largest):
 
 
 def _asymmetric_encoder(num_bits):
-    """Integers with a zero point, half to even and clamped."""
+    """Build the encoder of integers with a zero point, half to even and clamped."""
     highest = np.int32((1 << num_bits) - 1)
 
     @compiled
@@ -239,7 +239,7 @@ def _over_groups(write_terms):
 
 
 def _float_terms(exponent_bits, mantissa_bits):
-    """Small floats: the arithmetic of `_float_encoder`."""
+    """Build the terms of small floats: the arithmetic of `_float_encoder`."""
     exponent_shift = 128 - (1 << (exponent_bits - 1))
     bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
     threshold = np.float32(2.0 ** (exponent_shift - 126))
@@ -272,7 +272,7 @@ def _float_terms(exponent_bits, mantissa_bits):
 
 
 def _symmetric_terms(num_bits, is_offset):
-    """Integers, half to even and clamped."""
+    """Build the terms of integers, half to even and clamped."""
     highest = np.float32((1 << (num_bits - 1)) - 1)
     lowest_code = np.float32(-(1 << (num_bits - 1)) if is_offset else -highest)
 
@@ -290,7 +290,7 @@ def _symmetric_terms(num_bits, is_offset):
 
 
 def _asymmetric_terms(num_bits):
-    """Integers with a zero point, half to even and clamped."""
+    """Build the terms of integers with a zero point, half to even and clamped."""
     highest = np.float32((1 << num_bits) - 1)
 
     @compiled

@@ -15,7 +15,7 @@ from hqconv.jit import compiled
 
 @compiled
 def _fill_panel(weight_NW, n0, packed, num_bits, panel):
-    """Codes of 64 rows from row `n0` as uint8; bits above the code width are dropped."""
+    """Unpack the codes of 64 rows from row `n0` to uint8; bits above the code width are dropped."""
     mask = np.uint32((1 << num_bits) - 1)
     for r in range(64):
         if packed:
@@ -27,7 +27,7 @@ def _fill_panel(weight_NW, n0, packed, num_bits, panel):
 
 @compiled
 def _fill_zero_points(zero_ZG, n0, k0, packed, num_bits, group_size, tile_zero):
-    """Zero points of one tile, one per row and group; rows of packed zero points hold 32 / num_bits codes."""
+    """Unpack the zero points of one tile, per row and group; rows of packed zero points hold 32 / num_bits codes."""
     mask = np.uint64((1 << num_bits) - 1)
     for r in range(64):
         for j in range(tile_zero.shape[1]):
@@ -57,7 +57,7 @@ def _centre_codes(panel, k0, num_bits, tile_zero, group_size):
 
 @compiled
 def lane_table(activation_bits, transposed):
-    """Row and column inside a tile of each lane's 128 codes, in the lane's order: int32 [32, 128, 2]."""
+    """Return row and column inside a tile of each lane's 128 codes, in the lane's order: int32 [32, 128, 2]."""
     a = activation_bits
     table = np.empty((32, 128, 2), np.int32)
     for lane in range(32):
@@ -76,7 +76,7 @@ def lane_table(activation_bits, transposed):
 
 @compiled
 def interleave_table(num_bits, activation_bits, interleave_mode, native):
-    """For each position in a 32-bit word: which code gives its low bits, and which its top bit: int32 [2, .]."""
+    """Return for each position in a 32-bit word the code of its low bits and the code of its top bit: int32 [2, .]."""
     padded = 1
     while padded < num_bits:
         padded *= 2
@@ -146,7 +146,7 @@ def _pack_lane(codes, places, order, num_bits, words):
 
 @compiled
 def _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out):
-    """Store a lane's words of the 64 x 64 tile at (n0, k0); the words of a row are dealt by the kernel's loads."""
+    """Store a lane's words of the 64 x 64 tile at (n0, k0); the kernel's loads define the order of a row's words."""
     words_per_row = 16 * num_bits // activation_bits
     stride = (64 if packed_k else 256 // activation_bits) * num_rows * num_bits // 32
     half = num_bits // 2
@@ -209,7 +209,7 @@ def repack(
 
 
 def shift_table() -> np.ndarray:
-    """The e2m1 code of `code / 2**shift`, ties away from zero: uint32 [256 shifts, 16 codes].
+    """Return the e2m1 code of `code / 2**shift`, ties away from zero: uint32 [256 shifts, 16 codes].
 
     Follows `process_mxfp4.cuh` bit by bit: e2m1 values are placed among the float32 subnormals, and shifts of
     128 and more wrap the factor's exponent just as they do there. Code 8 (minus zero) becomes 0.
@@ -250,7 +250,7 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 @compiled
 def _spread_nibbles(word):
-    """The eight nibbles of the low 32 bits, one to a byte."""
+    """Spread the eight nibbles of the low 32 bits, one to a byte."""
     word = (word | (word << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
     word = (word | (word << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
     return (word | (word << np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -258,7 +258,7 @@ def _spread_nibbles(word):
 
 @compiled
 def _spread_bytes(word):
-    """The four bytes of the low 32 bits, one to 16 bits."""
+    """Spread the four bytes of the low 32 bits, one to 16 bits."""
     word = (word | (word << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
     return (word | (word << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
 
@@ -276,7 +276,7 @@ def _gather_panel(weight_ND, n0, d0, panel):
 
 @compiled
 def repack_4bit_a16(weight_ND, out):
-    """`repack` for packed 4-bit codes and 16-bit activations.
+    """Repack packed 4-bit codes for 16-bit activations, as `repack`.
 
     `weight_ND`: uint64 [N, K / 16], 16 codes each; `out`: uint32 [K / 16, N / 64, 32 lanes, 4 quarters]. A word takes,
     of two rows 8 apart, a byte of the left half and one of the right half: first the four low nibbles, then the high
@@ -294,7 +294,7 @@ def repack_4bit_a16(weight_ND, out):
 
 @compiled
 def _deal(column, dealt):
-    """The nibbles of 32 upper and 32 lower double words, in the order of the tile's words."""
+    """Interleave the nibbles of 32 upper and 32 lower double words, in the order of the tile's words."""
     for i in range(32):
         upper, lower = column[i], column[32 + i]
         left = _spread_nibbles(upper & _LOW_HALF)
@@ -309,7 +309,7 @@ def _deal(column, dealt):
 
 @compiled
 def _store_tile(words, tile):
-    """Four lanes' words of each row, quarters innermost."""
+    """Store four lanes' words of each row, quarters innermost."""
     for row in range(8):
         for quarter in range(4):
             at = 8 * row + 2 * quarter
@@ -321,7 +321,7 @@ def _store_tile(words, tile):
 
 @compiled
 def repack_8bit_a16(weight_NH, centre, out):
-    """`repack` for packed 8-bit codes and 16-bit activations; `centre` as there, around the midpoint.
+    """Repack packed 8-bit codes for 16-bit activations, as `repack`; `centre` as there, around the midpoint.
 
     `weight_NH`: uint16 [N, K / 2], two codes each; `out`: uint32 [K / 16, N / 64, 32 lanes, 8].
     """

@@ -12,7 +12,7 @@ from hqconv.formats.module_rules import Rule, always, when
 from hqconv.formats.registry import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
-# How a GPTQ-like packing stores zero points: minus one ("gptq") or as they are ("gptq_v2"). Source: GPTQ_FORMAT and
+# Zero points in a GPTQ-like packing: stored minus one ("gptq") or as they are ("gptq_v2"). Source: GPTQ_FORMAT and
 # GPTQ_FORMAT_NO_ZP of auto_round.inference.backend, and `pack` of auto_round_extension.torch.qlinear_torch_zp and
 # qlinear_torch.
 _GPTQ_VERSIONS = {

@@ -65,7 +65,7 @@ class BitNet(Encoding):
         ]
 
     def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
-        """The reciprocal of an inverted scale is float32."""
+        """Set float32 as the scale dtype if the scale is inverted, as its reciprocal is float32."""
         fmt = super().complete(fmt, found, used, k)
         return replace(fmt, scale_dtype="float32") if fmt.option("scale_inverted", True) else fmt
 

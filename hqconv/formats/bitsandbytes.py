@@ -39,7 +39,7 @@ def parse_bitsandbytes(config: ConfigReader, _text: Text) -> list[Rule]:
 
 @register_encoding
 class BitsAndBytes4Bit(Encoding):
-    """A uint8 weight with absmax, quant_map and quant_state; absmax may be quantized itself ("nested")."""
+    """uint8 weight with absmax, quant_map and quant_state; absmax may be quantized itself ("nested")."""
 
     name = "bnb4"
     bias_before = ("nested_absmax",)
@@ -99,7 +99,7 @@ class BitsAndBytes4Bit(Encoding):
 
 
 def _check_tables(functional: Any, state: dict[str, Any], parts: Parts, names: Names) -> None:
-    """Refuse stored tables that are not the library's own, which its CPU decoder takes whatever is stored."""
+    """Refuse stored tables that differ from the library's own, because its CPU decoder ignores stored tables."""
     from hqconv.quantization.coded_matrix import refuse
 
     tables = {"quant_map": functional.get_4bit_type(state["quant_type"], device="cpu")}

@@ -30,11 +30,11 @@ _Tree = Sequence[tuple[Any, Any]]  # of operators and their arguments
 
 
 class _SlowPatternError(Exception):
-    """The pattern takes too many steps, for this reason."""
+    """Pattern that takes too many steps, with the reason."""
 
 
 class _Cost(NamedTuple):
-    """A match takes factor * L**steps steps on L characters, and may go on in factor * L**ways ways."""
+    """Cost of a match on L characters: factor * L**steps steps, and factor * L**ways ways to go on after it."""
 
     steps: int = 0
     ways: int = 0
@@ -86,7 +86,7 @@ class BoundedRegex:
         self._match = regex.search if is_anywhere else regex.match
 
     def matches(self, name: str) -> bool:
-        """Whether the name matches. Raises InputError for a name so long that the match could take too long."""
+        """Return True if the name matches. Raises InputError for a name so long that the match could take too long."""
         if len(name) > self._max_name:
             raise InputError(
                 "A module's name is too long for a pattern of the quantization config.",
@@ -156,7 +156,7 @@ def _cost_of_repeat(least: int, most: int, body: _Tree, follow: _Chars) -> _Cost
 
 
 def _num_alike(branches: Sequence[_Tree], follow: _Chars) -> int:
-    """Return how many alternatives can match at the same place, at most."""
+    """Return the maximum number of alternatives that can match at the same place."""
     if all(str(operator) == "LITERAL" for branch in branches for operator, _ in branch):
         texts = Counter(tuple(char for _, char in branch) for branch in branches)
         return max(sum(texts[text[:size]] for size in range(len(text) + 1)) for text in texts)
@@ -168,7 +168,7 @@ def _num_alike(branches: Sequence[_Tree], follow: _Chars) -> int:
 
 
 def _first_of_all(items: _Tree) -> tuple[_Chars, bool]:
-    """Return the characters that a match of items in sequence may begin with, and whether it may be empty."""
+    """Return the characters that a match of items in sequence may begin with, and True if the match may be empty."""
     chars: _Chars = frozenset()
     for item in items:
         more, is_nullable = _first(*item)
@@ -179,7 +179,7 @@ def _first_of_all(items: _Tree) -> tuple[_Chars, bool]:
 
 
 def _first(operator: Any, argument: Any) -> tuple[_Chars, bool]:
-    """`_first_of_all` of one item. Raises _SlowPatternError for what can match in ways that are not analysed here."""
+    """Return `_first_of_all` of one item. Raises _SlowPatternError for items that are not analysed here."""
     kind = str(operator)
     if kind in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
         return _characters(kind, argument), False
@@ -199,7 +199,7 @@ def _first(operator: Any, argument: Any) -> tuple[_Chars, bool]:
 
 
 def _characters(kind: str, argument: Any) -> _Chars:
-    """Return the characters that one item matches, letters in both cases; maybe more than it does match."""
+    """Return the characters that one item matches, letters in both cases; maybe more than the exact set."""
     if kind == "LITERAL":
         return frozenset(
             min(ord(char), _OTHER) for text in (chr(argument),) for char in text + text.swapcase()

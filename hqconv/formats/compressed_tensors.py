@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
 _NOT_STORED = ("dense", "fakequant")
 _REFUSED_FORMATS = ("mxfp6-pack-quantized", "marlin-24", "sparse-bitmask", "sparse-24-bitmask")
-# Classes that an expert's projection may be of, here and in vLLM.
+# Module classes of an expert's projection, here and in vLLM.
 _EXPERT_CLASSES = ("FusedMoE", "Linear", "RoutedExperts")
 
 
@@ -84,7 +84,7 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
 
 
 def _is_idle(config: ConfigReader) -> bool:
-    """Whether a sparsity or transform config changes nothing."""
+    """Return True if a sparsity or transform config changes nothing."""
     return config.values.get("format") == "dense" or not any(config.values.values())
 
 
@@ -108,12 +108,12 @@ def _scheme_format(group: ConfigReader, holder: ConfigReader) -> SourceFormat:
     return _FORMATS[storage](weights, storage)
 
 
-# Activations with one scale that was measured beforehand: type and bits of the config -> Humming's dtype.
+# Activations with one static scale from calibration: type and bits in the config -> Humming's dtype.
 _STATIC_INPUTS = {("float", 8): "float8e4m3", ("int", 8): "int8"}
 
 
 def _static_inputs(group: ConfigReader) -> str:
-    """Return Humming's dtype of a group's activations; "" where their scale is not static."""
+    """Return Humming's dtype of a group's activations; "" if their scale is not static."""
     inputs = group.values.get("input_activations")
     if not isinstance(inputs, dict) or inputs.get("dynamic") or not inputs.get("symmetric", True):
         return ""
@@ -158,7 +158,7 @@ def _pack_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
 
 
 def _int_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
-    """Return the format of codes in int8, whatever their number of bits."""
+    """Return the format of codes stored in int8, for any number of bits."""
     title = _title(storage, f"int{weights.integer('num_bits', 1, 8)}")
     return SourceFormat(title, "int8", "uint8", "", *_sizes(weights), not weights.flag("symmetric", True))
 
@@ -239,7 +239,7 @@ class PackedInt(Encoding):
         return stored
 
     def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
-        """Tell the packing by the width of the words, and the order of columns by its tensor."""
+        """Set the packing by the width of the words, and the column order by its tensor."""
         is_dense = found["weight"].shape[1] == _packed_width(k, integer_bits(fmt), is_padded=False)
         options = {**dict(fmt.options), "packing": "dense" if is_dense else "padded"}
         fmt = replace(fmt, is_permuted="g_idx" in found, options=tuple(options.items()))

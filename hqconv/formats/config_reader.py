@@ -14,7 +14,7 @@ LARGEST = 1 << 24
 class ConfigReader:
     """One JSON object of a config; null counts as absent.
 
-    path: what the object is called in errors. origins: the paths of keys that come from another object.
+    path: the object's name in errors. origins: the paths of keys that come from another object.
     """
 
     def __init__(self, values: object, path: str, origins: Mapping[str, str] | None = None) -> None:
@@ -30,11 +30,11 @@ class ConfigReader:
         self._origins = origins or {}
 
     def where(self, key: str) -> str:
-        """Return what a key is called in errors."""
+        """Return a key's path for errors."""
         return f"{self._origins.get(key, self.path)}.{key}"
 
     def has(self, *keys: str) -> bool:
-        """Whether one of the keys holds a value."""
+        """Return True if one of the keys holds a value."""
         return any(self.values.get(key) is not None for key in keys)
 
     def first(self, *keys: str) -> str:
@@ -42,13 +42,13 @@ class ConfigReader:
         return next((key for key in keys if self.has(key)), keys[0])
 
     def wrong(self, key: str, expected: object) -> InputError:
-        """Return the error for a value that makes no sense."""
+        """Return the error for an invalid value."""
         found = repr(self.values[key]) if key in self.values else "nothing"
         what = "The quantization config has a value that makes no sense."
         return InputError(what, where=self.where(key), expected=expected, found=found)
 
     def unsupported(self, key: str, expected: object) -> RequestError:
-        """Return the error for a value that makes sense but is not supported."""
+        """Return the error for a valid value that is not supported."""
         what = "The checkpoint is quantized in a way that is not supported."
         found = repr(self.values.get(key))
         return RequestError(what, where=self.where(key), expected=expected, found=found)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SourceMatrix:
-    """One projection of one expert [out, in], decoded: either `coded` or `floats` is there.
+    """One decoded projection of one expert [out, in]: either `coded` or `floats` is set.
 
     floats: in the source's own dtype where it is not quantized, else float32. bias: [out], if there is one.
     names: canonical part → the tensor's name in the source, for messages.

@@ -77,9 +77,9 @@ def _is_routed(module: str) -> bool:
 
 
 def _routed_experts(config: ConfigReader, text: Text) -> Iterator[Rule]:
-    """Yield the rules of routed experts that are stored otherwise than the rest of an fp8 checkpoint.
+    """Yield the rules of routed experts whose format differs from the rest of an fp8 checkpoint.
 
-    Experts that ModelOpt left out (an MTP layer's) are as they were before.
+    Experts that ModelOpt left out (an MTP layer's) keep their original format.
     """
     if config.has("moe_quant_algo"):
         config.one_of("moe_quant_algo", "NVFP4")
@@ -91,7 +91,7 @@ def _routed_experts(config: ConfigReader, text: Text) -> Iterator[Rule]:
 
 
 def _expert_method(config: ConfigReader, text: Text) -> str:
-    """Return "mxfp4" or "fp8", which the keys that speak of routed experts must agree on.
+    """Return "mxfp4" or "fp8"; all keys about routed experts must agree.
 
     The model's config counts where the quantization config has no such key.
     """

@@ -101,7 +101,7 @@ class Gptq(Encoding):
     """qweight int32 [K * b / 32, N] packed along K, qzeros [G, N * b / 32] along N, scales [G, N].
 
     Option zero_offset: 1 where zero - 1 modulo 2**b is stored ("gptq"), 0 for the zero itself ("gptq_v2").
-    Option desc_act: whether g_idx may order the columns otherwise than the group size does.
+    Option desc_act: true if g_idx may order the columns differently from the group size.
     Source: gptqmodel, nn_modules/qlinear/__init__.py and utils/model.py, convert_gptq_v1_to_v2_format_module.
     """
 
@@ -128,7 +128,7 @@ class Gptq(Encoding):
         ]
 
     def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
-        """Columns are in another order unless there is one group."""
+        """Mark the columns as permuted unless there is only one group."""
         fmt = replace(fmt, is_permuted=bool(fmt.option("desc_act")) and fmt.group_k != 0)
         return super().complete(fmt, found, used, k)
 
@@ -150,7 +150,7 @@ class Gptq(Encoding):
 
 
 def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
-    """Unpack uint8 zero points [G, N]; GPTQModel took the offset off whole int32 words, where a zero of 0 borrows."""
+    """Unpack uint8 zero points [G, N]; GPTQModel subtracts 1 from whole int32 words, so that a zero of 0 borrows."""
     from hqconv.quantization import bit_codec
 
     bits, offset = integer_bits(fmt), int(fmt.option("zero_offset", 1))
@@ -164,7 +164,7 @@ def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
 def _column_groups(
     fmt: SourceFormat, index: torch.Tensor, num_groups: int, num_columns: int, names: Names
 ) -> torch.Tensor | None:
-    """Return g_idx as int64, or None where it says what the group size says already."""
+    """Return g_idx as int64, or None if it equals the order that the group size implies."""
     import torch
 
     from hqconv.quantization.coded_matrix import refuse

@@ -53,7 +53,7 @@ _NAMES = {
 def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse Humming's config, with exceptions as vLLM's HummingConfig reads them: "-" goes before "+".
 
-    They speak of vLLM's modules, where all experts of a layer are one module.
+    The exceptions name vLLM's modules, where all experts of a layer are one module.
     """
     keys = ("ignored_layers", "ignore", "modules_to_not_convert")
     key = next((key for key in keys if config.values.get(key)), keys[0])
@@ -62,7 +62,7 @@ def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
     patterns = [name for name in ignored if name.startswith("re:")]
     left_out, overriding = [], []
     for pattern, overrides in config.tables("dynamic"):
-        # Without a sign vLLM passes over a pattern.
+        # vLLM skips a pattern without a sign.
         matches = BoundedRegex(pattern[2:], config.where("dynamic")).matches
         if pattern.startswith("-"):
             left_out.append(when(matches))
@@ -99,7 +99,7 @@ def _format(config: ConfigReader) -> SourceFormat:
 
 
 def _schema(config: ConfigReader) -> WeightSchema:
-    """Return the schema that the config describes. Raises InputError where Humming could not hold it."""
+    """Return the schema that the config describes. Raises InputError if Humming cannot represent it."""
     keys = {field: config.first(*names) for field, names in _NAMES.items()}
     size = config.integer(keys["weight_scale_group_size"], 0, default=0)
     size_n = config.integer(keys["weight_scale_group_size_n"], 0, default=0)

@@ -17,7 +17,7 @@ Rule = Callable[[str], SourceFormat | None]
 
 
 class RegexSet:
-    """Regular expressions that are matched from the start of names, of which a config may have hundreds.
+    """Regular expressions matched from the start of names; a config may have hundreds.
 
     patterns: each with a text that all its matches begin with, where a dot stands for any character.
     """
@@ -27,7 +27,7 @@ class RegexSet:
         self._candidates = cache(self._that_may_match)
 
     def match(self, name: str) -> bool:
-        """Whether one matches. Names that differ in their last two words only are looked up together."""
+        """Return True if a pattern matches. Names that differ only in their last two components share a lookup."""
         return any(regex.matches(name) for regex in self._candidates(name.rsplit(".", 2)[0]))
 
     def _that_may_match(self, stem: str) -> list[BoundedRegex]:

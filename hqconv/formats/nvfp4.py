@@ -58,7 +58,7 @@ class Nvfp4(Encoding):
         ]
 
     def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
-        """Tell by its name whether the second scale multiplies or divides."""
+        """Set by its name if the second scale multiplies or divides."""
         scale_2 = "divides" if used["scale_2"] == "weight_global_scale" else "multiplies"
         options = {**dict(fmt.options), "scale_2": scale_2}
         fmt = replace(fmt, scale_2="tensor", options=tuple(options.items()))

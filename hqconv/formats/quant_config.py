@@ -27,8 +27,7 @@ class DeclaredFormats:
     def of(self, module: str, *, is_stored_plain: bool = False) -> SourceFormat:
         """Return the format of a module's weight, by the module's dotted path; PLAIN where the config leaves it out.
 
-        is_stored_plain: whether its tensors are floats and nothing else, which decides where the config can be read
-        both ways.
+        is_stored_plain: True if its tensors are all floats, which decides for modules that the config leaves ambiguous.
         """
         if is_stored_plain and self.undecided is not None and self.undecided(module):
             return PLAIN

@@ -45,7 +45,7 @@ _FLOATS = {
     "fp8_e4m3": "float8e4m3",
     "fp8_e5m2": "float8e5m2",
 }
-# How codes are stored: one element each (int2 in int32), several to an element, or embedded with their scales (mx).
+# Storage of codes: one element each (int2 in int32), several to an element, or embedded with their scales (mx).
 _STORAGE = {
     "int2": "I32",
     "int3": "U8",
@@ -78,7 +78,7 @@ _SMALL_SCALES = {
 def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse excluded names, then a scheme by name or shell pattern, by class, for the rest.
 
-    A pattern speaks of the names it matches, not of modules below them. The "re:" prefix is vLLM's.
+    A pattern covers the names it matches, not modules below them. The "re:" prefix is vLLM's.
     """
     export = config.table("export") if config.has("export") else ConfigReader({}, config.where("export"))
     if (
@@ -128,7 +128,7 @@ def _format(layer: ConfigReader, packing: str) -> SourceFormat:
         "scale_dtype": scale_dtype,
         "scale_qscheme": _second_scheme(second) if second else None,
         "scale_stage": stage,
-        # Which of the two scales is stored for each group, and how the codes lie.
+        # Selects the scale that is stored for each group, and the layout of the codes.
         "scale_name": "weight_scale_2" if second and stage == 0 else "weight_scale",
         "is_transposed": qscheme == "per_group" and dtype in _TRANSPOSED,
     }
@@ -169,7 +169,7 @@ def _stages(layer: ConfigReader) -> tuple[ConfigReader, ConfigReader | None, int
 
 
 def _second_scheme(second: ConfigReader) -> str:
-    """Return how the scales are quantized: all of a matrix by one number."""
+    """Return the scheme of the scales' own quantization: one number for a whole matrix."""
     if second.flag("is_dynamic", False) or not second.flag("symmetric", True):
         raise second.unsupported("is_dynamic", "static, symmetric scales")
     if second.text("qscheme", ("per_tensor", "per_channel")) == "per_channel":
@@ -199,7 +199,7 @@ def _sizes(spec: ConfigReader, dtype: str) -> tuple[str, int, int]:
 
 
 def _scale_format(spec: ConfigReader, dtype: str) -> str | None:
-    """Return how scales are stored; blocks give it in `scale_type` instead."""
+    """Return the storage of scales; blocks give it in `scale_type` instead."""
     if dtype == "mx" or spec.values.get("scale_type") == "float8_e8m0fnu":
         return "e8m0"
     if not spec.has("scale_format"):
@@ -259,7 +259,7 @@ class Quark(Encoding):
         return stored
 
     def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
-        """Return (N, K), by how the codes are packed along the last dimension."""
+        """Return (N, K) from the packing of the codes along the last dimension."""
         dtype, bits = fmt.option("dtype"), code_bits(fmt.b_dtype)
         first, last = weight.shape[:2]
         if dtype == "mx":
@@ -332,7 +332,7 @@ def _pack_integers(fmt: SourceFormat, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_points(fmt: SourceFormat, stored: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Unpack zero points into uint8 [N, G]: packed as the weights are, but for a single one."""
+    """Unpack zero points into uint8 [N, G]: packed like the weights, except a single one."""
     import torch
 
     from hqconv.quantization.int4_packing import reordered_nibbles

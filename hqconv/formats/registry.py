@@ -1,8 +1,8 @@
 """Registry of checkpoint formats: quantization methods of configs, and stored encodings of matrices.
 
 A *method* is the `quant_method` of a config (gptq, compressed-tensors, modelopt …). It gives each module its
-`SourceFormat`. An *encoding* is how the matrix of a format is stored (packed_int, fp8, nvfp4 …); several methods may
-declare the same one. Every module of this folder may register either: a new format is a new module, and nothing else.
+`SourceFormat`. An *encoding* is the storage of one matrix in a format (packed_int, fp8, nvfp4 …); several methods may
+declare the same one. Every module of this folder may register either: a new format needs only a new module.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def methods() -> dict[str, QuantMethod]:
 
 
 def encoding(name: str) -> Encoding:
-    """Return the encoding of a name; InputError where none has it (a manifest of a later hqconv)."""
+    """Return an encoding by its name; InputError for an unknown name (a manifest of a later hqconv)."""
     load_formats()
     if name not in ENCODINGS:
         raise InputError(
@@ -88,14 +88,14 @@ def weight_names() -> tuple[str, ...]:
 
 
 def part_names() -> tuple[str, ...]:
-    """Return the raw part names of all encodings, those of codes first."""
+    """Return the raw part names of all encodings, names of codes first."""
     first = weight_names()
     others = {name for one in ENCODINGS.values() for name in one.part_names}
     return (*first, *sorted(others - set(first)), "bias", *UNUSED_PARTS)
 
 
 _ACTIVATIONS = "activation scale, not used by 16-bit activations"
-# Parts that no encoding needs -> why they are dropped.
+# Parts that no encoding needs -> reason for dropping them.
 UNUSED_PARTS = {
     "input_scale": _ACTIVATIONS,
     "input_scale_2": _ACTIVATIONS,

@@ -20,9 +20,9 @@ from hqconv.schemas.tensors import TensorSpec
 
 @dataclass(frozen=True)
 class ResolvedFormat:
-    """A format with nothing left open, and the use of every tensor.
+    """A completed format, and the use of every tensor.
 
-    used: canonical part -> raw part name. unused: raw part name -> why it is dropped.
+    used: canonical part -> raw part name. unused: raw part name -> reason for dropping it.
     """
 
     format: SourceFormat
@@ -56,7 +56,7 @@ def resolve_format(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: i
 
 
 def _check_kind(declared: SourceFormat, parts: Mapping[str, TensorSpec]) -> None:
-    """Refuse tensors that are quantized where the config says not, and the other way round."""
+    """Refuse quantized tensors if the config declares none, and plain tensors if the config declares a format."""
     weight = parts.get("weight")
     if declared.is_float:
         quantized = [p for name, p in parts.items() if name not in ("weight", "bias", *UNUSED_PARTS)]
@@ -91,7 +91,7 @@ def _check_groups(fmt: SourceFormat, parts: Mapping[str, TensorSpec]) -> None:
 
 
 def _choose(stored: StoredTensor, parts: Mapping[str, TensorSpec], fmt: SourceFormat) -> str | None:
-    """Return the raw name that provides a part; None where an optional one is absent."""
+    """Return the raw name that provides a part; None if an optional part is absent."""
     present = [name for name in stored.names if name in parts]
     if len(present) > 1:
         raise InputError(

@@ -1,7 +1,7 @@
-"""How a source stores its experts' matrices: plain floats, or codes with scales in one of the known formats.
+"""Storage format of a source's expert matrices: plain floats, or codes with scales in one of the known formats.
 
-Legend: N output rows, K input columns. One scale law: w = (code - zero) * scale * scale_2; what a format stores
-otherwise is brought to it by its decoder.
+Legend: N output rows, K input columns. One scale law: w = (code - zero) * scale * scale_2; the decoders of formats
+with another law convert to this one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 FLOAT = "float"  # encoding of experts that are not quantized
 LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.sources.artifact` reads
 GGUF = "gguf"  # of experts in GGUF files, which `hqconv.sources.gguf` reads
-KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # their tensors' names alone do not tell which experts they are
+KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # tensor names alone do not identify experts
 QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a block is converted
 DIRECT_ROUNDED = "direct, scales rounded"  # codes kept, scales rounded to the parameter dtype
 ANY = -1  # a group size that the config leaves to the tensors' shapes
 
-# What each scale dtype's values can be stored as without a change. e8m0 is a power of two, 2**-127 … 2**127.
+# Dtypes that store each scale dtype's values without a change. e8m0 is a power of two, 2**-127 … 2**127.
 _HOLDS = {
     "float32": {"float32", "bfloat16", "float16", "float8e4m3", "float8e5m2", "float8e8m0"},
     "bfloat16": {"bfloat16", "float8e4m3", "float8e5m2", "float8e8m0"},
@@ -30,24 +30,24 @@ _HOLDS = {
     "float8e5m3": {"float8e5m3"},
     "float8e8m0": {"float8e8m0"},
 }
-# Scales that are rounded to the parameter dtype, as a server does at load: float32 ones always, those of another
-# parameter dtype where it is asked for (`--round-scales`), since --dtype may keep them.
+# Scales rounded to the parameter dtype, as a server does at load: always float32 ones; ones of another
+# parameter dtype on request (`--round-scales`), since --dtype may keep them.
 ROUNDED_ALWAYS: tuple[str, ...] = ("float32",)
 ROUNDED_IF_ASKED: tuple[str, ...] = (*ROUNDED_ALWAYS, *PARAM_DTYPES)
-# The most that a scale moves by rounding, relative to itself: half a unit in the last place.
+# Maximum relative change of a scale by rounding: half a unit in the last place.
 LARGEST_CHANGE = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """Source format of one MoE layer. What the config leaves open (""; ANY) is filled in from the tensors' headers.
+    """Source format of one MoE layer. Fields that the config leaves open (""; ANY) are filled in from tensor headers.
 
     encoding: the name of a `hqconv.formats.encoding.Encoding` (manifest key: decoder). b_dtype, scale_dtype: Humming's
     names of the code type (uintN for integers, offset binary once decoded) and of the stored scale. A scale serves
     group_n rows × group_k columns (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel".
     is_permuted: columns are grouped by an index (GPTQ's g_idx), so no target can keep the codes as they are. options:
     facts that only the encoding reads. static_inputs: Humming's dtype of activations that the config quantizes with
-    one scale per tensor, measured beforehand; no fact of the weights, so neither compared nor in a manifest.
+    one static scale per tensor, from calibration; not part of the weights, so neither compared nor in a manifest.
     """
 
     name: str
@@ -64,7 +64,7 @@ class SourceFormat:
 
     @property
     def is_float(self) -> bool:
-        """Whether the experts are not quantized."""
+        """True if the experts are not quantized."""
         return self.encoding == FLOAT
 
     def option(self, name: str, default: Any = None) -> Any:
@@ -86,13 +86,13 @@ class SourceFormat:
     def from_dict(cls, document: Mapping[str, Any]) -> SourceFormat:
         """Read a manifest's `source_format`.
 
-        Raises KeyError, TypeError, AttributeError or ValueError for a document that is none.
+        Raises KeyError, TypeError, AttributeError or ValueError for any other document.
         """
         values = {"encoding" if key == "decoder" else key: value for key, value in document.items()}
         return cls(**{**values, "options": tuple(document["options"].items())})
 
     def describe(self) -> str:
-        """Return a line for people."""
+        """Return a one-line description."""
         if self.is_float or self.encoding == GGUF:
             return self.name
         sizes = {0: "all", ANY: "?"}
@@ -116,7 +116,7 @@ PLAIN = SourceFormat("not quantized", FLOAT)
 def why_not_direct(
     source: SourceFormat, schema: WeightSchema, param_dtype: str, *, rounded: Collection[str] = ()
 ) -> str:
-    """ "" if `schema` can hold the source's codes and scales as they are, else what it cannot hold.
+    """Return "" if `schema` can hold the source's codes and scales unchanged, else the part that it cannot hold.
 
     A scale may be repeated into smaller groups, and widened into a dtype that holds it exactly. Scales of a dtype in
     `rounded` may also be rounded to the parameter dtype.
@@ -142,7 +142,7 @@ def why_not_direct(
 
 
 def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str]) -> str:
-    """ "" if scales of the dtype `stored` can hold the source's, or those rounded; float zero points never are."""
+    """Return "" if scales of dtype `stored` can hold the source's, maybe rounded; float zero points never are."""
     if source.scale_dtype in _HOLDS[stored]:
         return ""
     is_fp_zero_point = bool(source.option("is_fp_zero_point", False))
@@ -154,8 +154,9 @@ def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str])
 def conversion_of(
     source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool = False
 ) -> str:
-    """How a block is converted: `quantized` from floats; of a quantized format `direct`, `requantized`, or its codes
-    kept and its scales rounded. `round_scales`: also scales of another 16-bit dtype, which are else not rounded.
+    """Return the conversion of a layer: `quantized` from floats, else `direct`, `requantized` or `DIRECT_ROUNDED`.
+
+    round_scales: also round scales of another 16-bit dtype.
     """
     if source.is_float:
         return QUANTIZED

@@ -65,7 +65,7 @@ def refuse(what: str, where: str, expected: object, found: object, remedy: str =
 
 @functools.cache
 def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """What each code stands for before its zero point and scale, float32 [2**bits]."""
+    """Return the value of each code before its zero point and scale, float32 [2**bits]."""
     kind, bits, exponent, mantissa = cpu_ops.parse_dtype(b_dtype)
     codes = torch.arange(2**bits, dtype=torch.int32)
     if kind == arithmetic.SYM_INT:
@@ -78,7 +78,7 @@ def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dt
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """A stored scale as float32, exactly; uint8 is float8e5m3, and an e8m0 byte of 255 is NaN."""
+    """Return a stored scale as float32, exactly; uint8 is float8e5m3, and an e8m0 byte of 255 is NaN."""
     if scale.dtype == torch.float8_e8m0fnu:
         exponent = scale.view(torch.uint8).to(torch.int32)
         # 2**-127 is the only subnormal, and 255 the only NaN.
@@ -94,7 +94,7 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(coded: CodedMatrix) -> torch.Tensor:
-    """float32 [N, K] = ((code - zero) * scale) * scale_2; the same bits on the CPU and on CUDA."""
+    """Decode to float32 [N, K] = ((code - zero) * scale) * scale_2; the same bits on the CPU and on CUDA."""
     scale = scale_values(coded.scale)
     zero = torch.zeros(1, 1, device=scale.device)
     if coded.zero_point is not None:
@@ -149,7 +149,7 @@ def _column_groups(coded: CodedMatrix, num_columns: int) -> torch.Tensor:
 
 
 def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
-    """`coded`, whose scales, second scales and codes have been looked at.
+    """Return `coded` after checks of its scales, second scales and codes.
 
     Raises InputError for a NaN or infinite scale, a negative one under a float type, a zero one under codes that
     are not zero, a second scale that is not a positive number, and NaN or infinite fp8 codes.
@@ -160,7 +160,7 @@ def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
         refuse("A scale is NaN or infinite.", where, "finite scales", f"{_count(~scale.isfinite())}")
     if not coded.b_dtype.startswith("uint") and is_any(scale < 0):
         refuse("A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0))
-    # In a narrow dtype a group's scale may have underflowed; its weights are 0 for whoever loads them.
+    # In a narrow dtype a group's scale may have underflowed; every loader decodes its weights to 0.
     is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
     if is_any(scale == 0) and (not is_narrow or bool((scale == 0).all())):
         _check_zero_scales(coded, scale == 0, where)
@@ -185,7 +185,7 @@ def _count(mask: torch.Tensor) -> str:
 
 
 def _check_codes(coded: CodedMatrix, names: Mapping[str, str]) -> None:
-    """Refuse fp8 codes that are no number: e4m3 has one NaN magnitude, e5m2 infinity and three NaNs."""
+    """Refuse fp8 codes that are not a number: e4m3 has one NaN magnitude, e5m2 infinity and three NaNs."""
     mask = {"float8e4m3": 0x7F, "float8e5m2": 0x7C}.get(coded.b_dtype)
     if mask is None:
         return
@@ -204,7 +204,7 @@ def _check_codes(coded: CodedMatrix, names: Mapping[str, str]) -> None:
 
 
 def _check_zero_scales(coded: CodedMatrix, is_zero: torch.Tensor, where: str) -> None:
-    """Refuse a zero scale over codes that are not zero: their weights are lost. All-zero groups often have one."""
+    """Refuse a zero scale over nonzero codes, whose weights are lost. All-zero groups often have a zero scale."""
     num_rows, num_columns = coded.shape
     grid_rows = is_zero.any(1).nonzero().flatten()
     size = coded.group_n or num_rows

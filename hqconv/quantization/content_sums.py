@@ -19,7 +19,7 @@ _LEAST_ROWS = 256  # of one helper thread's part
 def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: WeightSchema) -> torch.Tensor:
     """Return the content sums of each expert's tensors, int64 [T, E] on their device, in the order of `sum_names`.
 
-    projections: role → packed tensors [E, …] as `QuantizedStack.tensors`. On CUDA nothing is waited for.
+    projections: role → packed tensors [E, …] as `QuantizedStack.tensors`. Does not synchronize with CUDA.
     """
     sums = [
         _stack_sums(_as_matrices(name, projections[role][name], schema))

@@ -115,7 +115,7 @@ def _encode(ranges: Ranges, groups: Groups, schema: WeightSchema, count_exact: b
 
 
 def _row_scales(schema: WeightSchema, param_dtype: str) -> int:
-    """Return the rounding of scales that the encoder can compute row by row; GIVEN where it cannot."""
+    """Return the rounding of scales that the encoder can compute row by row; GIVEN if it cannot."""
     if (
         schema.is_coupled
         or schema.weight_scale_2_type != "none"
@@ -176,7 +176,7 @@ class _EncoderOutput:
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
-        """The arrays in the encoder's order."""
+        """Arrays in the encoder's order."""
         return self._packed, self._sums[0], self._sums[1], self._exact
 
     def stack(self, tensors: dict[str, torch.Tensor], shape: tuple[int, int, int]) -> QuantizedStack:
@@ -196,7 +196,7 @@ class _EncoderOutput:
 def _store_scales(
     scale: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
 ) -> tuple[dict[str, torch.Tensor], Array, Array | None, float]:
-    """Of scales [E, rows, G]: what is stored, the float32 scales [R, G] it decodes to, scale_2 [R, 1], the clamp."""
+    """Return stored scales of [E, rows, G], their float32 values [R, G], scale_2 [R, 1], and the clamp limit."""
 
     def rows(values: torch.Tensor) -> Array:
         flat: Array = values.reshape(-1, values.size(-1)).numpy()

@@ -29,7 +29,7 @@ from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_LAUNCHING = threading.Lock()  # one thread builds a kernel on its first launch, the others find it
+_LAUNCHING = threading.Lock()  # one thread builds a kernel on its first launch; the others wait and reuse it
 
 
 def quantize_stacks(
@@ -166,7 +166,7 @@ def _with_error(
 
 
 def _kernels() -> Any:
-    """The module of Triton kernels; the first import loads Triton."""
+    """Import the module of Triton kernels; the first import loads Triton."""
     from hqconv.quantization import triton_kernels
 
     return triton_kernels

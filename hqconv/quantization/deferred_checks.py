@@ -1,8 +1,8 @@
-"""Checks of values on a GPU, judged together: reading the answer of each would wait for the device.
+"""Deferred value checks on a GPU, read together: a separate result for each check would synchronize every time.
 
-Inside `deferring_checks` a check finds nothing and is deferred. The opener asks in the end whether one should have
-found something, and then does the work once more without it, where the right message is raised. What could harm the
-device, such as an index out of range, is not asked here.
+Inside `deferring_checks` a check returns False and its mask is kept. At the end the caller reads all masks at once; if
+one is set, it repeats the work without deferring, and the check raises its own message. Checks that protect the
+device, such as for an index out of range, are never deferred.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _put_down: ContextVar[list[torch.Tensor] | None] = ContextVar("put_down", defaul
 
 
 class DeferredChecks:
-    """The checks that were put down."""
+    """Masks of the deferred checks."""
 
     def __init__(self) -> None:
         self.masks: list[torch.Tensor] = []
 
     def all(self) -> torch.Tensor | None:
-        """For each of them, whether it should have found something: bool [C] on the device; None without any."""
+        """Return the result of each deferred check: bool [C] on the device; None without any."""
         return torch.stack(self.masks) if self.masks else None
 
 
 @contextmanager
 def deferring_checks() -> Iterator[DeferredChecks]:
-    """Put checks down, in this thread."""
+    """Defer checks in this thread."""
     doubts = DeferredChecks()
     token = _put_down.set(doubts.masks)
     try:
@@ -39,7 +39,7 @@ def deferring_checks() -> Iterator[DeferredChecks]:
 
 
 def is_any(mask: torch.Tensor) -> bool:
-    """Whether an element of a bool tensor is true; inside `deferring_checks` False."""
+    """Return True if an element of a bool tensor is true; inside `deferring_checks` False."""
     put_down = _put_down.get()
     if put_down is None:
         return bool(mask.any())

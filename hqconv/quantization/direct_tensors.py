@@ -1,4 +1,4 @@
-"""A coded matrix in a target schema that holds it as it is: codes kept, scales repeated and widened exactly.
+"""Expression of a coded matrix in a target schema: codes kept, scales repeated and widened exactly.
 
 Legend: N output rows, K input columns, G groups along K.
 """
@@ -18,7 +18,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 
 def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
-    """Humming's packed tensors of one matrix, where `hqconv.formats.source_format.why_not_direct` says "".
+    """Return Humming's packed tensors of one matrix, if `hqconv.formats.source_format.why_not_direct` returns "".
 
     `weight` int32 [N, K * bits / 32]; `weight_scale` [N, G], [N, 1], [N / bn, K / bk] or [1]; `zero_point` int32
     [N * bits / 32, G], or floats [N, G] of `param_dtype`; `weight_scale_2` float32 [1] or [N] of `param_dtype`: as
@@ -68,7 +68,7 @@ def _spread(values: torch.Tensor, coded: CodedMatrix, rows: int, columns: int) -
 
 
 def _cast(scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`scale`, or a float zero point, in a dtype that holds it; RequestError where it does not."""
+    """Cast `scale`, or a float zero point, to a dtype that holds it; RequestError if the dtype loses digits."""
     if dtype in ("float8e8m0", "float8e5m3"):
         wanted = torch.float8_e8m0fnu if dtype == "float8e8m0" else torch.uint8
         assert scale.dtype == wanted, (scale.dtype, dtype)
@@ -89,7 +89,7 @@ def _cast(scale: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def share_scale(coded: Sequence[CodedMatrix], schema: WeightSchema) -> bool:
-    """Whether matrices can share the schema's tensor-level scale: all of theirs are equal bit for bit."""
+    """Return True if matrices can share the schema's tensor-level scale: all their scales are equal bit for bit."""
     if not schema.is_coupled:
         return True
     scales = []

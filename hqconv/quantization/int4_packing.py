@@ -17,14 +17,14 @@ PLAIN_ORDER = tuple(range(8))
 
 
 def reordered_nibbles(packed: torch.Tensor, order: tuple[int, ...] = AWQ_ORDER) -> torch.Tensor:
-    """uint8 codes [R, 8 * words], where nibble j of a word is code order[j] of its eight."""
+    """Unpack uint8 codes [R, 8 * words]: nibble j of a word is code order[j] of its eight."""
     codes = bit_codec.unpack(packed.contiguous(), 4)
     places = torch.tensor([order.index(i) for i in range(8)], device=packed.device)
     return codes.view(*packed.shape, 8)[..., places].flatten(1)
 
 
 def transpose_4bit(packed: torch.Tensor, order: tuple[int, ...], flip: int = 0) -> torch.Tensor:
-    """int32 [N, K / 8] packed along K, of int32 [K, N / 8] packed along N with nibble j = column order[j].
+    """Transpose int32 [K, N / 8] packed along N, nibble j = column order[j], to int32 [N, K / 8] packed along K.
 
     Every code is xored with `flip`.
     """

@@ -37,8 +37,8 @@ def quantize_stacks(
 
     Inputs are bfloat16, float16 or float32 on one device; each matrix is quantized alone and at full size.
     A matrix with NaN or Inf gets a power of NaN or Inf and meaningless codes. powers: group scales to take, powers of
-    two, float32 [E, N, G], under a tensor-level second scale; `quantizer` is ignored then. On CUDA nothing waits for
-    the device.
+    two, float32 [E, N, G], under a tensor-level second scale; `quantizer` is ignored then. Does not synchronize with
+    CUDA.
 
     Under a schema with a rotation, codes, scales and error sums are those of the rotated matrices, in the inputs'
     dtype, as in Humming's `quant_tensor`; `powers` must be None.

@@ -18,9 +18,9 @@ class ErrorSums:
     """Error of an encoded matrix.
 
     error, power: float64 sums of (w - decoded)**2 and of w**2, in one folding order on every device.
-    num_exact: of `num_groups` scale groups (per row), those without any error, where they were counted. is_direct: the
-    source's codes were kept, so that nothing was measured. scale_change: where codes were kept and scales rounded (and
-    the error measured), the largest relative change of a scale.
+    num_exact: scale groups without any error, of `num_groups` (per row), if they were counted. is_direct: the
+    source's codes were kept without a measurement. scale_change: for kept codes with rounded scales (and a measured
+    error), the largest relative change of a scale.
     """
 
     error: float = 0.0
@@ -32,12 +32,12 @@ class ErrorSums:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the matrix has the codes and scales of the source."""
+        """True if the matrix has the codes and scales of the source."""
         return self.is_direct and self.scale_change is None
 
     @property
     def is_finite(self) -> bool:
-        """Whether the source's weights are finite."""
+        """True if the source's weights are finite."""
         return math.isfinite(self.power)
 
 
@@ -150,7 +150,7 @@ def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, t
 
 
 def code_of(schema: WeightSchema) -> tuple[int, int, int, int]:
-    """The schema's code type as the compiled loops take it: (kind, bits, exponent bits, mantissa bits)."""
+    """Return the schema's code type for the compiled loops: (kind, bits, exponent bits, mantissa bits)."""
     kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
     return arithmetic.ASYM_INT if schema.has_zero_point else kind, bits, exponent, mantissa
 

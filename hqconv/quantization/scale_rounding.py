@@ -1,4 +1,4 @@
-"""Scales rounded to the parameter dtype, as a server does at load, with what that changes.
+"""Scales rounded to the parameter dtype, as a server does at load, and the error of the rounding.
 
 Legend: N output rows, K input columns, G groups along K.
 """
@@ -25,7 +25,7 @@ _ROWS = 64  # of a part, at least
 
 @dataclass(frozen=True, eq=False)
 class Rounded:
-    """One matrix whose scales were rounded, and what that cost, on its device; nothing is waited for.
+    """One matrix with rounded scales, and the error of the rounding, on its device; does not synchronize.
 
     sums: float64 [3]: the sums of (w - rounded)**2 and of w**2, both in the folding order of `fold_sum`, and the
     largest relative change of a scale.
@@ -36,10 +36,10 @@ class Rounded:
 
 
 def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[str, str]) -> Rounded:
-    """The same codes with scales in `param_dtype`, to the nearest, ties to even. `names`: part → tensor name.
+    """Return the same codes with scales in `param_dtype`, to the nearest, ties to even. `names`: part → tensor name.
 
-    A scale moves by half a unit in the last place at most. Raises InputError naming the tensor where one cannot:
-    where it would be infinite, or changed and below the smallest normal number. Zero stays zero.
+    A scale changes by half a unit in the last place at most. Raises InputError naming the tensor for a scale that would
+    be infinite, or changed and below the smallest normal number. Zero stays zero.
     """
     assert coded.scale_2 is None, "scales under a second scale have 8 bits: they are not rounded"
     assert coded.column_groups is None, "columns grouped by an index have no direct form"
@@ -67,14 +67,14 @@ def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[st
 
 
 def _sums_of_tensors(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Error and power by torch: the same bits as `_sums_of_rows`."""
+    """Compute error and power by torch: the same bits as `_sums_of_rows`."""
     values = dequantize(coded).double()
     difference = values - dequantize(rounded).double()
     return fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
 
 
 def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Error and power on the CPU, a row at a time: no decoded matrix is held."""
+    """Compute error and power on the CPU, a row at a time, without a whole decoded matrix."""
     num_rows, num_columns = coded.shape
     zero = torch.zeros(1, 1) if coded.zero_point is None else coded.zero_point.float()
     arrays = [
@@ -100,7 +100,7 @@ def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tenso
 def _per_row(
     values: torch.Tensor, group_n: int, num_rows: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Values [source rows, G] with a row for each row of the matrix, or one for all."""
+    """Repeat values [source rows, G] to a row for each row of the matrix, or one for all."""
     if values.size(0) not in (1, num_rows):
         values = values.repeat_interleave(group_n, 0)[:num_rows]
     rows: np.ndarray[tuple[int, int], np.dtype[np.float32]] = values.contiguous().numpy()

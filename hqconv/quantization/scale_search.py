@@ -49,7 +49,7 @@ class CandidateScales:
         return (self.scale if self.second is None else self.scale * self.second).reciprocal()
 
     def lowest(self) -> torch.Tensor | None:
-        """Return the value that is subtracted from weights first, where there are zero points."""
+        """Return the value subtracted from weights first, if there are zero points."""
         return None if self.zero is None else self.zero * -self.scale
 
     def where(self, condition: torch.Tensor, other: CandidateScales) -> CandidateScales:

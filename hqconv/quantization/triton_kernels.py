@@ -27,7 +27,7 @@ _tables: dict[tuple[str, bool, torch.device], torch.Tensor] = {}
 
 @triton.jit
 def _fold(terms, SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.constexpr):
-    """Sums [WIDTH] over the first dimension of [SIZE, WIDTH]: its upper half onto its lower one, and so on."""
+    """Sum [SIZE, WIDTH] over the first dimension to [WIDTH]: its upper half onto its lower one, and so on."""
     for level in tl.static_range(NUM_LEVELS):
         terms = tl.sum(tl.reshape(terms, (2, SIZE >> (level + 1), WIDTH)), axis=0)
     return tl.reshape(terms, (WIDTH,))
@@ -54,7 +54,7 @@ def _fold_rows(
 
 @triton.jit
 def load_codes(words, place, is_inside, BITS: tl.constexpr):
-    """Packed codes of a row at `place`, little-endian in 32-bit words; one may straddle two of them."""
+    """Load packed codes of a row at `place`, little-endian in 32-bit words; one may straddle two of them."""
     first = place * BITS // 32
     shift = place * BITS % 32
     codes = tl.load(words + first, mask=is_inside, other=0).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
@@ -90,7 +90,7 @@ def _sum_rows(
     WIDTH: tl.constexpr,
     NUM_LEVELS: tl.constexpr,
 ):
-    """One row: (w - decoded)**2 to `out` [0, row, width], w**2 to `out` [1, row, width], both folded SIZE to 1."""
+    """Write a row's (w - decoded)**2 to `out` [0, row, width], w**2 to `out` [1, row, width], both folded SIZE to 1."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     place = tl.arange(0, SIZE)[:, None] * width + column[None, :]
@@ -116,8 +116,8 @@ def error_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of (w - decoded)**2 and of w**2 of each matrix, float64 [E] each.
 
-    `stack`: [E, N, K]; `tensors`: its packed tensors of Humming's `schema`, as `QuantizedStack.tensors`. As
-    `schema.dequant_tensors` and `fold_sum` give them, to the bit; waits for nothing.
+    `stack`: [E, N, K]; `tensors`: its packed tensors of Humming's `schema`, as `QuantizedStack.tensors`. Same bits as
+    `schema.dequant_tensors` and `fold_sum`; does not synchronize.
     """
     num_experts, num_rows, num_columns = stack.shape
     total = num_experts * num_rows
@@ -253,7 +253,7 @@ def _code(x, BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, S
 
 @triton.jit
 def _load_weights(weights, place, is_inside, IS_BFLOAT16: tl.constexpr):
-    """Float32 of stored weights; of bfloat16 by its bits, which no conversion can flush to zero."""
+    """Load stored weights as float32; bfloat16 by its bits, as a conversion could flush subnormals to zero."""
     if IS_BFLOAT16:
         bits = tl.load(weights + place, mask=is_inside, other=0).to(tl.int32) << 16
         values = bits.to(tl.float32, bitcast=True)
@@ -264,7 +264,7 @@ def _load_weights(weights, place, is_inside, IS_BFLOAT16: tl.constexpr):
 
 @triton.jit
 def _scaled(values, shift, factor, group, is_part, HAS_SHIFT: tl.constexpr):
-    """(values - shift) * factor, both of each part's group."""
+    """Compute (values - shift) * factor, both of each part's group."""
     if HAS_SHIFT:
         values = values - tl.load(shift + group, mask=is_part, other=0.0)[:, None]
     return values * tl.load(factor + group, mask=is_part, other=0.0)[:, None]
