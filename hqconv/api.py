@@ -159,8 +159,8 @@ def describe_plan(
 ) -> dict[str, Any]:
     """Describe a plan as a document, with the memory it needs and the obstacles at `out`; writes nothing.
 
-    planned: of `plan`. The other parameters are those of `convert`. Raises RequestError where the memory is not enough
-    or there is no such device.
+    planned: the result of `plan`. The other parameters are those of `convert`. Raises RequestError if memory is short
+    or the device is missing.
     """
     from hqconv.reports.plan import describe_plan as describe
     from hqconv.reports.plan import output_notes
@@ -191,17 +191,16 @@ def verify(
 ) -> VerificationReport:
     """Verify an artifact: its files, its weights, and the production kernel on them; against its `source`, if given.
 
-    out: the artifact, a folder or a Hub repo (of which only what the checks read is downloaded). source: what it was
-    made from, as `src` of `convert`, with `revision`; None: it is only held against itself, and `revision` is its own.
+    out: the artifact, a folder or a Hub repo (of which only what the checks read is downloaded). source: its
+    source, as `src` of `convert`, with `revision`; None: only the artifact's own records, `revision` is the artifact's.
     checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look at; None: all, for
     the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto, cpu, cuda or
     cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at work.
     threads: workers; None: all processors. max_error: the largest relative error that a projection may have, recorded
     or measured; larger ones are findings. progress: called with `files` or `weights` and how far that check is.
 
-    Whatever is wrong with the artifact is in the report, also that its manifest cannot be relied on. Raises
-    RequestError where `out` is no artifact or a check cannot run, and what opening the source raises: RequestError,
-    InputError or NetworkError.
+    All faults of the artifact are in the report, also an unreliable manifest. Raises RequestError where `out` is no
+    artifact or a check cannot run; opening the source raises RequestError, InputError or NetworkError.
     """
     from hqconv.verification.run import VerifyOptions
     from hqconv.verification.run import verify as run
@@ -252,11 +251,11 @@ def push(
 ) -> PushReport:
     """Push an artifact to a repo of the Hub, its manifest last; files that are there already are not sent again.
 
-    out: the artifact. repo: org/name, made if it is not there. private: make it private. branch: None is the repo's
+    out: the artifact. repo: org/name, created if missing. private: create it as private. branch: None is the repo's
     main one. announce: called with a sentence before each commit.
 
     Raises RequestError where `out` is no artifact or the Hub refuses, VerificationError where the artifact is not whole
-    or a file arrived otherwise, OutputError where the repo holds files of others, NetworkError.
+    or a file arrived with other bytes, OutputError where the repo holds foreign files, NetworkError.
     """
     from hqconv.conversion.push import push as run
     from hqconv.io.hub_upload import HubBranch
@@ -269,12 +268,12 @@ def load(
 ) -> dict[str, RankGemm]:
     """Load one MoE layer of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
 
-    path: the artifact. block: its name, such as model.layers.0.mlp.experts. tp_rank, ep_rank: whose file. device: where
+    path: the artifact. block: its name, such as model.layers.0.mlp.experts. tp_rank, ep_rank: the rank. device: where
     the tensors go: auto, cpu, cuda or cuda:N.
 
-    Returns tensors as they lie in the file, experts of the rank first: `weight` int32 [E_local, …], `weight_scale`,
+    Returns tensors as in the file, experts of the rank first: `weight` int32 [E_local, …], `weight_scale`,
     where the schema has them `zero_point` and `weight_scale_2`, and `bias`; shapes and dtypes are Humming's for the
-    target. Of static activations also `input_scale`, float32 [1], for all experts. Nothing is changed about Humming in
+    target. Of static activations also `input_scale`, float32 [1], for all experts. Humming is not modified in
     this process. Raises RequestError where `path` is no kernel artifact or has no such block or rank, or there is no
     such device; VerificationError where a file is damaged.
     """

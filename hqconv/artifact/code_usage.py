@@ -75,7 +75,7 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
     experts read at once; the result does not depend on it.
 
     Returns `schemas` (schema → projection → `CodeCounts.to_dict`), `rms` (block → projection → root mean square of each
-    expert's decoded weights, None of those that were not read), `experts_read` and `experts` in all. Raises
+    expert's decoded weights, None for experts that were not read), `experts_read` and `experts` in all. Raises
     RequestError where `root` is no artifact or `num_experts` is invalid, VerificationError where a file is damaged.
     """
     if num_experts is not None and num_experts < 1:

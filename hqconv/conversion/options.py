@@ -43,7 +43,7 @@ def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
 def choose_device(text: str, number: int = 0) -> str:
     """Resolve `--device`: auto, cpu, cuda or cuda:N → cpu or cuda:N. Raises RequestError for a missing device.
 
-    number: of this process among those that share the machine's GPUs, for auto and cuda.
+    number: of this process among the processes that share the machine's GPUs, for auto and cuda.
     """
     text = str(text)  # a torch.device too
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", text)

@@ -238,7 +238,7 @@ class _Conversion:
             folder.record(entry)
 
     def _run_units(self, folder: Destination, done: Collection[str]) -> None:
-        """Convert the units that are not done, or those that this process takes of them."""
+        """Convert the units that are not done, or this process's part of them."""
         missing, processes = self._missing(done), self.processes
         prefetch = HubPrefetch(
             self.source, missing, self.cache, folder.journal, is_shared=processes is not None

@@ -177,7 +177,7 @@ class ConversionPlan:
 
 
 def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarget) -> ConversionPlan:
-    """Plan the conversion of a source: layers left as they are, spec, output files.
+    """Plan the conversion of a source: layers that are copied unchanged, spec, output files.
 
     Raises RequestError or InputError for options, a source or their combination that no conversion can have.
     """

@@ -50,7 +50,7 @@ class Activation:
     def from_dict(cls, document: Mapping[str, Any]) -> Activation:
         """Read the activation of a manifest's layer; older manifests have the label only.
 
-        Raises ValueError where the numbers are none, or not those of the label.
+        Raises ValueError for invalid numbers, or numbers that the label does not have.
         """
         label, numbers = document["activation"], document.get("activation_parameters")
         named = cls.of_label(label)
