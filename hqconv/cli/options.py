@@ -1,6 +1,6 @@
-"""The options of the commands: the API's parameters, with what the command line adds to them.
+"""Options of the commands: the API's parameters, with help texts, flags and parsers.
 
-Names and defaults are written once, in the signatures of `hqconv.api`; here stands what each is for people.
+Names and defaults are written once, in the signatures of `hqconv.api`; help texts are here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hqconv.schemas.recipe import load_recipe
 
 @dataclass(frozen=True)
 class Option:
-    """One parameter on the command line: what Typer parses it to, its help, its flags and further settings.
+    """One parameter on the command line: its type for Typer, its help, its flags and further settings.
 
     metavar: given for arguments, which have no flag.
     """
@@ -37,10 +37,10 @@ class Option:
 
     def annotation(self, group: str | None) -> Any:
         """The type of the command's parameter, for Typer; `group`: the heading that it stands under in the help."""
-        words = {"help": self.help, "rich_help_panel": group, **self.settings}
+        settings = {"help": self.help, "rich_help_panel": group, **self.settings}
         if self.metavar:
-            return Annotated[self.kind, typer.Argument(metavar=self.metavar, **words)]
-        return Annotated[self.kind, typer.Option(*self.flags, **words)]
+            return Annotated[self.kind, typer.Argument(metavar=self.metavar, **settings)]
+        return Annotated[self.kind, typer.Option(*self.flags, **settings)]
 
 
 def _names_of(known: Callable[[], list[str]]) -> Callable[[str], list[str]]:
@@ -49,7 +49,7 @@ def _names_of(known: Callable[[], list[str]]) -> Callable[[str], list[str]]:
 
 
 _AT_LEAST_ONE = {"min": 1}
-_ANY_PATH = {"readable": False}  # whether it can be read is said in our own words
+_ANY_PATH = {"readable": False}  # readability is checked later, with hqconv's own message
 _PAGE = "Output file.  [default: ./OUT.report.html]"
 OPTIONS: dict[str, Option] = {
     "src": Option(str, "Model folder, or Hub repo id (org/name).", metavar="SRC"),
@@ -188,7 +188,7 @@ _GROUPS = {
     "Existing output": ("resume", "overwrite", "dry_run"),
     "Output": ("json", "quiet", "profile", "report"),
 }
-# What one command means differently.
+# Help texts that differ for one command.
 _ARTIFACT = Option(
     Path, "Artifact folder. verify also accepts a Hub repo id (org/name).", metavar="OUT", settings=_ANY_PATH
 )
@@ -197,7 +197,7 @@ _ARTIFACT = Option(
 def takes(
     function: Callable[..., Any], *own: str, is_artifact: bool = False, optional: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the parameters of an API function, callbacks aside, and its `own` ones, all as keywords.
+    """Give a command the parameters of an API function, callbacks aside, and its `own` ones, all as keywords.
 
     `is_artifact`: its `out` is an artifact to look at, not a place to write to. `optional`: what it may go without,
     though the function may not.
@@ -239,12 +239,12 @@ def at_home(value: Any) -> Any:
 
 
 def parse_checks(text: str | None) -> tuple[str, ...] | None:
-    """The checks of `--checks files,weights`, or None where the option is not given."""
+    """Parse the checks of `--checks files,weights`; None without the option."""
     return tuple(part.strip() for part in text.split(",")) if text else None
 
 
 def parse_layers(text: str | None) -> frozenset[int] | None:
-    """The layers of `--layers 0,3-5`, or None where the option is not given. Raises RequestError for anything else."""
+    """Parse the layers of `--layers 0,3-5`; None without the option. Raises RequestError for anything else."""
     if text is None:
         return None
     layers: set[int] = set()
@@ -258,7 +258,7 @@ def parse_layers(text: str | None) -> frozenset[int] | None:
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
-    """The batch sizes of `--tokens 1,17,256`. Raises RequestError for anything else."""
+    """Parse the batch sizes of `--tokens 1,17,256`. Raises RequestError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,5}", part) for part in parts):
         expected = "batch sizes from 1 to 999999, such as 1,17,256"

@@ -1,4 +1,4 @@
-"""Humming's compiler on this machine: which one it is, and one kernel compiled with it. Needs no GPU."""
+"""Humming's compiler on this machine: its identity, and the compilation of one kernel. Needs no GPU."""
 
 from __future__ import annotations
 

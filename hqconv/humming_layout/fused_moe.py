@@ -95,10 +95,10 @@ class KernelInputs:
     token_scale: torch.Tensor | None = None
 
 
-def load_gemm(words: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rotation: int = 0) -> Gemm:
-    """A GEMM from LayerConfig words, as a rank file's metadata holds them, and its tensors; see `Gemm`."""
+def load_gemm(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rotation: int = 0) -> Gemm:
+    """Make a GEMM from a LayerConfig document of a rank file's metadata, and its tensors; see `Gemm`."""
     plain = {name: tensor for name, tensor in tensors.items() if name != "input_scale"}
-    return Gemm(layer_config(words), plain, tensors.get("input_scale"), rotation)
+    return Gemm(layer_config(document), plain, tensors.get("input_scale"), rotation)
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,9 +108,9 @@ def _tuning_entry(config: Any, shape_m: int) -> dict[str, Any]:
     return dict(tune.get_heuristics_config(layer_config=config, shape_m=shape_m, gemm_type="indexed"))
 
 
-def layer_config(words: Mapping[str, Any]) -> Any:
-    """Humming's LayerConfig from its words, as a rank file's metadata holds them."""
-    return humming().config.LayerConfig(**words)
+def layer_config(document: Mapping[str, Any]) -> Any:
+    """Humming's LayerConfig from the document in a rank file's metadata."""
+    return humming().config.LayerConfig(**document)
 
 
 def compile_kernels(configs: Iterable[Any], tuned_for_m: int, device: torch.device) -> None:
@@ -153,7 +153,7 @@ def compile_input_kernels(
 
 
 def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> KernelInputs:
-    """Rows of the parameter dtype as a GEMM takes them: activated, if that is asked for, rotated and quantized."""
+    """Prepare rows of the parameter dtype for a GEMM: activated if configured, rotated and quantized."""
     mode = gemm.config.input_quant_mode
     static = gemm.input_scale if mode.value.startswith("static_tensor") else None
     return KernelInputs(

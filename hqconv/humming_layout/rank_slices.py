@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 def gemm_tensors(
     projections: Mapping[str, Tensors], schema: WeightSchema, part: TpSlice
 ) -> dict[str, Tensors]:
-    """Packed tensors [E, …] of w13 and w2 on one TP rank.
+    """Cut packed tensors [E, …] of w13 and w2 for one TP rank.
 
     `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `QuantizedStack.tensors`, plus `bias`
     where the family has one; `part` is the rank's part of I. The w2 bias is on TP rank 0 and zero elsewhere, since
@@ -88,7 +88,7 @@ def _pad(tensors: Tensors, schema: WeightSchema, axis: int, size: int, share: in
 
 
 def _join_rows(parts: list[Tensors]) -> Tensors:
-    """Gate's rows and then up's. Tensor-level scales are gate's: the quantizer gave both the same."""
+    """Join gate's rows and then up's. Tensor-level scales are gate's: the quantizer gave both the same."""
     if len(parts) == 1:
         return {name: tensor.contiguous() for name, tensor in parts[0].items()}
     first, second = parts

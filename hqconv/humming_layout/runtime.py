@@ -1,9 +1,9 @@
-"""Loads Humming so that its schema and transform code runs on whichever device its tensors are on.
+"""Loader of Humming so that its schema and transform code runs on whichever device its tensors are on.
 
 This is the only module that changes Humming, and these are the changes:
 * the six weight ops choose Humming's CUDA kernel or our CPU twin by their input's device; for shape planning,
   `meta` tensors get empty outputs;
-* inside `target_facts(...)`, what Humming asks of "the current device" and of its compiler while it plans a layout is
+* inside `target_facts(...)`, Humming's queries of "the current device" and its compiler during planning are
   answered for the target of the request, whatever GPU is here, or none; outside, by the device as ever;
 * inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls), and padding by
   nothing copies nothing.
@@ -43,18 +43,18 @@ _OPS = (
     "repack_weight",
     "process_mxfp4_w4a8_weight",
 )
-# Where Humming looks at the current device to decide about schemas and layouts.
+# Modules in which Humming queries the current device to decide about schemas and layouts.
 _ASKING = (
     "humming.config.config",
     "humming.config.mma",
     "humming.schema.humming",
     "humming.transform",
 )
-# What compiles and launches kernels must see the device that runs them; a layout asks there which compiler there is.
+# Modules that compile and launch kernels must see the real device; layouts query the compiler's version there.
 _LAUNCHING = "humming.jit.runtime"
 _ASKED_OF_LAUNCHING = ("is_ppu",)
 
-# Where it asks whether its kernels may be patched after compilation, as they are unless a variable says otherwise.
+# Modules that query whether kernels may be patched after compilation (on unless an environment variable disables it).
 _PATCHING = ("humming.config.config", "humming.config.mma")
 
 _target: ContextVar[GpuTarget | None] = ContextVar("target", default=None)

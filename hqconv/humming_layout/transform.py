@@ -1,4 +1,4 @@
-"""The kernel's own layout, as Humming makes it: its transform of a rank's slice, and what it says of one beforehand.
+"""Kernel layout by Humming: its transform of a rank's slice, and its shapes and LayerConfig for planning.
 
 Everything here is per expert: no layout mixes experts, so a stack of E experts in kernel form is the concatenation of
 its experts in kernel form. (Integer scales would, `use_int_weight_scale`; no schema here asks for them.)
@@ -89,7 +89,7 @@ def _layer_config(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool) 
 
 
 def _words(config: Any, target: GpuTarget) -> tuple[dict[str, Any], dict[str, bool]]:
-    """A LayerConfig as words, and its flags."""
+    """JSON document of a LayerConfig, and its flags."""
     with target_facts(target):
         return json.loads(config.to_str()), {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
 
@@ -118,9 +118,9 @@ def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, t
 @functools.cache
 def layer_config(text: str) -> Any:
     """Humming's own LayerConfig, from `KernelForm.config_json`."""
-    words = json.loads(text)
-    with target_facts(GpuTarget(words["sm_version"])):
-        return humming().config.LayerConfig(**words)
+    document = json.loads(text)
+    with target_facts(GpuTarget(document["sm_version"])):
+        return humming().config.LayerConfig(**document)
 
 
 def _target_of(form: KernelForm) -> GpuTarget:

@@ -42,7 +42,7 @@ class Fault:
 
 
 class Checks:
-    """Collects the faults of one stack of experts."""
+    """Collector of the faults of one stack of experts."""
 
     def __init__(self) -> None:
         self.faults: list[Fault] = []

@@ -1,4 +1,4 @@
-"""Rotated weights and activations turned back, by the definition: shares no code with what rotates them."""
+"""Inverse rotation of weights and activations, by the definition: shares no code with the forward rotation."""
 
 from __future__ import annotations
 
