@@ -237,12 +237,12 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
             changed = decoded(case.config, flipped(case.kernel, tensor, int(bit)))
             found = differing(clean, changed)
             affected = tensor
-            if (
-                tensor == "weight_scale_2" and clean.flushed is not None
-            ):  # a part of the e8m0 scales of one expert
+            if tensor == "weight_scale_2" and clean.flushed is not None:
+                # a factor of all e8m0 scales of its expert: another power of two moves them, all else is a fault
                 assert found.keys() <= {"weight_scale"}
                 changed_experts = {int(place[0]) for of_tensor in found.values() for place in of_tensor}
-                assert changed_experts | bad_experts(changed) <= {int(bit) // 32}
+                assert changed_experts | bad_experts(changed) == {int(bit) // 32}
+                places.add((int(bit) // 32,))
                 continue
             if (
                 tensor == "zero_point"
@@ -274,12 +274,12 @@ def test_no_two_bits_of_the_weight_make_the_same_change(name: str) -> None:
     words = case.kernel["weight"][:1]
     zeroed = {key: array[:1] for key, array in case.kernel.items()}
     num_bits = words.nbytes * 8
-    base = decoded(case.config, zeroed | {"weight": np.zeros(words.shape, np.uint32)}).codes
+    base = decoded(case.config, zeroed | {"weight": np.zeros(words.shape, np.uint32)}).codes.numpy()
     seen = np.zeros((num_bits // 128, 3), np.int64)
     for index, bit in enumerate(range(7, num_bits, 128)):
         weight = np.zeros(words.shape, np.uint32)
         weight.reshape(-1)[bit // 32] = 1 << (bit % 32)
-        codes = decoded(case.config, zeroed | {"weight": weight}).codes
+        codes = decoded(case.config, zeroed | {"weight": weight}).codes.numpy()
         [(_, n, k)] = np.argwhere(codes != base)
         seen[index] = n, k, int(codes[0, n, k]) ^ int(base[0, n, k])
     assert len(np.unique(seen, axis=0)) == len(seen)
@@ -299,8 +299,8 @@ def test_values_in_the_padding_are_reported(name: str) -> None:
     assert np.array_equal(cut.codes, full.codes[:, :384, :1024])
     lines = [line for line in cut.problems() if line.startswith("weight: expert 2: padding other than 0x0: ")]
     assert len(lines) == 2
-    below = np.argwhere(full.codes[2, 384:])
-    beside = np.argwhere(full.codes[2, :384, 1024:])
+    below = np.argwhere(full.codes[2, 384:].numpy())
+    beside = np.argwhere(full.codes[2, :384, 1024:].numpy())
     assert f"first at [{below[0][0] + 384}, {below[0][1]}], {len(below)} in all" in lines[0]
     assert f"first at [{beside[0][0]}, {beside[0][1] + 1024}], {len(beside)} in all" in lines[1]
     reported = {line.split(":")[0] for line in cut.problems()}
