@@ -239,7 +239,7 @@ class ManifestLayer(Entry):
     hidden_size: int
     intermediate_size: int
     activation: str
-    activation_parameters: dict[str, Any] | None = None
+    activation_parameters: Any = None  # checked by `activation_function`
     activation_is_known: bool | None = None
     gated: bool
     top_k: int

@@ -4,7 +4,7 @@ A separate thread waits for signals: Python handles them only between two instru
 libraries swallow an exception that is raised there. Nothing is unwound, because a killed conversion can be resumed. The
 process replaces itself by `interrupt_process` (exec). All its threads end there, so the printed line stays true.
 
-This module is loaded before all libraries, so it imports little.
+This module is loaded before all libraries, so it imports little; functions that need more import it themselves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from typing import NoReturn
 from hqconv.cli import interrupt_process
 from hqconv.cli.interrupt_process import stamp
 from hqconv.conversion.torchrun import is_rank_zero
-from hqconv.errors import printable_line
-from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTHING = "Interrupted. Nothing was written."
@@ -162,6 +160,7 @@ def output_cases(out: Path, nothing: Case) -> tuple[Case, ...]:
     nothing: the case that no output was begun.
     """
     from hqconv.conversion.output_folder import side_folder
+    from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 
     folder = out.resolve()
     manifest, side = str(folder / MANIFEST), side_folder(folder)
@@ -216,4 +215,6 @@ def page_cases(path: Path) -> tuple[Case, ...]:
 
 def _name(path: Path) -> str:
     """Path on one line, without control characters."""
+    from hqconv.errors import printable_line
+
     return printable_line(str(path))

@@ -81,17 +81,22 @@ class EncodingOptions:
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest's keys; options at their default have none."""
         document: dict[str, Any] = {"round_scales": True} if self.round_scales else {}
-        if self.quantizer != RTN:
-            document |= {"quantizer": self.quantizer, "quantizer_version": SEARCH_VERSION}
+        document |= self._quantizer_to_dict()
         if self.importance is not None:
             document["importance"] = self.importance.to_dict()
         return document
+
+    def _quantizer_to_dict(self) -> dict[str, Any]:
+        """Return the quantizer with the version of its search; nothing for rtn."""
+        if self.quantizer == RTN:
+            return {}
+        return {"quantizer": self.quantizer, "quantizer_version": SEARCH_VERSION}
 
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run must agree on, by the options' names on the command line."""
         return {
             "--round-scales": self.round_scales,
-            "--quantizer": self.quantizer,
+            "--quantizer": self._quantizer_to_dict(),
             "--importance": None if self.importance is None else self.importance.sha256,
         }
 

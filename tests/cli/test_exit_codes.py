@@ -163,7 +163,7 @@ from hqconv import api
 from hqconv.cli import app
 words = json.loads(sys.argv.pop(1))
 words["out"] = sys.argv[4]
-report = types.SimpleNamespace(words=lambda: words, warnings=["The gr\\u00f6\\u00dfe of it."], profile={})
+report = types.SimpleNamespace(to_dict=lambda: words, warnings=["The gr\\u00f6\\u00dfe of it."], profile={})
 api.convert = lambda **_: report
 from hqconv.__main__ import main
 main()
@@ -216,7 +216,7 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
         def to_dict(self) -> dict[str, Any]:
             return {}
 
-    monkeypatch.setattr(cli, "_show", fail)
+    monkeypatch.setattr(cli, "_print", fail)
     monkeypatch.setattr("hqconv.api.verify", lambda *_, **__: Report())
     monkeypatch.setattr("hqconv.api.warm", lambda **_: {})
     assert call("verify", "out").exit_code == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from hqconv.conversion.output_folder import side_folder
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 from tests.make.places import REPO
 from tests.make.qwen import read_tree
+
+_PROGRESS_LINE = re.compile(r"(\w+: )?[\d.]+ [kMGT]?B of [\d.]+ [kMGT]?B  .*\(\d+/\d+\)")
 
 # One process imports everything once; each command runs in a fork of it, with signals as it takes them at its start.
 DRIVER = """
@@ -116,6 +119,11 @@ class Commands:
         self.process.wait(60)
 
 
+def without_progress(stderr: str) -> str:
+    """stderr without progress lines: a busy machine shows some, because one is due every five seconds."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if not _PROGRESS_LINE.match(line))
+
+
 def problem_of(
     ended: Ended,
     number: Signals,
@@ -128,11 +136,9 @@ def problem_of(
 
     new: the artifact that it makes. old: the one that it replaces, if any. before: all that lay beside `out` and in it.
     """
-    lines = [line for line in ended.stderr.splitlines() if " GB/s " not in line]
-    if ended.seconds_after >= 2:
+    lines = without_progress(ended.stderr).splitlines()
+    if ended.seconds_after >= 60:  # a hang guard
         return f"it took {ended.seconds_after:.1f} s"
-    if ended.code == 0 and ended.seconds_after >= 1:
-        return "exit 0 long after the signal"
     if ended.code == 0:
         return "" if lines == [] and read_tree(out) == new else "exit 0 without the whole artifact"
     if ended.code != 128 + number or ended.stdout.count("{") != ended.stdout.count("}"):
