@@ -173,8 +173,8 @@ def recut(view: ArtifactView, **changes: object) -> str:
     location, folder = view.location, _folder(view.location)
     out = f"{folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"
     if not _can_be_cut(view):
-        command = _convert(view.source_name, Path(out).name, _made_of(view), options)
-        return f"`{shlex.join([*command, '--dtype', view.dtype])}`"
+        arguments = _convert(view.source_name, Path(out).name, _made_of(view), options)
+        return f"`{shlex.join([*arguments, '--dtype', view.dtype])}`"
     command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_options(view)], options))
     if location.is_folder:
         return f"`{command}`"
