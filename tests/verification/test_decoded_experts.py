@@ -113,11 +113,11 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
         found, _ = moe_forward(batch.x.double(), batch.routing, decoded, Activation("silu"))
         original = source_experts(source, block, CPU, pool)
         measured = good | _compare_source(Activation("silu"), batch, found, decoded, original)
-        errors = artifact.blocks[block.name]["quantization_error"]
-    recorded = {role: _recorded(words) for role, words in errors.items()}
-    for role, words in errors.items():
-        assert recorded[role] >= words["worst_relative_error"] * (1 - 1e-6)
-        assert recorded[role] == words["largest_scale_change"] > 1.01 * words["relative_error"]
+        errors = artifact.blocks[block.name].quantization_error
+    recorded = {role: _recorded(error) for role, error in errors.items()}
+    for role, error in errors.items():
+        assert recorded[role] >= error.worst_relative_error * (1 - 1e-6)
+        assert recorded[role] == error.largest_scale_change > 1.01 * error.relative_error
     for factor in (1.0, 1.3 * 2.0**-8 / max(measured["weights_against_source"].values())):
         worse = {role: factor * e for role, e in measured["weights_against_source"].items()}
         result = CheckResult("kernel")

@@ -250,7 +250,7 @@ def test_static_scales_are_read_and_what_they_cut_off_is_told(
 
         monkeypatch.setattr(artifact, "layer_config", config)
         inputs = replace(artifact.spec.inputs, input_quant_mode="static_tensor")
-        monkeypatch.setattr(artifact, "request", replace(artifact.spec, inputs=inputs))
+        monkeypatch.setattr(artifact, "spec", replace(artifact.spec, inputs=inputs))
         found = BlockInputs.of(artifact, BLOCK, torch.device("cpu"))
         assert found is not None
         assert {gemm: scale.tolist() for gemm, scale in found.static.items()} == {
@@ -274,7 +274,7 @@ def test_activations_without_a_reference_are_skipped(tmp_path: Path, monkeypatch
         device = torch.device("cuda", 0)
         assert _kernel_device(artifact, device) == (device, "")
         inputs = InputSchema("x", "float8e3m4")
-        monkeypatch.setattr(artifact, "request", replace(artifact.spec, inputs=inputs))
+        monkeypatch.setattr(artifact, "spec", replace(artifact.spec, inputs=inputs))
         assert _kernel_device(artifact, device) == (None, "there is no reference for float8e3m4 activations")
 
 
