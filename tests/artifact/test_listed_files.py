@@ -35,8 +35,8 @@ NAMES = {
     "": False,
     ".": False,
     "..": False,
-    "..\\secret": False,
-    "C:\\secret": False,
+    "..\\secret": True,  # a plain name where folders are parted by /
+    "C:\\secret": True,
     "a\0b": False,
     "a": True,
     "a..b/c": True,
