@@ -69,11 +69,7 @@ def _with_options(function: Callable[P, R]) -> Callable[P, R]:
 
 @_with_options
 def plan(
-    src: str | Path,
-    *,
-    revision: str | None = None,
-    device: str = "auto",
-    **options: Unpack[ConversionArguments],
+    src: str | Path, *, revision: str | None = None, device: str = "auto", **options: Unpack[ConversionArguments]
 ) -> ConversionPlan:
     """Plan a conversion from headers and config alone: the tensors of every output file, and their places.
 
@@ -221,9 +217,7 @@ def verify(
     if source is None and revision is not None and is_folder:
         what, remedy = "A revision is of a source.", "Name the source, or leave the revision out."
         raise RequestError(what, where="--revision", found=revision, remedy=remedy)
-    root, listing = (
-        (Path(out), None) if is_folder else open_repo(str(out), revision if source is None else None)
-    )
+    root, listing = (Path(out), None) if is_folder else open_repo(str(out), revision if source is None else None)
     with nullcontext(None) if source is None else open_source(source, revision) as opened:
         return run(root, opened, options, listing)
 

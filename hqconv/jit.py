@@ -50,9 +50,7 @@ class _Announcer(event.Listener):  # type: ignore[misc]
         say, self._say = self._say, None
         if say is not None:
             then = (
-                "this is done once."
-                if _is_cached[0]
-                else "no folder can hold them, so that every process does this."
+                "this is done once." if _is_cached[0] else "no folder can hold them, so that every process does this."
             )
             say(f"Compiling loops for this processor, which takes up to a minute; {then}")
 

@@ -159,14 +159,7 @@ Measured = dict[tuple[str, int, str], dict[str, float]]  # limits by source, byt
 
 
 def rounds(
-    source: Path,
-    schema: str,
-    device: str,
-    sink: str,
-    args: argparse.Namespace,
-    known: Measured,
-    *,
-    is_warm: bool,
+    source: Path, schema: str, device: str, sink: str, args: argparse.Namespace, known: Measured, *, is_warm: bool
 ) -> dict[str, Any]:
     """All that is said of one schema, size, device and sink; `is_warm`: no uncounted round is needed."""
     words = {"schema": schema, "target": "sm90", "device": device, "tp": args.tp, "threads": args.threads}
@@ -253,9 +246,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(json.loads(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemas", default="mxfp4,int4")
     parser.add_argument("--sizes", "--size", default="4.8")
     parser.add_argument("--runs", type=int, default=3)
@@ -264,9 +255,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sinks", "--sink", default="files")
     parser.add_argument("--cold", action="store_true")
-    parser.add_argument(
-        "--no-warm-up", action="store_true", help="count the first round: kernels are compiled"
-    )
+    parser.add_argument("--no-warm-up", action="store_true", help="count the first round: kernels are compiled")
     parser.add_argument("--skip-bytes", action="store_true", help="another run has proved the bytes")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--max-memory", default="4GiB")

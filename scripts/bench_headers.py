@@ -89,10 +89,7 @@ def make_headers(folder: Path, fmt: str, num_tensors: int, experts: int) -> int:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + max(entry["data_offsets"][1] for entry in header.values()))
         weight_map |= dict.fromkeys(header, path.name)
-    files = {
-        "config.json": config(layers, experts, fmt),
-        "model.safetensors.index.json": {"weight_map": weight_map},
-    }
+    files = {"config.json": config(layers, experts, fmt), "model.safetensors.index.json": {"weight_map": weight_map}}
     for name, words in files.items():
         (folder / name).write_text(json.dumps(words) + "\n", encoding="utf-8")
     return len(weight_map)
@@ -123,9 +120,7 @@ def best(folder: Path, words: list[str], num_runs: int) -> dict[str, float]:
     return {key: min(run[key] for run in runs) for key in runs[0]}
 
 
-def measure_headers(
-    work: Path, sizes: list[int], formats: list[str], num_runs: int
-) -> Iterator[dict[str, Any]]:
+def measure_headers(work: Path, sizes: list[int], formats: list[str], num_runs: int) -> Iterator[dict[str, Any]]:
     """For each format and size, what each look takes; sources are made below `work` and removed."""
     for fmt in formats:
         small = work / f"headers-{fmt}-small"
@@ -157,8 +152,4 @@ def figures(found: dict[str, float], fixed: dict[str, float], num_more: int) -> 
 if __name__ == "__main__":
     what, folder, *words = sys.argv[1:]
     is_make = what == "make"
-    print(
-        json.dumps(
-            make_headers(Path(folder), words[0], *map(int, words[1:])) if is_make else look(folder, words)
-        )
-    )
+    print(json.dumps(make_headers(Path(folder), words[0], *map(int, words[1:])) if is_make else look(folder, words)))

@@ -36,9 +36,7 @@ def plot(results: Sequence[Mapping[str, Any]]) -> str:
         top = _TOP + number * (_BAR + _GAP)
         middle = top + _BAR - 4
         parts.append(f'<text x="10" y="{middle}">{title}</text>')
-        parts.append(
-            f'<text x="{_LABEL - 6}" y="{middle}" text-anchor="end">{who if not title else ""}</text>'
-        )
+        parts.append(f'<text x="{_LABEL - 6}" y="{middle}" text-anchor="end">{who if not title else ""}</text>')
         width = _SCALE * speed / highest
         colour = _COLOURS.get(who, _OTHER)
         parts.append(f'<rect x="{_LABEL}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{colour}"/>')
@@ -49,7 +47,5 @@ def plot(results: Sequence[Mapping[str, Any]]) -> str:
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 3}" y2="{top + _BAR + 3}" stroke="{_LIMIT}"'
                 ' stroke-width="2"/>'
             )
-    parts.append(
-        f'<text x="10" y="{height - 8}" fill="{_LIMIT}">red: the nearest limit of the machine</text></svg>'
-    )
+    parts.append(f'<text x="10" y="{height - 8}" fill="{_LIMIT}">red: the nearest limit of the machine</text></svg>')
     return "\n".join(parts) + "\n"

@@ -41,12 +41,7 @@ def compare(source: Path, work: Path, name: str, dtype: str) -> list[str]:
         for device in ("cpu", "cuda:0"):
             out = work / device.replace(":", "")
             request = {"schema": name, "dtype": dtype, "target": "sm90", **grid}
-            words: dict[str, Any] = {
-                "device": device,
-                "threads": 8,
-                "overwrite": out.exists(),
-                "allow_unserved": True,
-            }
+            words: dict[str, Any] = {"device": device, "threads": 8, "overwrite": out.exists(), "allow_unserved": True}
             hqconv.convert(source, out, **request, **words)
             made.append(artifact_bytes(out))
         cpu, cuda = made

@@ -34,10 +34,7 @@ from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import resolve_schema
 from scripts.shared import SCHEMAS, make_source
 
-GRIDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2},
-)
+GRIDS: tuple[dict[str, Any], ...] = ({}, {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2})
 
 
 # Integers that have kernels of their own under quantized activations.

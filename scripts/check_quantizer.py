@@ -33,9 +33,7 @@ def stacks_of(dtype: torch.dtype) -> list[torch.Tensor]:
     """Gate and up of three experts: hard ones, and a plain one."""
     plain = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(1)) * 0.02
     return [
-        torch.stack(
-            [hard_matrix(*SHAPE, dtype, 10 * i), hard_matrix(*SHAPE, dtype, 10 * i + 1), plain[i].to(dtype)]
-        )
+        torch.stack([hard_matrix(*SHAPE, dtype, 10 * i), hard_matrix(*SHAPE, dtype, 10 * i + 1), plain[i].to(dtype)])
         for i in range(2)
     ]
 
@@ -84,9 +82,7 @@ def speed(schema: WeightSchema, num_experts: int) -> list[float]:
     stacks = list(torch.randn(2, num_experts, 2048, 4096, device="cuda").bfloat16())
     num_bytes = sum(stack.numel() * 2 for stack in stacks)
     return [
-        num_bytes
-        / 1e9
-        / seconds(lambda q=quantizer: quantize_stacks(stacks, schema, "bfloat16", quantizer=q))  # type: ignore[misc]
+        num_bytes / 1e9 / seconds(lambda q=quantizer: quantize_stacks(stacks, schema, "bfloat16", quantizer=q))  # type: ignore[misc]
         for quantizer in (RTN, Quantizer("mse"))
     ]
 
@@ -109,9 +105,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     if args.log:
         head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n"
-        head += (
-            "| schema | CPU and GPU | rtn, GB/s | mse, GB/s | mse of rtn |\n| --- | --- | --- | --- | --- |\n"
-        )
+        head += "| schema | CPU and GPU | rtn, GB/s | mse, GB/s | mse of rtn |\n| --- | --- | --- | --- | --- |\n"
         args.log.write_text(head + "\n".join(rows) + "\n")
     sys.exit(1 if failed else 0)
 

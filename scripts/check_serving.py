@@ -60,9 +60,7 @@ def main() -> None:
     parser.add_argument("--both", action="store_true", help="only schemas that a stock vLLM serves as well")
     parser.add_argument("--jobs", type=int, default=4, help="engines at once, for answers alone")
     parser.add_argument("--runs", type=int, default=2, help="starts of each kind; the last is reported")
-    parser.add_argument(
-        "--few-kernels", action="store_true", help="two tile sizes for each GEMM: fewer to compile"
-    )
+    parser.add_argument("--few-kernels", action="store_true", help="two tile sizes for each GEMM: fewer to compile")
     parser.add_argument("--profile", action="store_true", help="one more start, by what its load does")
     parser.add_argument("--words", default="{}", help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
@@ -134,17 +132,12 @@ def modes(a: argparse.Namespace) -> dict[str, Any]:
     """Answers after sleeping, lightly and deeply, must be those of before; a dummy load must start."""
     kernel = convert(a, source_of(a), a.schemas[0], "kernel")
     dummy = json.dumps({**json.loads(a.words), "load_format": "dummy"})
-    engines = [
-        Engine("sleep", kernel, ["--sleep", "--words", a.words]),
-        Engine("dummy", kernel, ["--words", dummy]),
-    ]
+    engines = [Engine("sleep", kernel, ["--sleep", "--words", a.words]), Engine("dummy", kernel, ["--words", dummy])]
     found = {engine.name: answers for engine, answers in run_all(engines, 2)}
     report: dict[str, Any] = {"engines": found}
     slept = found["sleep"]
     same_after = {level: slept.get(f"after_sleep_{level}") == slept.get("answers") for level in (1, 2)}
-    report["failed"] = (
-        "failed" in slept or not all(same_after.values()) or "failed" in report["engines"]["dummy"]
-    )
+    report["failed"] = "failed" in slept or not all(same_after.values()) or "failed" in report["engines"]["dummy"]
     print("the same after sleep:", same_after, *slept.get("failed", ()), flush=True)
     print("dummy:", *report["engines"]["dummy"].get("failed", ["started"]), sep="\n    ", flush=True)
     return report
@@ -157,12 +150,7 @@ def start(a: argparse.Namespace) -> dict[str, Any]:
     packed = convert(a, source, schema, "checkpoint")
     arguments = ["--memory", "0.6", "--words", a.words]
     online = {"VLLM_HUMMING_ONLINE_QUANT_CONFIG": json.dumps(ONLINE)}
-    quantizing = [
-        "--memory",
-        "0.6",
-        "--words",
-        json.dumps({**json.loads(a.words), "quantization": "humming"}),
-    ]
+    quantizing = ["--memory", "0.6", "--words", json.dumps({**json.loads(a.words), "quantization": "humming"})]
     engines = [
         Engine("kernel layout", kernel, arguments),
         Engine("checkpoint layout", packed, arguments),
@@ -174,12 +162,7 @@ def start(a: argparse.Namespace) -> dict[str, Any]:
     files = sorted((kernel / names.EXPERTS_FOLDER).rglob("*.safetensors"))
     torch.cuda.empty_cache()
     limits = [reading_rate(files) for _ in range(3)]
-    report: dict[str, Any] = {
-        "limit_gb_s": max(limits),
-        "limits_gb_s": limits,
-        "failed": False,
-        "engines": {},
-    }
+    report: dict[str, Any] = {"limit_gb_s": max(limits), "limits_gb_s": limits, "failed": False, "engines": {}}
     report["rank_bytes"] = sum(path.stat().st_size for path in files)
     print({key: report[key] for key in ("rank_bytes", "limits_gb_s")}, flush=True)
     for engine, found in run_all([engine for engine in engines for _ in range(a.runs)], 1):

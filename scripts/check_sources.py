@@ -73,20 +73,14 @@ def attempt(
         alone = hqconv.verify(out, checks=["files", "weights"], threads=4)
     except HqconvError as error:
         # Where no schema fits, what was found ends with the reason.
-        text = (
-            error.found.rpartition(": ")[2] if error.what.startswith("No schema") else error.what.rstrip(".")
-        )
+        text = error.found.rpartition(": ")[2] if error.what.startswith("No schema") else error.what.rstrip(".")
         expected = bool(refusal) and refusal in error.message()
         return Outcome(refused=text) if expected else Outcome(failed=error.message().replace("\n", " "))
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         return Outcome(failed=f"{type(error).__name__}: {error}".splitlines()[0])
     results = [*report.results, *alone.results]
-    findings = [
-        f"{r.name}: {f.where}: {f.what} ({f.expected}; {f.found})" for r in results for f in r.findings
-    ]
-    worst = max(
-        error["relative_error"] for of_block in summary.errors.values() for error in of_block.values()
-    )
+    findings = [f"{r.name}: {f.where}: {f.what} ({f.expected}; {f.found})" for r in results for f in r.findings]
+    worst = max(error["relative_error"] for of_block in summary.errors.values() for error in of_block.values())
     passed = [result.name for result in report.results if not result.skipped]
     for result in report.results:
         if result.name in passed and result.name == "kernel":
@@ -203,9 +197,7 @@ def _words(family: Family) -> str:
 
 
 def _form(stack: Stack) -> str:
-    text = {False: "[E, out, in]", True: "[E, in, out]", None: "[E, out, in] or [E, in, out]"}[
-        stack.transposed
-    ]
+    text = {False: "[E, out, in]", True: "[E, in, out]", None: "[E, out, in] or [E, in, out]"}[stack.transposed]
     text = text.replace("E, ", "E·") if stack.flat else text
     return f"{text}, rows interleaved" if stack.interleaved else text
 
@@ -262,13 +254,9 @@ def missing_rows(lines: list[str]) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument(
-        "--write", action="store_true", help="write the table; with --formats, its other rows are kept"
-    )
+    parser.add_argument("--write", action="store_true", help="write the table; with --formats, its other rows are kept")
     parser.add_argument("--out", type=Path, default=TABLE, help="another file to write")
     parser.add_argument("--check", action="store_true", help="only compare docs/sources.md with the lists")
     return parser.parse_args()

@@ -45,9 +45,7 @@ def hqconv(*words: str, **environment: str) -> tuple[int, dict[str, Any], float]
     """The command's exit code, its JSON, and the wall time of the whole process."""
     command = [sys.executable, "-m", "hqconv", *words, "--json"]
     started = time.monotonic()
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **environment}
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **environment})
     return done.returncode, json.loads(done.stdout or "{}"), time.monotonic() - started
 
 
@@ -160,9 +158,7 @@ def damages(out: Path) -> Iterator[tuple[str, Path, dict[int, bytes]]]:
 
 def main() -> None:
     """Measure, compare, damage and compare; exit 1 where anything is not as it should be."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--size", type=float, default=7.25)
     parser.add_argument("--schema", default="mxfp4")
@@ -171,9 +167,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     args = parser.parse_args()
     device = torch.device(args.device)
-    print(
-        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", f"torch {torch.__version__}"
-    )
+    print(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", f"torch {torch.__version__}")
     source, out = make_artifact(args.work or Path(tempfile.mkdtemp(prefix="hqconv-verify-")), args)
     passed = time_processes(source, out, args)
     passed = compare("good", source, out, device) and passed

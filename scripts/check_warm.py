@@ -46,9 +46,7 @@ def check_facts() -> str | None:
     print(f"{here}\n  derived facts that differ (ours, the device's): {wrong or 'none'}", flush=True)
     known = next((name for name, gpu in KNOWN.items() if gpu.name == here.name), None)
     if known is not None:
-        differing = {
-            k: (v, here.to_dict()[k]) for k, v in KNOWN[known].to_dict().items() if here.to_dict()[k] != v
-        }
+        differing = {k: (v, here.to_dict()[k]) for k, v in KNOWN[known].to_dict().items() if here.to_dict()[k] != v}
         print(f"  facts in the table for {known} that differ: {differing or 'none'}", flush=True)
     return known
 
@@ -89,8 +87,7 @@ class Served:
         )
         options = {"use_f16_accum": False, "use_batch_invariant": False, "gemm_type": GemmType.INDEXED}
         self.tuning = {
-            name: get_heuristics_config(layer_config=config, **options)
-            for name, config in self.configs.items()
+            name: get_heuristics_config(layer_config=config, **options) for name, config in self.configs.items()
         }
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         self.locks = torch.zeros(num_sms * 8, dtype=torch.int32, device="cuda")
@@ -159,9 +156,7 @@ def check(work: Path, schema: str, known: str | None) -> bool:
     out, passed = work / schema, True
     hqconv.convert(work / "source", out, schema=schema, target="sm90", overwrite=out.exists())
     folders = {"here": work / f"{schema}-here"}
-    seconds = run(
-        ["-m", "hqconv", "warm", str(out), "--kernels", str(folders["here"])], work / f"{schema}-scratch"
-    )
+    seconds = run(["-m", "hqconv", "warm", str(out), "--kernels", str(folders["here"])], work / f"{schema}-scratch")
     print(f"{schema}: warmed in {seconds:.1f} s", flush=True)
     if known is not None:  # as on a machine without a GPU
         folders["elsewhere"] = work / f"{schema}-elsewhere"

@@ -61,19 +61,13 @@ class Model(NamedTuple):
         return 3 * self.num_layers * self.num_experts * self.hidden_size * self.intermediate_size
 
 
-MODELS = (
-    Model("Qwen3-30B-A3B", 48, 128, 2048, 768),
-    Model("DeepSeek-V3", 58, 256, 7168, 2048),
-)
+MODELS = (Model("Qwen3-30B-A3B", 48, 128, 2048, 768), Model("DeepSeek-V3", 58, 256, 7168, 2048))
 
 
 def stored_bytes(model: Model, schema: WeightSchema) -> int:
     """What its experts take in the kernel layout on one rank, scales and padding included."""
     kind = KernelSpec(schema, _DTYPE, _TARGET, INPUT_PRESETS["a16"])
-    shapes = (
-        (2 * model.intermediate_size, model.hidden_size),
-        (model.hidden_size, model.intermediate_size),
-    )
+    shapes = ((2 * model.intermediate_size, model.hidden_size), (model.hidden_size, model.intermediate_size))
     specs = [spec for shape in shapes for spec in planned_kernel_form(*shape, kind).tensors.values()]
     bits = sum(math.prod(spec.shape) * num_bits(spec.dtype) for spec in specs)
     return model.num_layers * model.num_experts * bits // 8
@@ -82,9 +76,7 @@ def stored_bytes(model: Model, schema: WeightSchema) -> int:
 def activations(schema: WeightSchema) -> str:
     """The quantized activations that it runs with on an H100 or H200."""
     kinds = (KernelSpec(schema, _DTYPE, _TARGET, inputs) for inputs in INPUT_PRESETS.values())
-    return ", ".join(
-        kind.inputs.name for kind in kinds if why_not(kind) is None and kind.inputs.name != "a16"
-    )
+    return ", ".join(kind.inputs.name for kind in kinds if why_not(kind) is None and kind.inputs.name != "a16")
 
 
 def row(name: str, matrices: Mapping[str, torch.Tensor]) -> str:

@@ -38,9 +38,7 @@ class Engine:
             environment = {**os.environ, **THREADS, **self.variables}
             begun = time.perf_counter()
             with log.open("wb") as out:  # no pipe: workers that outlive their parent would keep it open
-                started = subprocess.Popen(
-                    command, stdout=out, stderr=out, env=environment, start_new_session=True
-                )
+                started = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     started.wait(START_S)
             seconds = time.perf_counter() - begun

@@ -44,9 +44,7 @@ def install(folder: Path) -> Path:
     """Write what makes vLLM find this plugin; the folder belongs into PYTHONPATH."""
     place = folder / "few_kernels-0.dist-info"
     place.mkdir(parents=True, exist_ok=True)
-    (place / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: few-kernels\nVersion: 0\n", encoding="ascii"
-    )
+    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: few-kernels\nVersion: 0\n", encoding="ascii")
     entry = "[vllm.general_plugins]\nfew_kernels = scripts.few_kernels:register\n"
     (place / "entry_points.txt").write_text(entry, encoding="ascii")
     return folder

@@ -299,9 +299,7 @@ class Draw:
         kind = stored(tensor, self._dtype)[1]
         if self._distinct is None:
             return (chunk.to(kind) for chunk in values(tensor, self._seed))
-        name = re.sub(
-            r"(?<=layers\.)\d+", lambda match: str(int(match[0]) % (self._distinct or 1)), tensor.name
-        )
+        name = re.sub(r"(?<=layers\.)\d+", lambda match: str(int(match[0]) % (self._distinct or 1)), tensor.name)
         if name not in self._kept:
             self._kept[name] = [chunk.to(kind) for chunk in values(tensor._replace(name=name), self._seed)]
         return self._kept[name]
@@ -339,9 +337,7 @@ def write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, draw: Draw | 
     return end
 
 
-def write_checkpoint(
-    out: Path, model_type: str, s: Sizes, dtype: str, shard_bytes: int, draw: Draw | None
-) -> int:
+def write_checkpoint(out: Path, model_type: str, s: Sizes, dtype: str, shard_bytes: int, draw: Draw | None) -> int:
     """Write the folder, which gets its name when it is complete; returns the bytes of all tensors."""
     folder = out.with_name(out.name + ".partial")
     shutil.rmtree(folder, ignore_errors=True)

@@ -141,12 +141,8 @@ class Collector(TorchFunctionMode):
         found = {}
         for name in self._sizes:
             if not self._counts[name]:
-                what = (
-                    "No product with these experts' weights was seen: transformers multiplies in another way."
-                )
-                remedy = (
-                    "A model whose weights are 16-bit or float32, and run by transformers' eager experts."
-                )
+                what = "No product with these experts' weights was seen: transformers multiplies in another way."
+                remedy = "A model whose weights are 16-bit or float32, and run by transformers' eager experts."
                 raise RequestError(what, where=name, expected=remedy)
             found[name] = (self._sums[name] / self._counts[name]).float().cpu()
             if not bool(torch.isfinite(found[name]).all()):
@@ -154,9 +150,7 @@ class Collector(TorchFunctionMode):
         return found
 
 
-def collect(
-    model: nn.Module, batches: Iterable[torch.Tensor], blocks: Iterable[MoeLayer]
-) -> dict[str, torch.Tensor]:
+def collect(model: nn.Module, batches: Iterable[torch.Tensor], blocks: Iterable[MoeLayer]) -> dict[str, torch.Tensor]:
     """The means of x² of a model that reads `batches` of token ids [B, T], under the blocks' names.
 
     Raises RequestError where model and blocks do not match, or how the experts are run is not understood.
@@ -182,9 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Collect and write; exits with the error's code where that cannot be."""
     import transformers
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "text", "out"):
         parser.add_argument(name)
     parser.add_argument("--tokens", type=int, default=65536)

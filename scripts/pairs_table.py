@@ -68,9 +68,7 @@ def main() -> None:
 
 def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     """A table in Markdown."""
-    return "".join(
-        f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in (head, ["---"] * len(head), *rows)
-    )
+    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in (head, ["---"] * len(head), *rows))
 
 
 def spans(found: Sequence[int]) -> str:
@@ -112,10 +110,7 @@ def pairs() -> str:
 def floats() -> str:
     """Every float type as weights, in groups of 32 with e8m0 scales, × activations."""
     rows = (
-        [
-            code,
-            *(where(WeightSchema(code, code, "float8e8m0", "group", 32), inputs) for inputs in INPUT_PRESETS),
-        ]
+        [code, *(where(WeightSchema(code, code, "float8e8m0", "group", 32), inputs) for inputs in INPUT_PRESETS)]
         for code in (*FLOATS, "float8e5m2")
     )
     return table(("weights, e8m0 per 32", *INPUT_PRESETS), rows)

@@ -103,28 +103,19 @@ def faults_in(path: Path, root: Path) -> Iterator[Fault]:
     functions = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.FunctionDef)]
     for function in functions:
         for statement in function.body:
-            texts = {
-                id(x)
-                for text in ast.walk(statement)
-                if isinstance(text, ast.JoinedStr)
-                for x in ast.walk(text)
-            }
+            texts = {id(x) for text in ast.walk(statement) if isinstance(text, ast.JoinedStr) for x in ast.walk(text)}
             for node in ast.walk(statement):
                 if id(node) in texts or not isinstance(node, ast.expr) or (new := changed(node)) is None:
                     continue
                 before = ast.get_source_segment(source, node)
                 if before and "\n" not in before:
                     after = f"({ast.unparse(new)})"
-                    yield Fault(
-                        path.relative_to(root).as_posix(), node.lineno, node.col_offset, before, after
-                    )
+                    yield Fault(path.relative_to(root).as_posix(), node.lineno, node.col_offset, before, after)
 
 
 def draw(root: Path, num: int, seed: int, rooms: list[str]) -> list[Fault]:
     """`num` faults, a quarter of them in constants, drawn over all files that tests on a CPU can reach."""
-    files = [
-        x for x in sorted((root / "hqconv").rglob("*.py")) if not any(y in x.as_posix() for y in LEFT_OUT)
-    ]
+    files = [x for x in sorted((root / "hqconv").rglob("*.py")) if not any(y in x.as_posix() for y in LEFT_OUT)]
     files = [x for x in files if not rooms or x.relative_to(root / "hqconv").parts[0] in rooms]
     found = sorted({fault for path in files for fault in faults_in(path, root)}, key=repr)
     constants = [fault for fault in found if fault.before.isdigit()]
@@ -145,9 +136,7 @@ def is_found(root: Path, tests: list[str], *, whole: bool) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(root), "HQCONV_TESTS": "all" if whole else ""}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, timeout=LIMIT_S, check=False
-        )
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         return True
     return done.returncode not in (0, 5)
@@ -172,9 +161,7 @@ def plant(fault: Fault, root: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num", type=int, default=48)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", default="")
@@ -193,10 +180,7 @@ def main() -> None:
             suite = plant(fault, root)
             results.append({**asdict(fault), "found_by": suite})
             seconds = time.monotonic() - start_s
-            print(
-                f"{suite:5} {seconds:5.0f} s  {fault.path}:{fault.line}  {fault.before} -> {fault.after}",
-                flush=True,
-            )
+            print(f"{suite:5} {seconds:5.0f} s  {fault.path}:{fault.line}  {fault.before} -> {fault.after}", flush=True)
             if options.log:
                 options.log.write_text(json.dumps(results, indent=1), encoding="utf-8")
     counts = {suite: sum(x["found_by"] == suite for x in results) for suite in ("quick", "all", "none")}

@@ -27,11 +27,7 @@ def main() -> None:
     """Record every schema for every shape and both parameter dtypes."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    golden: dict[str, Any] = {
-        "recorded_on": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cases": {},
-    }
+    golden: dict[str, Any] = {"recorded_on": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
     for name in SCHEMAS:
         for param_dtype in ("bfloat16", "float16"):
             for shape in SHAPES:

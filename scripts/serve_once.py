@@ -58,9 +58,7 @@ def main() -> None:
     found["engine_s"] = time.time() - begun_s
     if "loaded_at" in found:
         found["loaded_s"] = found.pop("loaded_at") - begun_s
-    sampling = SamplingParams(
-        temperature=0, max_tokens=TOKENS, logprobs=20, ignore_eos=True, detokenize=False
-    )
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=20, ignore_eos=True, detokenize=False)
 
     def ask() -> list[list[list[float]]]:
         # One at a time: what is computed together, and so how, would depend on when each one arrives.

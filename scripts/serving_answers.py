@@ -23,9 +23,7 @@ def all_near(report: dict[str, Any]) -> bool:
     controls = [words["first_log_p"] for name, words in found.items() if name.split()[0] in CONTROLS]
     if found and not controls:
         names, served = " or ".join(CONTROLS), ", ".join(found)
-        report["not_judged"] = (
-            f"{served}: how near is near only a control tells; serve {names} in the same run"
-        )
+        report["not_judged"] = f"{served}: how near is near only a control tells; serve {names} in the same run"
         return True
     limit = report["limit"] = NOISE * max(controls, default=0.0)
     return all(words["first_log_p"] <= limit for words in found.values())

@@ -56,10 +56,7 @@ def write_gpt_oss(folder: Path, a: argparse.Namespace) -> None:
             tensors[f"{prefix}_bias"] = torch.randn(a.experts, rows).mul(0.1).to(getattr(torch, a.dtype))
     folder.mkdir()
     config.architectures = ["GptOssForCausalLM"]
-    config.quantization_config = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn"],
-    }
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     config.save_pretrained(folder)
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
 

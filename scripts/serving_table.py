@@ -123,9 +123,7 @@ def _units(units: set[int]) -> str:
 
 def _cell(schemas: Sequence[tuple[str, Json]], grid: str) -> str:
     """`yes` where all dtypes of all schemas are served; else what is not."""
-    problems = {
-        dtype: BAD.get((schema, dtype)) or words[dtype][grid] for schema, words in schemas for dtype in words
-    }
+    problems = {dtype: BAD.get((schema, dtype)) or words[dtype][grid] for schema, words in schemas for dtype in words}
     if not any(problems.values()):
         return "yes"
     return ", ".join(
@@ -141,9 +139,7 @@ def _never(refused: Mapping[str, str]) -> Iterator[str]:
         if not why:
             raise SystemExit(f"{grid} is served")
         yield f"The plugin refuses {grid}: {_sentence(why)}."
-    yield (
-        "float16 with fp8-e5m2: it loads, and Humming's kernel gives NaN ([kernels.md](kernels.md)); use bfloat16."
-    )
+    yield ("float16 with fp8-e5m2: it loads, and Humming's kernel gives NaN ([kernels.md](kernels.md)); use bfloat16.")
 
 
 # --- the page ----------------------------------------------------------------------------------------------

@@ -110,8 +110,7 @@ def test_a_schema_of_ones_own(model: Path, made: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("name", 5), ("has_zero_point", "no"), ("weight_scale_group_size", 32.0), ("bs_dtype", 1)],
+    ("field", "value"), [("name", 5), ("has_zero_point", "no"), ("weight_scale_group_size", 32.0), ("bs_dtype", 1)]
 )
 def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> None:
     """They would be written into the manifest as they are."""
@@ -121,9 +120,7 @@ def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> Non
     assert caught.value.where == field
 
 
-def test_a_source_that_may_not_be_looked_at(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_may_not_be_looked_at(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -141,9 +138,7 @@ def test_progress_comes_to_its_end(model: Path, tmp_path: Path) -> None:
     assert told[-1].num_groups_done == told[-1].num_groups
 
 
-def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
-    model: Path, made: Path, tmp_path: Path
-) -> None:
+def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(model: Path, made: Path, tmp_path: Path) -> None:
     class EnoughError(Exception):
         pass
 
@@ -160,13 +155,7 @@ def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
 
 
 def test_every_parameter_is_on_the_command_line_or_a_callback() -> None:
-    callbacks = {
-        "on_plan",
-        "progress",
-        "distributed",
-        "in_team",
-        "overrides",
-    }  # the last one comes from --config
+    callbacks = {"on_plan", "progress", "distributed", "in_team", "overrides"}  # the last one comes from --config
     for function in (hqconv.plan, hqconv.convert, hqconv.verify, hqconv.inspect):
         assert set(inspect.signature(function).parameters) - set(OPTIONS) <= callbacks
 
@@ -176,9 +165,7 @@ def test_all_of_it_is_typed_and_told() -> None:
     for name in (name for name in hqconv.__all__ if name.islower() and name != "__version__"):
         function = getattr(hqconv, name)
         assert function is getattr(api, name)
-        missing = [
-            p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", function.__doc__)
-        ]
+        missing = [p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", function.__doc__)]
         assert missing == []
         assert "return" in function.__annotations__
         assert set(function.__annotations__) - {"return"} == set(inspect.signature(function).parameters)
@@ -198,9 +185,7 @@ def test_no_such_device_to_load_to(device: str, made: Path) -> None:
         hqconv.load(made, block=BLOCK, device=device)
 
 
-@pytest.mark.parametrize(
-    "call", [hqconv.inspect, lambda out, **words: hqconv.convert(out, **OPTIONS_OF, **words)]
-)
+@pytest.mark.parametrize("call", [hqconv.inspect, lambda out, **words: hqconv.convert(out, **OPTIONS_OF, **words)])
 def test_a_folder_has_no_revisions(call: Any, model: Path, made: Path) -> None:
     for folder in (model, made):
         with pytest.raises(RequestError, match="no revisions"):

@@ -190,13 +190,7 @@ def code_words(text: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and isinstance(node.body[0] if node.body else None, ast.Expr)
     }
-    fields = {
-        ast.Name: "id",
-        ast.Attribute: "attr",
-        ast.arg: "arg",
-        ast.keyword: "arg",
-        ast.ImportFrom: "module",
-    }
+    fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg", ast.ImportFrom: "module"}
     fields |= dict.fromkeys((ast.FunctionDef, ast.ClassDef, ast.alias), "name") | {ast.Constant: "value"}
     for node in ast.walk(tree):
         word = getattr(node, fields.get(type(node), ""), None)
@@ -279,12 +273,8 @@ def test_the_floor_of_the_house_is_not_crowded() -> None:
 
 
 def test_tests_mirror_the_rooms_and_share_nothing_private() -> None:
-    rooms = {
-        path.name for path in (REPO / "hqconv").iterdir() if path.is_dir() and path.name != "__pycache__"
-    }
-    folders = {
-        path.name for path in (REPO / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"
-    }
+    rooms = {path.name for path in (REPO / "hqconv").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    folders = {path.name for path in (REPO / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == rooms | {"make", "golden", "scripts", "data"}
     files = {
         ".".join(path.relative_to(REPO).with_suffix("").parts): path.read_text(encoding="utf-8")
@@ -298,16 +288,12 @@ def test_tests_mirror_the_rooms_and_share_nothing_private() -> None:
         if is_in(item.target, "tests") and not is_in(item.target, "tests.make")
     ]
     assert not wrong
-    assert not [
-        name for name in files if is_in(name, "tests.make") and name.split(".")[-1].startswith("test_")
-    ]
+    assert not [name for name in files if is_in(name, "tests.make") and name.split(".")[-1].startswith("test_")]
 
 
 def test_every_module_of_serving_is_of_a_server_or_of_warm() -> None:
     """Else the rule on servers would not see a new one."""
-    warm = {
-        f"hqconv.serving.{name}" for name in ("warm.compile_kernels", "warm.gpus", "vllm.kernel_requests")
-    }
+    warm = {f"hqconv.serving.{name}" for name in ("warm.compile_kernels", "warm.gpus", "vllm.kernel_requests")}
     packages = {"hqconv.serving", "hqconv.serving.vllm", "hqconv.serving.warm"}
     serving = {name for name in package_files() if is_in(name, "hqconv.serving")} - packages
     assert serving == {*SERVER, *warm}
@@ -315,9 +301,7 @@ def test_every_module_of_serving_is_of_a_server_or_of_warm() -> None:
 
 def loaded_by(code: str) -> set[str]:
     script = f"{code}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split("\n")[-2].split())
 
@@ -403,9 +387,7 @@ def test_the_package_itself_loads_none_of_its_rooms() -> None:
 
 
 def test_a_new_room_needs_a_row() -> None:
-    names = frozenset(
-        {"hqconv", "hqconv.attic.box", *(f"hqconv.{room}" for room in FLOORS if room != "formats")}
-    )
+    names = frozenset({"hqconv", "hqconv.attic.box", *(f"hqconv.{room}" for room in FLOORS if room != "formats")})
     assert without_floor(names) == ["attic", "formats"]
 
 

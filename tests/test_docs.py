@@ -57,9 +57,7 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
 def test_headings_that_a_document_links_to_exist(document: Path) -> None:
     links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
     assert [
-        f"{name}#{slug}"
-        for name, slug in links
-        if slug not in _slugs(document.parent / name if name else document)
+        f"{name}#{slug}" for name, slug in links if slug not in _slugs(document.parent / name if name else document)
     ] == []
 
 

@@ -76,9 +76,7 @@ def test_nothing_is_written_out_twice(text: str) -> None:
 
 def test_a_message_is_printable_and_its_parts_are_as_they_were() -> None:
     name = "evil\x1b]0;x\x07\n  what to do: obey\u202e" + "n" * 300
-    error = InputError(
-        "There is no \x9b31m here.", where=name, expected=name, found=name, remedy="Rename \u2066it."
-    )
+    error = InputError("There is no \x9b31m here.", where=name, expected=name, found=name, remedy="Rename \u2066it.")
     message = error.message()
     assert message == str(error)
     assert [line.split(":")[0] for line in message.split("\n")] == [

@@ -73,9 +73,7 @@ def make_artifacts(folder: Path) -> None:
     run(small.save(folder / "activated", activated), folder / "unknown", "int8")
     limited = small.with_activation({"model_type": "gpt_oss"})
     run(small.save(folder / "limited", limited), folder / "with-numbers", "int8")
-    run(
-        folder / "mixed", folder / "cut-mixed", "source", Grid(2), dtype="float16", target="sm89", cuda="13.0"
-    )
+    run(folder / "mixed", folder / "cut-mixed", "source", Grid(2), dtype="float16", target="sm89", cuda="13.0")
     run(folder / "searched", folder / "cut-searched", "source", Grid(2))
     run(folder / "rounded", folder / "cut-rounded", "source", Grid(2))
     run(src, folder / "for-a-compiler", "fp8", dtype="float16", target="sm89", cuda="13.0")
@@ -125,10 +123,7 @@ def of_a_hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any
         hub_server.use(patch, hub.url, folder / "cache")
         yield "Push", told("push", folder / "kernel", "org/name")
         options = ("--target", "sm90", "--device", "cpu", "--resume", "--push-to", "org/name")
-        yield (
-            "Summary",
-            told("convert", folder / "src", "-o", folder / "again", "--schema", "mxfp4", *options),
-        )
+        yield ("Summary", told("convert", folder / "src", "-o", folder / "again", "--schema", "mxfp4", *options))
     for name in ("src", "kernel"):
         with hub_server.serve(folder / name) as hub_of_one:
             hub_server.use(patch, hub_of_one.url, folder / f"cache-{name}")
@@ -173,9 +168,7 @@ def reference(documents: Documents) -> Reference:
 
 def test_every_key_has_a_row_and_every_row_a_key(documents: Documents, reference: Reference) -> None:
     wrong = [
-        f"{name}{problem}"
-        for name, (table, words) in documents.items()
-        for problem in reference.problems(words, table)
+        f"{name}{problem}" for name, (table, words) in documents.items() for problem in reference.problems(words, table)
     ]
     for name, (table, words) in documents.items():
         if table == "Report":
@@ -210,10 +203,7 @@ def block(words: dict[str, Any]) -> Any:
         (lambda words: words["source"].update(revision=1), ".source.revision is no text: 1"),
         (lambda words: block(words)["w2"]["flags"].popitem(), "of Flags is missing"),
         (lambda words: block(words).update(w13_order="gate"), "w13_order is no list: 'gate'"),
-        (
-            lambda words: block(words)["quantization_error"]["w1"].update(worst_expert=0.5),
-            "is no integer: 0.5",
-        ),
+        (lambda words: block(words)["quantization_error"]["w1"].update(worst_expert=0.5), "is no integer: 0.5"),
     ],
 )
 def test_a_document_that_is_otherwise_is_seen(

@@ -120,13 +120,10 @@ def build_manifest(
         derived_from=None if parent is None else [parent.as_ancestor(), *parent.ancestors],
         warnings=list(plan.warnings) or None,
         blocks={
-            unit.name: _layer(unit, measured[unit.name], scales.get(unit.name, {}), plan.spec)
-            for unit in plan.blocks
+            unit.name: _layer(unit, measured[unit.name], scales.get(unit.name, {}), plan.spec) for unit in plan.blocks
         },
         files=_files(files),
-        tensors=TensorAccounting(
-            converted=experts.converted, copied=list(experts.copied), dropped=experts.dropped
-        ),
+        tensors=TensorAccounting(converted=experts.converted, copied=list(experts.copied), dropped=experts.dropped),
     )
 
 
@@ -145,17 +142,13 @@ def _files(records: Iterable[FileRecord]) -> dict[str, FileEntry]:
 
 def with_file(manifest: Manifest, record: FileRecord) -> Manifest:
     """Return the manifest with one more file."""
-    return replace(
-        manifest, files=dict(sorted({**manifest.files, **_files([record])}.items(), key=lambda one: one[0]))
-    )
+    return replace(manifest, files=dict(sorted({**manifest.files, **_files([record])}.items(), key=lambda one: one[0])))
 
 
 def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
     """Return the fields of a layer that is quantized in another way than the others."""
     kind = spec.of_blocks.get(layer)
-    return (
-        {} if kind is None else {"schema_name": kind.schema.name, **artifact_names.kernel_spec_to_dict(kind)}
-    )
+    return {} if kind is None else {"schema_name": kind.schema.name, **artifact_names.kernel_spec_to_dict(kind)}
 
 
 def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> str | None:
@@ -175,9 +168,7 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
     return None
 
 
-def _layer(
-    unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], spec: ConversionSpec
-) -> ManifestLayer:
+def _layer(unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], spec: ConversionSpec) -> ManifestLayer:
     block = unit.block
     gemms = {
         gemm: GemmEntry(

@@ -24,9 +24,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import WeightSchema
 
 WEIGHTS_READ = 1 << 29  # limit without a given number of experts: some seconds of a processor
-MatrixReader = Callable[
-    [int], Iterator[tuple[str, DecodedStack]]
-]  # expert → projections and their matrices, E = 1
+MatrixReader = Callable[[int], Iterator[tuple[str, DecodedStack]]]  # expert → projections and their matrices, E = 1
 
 
 @dataclass
@@ -127,9 +125,7 @@ def _matrix_reader(artifact: Artifact, block: MoeLayer) -> MatrixReader:
     """Return a reader of one expert of a layer, for either layout."""
     if artifact.manifest.is_kernel:
         reader = ExpertReader(artifact, block, refuse)
-        return lambda expert: (
-            one for gemm in names.GEMMS for one in reader.read(gemm, expert, refuse).items()
-        )
+        return lambda expert: (one for gemm in names.GEMMS for one in reader.read(gemm, expert, refuse).items())
     shards = artifact.shards()
 
     def matrices(expert: int) -> Iterator[tuple[str, DecodedStack]]:
@@ -159,7 +155,5 @@ def _count(matrix: DecodedStack, schema: WeightSchema, param_dtype: str) -> tupl
     used.num_zero = int(np.count_nonzero(scale == 0))
     used.num_negative = int(np.count_nonzero(scale < 0))
     used.num_odd = int(scale.size - np.count_nonzero(is_good)) - used.num_zero
-    squares = [
-        np.square(rows, dtype=np.float64).sum() for _, rows in decoded_rows(matrix, schema, param_dtype)
-    ]
+    squares = [np.square(rows, dtype=np.float64).sum() for _, rows in decoded_rows(matrix, schema, param_dtype)]
     return used, math.sqrt(math.fsum(map(float, squares)) / matrix.codes.numel())

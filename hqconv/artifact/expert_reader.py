@@ -20,13 +20,7 @@ import torch
 from hqconv.artifact.rank_forms import Note, check_rank_headers, note_error
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.layout_decoder.decode import (
-    DecodedStack,
-    bits_of_arrays,
-    decode_layout,
-    decode_packed,
-    packed_shapes,
-)
+from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_layout, decode_packed, packed_shapes
 from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors
 from hqconv.layout_decoder.scales import Fault
 from hqconv.models.moe_layer import MoeLayer
@@ -297,9 +291,7 @@ def _check_is_zero(part: torch.Tensor, tp_rank: int) -> Fault:
     """Check that the bias of w2 is on TP rank 0 and zero elsewhere."""
     wrong, expected = part != 0, "zero, since ranks are summed"
     what = "The w2 bias is on more than TP rank 0."
-    return Fault(
-        "bias", what, wrong, lambda expert: (expected, f"{int(wrong[expert].sum())} values"), tp_rank
-    )
+    return Fault("bias", what, wrong, lambda expert: (expected, f"{int(wrong[expert].sum())} values"), tp_rank)
 
 
 def _trim(stack: DecodedStack, axis: int, size: int, last_rank: int) -> DecodedStack:
@@ -315,9 +307,7 @@ def _trim(stack: DecodedStack, axis: int, size: int, last_rank: int) -> DecodedS
         kept = values.size(axis) * size // total
         cut[name], rest = values.split([kept, values.size(axis) - kept], axis)
         if name in TENSOR_OF:
-            is_repeated = (
-                name == "scale" and stack.scale_dtype == "F8_E8M0"
-            )  # has no zero; the codes are zero
+            is_repeated = name == "scale" and stack.scale_dtype == "F8_E8M0"  # has no zero; the codes are zero
             wrong = rest != (cut[name].narrow(axis, kept - 1, 1) if is_repeated else 0)
             faults.append(_padding_fault(name, wrong, "the last scale" if is_repeated else "zero", last_rank))
     trimmed: dict[str, Any] = cut

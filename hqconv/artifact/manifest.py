@@ -25,13 +25,7 @@ from hqconv.schemas.gpu_target import parse_target
 from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE, Grid
 from hqconv.schemas.input_schema import A16, inputs_of
 from hqconv.schemas.kernel_spec import KernelSpec
-from hqconv.schemas.untrusted_files import (
-    MAX_DOCUMENT_BYTES,
-    MAX_LIST_BYTES,
-    found_at,
-    parse_json,
-    read_regular,
-)
+from hqconv.schemas.untrusted_files import MAX_DOCUMENT_BYTES, MAX_LIST_BYTES, found_at, parse_json, read_regular
 from hqconv.schemas.weight_schema import WeightSchema
 
 _BYTES_PER_NAME = 16  # quotes, spaces and punctuation around a tensor's name
@@ -70,9 +64,7 @@ class Entry:
             elif document[one.name] is not None or not one.metadata.get("is_null"):
                 values[one.name] = _checked(kind, document[one.name], f"{where}: {one.name}")
         entry = cls(**values, **facts)
-        object.__setattr__(
-            entry, "_document", document
-        )  # frozen; `dataclasses.replace` does not take it along
+        object.__setattr__(entry, "_document", document)  # frozen; `dataclasses.replace` does not take it along
         return entry
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,11 +72,7 @@ class Entry:
         if self._document is not None:
             return self._document
         values = ((one, getattr(self, one.name)) for one, _ in _keys(type(self)))
-        return {
-            one.name: _document(value)
-            for one, value in values
-            if value is not None or one.metadata.get("is_null")
-        }
+        return {one.name: _document(value) for one, value in values if value is not None or one.metadata.get("is_null")}
 
 
 _Keys = tuple[tuple[Field[Any], Any], ...]
@@ -485,9 +473,7 @@ def read_manifest(root: Path, *, is_sealed: bool = False, allow_links: bool = Fa
     _check_files(root, manifest, allow_links=allow_links)
     if is_sealed and manifest.alteration is not None:
         what, expected, found = manifest.alteration
-        raise VerificationError(
-            what, where=f"{path}: {_DIGEST}", expected=expected, found=found, remedy=_AGAIN
-        )
+        raise VerificationError(what, where=f"{path}: {_DIGEST}", expected=expected, found=found, remedy=_AGAIN)
     return manifest
 
 
@@ -537,10 +523,7 @@ def _check_size(manifest: Manifest, num_bytes: int) -> None:
     if num_bytes <= MAX_DOCUMENT_BYTES:
         return
     tensors = manifest.tensors
-    texts = (
-        tensors.copied,
-        *(text for of in (tensors.converted, tensors.dropped) for text in (of, of.values())),
-    )
+    texts = (tensors.copied, *(text for of in (tensors.converted, tensors.dropped) for text in (of, of.values())))
     num_names = len(tensors.copied) + len(tensors.converted) + len(tensors.dropped)
     of_names = _BYTES_PER_NAME * num_names + sum(sum(map(len, one)) for one in texts)
     if num_bytes - of_names > MAX_DOCUMENT_BYTES:

@@ -125,19 +125,12 @@ def _errors(manifest: Manifest) -> Iterator[str]:
     artifact = " (an artifact, whose own error is not in it)" if manifest.ancestors else ""
     yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over blocks:"
     rows = (
-        (
-            _PROJECTIONS.get(p, p),
-            *(f"{e[key]:.5f}" for key in ("min", "median", "max")),
-            _code(e["worst_block"]),
-        )
+        (_PROJECTIONS.get(p, p), *(f"{e[key]:.5f}" for key in ("min", "median", "max")), _code(e["worst_block"]))
         for p, e in summarize_errors(errors).items()
     )
     yield from _table(("projection", "min", "median", "max", "worst block"), rows)
     if changes := scale_changes(errors):
-        yield from (
-            "",
-            f"Codes were kept and scales rounded, by at most {max(changes.values()):.2e} of themselves.",
-        )
+        yield from ("", f"Codes were kept and scales rounded, by at most {max(changes.values()):.2e} of themselves.")
     if count := requantized(errors).get("num_matrices"):
         yield from ("", f"Quantized anew from a quantized source: {count} matrices.")
 

@@ -32,9 +32,7 @@ def check_rank_headers(
         for gemm, shape in gemm_shapes(block, artifact.grid.tp, artifact.schema_of(block.name)).items():
             try:
                 config = artifact.layer_config(block.name, gemm, tp_rank, ep_rank)
-                found, expected = _forms(
-                    artifact, block.name, config, artifact.flags(block.name, gemm), shape
-                )
+                found, expected = _forms(artifact, block.name, config, artifact.flags(block.name, gemm), shape)
                 for name, (dtype, _) in expected_tensors(expected).items():
                     _check_entry(artifact, path, f"{block.name}.{gemm}_{name}", dtype, num_local, note)
             except (HqconvError, OSError) as error:
@@ -43,9 +41,7 @@ def check_rank_headers(
             wrong = [f.name for f in fields(found) if getattr(found, f.name) != getattr(expected, f.name)]
             if wrong:
                 what = "A layer config describes another format than the manifest."
-                texts = [
-                    ", ".join(f"{name} {getattr(form, name)}" for name in wrong) for form in (expected, found)
-                ]
+                texts = [", ".join(f"{name} {getattr(form, name)}" for name in wrong) for form in (expected, found)]
                 note(f"{path}, metadata {gemm}", what, *texts)
             else:
                 good[gemm, tp_rank, ep_rank] = found
@@ -53,11 +49,7 @@ def check_rank_headers(
 
 
 def _forms(
-    artifact: Artifact,
-    block: str,
-    config: Mapping[str, Any],
-    flags: Mapping[str, Any],
-    shape: tuple[int, int],
+    artifact: Artifact, block: str, config: Mapping[str, Any], flags: Mapping[str, Any], shape: tuple[int, int]
 ) -> tuple[LayoutForm, LayoutForm]:
     """Return the layout of a stored layer config, and the one of the manifest; padding is the config's."""
     layer = layout_entries(artifact.kernel_spec_of(block))

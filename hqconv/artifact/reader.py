@@ -114,9 +114,7 @@ class ManifestFacts:
             return read_importance(self.fetched(names.IMPORTANCE))
         except HqconvError as error:
             where = names.IMPORTANCE
-            raise VerificationError(
-                error.what, where=where, expected=error.expected, found=error.found
-            ) from error
+            raise VerificationError(error.what, where=where, expected=error.expected, found=error.found) from error
 
     def is_shard(self, path: str) -> bool:
         """Return whether a file of the manifest is one of the ordinary model shards."""
@@ -129,9 +127,7 @@ class ManifestFacts:
         known = {family.name: family for family in FAMILIES if family.blocks}
         if self.manifest.family not in known:
             what, found = "The manifest names a family that is not known.", self.manifest.family
-            raise VerificationError(
-                what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found
-            )
+            raise VerificationError(what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found)
         return known[self.manifest.family]
 
     @property

@@ -36,8 +36,7 @@ def are_sums(root: Path) -> bool:
     path = root / SUMS
     return (
         path.is_file()
-        and re.search(rf"^[0-9a-f]{{64}}  {re.escape(MANIFEST)}$".encode(), path.read_bytes(), re.M)
-        is not None
+        and re.search(rf"^[0-9a-f]{{64}}  {re.escape(MANIFEST)}$".encode(), path.read_bytes(), re.M) is not None
     )
 
 

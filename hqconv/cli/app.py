@@ -125,24 +125,13 @@ def _print_result(document: dict[str, Any], *, json: bool) -> None:
 @guarded
 @takes(api.verify, "report", "json", "quiet", is_artifact=True)
 def verify(
-    *,
-    checks: str | None,
-    layers: str | None,
-    tokens: str,
-    report: Path | None,
-    json: bool,
-    quiet: bool,
-    **options: Any,
+    *, checks: str | None, layers: str | None, tokens: str, report: Path | None, json: bool, quiet: bool, **options: Any
 ) -> None:
     """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
     from hqconv.cli.progress import ShownProgress
 
     write_page = report_commands.page_writer(options["out"], report, options["threads"])
-    options |= {
-        "checks": parse_checks(checks),
-        "layers": parse_layers(layers),
-        "tokens": parse_tokens(tokens),
-    }
+    options |= {"checks": parse_checks(checks), "layers": parse_layers(layers), "tokens": parse_tokens(tokens)}
     with ShownProgress(quiet=quiet) as progress:
         verified = api.verify(**options, progress=progress.of_check)
     if json or not (quiet and verified.passed):

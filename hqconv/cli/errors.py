@@ -59,9 +59,7 @@ def _resource_error(error: Exception) -> RequestError | None:
     return RequestError(what, found=str(error).split("\n")[0] or type(error).__name__, remedy=remedy)
 
 
-def _fail(
-    error: HqconvError, exit_code: int | None = None, text: str | None = None, *, json: bool
-) -> typer.Exit:
+def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = None, *, json: bool) -> typer.Exit:
     """Print an error. exit_code, text: None for those of the error."""
     exit_code = error.exit_code if exit_code is None else exit_code
     if os.environ.get("HQCONV_DEBUG") == "1":

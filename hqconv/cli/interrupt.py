@@ -44,9 +44,7 @@ def listen() -> None:
             _taken.append(number)
     _open_streams()
     atexit.register(_ignore_signals)  # registered first, so it runs last
-    os.register_at_fork(
-        before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_in_child
-    )
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_in_child)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -207,9 +205,7 @@ def page_cases(path: Path) -> tuple[Case, ...]:
     """Messages while a report is prepared; its file is written at the end."""
     page, name = str(path.resolve()), _name(path)
     old_stamp = stamp(page)
-    cases: list[Case] = (
-        [(f"Interrupted. {name} is as it was before.", f"{old_stamp}:{page}")] if old_stamp else []
-    )
+    cases: list[Case] = [(f"Interrupted. {name} is as it was before.", f"{old_stamp}:{page}")] if old_stamp else []
     return (*cases, (f"Interrupted. {name} holds the finished page.", f":{page}"), (NOTHING,))
 
 

@@ -62,12 +62,8 @@ OPTIONS: dict[str, Option] = {
     ),
     "config": Option(
         Path | None,
-        "Recipe: a TOML file with these options and per-layer overrides, or a name from "
-        "`hqconv schemas --recipes`.",
-        settings={
-            **_ANY_PATH,
-            "autocompletion": _names_of(lambda: [Path(name).stem for name in shipped(RECIPES)]),
-        },
+        "Recipe: a TOML file with these options and per-layer overrides, or a name from `hqconv schemas --recipes`.",
+        settings={**_ANY_PATH, "autocompletion": _names_of(lambda: [Path(name).stem for name in shipped(RECIPES)])},
     ),
     "device": Option(str, "Device that does the work: auto, cuda, cuda:N or cpu. The results are identical."),
     "max_memory": Option(
@@ -76,50 +72,34 @@ OPTIONS: dict[str, Option] = {
     "max_gpu_memory": Option(
         str | None, "Maximum GPU memory for experts in progress.  [default: most of the free memory]"
     ),
-    "threads": Option(
-        int | None, "Number of worker threads.  [default: all processors]", settings=_AT_LEAST_ONE
-    ),
+    "threads": Option(int | None, "Number of worker threads.  [default: all processors]", settings=_AT_LEAST_ONE),
     "cache_limit": Option(
-        str | None,
-        "Maximum disk space for downloaded source shards, e.g. 40GB.  [default: size of four shards]",
+        str | None, "Maximum disk space for downloaded source shards, e.g. 40GB.  [default: size of four shards]"
     ),
     "keep_source": Option(bool, "Keep downloaded files in the Hub cache.", ("--keep-source",)),
     "resume": Option(bool, "Continue an interrupted conversion.", ("--resume",)),
-    "overwrite": Option(
-        bool, "Replace an existing artifact after the new one is complete.", ("--overwrite",)
-    ),
+    "overwrite": Option(bool, "Replace an existing artifact after the new one is complete.", ("--overwrite",)),
     "source_digests": Option(
-        bool,
-        "Hash the source files during the conversion and record their SHA-256.",
-        ("--source-digests",),
+        bool, "Hash the source files during the conversion and record their SHA-256.", ("--source-digests",)
     ),
-    "revision": Option(
-        str | None, "Branch, tag or commit of the Hub repo. With --source, it applies to the source."
-    ),
+    "revision": Option(str | None, "Branch, tag or commit of the Hub repo. With --source, it applies to the source."),
     "source": Option(str | None, "Source checkpoint of the conversion: a folder or a Hub repo id."),
     "checks": Option(
-        str | None,
-        "Comma-separated list of files, weights and kernel.  [default: all checks this machine can run]",
+        str | None, "Comma-separated list of files, weights and kernel.  [default: all checks this machine can run]"
     ),
     "layers": Option(
-        str | None,
-        "Layers to check, e.g. 0,3-5.  [default: all; first, middle and last for the kernel check]",
+        str | None, "Layers to check, e.g. 0,3-5.  [default: all; first, middle and last for the kernel check]"
     ),
     "tokens": Option(str, "Batch sizes of the kernel check, in tokens."),
     "max_error": Option(
-        float | None,
-        "Fail with exit code 1 if any projection's relative error exceeds this value, e.g. 0.15.",
+        float | None, "Fail with exit code 1 if any projection's relative error exceeds this value, e.g. 0.15."
     ),
-    "gpu": Option(
-        str | None, "GPU model of the server: h200, h100 … or FILE.json.  [default: GPU of this machine]"
-    ),
+    "gpu": Option(str | None, "GPU model of the server: h200, h100 … or FILE.json.  [default: GPU of this machine]"),
     "kernels": Option(
         Path | None, "Output folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
     ),
     "jobs": Option(
-        int | None,
-        "Number of parallel compiler processes.  [default: all processors]",
-        settings=_AT_LEAST_ONE,
+        int | None, "Number of parallel compiler processes.  [default: all processors]", settings=_AT_LEAST_ONE
     ),
     "repo": Option(str, "Hub repo (org/name). It is created if it does not exist.", metavar="ORG/NAME"),
     "private": Option(bool, "Create the Hub repo as a private repo.", ("--private",)),
@@ -127,13 +107,10 @@ OPTIONS: dict[str, Option] = {
     "first": Option(Path, "First artifact.", metavar="OUT1", settings=_ANY_PATH),
     "second": Option(Path, "Second artifact, of the same model.", metavar="OUT2", settings=_ANY_PATH),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
-    "overwrite_page": Option(
-        bool, "Replace an existing file, even if it is not a report of hqconv.", ("--overwrite",)
-    ),
+    "overwrite_page": Option(bool, "Replace an existing file, even if it is not a report of hqconv.", ("--overwrite",)),
     "sample": Option(
         int | None,
-        "Experts per layer whose codes are counted.  [default: all; a few seconds' "
-        "worth for a large artifact]",
+        "Experts per layer whose codes are counted.  [default: all; a few seconds' worth for a large artifact]",
         settings=_AT_LEAST_ONE,
     ),
     # Of the command line alone:
@@ -145,10 +122,7 @@ OPTIONS: dict[str, Option] = {
     "recipes": Option(bool, "List the recipes and schema files that come with hqconv.", ("--recipes",)),
     "json": Option(bool, "Print the result as one JSON document on stdout.", ("--json",)),
     "profile": Option(
-        Path | None,
-        "Write the time spent in each stage to this file, as JSON.",
-        ("--profile",),
-        settings=_ANY_PATH,
+        Path | None, "Write the time spent in each stage to this file, as JSON.", ("--profile",), settings=_ANY_PATH
     ),
     "quiet": Option(bool, "Print errors only, plus the output of --json and --dry-run.", ("--quiet", "-q")),
 }
@@ -175,9 +149,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "ep": _AT_LEAST_ONE,
     "redundant_experts": {"min": 0},
 }
-OPTIONS |= {
-    name: _conversion_option(option) for name, option in conversion_options().items() if option.is_flag
-}
+OPTIONS |= {name: _conversion_option(option) for name, option in conversion_options().items() if option.is_flag}
 # Headings of the help; options without one stand first.
 _RANKS = ("tp", "ep", "expert_placement", "redundant_experts")
 _GROUPS = {

@@ -112,9 +112,7 @@ def show_push(console: Console, document: Document) -> None:
         console.print(f"{document['repo']} already holds the artifact, at commit {document['commit']}.")
         return
     uploaded = f"{document['num_files']} files, {human_bytes(document['num_bytes'])}"
-    console.print(
-        f"{document['repo']} holds the artifact, at commit {document['commit']}; uploaded: {uploaded}."
-    )
+    console.print(f"{document['repo']} holds the artifact, at commit {document['commit']}; uploaded: {uploaded}.")
     console.print(f"sha256 of hqconv.json: {document['manifest_sha256']}")
 
 
@@ -122,10 +120,7 @@ def _tables(checks: Document) -> Iterable[tuple[str, TableRows]]:
     weights = checks.get("weights", {}).get("measured", {})
     kernel = checks.get("kernel", {}).get("measured", {})
     if weights:
-        yield (
-            "weights, decoded from the kernel layout, against the source (worst first)",
-            _weight_rows(weights),
-        )
+        yield ("weights, decoded from the kernel layout, against the source (worst first)", _weight_rows(weights))
     if kernel:
         yield "kernel, relative errors (worst first)", _kernel_rows(kernel)
 
@@ -140,11 +135,7 @@ def _weight_rows(measured: Document) -> TableRows:
     rows.sort(key=lambda row: -row[2]["relative_error"])
     headers = ("block", "projection", "relative error", "SQNR (dB)", "cosine", "worst group")
     return headers, [
-        (
-            block,
-            projection,
-            *(_number(f.get(key)) for key in ("relative_error", "sqnr_db", "cosine", "worst_group")),
-        )
+        (block, projection, *(_number(f.get(key)) for key in ("relative_error", "sqnr_db", "cosine", "worst_group")))
         for block, projection, f in rows[:NUM_ROWS_SHOWN]
     ]
 
@@ -182,16 +173,10 @@ def show_comparison(console: Console, document: Document) -> None:
     left, right = document["artifacts"]
     rows: list[tuple[str, ...]] = [(label, of(left), of(right)) for label, of in _COMPARISON_ROWS]
     if document["measured_against_source"]:
-        rows += [
-            (label, *(_least(figures, key) for figures in document["figures"])) for label, key in _FIGURES
-        ]
+        rows += [(label, *(_least(figures, key) for figures in document["figures"])) for label, key in _FIGURES]
     rows = [row for row in rows if row[1] or row[2]]
     print_table(console, ("", left["name"], right["name"]), rows)
-    by = (
-        "measured against the source"
-        if document["measured_against_source"]
-        else "as the conversions recorded them"
-    )
+    by = "measured against the source" if document["measured_against_source"] else "as the conversions recorded them"
     console.print(f"\nrelative errors, {by}")
     errors = [("all", *(_error_text(artifact["relative_error"]) for artifact in document["artifacts"]), "")]
     errors += [
@@ -316,13 +301,7 @@ def _errors(console: Console, summary: Mapping[str, Mapping[str, Any]]) -> None:
     if summary:
         headers = ("relative error", "min", "median", "max", "worst block")
         rows = (
-            (
-                PROJECTIONS.get(p, p),
-                f"{e['min']:.5f}",
-                f"{e['median']:.5f}",
-                f"{e['max']:.5f}",
-                e["worst_block"],
-            )
+            (PROJECTIONS.get(p, p), f"{e['min']:.5f}", f"{e['median']:.5f}", f"{e['max']:.5f}", e["worst_block"])
             for p, e in summary.items()
         )
         console.print()
@@ -332,12 +311,8 @@ def _errors(console: Console, summary: Mapping[str, Mapping[str, Any]]) -> None:
 def _show_plan(console: Console, document: Document) -> None:
     """Print the plan of a dry run."""
     converted = f"{document['family']} ({document['family_chosen_because']})"
-    memory = (
-        f"{document['peak_memory_bytes'] / 2**20:.0f} MiB: {document['num_workers']} workers with at most "
-    )
-    memory += (
-        f"{document['worker_bytes'] / 2**20:.0f} MiB each, on {document['device']}, plus memory of libraries"
-    )
+    memory = f"{document['peak_memory_bytes'] / 2**20:.0f} MiB: {document['num_workers']} workers with at most "
+    memory += f"{document['worker_bytes'] / 2**20:.0f} MiB each, on {document['device']}, plus memory of libraries"
     print_facts(
         console,
         (
@@ -372,11 +347,7 @@ def _file_rows(document: Document) -> list[tuple[str, int, str]]:
         kind = f"{folder.split('/')[0]}/tpT-epP/*.safetensors" if folder else "*.safetensors"
         kinds.setdefault(kind, []).append(file["size_bytes"])
     rows = [(kind, len(sizes), human_bytes(sum(sizes))) for kind, sizes in kinds.items()]
-    return (
-        [*rows, ("copied from the source", len(document["other_files"]), "")]
-        if document["other_files"]
-        else rows
-    )
+    return [*rows, ("copied from the source", len(document["other_files"]), "")] if document["other_files"] else rows
 
 
 def _show_summary(console: Console, document: Document) -> None:
@@ -427,9 +398,7 @@ def _show_source(console: Console, document: Document) -> None:
     for name, sizes in document["tp_sizes"].items():
         by_sizes.setdefault(", ".join(map(str, sizes)) or "none", []).append(name)
     console.print()
-    print_table(
-        console, ("schemas", "--tp sizes that work"), ((", ".join(n), s) for s, n in by_sizes.items())
-    )
+    print_table(console, ("schemas", "--tp sizes that work"), ((", ".join(n), s) for s, n in by_sizes.items()))
 
 
 def _show_artifact(console: Console, document: Document) -> None:
@@ -438,10 +407,7 @@ def _show_artifact(console: Console, document: Document) -> None:
     print_facts(
         console,
         (
-            (
-                "artifact",
-                f"{document['folder']}: {document['num_files']} files, {human_bytes(document['num_bytes'])}",
-            ),
+            ("artifact", f"{document['folder']}: {document['num_files']} files, {human_bytes(document['num_bytes'])}"),
             ("source", f"{document['source']['name']}{revision}"),
             *(("", f"made from {ancestor_text(step)}") for step in document["derived_from"]),
             ("family", document["family"]),
@@ -456,18 +422,9 @@ def _show_artifact(console: Console, document: Document) -> None:
             ("experts", ranks_text(document["rank_bytes"])),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in document["tensors"].items())),
             ("serve", document["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
-            (
-                "made by",
-                f"hqconv {document['hqconv_version']}, humming-kernels {document['humming_kernels_version']}",
-            ),
-            (
-                "manifest",
-                f"sha256 {document['manifest_sha256']}",
-            ),
-            (
-                "damaged",
-                f"{len(missing)} files missing or resized: {', '.join(missing[:5])}" if missing else "",
-            ),
+            ("made by", f"hqconv {document['hqconv_version']}, humming-kernels {document['humming_kernels_version']}"),
+            ("manifest", f"sha256 {document['manifest_sha256']}"),
+            ("damaged", f"{len(missing)} files missing or resized: {', '.join(missing[:5])}" if missing else ""),
             ("altered", document["altered_manifest"] or ""),
         ),
     )
@@ -480,8 +437,7 @@ def _show_artifact(console: Console, document: Document) -> None:
 def _show_unfinished(console: Console, document: Document) -> None:
     console.print(f"{document['folder']} holds an unfinished conversion, not an artifact yet.")
     print_facts(
-        console,
-        (("finished", f"{document['num_groups_done']} output units"), ("what to do", document["remedy"])),
+        console, (("finished", f"{document['num_groups_done']} output units"), ("what to do", document["remedy"]))
     )
 
 
@@ -492,15 +448,9 @@ def _show_warm(console: Console, document: Document) -> None:
         console,
         (
             ("kernels", f"{document['num_kernels']} needed, {document['num_compiled']} compiled now"),
-            (
-                "for",
-                f"{document['gpu']['name']}, {document['gpu']['sm_count']} SMs; {document['asking']['gemm_type']}",
-            ),
+            ("for", f"{document['gpu']['name']}, {document['gpu']['sm_count']} SMs; {document['asking']['gemm_type']}"),
             ("compiler", document["compiler"]),
-            (
-                "left out",
-                f"activation {left_out}: compiled at the first start of the server" if left_out else "",
-            ),
+            ("left out", f"activation {left_out}: compiled at the first start of the server" if left_out else ""),
             ("size", human_bytes(document["num_bytes"])),
             ("time", human_seconds(document["seconds"])),
         ),
@@ -512,25 +462,17 @@ def _show_warm(console: Console, document: Document) -> None:
 def _show_schemas(console: Console, document: Document) -> None:
     """Print the weight presets, the integer shorthand and the activation schemas."""
     rows = [
-        (
-            schema["name"],
-            f"{schema['bits_per_weight']:g}",
-            schema["description"],
-            served_param_dtypes_text(schema),
-        )
+        (schema["name"], f"{schema['bits_per_weight']:g}", schema["description"], served_param_dtypes_text(schema))
         for schema in document["presets"]
     ]
     console.print()
     print_table(
-        console,
-        ("schema", "bits per weight", "description", f"--layout checkpoint runs in {ENGINE.release}"),
-        rows,
+        console, ("schema", "bits per weight", "description", f"--layout checkpoint runs in {ENGINE.release}"), rows
     )
     short = document["shorthand"]
     console.print(f"\n{short['name']}: {short['description']}")
     print_facts(
-        console,
-        (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"])),
+        console, (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"]))
     )
     console.print("\nFILE.toml: the fields of Humming's HummingWeightSchema.\n")
     inputs = [
@@ -538,9 +480,7 @@ def _show_schemas(console: Console, document: Document) -> None:
         for one in document["input_schemas"]
     ]
     print_table(console, ("--input-schema", "description", "targets", "weight schemas"), inputs)
-    console.print(
-        "\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target."
-    )
+    console.print("\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target.")
 
 
 _SHOW = {
@@ -633,15 +573,9 @@ def schemas_text(presets: Sequence[str]) -> str:
 
 def target_text(document: Mapping[str, Any]) -> str:
     """Layout, dtypes, GPU and ranks of the artifact."""
-    parts = [
-        f"{document['layout']} layout",
-        f"{document['dtype']} parameters, {document['input_schema']} activations",
-    ]
+    parts = [f"{document['layout']} layout", f"{document['dtype']} parameters, {document['input_schema']} activations"]
     if document["layout"] == "kernel":
-        parts += [
-            document["target"],
-            f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})",
-        ]
+        parts += [document["target"], f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})"]
         if document["redundant_experts"]:
             parts.append(f"{document['redundant_experts']} redundant experts")
     return ", ".join(parts)
@@ -651,11 +585,7 @@ def quantizer_text(document: Mapping[str, Any]) -> str:
     """Scale selection, unless it is round-to-nearest."""
     if document["quantizer"] != "mse":
         return ""
-    by = (
-        f", weighted by importance (sha256 {document['importance']['sha256'][:12]}…)"
-        if document["importance"]
-        else ""
-    )
+    by = f", weighted by importance (sha256 {document['importance']['sha256'][:12]}…)" if document["importance"] else ""
     return f"mse: scales of the least squared error{by}"
 
 
@@ -672,8 +602,7 @@ def tensors_text(document: Mapping[str, Any]) -> str:
     """Numbers and sizes of converted, copied and dropped tensors."""
     kinds = ("converted", "copied", "dropped")
     return ", ".join(
-        f"{document[kind]['num_tensors']} {kind} ({human_bytes(document[kind]['num_bytes'])})"
-        for kind in kinds
+        f"{document[kind]['num_tensors']} {kind} ({human_bytes(document[kind]['num_bytes'])})" for kind in kinds
     )
 
 

@@ -53,9 +53,7 @@ def report(
     return write_report(root, place, verification, sample=sample, threads=threads)
 
 
-def page_writer(
-    out: str | Path, page: Path | None, threads: int | None
-) -> Callable[[VerificationReport], None]:
+def page_writer(out: str | Path, page: Path | None, threads: int | None) -> Callable[[VerificationReport], None]:
     """Return a function that writes the page of `verify --report` after the checks; it does nothing if `page` is None.
 
     Raises OutputError before the checks if the page could not be written.
@@ -129,12 +127,7 @@ def compare(
     document = compare_artifacts(roots)  # refuse early, before the long measurement
     if source is None and revision is None:
         return document
-    resources: Document = {
-        "device": device,
-        "max_memory": max_memory,
-        "threads": threads,
-        "revision": revision,
-    }
+    resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
     return compare_artifacts(roots, [_measure(root, source, resources) for root in roots])
 
 

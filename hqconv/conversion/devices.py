@@ -139,9 +139,7 @@ class Slots:
         Pinning takes longer than encoding a batch: meanwhile another slot may come back.
         """
         with self._lock:
-            must_allocate = (
-                not self._free and not self._is_allocating and self._num_slots < self._staging.num_slots
-            )
+            must_allocate = not self._free and not self._is_allocating and self._num_slots < self._staging.num_slots
             self._num_slots += must_allocate
             self._is_allocating |= must_allocate
         if must_allocate:

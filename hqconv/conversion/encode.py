@@ -21,14 +21,7 @@ from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.quantization.deferred_checks import deferring_checks, is_any
 from hqconv.quantization.direct_tensors import express, share_scale
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import (
-    ErrorSums,
-    Quantized,
-    QuantizedStack,
-    Quantizer,
-    stack_direct,
-    stack_tensors,
-)
+from hqconv.quantization.quantized import ErrorSums, Quantized, QuantizedStack, Quantizer, stack_direct, stack_tensors
 from hqconv.quantization.scale_rounding import round_to_param_dtype
 from hqconv.schemas.dtypes import torch_dtype_of
 
@@ -101,14 +94,10 @@ def _check_later(
     def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         if len(measured) > len(sums) and bool(measured[-1].any()):
             raise DeferredCheckError
-        found = {
-            role: stack.error_sums(one) for (role, stack), one in zip(done.items(), measured, strict=False)
-        }
+        found = {role: stack.error_sums(one) for (role, stack), one in zip(done.items(), measured, strict=False)}
         for index, expert in enumerate(experts):
             for roles in _coupled_roles(block):
-                _check_numbers(
-                    {_tensor_name(block, expert, role): found[role][index] for role in roles}, encoding
-                )
+                _check_numbers({_tensor_name(block, expert, role): found[role][index] for role in roles}, encoding)
         return found
 
     measured = sums if failed_checks is None else [*sums, failed_checks.double()]
@@ -200,16 +189,12 @@ def _quantized(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict
     return {role: stack.split()[0] for role, stack in _quantized_stacks([matrices], encoding).items()}
 
 
-def _quantized_stacks(
-    each: Sequence[Mapping[str, SourceMatrix]], encoding: Encoding
-) -> dict[str, QuantizedStack]:
+def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: Encoding) -> dict[str, QuantizedStack]:
     """Quantize the projections of several experts that share their tensor-level scale."""
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
         size = encoding.schema.weight_scale_group_size
-        powers = [
-            _stack([_scales_per(coded_of(matrices[role]), size) for matrices in each]) for role in roles
-        ]
+        powers = [_stack([_scales_per(coded_of(matrices[role]), size) for matrices in each]) for role in roles]
     values = [_stack([matrices[role].values() for matrices in each]) for role in roles]
     done = quantize_stacks(
         values,

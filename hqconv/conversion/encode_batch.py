@@ -170,9 +170,7 @@ def encode_to_runs(
     The runs may be views of `slot`, which is free once they are written.
     """
     planned, block = batch.planned, batch.planned.block
-    done = encode_batch(
-        source, block, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful
-    )
+    done = encode_batch(source, block, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful)
     runs = list(_kernel_runs(batch, done) if planned.forms else _packed_runs(batch, done))
     sums = expert_sums(done.tensors, planned.encoding.schema)
     host = lane.to_host([sums, *done.measured, *(run.data for run in runs)], slot)

@@ -15,15 +15,7 @@ from typing import Any
 from hqconv.conversion.devices import SLOT_STAGE as SLOTS
 from hqconv.conversion.devices import Lane, Slot, Slots, make_lane, using_lane
 from hqconv.conversion.encode import DeferredCheckError
-from hqconv.conversion.encode_batch import (
-    Batch,
-    EncodedRuns,
-    Piece,
-    Run,
-    encode_to_runs,
-    split_runs,
-    split_unit,
-)
+from hqconv.conversion.encode_batch import Batch, EncodedRuns, Piece, Run, encode_to_runs, split_runs, split_unit
 from hqconv.conversion.hub_prefetch import HubPrefetch
 from hqconv.conversion.input_scales import InputScales, create_unit_files
 from hqconv.conversion.journal import Destination, JournalEntry
@@ -235,9 +227,7 @@ class Executor:
                 error_sums = encoded.error_sums()
             except DeferredCheckError:
                 with using_lane(lane):
-                    encoded = encode_to_runs(
-                        self._source, batch, in_flight.raw, lane, in_flight.slot, is_careful=True
-                    )
+                    encoded = encode_to_runs(self._source, batch, in_flight.raw, lane, in_flight.slot, is_careful=True)
                     error_sums = encoded.error_sums()
         with self._lock:
             in_flight.job.measured.add(batch.experts, error_sums, encoded.sums())

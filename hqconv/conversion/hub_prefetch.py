@@ -285,9 +285,7 @@ class HubPrefetch:
         self._state.held_bytes += self._use.sizes[name]
 
 
-def check_room(
-    source: Source, units: Sequence[OutputUnit], use: CachePolicy, out: Path, num_bytes_out: int
-) -> None:
+def check_room(source: Source, units: Sequence[OutputUnit], use: CachePolicy, out: Path, num_bytes_out: int) -> None:
     """Refuse a cache limit or a disk that is too small for the units' shards; `num_bytes_out` are written to `out`.
 
     Raises RequestError or OutputError.

@@ -163,9 +163,7 @@ class Journal:
             try:
                 self.identity, self.entries, self.fetched = self._read()
                 if name == JOURNAL:
-                    self._member_entries = [
-                        entry for path in self._member_paths() for entry in self._take_over(path)
-                    ]
+                    self._member_entries = [entry for path in self._member_paths() for entry in self._take_over(path)]
             except BaseException:
                 self.close()
                 raise

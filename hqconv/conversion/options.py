@@ -166,12 +166,7 @@ def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:
 
 
 def resources_of(
-    device: str,
-    max_memory: str | int,
-    max_gpu_memory: str | int | None,
-    threads: int | None,
-    *,
-    in_team: bool = False,
+    device: str, max_memory: str | int, max_gpu_memory: str | int | None, threads: int | None, *, in_team: bool = False
 ) -> Resources:
     """Return the resource limits; each of several processes has its own GPU, and its share of the processors."""
     from hqconv.conversion.resources import Resources, default_threads

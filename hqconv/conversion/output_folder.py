@@ -33,15 +33,7 @@ from hqconv.io.durable_files import (
 )
 from hqconv.io.file_access import Descriptors, sha256_of
 from hqconv.planning.output_units import OutFile
-from hqconv.schemas.artifact_names import (
-    CARD,
-    COMPANIONS,
-    JOURNAL,
-    MANIFEST,
-    PARTIAL,
-    SUMS,
-    is_member_journal,
-)
+from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_journal
 
 
 def side_folder(out: Path) -> Path:
@@ -196,9 +188,7 @@ class OutputFolder:
                 raise cannot_use(self.out, "an unfinished conversion")
             self._discard_old(side)
             if files_in(side) > {JOURNAL}:
-                raise cannot_use(
-                    side, "a folder beside the output that is not empty, where the new one would be built"
-                )
+                raise cannot_use(side, "a folder beside the output that is not empty, where the new one would be built")
         except BaseException:
             journal.drop()
             with suppress(OSError):
@@ -233,9 +223,7 @@ class OutputFolder:
             side = self.root
             with output_errors(self.out):
                 if self.out.exists():
-                    check_strays(
-                        self.out, listed_files(self.out), self._paths
-                    )  # files that appeared meanwhile
+                    check_strays(self.out, listed_files(self.out), self._paths)  # files that appeared meanwhile
                     exchange(side, self.out, parked_folder(self.out))
                 else:  # the old artifact was removed meanwhile
                     side.rename(self.out)
@@ -436,10 +424,7 @@ def check_strays(root: Path, listed: Collection[str], planned: Collection[str] =
 def check_replaceable(out: Path) -> None:
     """Raise OutputError for an artifact whose folder cannot be exchanged: a mount point."""
     if out.is_mount():
-        what, remedy = (
-            "A mount point cannot be replaced.",
-            "Convert to a folder inside it, or empty it yourself.",
-        )
+        what, remedy = ("A mount point cannot be replaced.", "Convert to a folder inside it, or empty it yourself.")
         raise OutputError(what, where=str(out), remedy=remedy)
 
 

@@ -26,9 +26,7 @@ class Progress:
     num_groups: int
 
 
-def metered(
-    items: Iterable[Item], meter: Meter | None, measure: Callable[[Item], tuple[str, int]]
-) -> Iterator[Item]:
+def metered(items: Iterable[Item], meter: Meter | None, measure: Callable[[Item], tuple[str, int]]) -> Iterator[Item]:
     """Yield the items, and advance the meter by each item's unit name and bytes as `measure` returns them."""
     for item in items:
         if meter is not None:

@@ -67,13 +67,9 @@ def push(
         repo.commit(f"Add {len(batch)} files of an artifact", batch)
     state = repo.state()
     _check_arrived(repo, root, state, digests, keeps_card=keeps_card)
-    commit = repo.commit(
-        "Add the manifest: the artifact is whole", {MANIFEST: root / MANIFEST}, (), state.commit
-    )
+    commit = repo.commit("Add the manifest: the artifact is whole", {MANIFEST: root / MANIFEST}, (), state.commit)
     num_bytes = sum((root / name).stat().st_size for name in (*missing, MANIFEST))
-    return PushReport(
-        str(root), repo.repo_id, repo.branch, commit, len(missing) + 1, num_bytes, manifest.sha256
-    )
+    return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing) + 1, num_bytes, manifest.sha256)
 
 
 def _digests(root: Path, manifest: Manifest) -> dict[str, str]:
@@ -152,9 +148,7 @@ def _check_arrived(
     if wrong:
         is_there = wrong[0] in state.files
         what = (
-            "A file arrived with other bytes than the manifest lists."
-            if is_there
-            else "The repo did not take a file."
+            "A file arrived with other bytes than the manifest lists." if is_there else "The repo did not take a file."
         )
         remedy = (
             "Verify the artifact, then push again."

@@ -26,8 +26,7 @@ def projection_errors(error_sums: Sequence[Mapping[str, ErrorSums]], *, is_coded
         worst = max(range(len(each)), key=each.__getitem__)
         errors[role] = {
             "relative_error": relative_error(
-                math.fsum(sums.error for sums in of_role),
-                math.fsum(sums.power for sums in of_role),
+                math.fsum(sums.error for sums in of_role), math.fsum(sums.power for sums in of_role)
             ),
             "worst_expert": worst,
             "worst_relative_error": each[worst],

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
 _CPU_LANES = 4  # with at least twice as many threads; the other threads help the lanes
 _SLOTS_PER_LANE = 2
-_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
-    32 << 20,
-    256 << 20,
-)  # of 16-bit weights: enough that Python costs little
+_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (32 << 20, 256 << 20)  # of 16-bit weights: enough that Python costs little
 _PIECE_BYTES = 8 << 20
 _MEASURED_BYTES = 1 << 10  # of an expert: sums and flags of checks
 _GROUP_BYTES = 80  # ranges, scales and zero points of one scale group during quantization
@@ -33,10 +30,7 @@ _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other proc
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
 # form, and the factor for memory that torch's allocator leaves unused between blocks.
 _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
-_GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (
-    64,
-    1 << 20,
-)  # for each weight that a search handles together
+_GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (64, 1 << 20)  # for each weight that a search handles together
 
 _GPU_ROTATION_BYTES = 24  # for each weight: rotated gate and up, and temporaries
 
@@ -111,9 +105,7 @@ class Staging:
         return {**asdict(self), "num_slots": self.num_slots}
 
 
-def plan_staging(
-    blocks: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True
-) -> Staging:
+def plan_staging(blocks: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True) -> Staging:
     """Choose the number of lanes that memory and threads allow, and then the number of experts in a batch.
 
     Raises RequestError if not even one expert fits.
@@ -139,9 +131,7 @@ def plan_staging(
     num_experts = max(1, min(target // largest, max(b.block.num_experts for b in blocks)))
     while num_experts > 1 and num_fitting(num_experts) < wanted:
         num_experts //= 2
-    slot_bytes = max(
-        RawLayout(b.block, range(min(num_experts, b.block.num_experts))).num_bytes for b in blocks
-    )
+    slot_bytes = max(RawLayout(b.block, range(min(num_experts, b.block.num_experts))).num_bytes for b in blocks)
     num_lanes = max(1, min(num_fitting(num_experts), wanted))
     out_bytes = max(_bytes_out(b, num_experts) for b in blocks) if resources.is_cuda else 0
     slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
@@ -175,11 +165,7 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
     # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
     # padded and permuted; tensors that wait to be written.
-    live = (
-        num_decoded * (2 * stored * is_viewed + 3 * widened + groups)
-        + 6 * packed
-        + 8 * packed / planned.grid.tp
-    )
+    live = num_decoded * (2 * stored * is_viewed + 3 * widened + groups) + 6 * packed + 8 * packed / planned.grid.tp
     return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (6 << 20)
 
 

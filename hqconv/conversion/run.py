@@ -71,9 +71,7 @@ class ConversionReport:
         """Return the report as a JSON document."""
         spec = self.plan.spec
         fields = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("plan", "out", "warnings", "profile")
+            name: value for name, value in vars(self).items() if name not in ("plan", "out", "warnings", "profile")
         }
         return {
             "kind": "summary",
@@ -194,9 +192,7 @@ class _Conversion:
                 processes.send("begun", {**begun, "identity": _identity_digest(identity)})
             if is_new:
                 if not folder.has_lock:
-                    folder.warnings.append(
-                        "This file system has no locks: nothing keeps another process away."
-                    )
+                    folder.warnings.append("This file system has no locks: nothing keeps another process away.")
                 self._run_missing(folder)
                 self._finish(folder)
                 errors = {layer.name: folder.done[layer.name].measured for layer in plan.blocks}
@@ -240,20 +236,11 @@ class _Conversion:
     def _run_units(self, folder: Destination, done: Collection[str]) -> None:
         """Convert the units that are not done, or this process's part of them."""
         missing, processes = self._missing(done), self.processes
-        prefetch = HubPrefetch(
-            self.source, missing, self.cache, folder.journal, is_shared=processes is not None
-        )
+        prefetch = HubPrefetch(self.source, missing, self.cache, folder.journal, is_shared=processes is not None)
         units = missing if processes is None else processes.take_next(missing)
         with bounded_gpu(self.resources):
             Executor(
-                self.source,
-                folder,
-                self.resources,
-                self.staging,
-                self.meter,
-                self.profile,
-                self.input_scales,
-                prefetch,
+                self.source, folder, self.resources, self.staging, self.meter, self.profile, self.input_scales, prefetch
             ).run(units)
 
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
@@ -274,9 +261,7 @@ class _Conversion:
         measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
         records = [record for unit in plan.units for record in folder.done[unit.name].files]
         digests = source_digests(source, plan, folder.done.values())
-        manifest = build_manifest(
-            source, plan, measured, [*records, *sidecar_files], self.input_scales, digests
-        )
+        manifest = build_manifest(source, plan, measured, [*records, *sidecar_files], self.input_scales, digests)
         card = card_bytes(manifest, source.loose.card, is_artifact=source.guard.is_held)
         manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
         data = sealed(manifest.to_dict())
@@ -332,9 +317,7 @@ def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
     if spec.layout == artifact_names.KERNEL:
         kind = spec.kernel_spec_of(layer.name)
         shapes = gemm_shapes(layer, spec.grid.tp, kind.schema)
-        return all(
-            is_as_planned(planned.forms[gemm], n, k, kind, layer.has_bias) for gemm, (n, k) in shapes.items()
-        )
+        return all(is_as_planned(planned.forms[gemm], n, k, kind, layer.has_bias) for gemm, (n, k) in shapes.items())
     matrices = [(*layer.shape(role), spec.schema, spec.param_dtype, layer.has_bias) for role in layer.roles]
     return all(packed_form(*matrix) == planned_packed_form(*matrix) for matrix in matrices)
 

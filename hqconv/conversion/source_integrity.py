@@ -92,9 +92,7 @@ def _file_numbers(item: Batch | Piece, reads_ahead: bool) -> set[int]:
     if isinstance(item, Piece):
         return {ref.file for ref, _, _ in item.spans}
     block = item.planned.block
-    numbers = {
-        ref.file for refs in block.input_scales.refs.values() for ref in refs if not item.experts.start
-    }
+    numbers = {ref.file for refs in block.input_scales.refs.values() for ref in refs if not item.experts.start}
     if reads_ahead:
         return numbers | {ref.file for ref, _ in item.layout.ranges}
     return numbers | {ref.file for expert in item.experts for ref in block.refs(expert)}

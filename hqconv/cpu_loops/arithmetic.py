@@ -78,9 +78,7 @@ def _prefetch(typing_context, array_NK, n, k):
         pointer, i32 = context.get_value_type(types.voidptr), context.get_value_type(types.int32)
         function = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
         call = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-        builder.call(
-            call, [builder.inttoptr(address, pointer), i32(0), i32(3), i32(1)]
-        )  # to read, all caches, data
+        builder.call(call, [builder.inttoptr(address, pointer), i32(0), i32(3), i32(1)])  # to read, all caches, data
         return context.get_dummy_value()
 
     return types.void(array_NK, types.int64, types.int64), fetch

@@ -128,9 +128,7 @@ def _symmetric_encoder(num_bits, is_offset, scales, largest):
                     if is_offset:
                         codes[start + k] = np.uint8(np.int32(code + midpoint))
                     else:
-                        codes[start + k] = np.uint8(
-                            np.int32(abs(code) | (midpoint if code < 0 else np.int32(0)))
-                        )
+                        codes[start + k] = np.uint8(np.int32(abs(code) | (midpoint if code < 0 else np.int32(0))))
                     decoded[start + k] = np.float32(code) * scale * scale_2
             pack_row(codes, num_bits, out[0][n])
             _measure_row(n, weights, decoded, sums, inverse_NG.shape[1], out)
@@ -244,10 +242,7 @@ def _float_terms(exponent_bits, mantissa_bits):
     bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
     threshold = np.float32(2.0 ** (exponent_shift - 126))
     drop, below_half = np.uint32(23 - mantissa_bits), np.uint32((1 << (22 - mantissa_bits)) - 1)
-    mask, first_normal = (
-        np.uint32((1 << (exponent_bits + mantissa_bits)) - 1),
-        np.uint32(1 << mantissa_bits),
-    )
+    mask, first_normal = (np.uint32((1 << (exponent_bits + mantissa_bits)) - 1), np.uint32(1 << mantissa_bits))
 
     @compiled
     def write_terms(row, start, limit, group, importance_K, terms):

@@ -103,13 +103,9 @@ def _squeeze_words(words, num_bits):
             w[o + 2] = (w[a + 2] & 0x11111111) | ((w[a + 3] & 0x77777777) << 1)
         elif num_bits == 5:
             w[o] = (w[a] & 0x1F1F1F1F) | ((w[a + 1] & 0x1C1C1C1C) << 3)
-            w[o + 1] = (
-                (w[a + 1] & 0x03030303) | ((w[a + 2] & 0x1F1F1F1F) << 2) | ((w[a + 3] & 0x10101010) << 3)
-            )
+            w[o + 1] = (w[a + 1] & 0x03030303) | ((w[a + 2] & 0x1F1F1F1F) << 2) | ((w[a + 3] & 0x10101010) << 3)
             w[o + 2] = (w[a + 3] & 0x0F0F0F0F) | ((w[a + 4] & 0x1E1E1E1E) << 3)
-            w[o + 3] = (
-                (w[a + 4] & 0x01010101) | ((w[a + 5] & 0x1F1F1F1F) << 1) | ((w[a + 6] & 0x18181818) << 3)
-            )
+            w[o + 3] = (w[a + 4] & 0x01010101) | ((w[a + 5] & 0x1F1F1F1F) << 1) | ((w[a + 6] & 0x18181818) << 3)
             w[o + 4] = (w[a + 6] & 0x07070707) | ((w[a + 7] & 0x1F1F1F1F) << 3)
         elif num_bits == 6:
             w[o] = (w[a] & 0x3F3F3F3F) | ((w[a + 1] & 0x30303030) << 2)
@@ -302,9 +298,7 @@ def _deal(column, dealt):
         right = _spread_nibbles(lower & _LOW_HALF)
         right |= _spread_nibbles(lower >> np.uint64(32)) << np.uint64(4)
         dealt[0, i] = _spread_bytes(left & _LOW_HALF) | (_spread_bytes(right & _LOW_HALF) << np.uint64(8))
-        dealt[1, i] = _spread_bytes(left >> np.uint64(32)) | (
-            _spread_bytes(right >> np.uint64(32)) << np.uint64(8)
-        )
+        dealt[1, i] = _spread_bytes(left >> np.uint64(32)) | (_spread_bytes(right >> np.uint64(32)) << np.uint64(8))
 
 
 @compiled
@@ -335,9 +329,7 @@ def repack_8bit_a16(weight_NH, centre, out):
                     left = np.uint32(weight_NH[row, column])
                     right = np.uint32(weight_NH[row, column + 4])
                     word = (left & np.uint32(0xFF)) | ((right & np.uint32(0xFF)) << np.uint32(8))
-                    word |= ((left >> np.uint32(8)) << np.uint32(16)) | (
-                        (right >> np.uint32(8)) << np.uint32(24)
-                    )
+                    word |= ((left >> np.uint32(8)) << np.uint32(16)) | ((right >> np.uint32(8)) << np.uint32(24))
                     if centre:  # code - 128 from the midpoint up, 255 - code below it
                         below = ~(word >> np.uint32(7)) & ones
                         word ^= np.uint32(0x80808080) ^ (below * np.uint32(0x7F))

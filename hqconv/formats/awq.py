@@ -79,9 +79,7 @@ class Awq(Encoding):
         """List codes, zero points and scales."""
         bits = integer_bits(fmt)
         if bits != 4:
-            raise InputError(
-                "AWQ weights of this size are not known.", expected="4 bits", found=f"{bits} bits"
-            )
+            raise InputError("AWQ weights of this size are not known.", expected="4 bits", found=f"{bits} bits")
         require_multiples(headers, [("columns", k, 8), ("rows", n, 8)])
         groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
         zeros = ((groups, n // 8),)

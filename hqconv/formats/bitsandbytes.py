@@ -147,18 +147,11 @@ def _check_state(fmt: SourceFormat, state: dict[str, Any], parts: Parts, shape: 
     count = -(-shape[0] * shape[1] // state["blocksize"])
     if parts["absmax"].numel() != count:
         at = names.get("absmax", "")
-        refuse(
-            "There must be one scale for every block of weights.",
-            at,
-            f"{count} values",
-            parts["absmax"].numel(),
-        )
+        refuse("There must be one scale for every block of weights.", at, f"{count} values", parts["absmax"].numel())
     if "nested_absmax" not in parts:
         return
     at, size = names.get("nested_absmax", ""), state["nested_blocksize"]
     if not isinstance(size, int) or size <= 0 or parts["nested_absmax"].numel() != -(-count // size):
         refuse("There is not one scale a block of scales.", at, f"ceil({count} / {size}) values", size)
     if state["nested_dtype"] not in ("float32", "bfloat16", "float16"):
-        refuse(
-            "The quantization state's nested_dtype is not usable.", where, "float32", state["nested_dtype"]
-        )
+        refuse("The quantization state's nested_dtype is not usable.", where, "float32", state["nested_dtype"])

@@ -49,13 +49,7 @@ class BoundedRegex:
     """
 
     def __init__(
-        self,
-        pattern: str,
-        where: str,
-        *,
-        after: str = "",
-        is_anywhere: bool = False,
-        is_trusted: bool = False,
+        self, pattern: str, where: str, *, after: str = "", is_anywhere: bool = False, is_trusted: bool = False
     ) -> None:
         self._where, self._shown = where, repr(pattern[:200])
         cost = _Cost()
@@ -201,9 +195,7 @@ def _first(operator: Any, argument: Any) -> tuple[_Chars, bool]:
 def _characters(kind: str, argument: Any) -> _Chars:
     """Return the characters that one item matches, letters in both cases; maybe more than the exact set."""
     if kind == "LITERAL":
-        return frozenset(
-            min(ord(char), _OTHER) for text in (chr(argument),) for char in text + text.swapcase()
-        )
+        return frozenset(min(ord(char), _OTHER) for text in (chr(argument),) for char in text + text.swapcase())
     if kind in ("NOT_LITERAL", "ANY"):
         return _ALL
     chars: _Chars = frozenset()

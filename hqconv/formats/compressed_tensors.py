@@ -226,9 +226,7 @@ class PackedInt(Encoding):
         weight = headers.get("weight_packed")
         is_padded = weight is not None and weight.shape != (n, dense)
         stored = [
-            StoredTensor(
-                "weight", ("weight_packed",), ("I32",), tuple((n, w) for w in sorted({dense, padded}))
-            ),
+            StoredTensor("weight", ("weight_packed",), ("I32",), tuple((n, w) for w in sorted({dense, padded}))),
             StoredTensor("scale", ("weight_scale",), FLOATS, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
             StoredTensor("g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted),
         ]

@@ -69,9 +69,7 @@ class Encoding(ABC):
         """List the tensors of a matrix [n, k], its bias aside. Raises InputError for sizes that cannot be packed."""
 
     @abstractmethod
-    def decode(
-        self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names
-    ) -> CodedMatrix | torch.Tensor:
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix | torch.Tensor:
         """Decode a matrix: codes and scales, or float32 [N, K] where Humming has no such codes.
 
         Raises InputError for values that the encoding cannot have, RequestError where its library is not installed.
@@ -137,8 +135,7 @@ def shape_of_words(fmt: SourceFormat, rows: int, words: int) -> Shape | None:
 def scale_grid(scale: torch.Tensor, fmt: SourceFormat, shape: Shape) -> torch.Tensor:
     """Reshape a stored scale to [ceil(N / group_n), ceil(K / group_k)]."""
     rows, columns = (
-        -(-size // group) if group else 1
-        for size, group in zip(shape, (fmt.group_n, fmt.group_k), strict=True)
+        -(-size // group) if group else 1 for size, group in zip(shape, (fmt.group_n, fmt.group_k), strict=True)
     )
     return scale.reshape(rows, columns)
 
@@ -169,9 +166,7 @@ def coded_matrix(
     """Build the matrix of a format and check its values. packed: int32 [N, K * b / 32]; scale: [N', G]."""
     from hqconv.quantization.coded_matrix import CodedMatrix, checked
 
-    matrix = CodedMatrix(
-        fmt.b_dtype, packed, scale, fmt.group_n, fmt.group_k, zero_point, scale_2, column_groups
-    )
+    matrix = CodedMatrix(fmt.b_dtype, packed, scale, fmt.group_n, fmt.group_k, zero_point, scale_2, column_groups)
     return checked(matrix, names)
 
 

@@ -37,12 +37,7 @@ if TYPE_CHECKING:
     from hqconv.quantization.coded_matrix import CodedMatrix
 
 # DeepSeek's names of code types, and torch's, which MiniMax writes.
-_CODE_DTYPES = {
-    "e4m3": "float8e4m3",
-    "e5m2": "float8e5m2",
-    "float8_e4m3fn": "float8e4m3",
-    "float8_e5m2": "float8e5m2",
-}
+_CODE_DTYPES = {"e4m3": "float8e4m3", "e5m2": "float8e5m2", "float8_e4m3fn": "float8e4m3", "float8_e5m2": "float8e5m2"}
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
 
 # --- config ------------------------------------------------------------------------------------------------
@@ -117,9 +112,7 @@ def _modelopt_modules(config: ConfigReader) -> Matcher:
     for layer in layers.values():
         layer.one_of("quant_algo", "NVFP4", "W4A16_NVFP4")
     is_all = not config.has("quantized_layers")
-    return lambda module: (
-        not is_ignored(module) and (is_all or any(name in layers for name in parents(module)))
-    )
+    return lambda module: not is_ignored(module) and (is_all or any(name in layers for name in parents(module)))
 
 
 @quant_method("fbgemm_fp8")

@@ -81,10 +81,7 @@ def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
     A pattern covers the names it matches, not modules below them. The "re:" prefix is vLLM's.
     """
     export = config.table("export") if config.has("export") else ConfigReader({}, config.where("export"))
-    if (
-        export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized")
-        != "real_quantized"
-    ):
+    if export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized") != "real_quantized":
         return []
     packing = export.text("pack_method", ("order", "reorder"), "reorder")
     excluded = globbed_in(config.names("exclude"), config.where("exclude"), with_parents=False)
@@ -367,12 +364,7 @@ def _decode_embedded(fmt: SourceFormat, weight: torch.Tensor, shape: Shape, name
     blocks = weight.reshape(shape[0], -1, 1 + bits * 4)
     exponent = blocks[..., 0].contiguous().view(torch.int8).to(torch.int16) + 127
     if is_any(exponent < 0):
-        refuse(
-            "A scale is out of range.",
-            names.get("weight", ""),
-            "exponents from -127",
-            int(exponent.min()) - 127,
-        )
+        refuse("A scale is out of range.", names.get("weight", ""), "exponents from -127", int(exponent.min()) - 127)
     scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
     payload = blocks[..., 1:].contiguous()
     if bits == 4:

@@ -74,9 +74,7 @@ def encoding(name: str) -> Encoding:
     """Return an encoding by its name; InputError for an unknown name (a manifest of a later hqconv)."""
     load_formats()
     if name not in ENCODINGS:
-        raise InputError(
-            "The stored encoding is not known.", expected=", ".join(sorted(ENCODINGS)), found=name
-        )
+        raise InputError("The stored encoding is not known.", expected=", ".join(sorted(ENCODINGS)), found=name)
     return ENCODINGS[name]
 
 

@@ -85,9 +85,7 @@ def _check_groups(fmt: SourceFormat, parts: Mapping[str, TensorSpec]) -> None:
         if size < 0 and size != ANY:
             where = next(iter(parts.values())).name if parts else ""
             expected = "a positive number of " + what
-            raise InputError(
-                "The config's group size is not usable.", where=where, expected=expected, found=size
-            )
+            raise InputError("The config's group size is not usable.", where=where, expected=expected, found=size)
 
 
 def _choose(stored: StoredTensor, parts: Mapping[str, TensorSpec], fmt: SourceFormat) -> str | None:
@@ -114,9 +112,7 @@ def _choose(stored: StoredTensor, parts: Mapping[str, TensorSpec], fmt: SourceFo
 def _check_part(stored: StoredTensor, part: TensorSpec) -> None:
     if part.dtype not in stored.dtypes:
         expected = " or ".join(stored.dtypes)
-        raise InputError(
-            "A tensor has the wrong dtype.", where=part.name, expected=expected, found=part.dtype
-        )
+        raise InputError("A tensor has the wrong dtype.", where=part.name, expected=expected, found=part.dtype)
     if stored.shapes is not None and part.shape not in stored.shapes:
         expected = " or ".join(str(list(shape)) for shape in stored.shapes)
         found = list(part.shape)

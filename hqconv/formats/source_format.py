@@ -73,12 +73,7 @@ class SourceFormat:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
-        document = {
-            "name": self.name,
-            "decoder": self.encoding,
-            **asdict(self),
-            "options": dict(self.options),
-        }
+        document = {"name": self.name, "decoder": self.encoding, **asdict(self), "options": dict(self.options)}
         del document["encoding"], document["static_inputs"]
         return document
 
@@ -97,10 +92,7 @@ class SourceFormat:
             return self.name
         sizes = {0: "all", ANY: "?"}
         rows, columns = (sizes.get(size, str(size)) for size in (self.group_n, self.group_k))
-        parts = [
-            f"{self.name}: {self.b_dtype or '?'}",
-            f"{self.scale_dtype or '?'} scale per {rows}x{columns}",
-        ]
+        parts = [f"{self.name}: {self.b_dtype or '?'}", f"{self.scale_dtype or '?'} scale per {rows}x{columns}"]
         if self.scale_2 != "none":
             parts.append(f"second scale per {self.scale_2}")
         if self.has_zero_point:
@@ -151,9 +143,7 @@ def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str])
     return f"{stored} scales cannot hold its {source.scale_dtype} scales"
 
 
-def conversion_of(
-    source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool = False
-) -> str:
+def conversion_of(source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool = False) -> str:
     """Return the conversion of a layer: `quantized` from floats, else `direct`, `requantized` or `DIRECT_ROUNDED`.
 
     round_scales: also round scales of another 16-bit dtype.

@@ -263,9 +263,7 @@ def _block_scaled_groups(kind: KernelSpec) -> str | None:
     if schema.weight_scale_type == "group" and (
         inputs.input_scale_group_size != schema.weight_scale_group_size or layer.as_dtype != layer.bs_dtype
     ):
-        return (
-            "groups and scale types of activations and weights must be the same on a block-scaled tensor core"
-        )
+        return "groups and scale types of activations and weights must be the same on a block-scaled tensor core"
     return None
 
 

@@ -80,9 +80,7 @@ def toolkit() -> Iterator[None]:
             compiler.get_flags("90a")  # looks for the headers
             if "NVRTC" in compiler.__name__:
                 library = importlib.import_module("humming.utils.nvrtc").get_nvrtc_library_path()
-                os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(
-                    filter(None, (str(Path(library).parent), path))
-                )
+                os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(Path(library).parent), path)))
         except (RuntimeError, OSError) as error:
             raise _no_compiler(error) from error
         yield
@@ -113,9 +111,7 @@ def compile_kernel(source: KernelSource, compiler: Any) -> bytes:
         folder = Path(name)
         path, made = folder / "kernel.cu", folder / "kernel_tmp.cubin"
         path.write_text(source.code, encoding="utf-8")
-        code, out, errors = compiler._compile(
-            str(path), folder, source.architecture, source.expression, flags
-        )
+        code, out, errors = compiler._compile(str(path), folder, source.architecture, source.expression, flags)
         if code == 0:
             source.patch(str(made))
             return made.read_bytes()

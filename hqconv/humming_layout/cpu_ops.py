@@ -157,9 +157,7 @@ def pack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
     shape = (*inputs.shape[:-1], inputs.size(-1) * num_bits // 32)
     if inputs.is_meta:
         return inputs.new_empty(shape)
-    codes = (inputs.contiguous().reshape(-1, inputs.size(-1)).numpy() & ((1 << num_bits) - 1)).astype(
-        np.uint8
-    )
+    codes = (inputs.contiguous().reshape(-1, inputs.size(-1)).numpy() & ((1 << num_bits) - 1)).astype(np.uint8)
     packed = np.empty((codes.shape[0], shape[-1] * 4), np.uint8)
     bit_codec.pack_rows(codes, num_bits, packed)
     return torch.from_numpy(packed.view(np.int32)).reshape(shape)
@@ -176,9 +174,7 @@ def unpack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
     return torch.from_numpy(_unpack(packed, num_bits).view(np.int32)).reshape(shape)
 
 
-def dequant_weight(
-    inputs: torch.Tensor, exponent_bits: int, mantissa_bits: int, is_signed: bool
-) -> torch.Tensor:
+def dequant_weight(inputs: torch.Tensor, exponent_bits: int, mantissa_bits: int, is_signed: bool) -> torch.Tensor:
     """Twin of `humming.ops.dequant_weight`: unpacked small-float codes to their float32 values."""
     assert inputs.dtype == torch.int32
     if inputs.is_meta:

@@ -158,11 +158,7 @@ def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> Kernel
     static = gemm.input_scale if mode.value.startswith("static_tensor") else None
     return KernelInputs(
         *humming_gpu().forward.may_process_input(
-            gemm.config,
-            inputs=values,
-            token_scales=static,
-            hadamard_block_size=gemm.rotation,
-            **activation,
+            gemm.config, inputs=values, token_scales=static, hadamard_block_size=gemm.rotation, **activation
         )
     )
 

@@ -18,11 +18,7 @@ from hqconv.schemas.kernel_spec import KernelSpec
 FP8 = ("float8e4m3", "float8e5m2", "float8e3m4")
 FP4 = ("float4e2m1", "float4e0m3")
 _MX = "float8e8m0"
-_MIXED_WEIGHTS = (
-    "float4e2m1",
-    "float6e3m2",
-    "float6e2m3",
-)  # narrower than fp8, yet the tensor core takes them
+_MIXED_WEIGHTS = ("float4e2m1", "float6e3m2", "float6e2m3")  # narrower than fp8, yet the tensor core takes them
 
 
 @dataclass(frozen=True)
@@ -41,21 +37,13 @@ class NumberType:
 @functools.cache
 def number(name: str) -> NumberType:
     """A type of Humming's by its name. ValueError for no such name."""
-    wide = {
-        "bfloat16": NumberType(16, 8, 7),
-        "float16": NumberType(16, 5, 10),
-        "float32": NumberType(32, 8, 23),
-    }
+    wide = {"bfloat16": NumberType(16, 8, 7), "float16": NumberType(16, 5, 10), "float32": NumberType(32, 8, 23)}
     if name in wide:
         return wide[name]
     match = re.fullmatch(r"u?int([1-8])|float([2-8])e(\d)m(\d)", name)
     if match is None:
         raise ValueError(f"no type of Humming's: {name!r}")
-    return (
-        NumberType(int(match[1]), None, 0)
-        if match[1]
-        else NumberType(int(match[2]), int(match[3]), int(match[4]))
-    )
+    return NumberType(int(match[1]), None, 0) if match[1] else NumberType(int(match[2]), int(match[3]), int(match[4]))
 
 
 @dataclass(frozen=True)
@@ -132,8 +120,7 @@ def activation_entries(kind: KernelSpec) -> dict[str, Any]:
 def needs_cuda(kind: KernelSpec) -> bool:
     """Return whether the layout depends on the version of the serving CUDA compiler."""
     old, new = (
-        resolve(replace(kind, target=replace(kind.target, cuda=cuda))).use_native_dequant
-        for cuda in ((0, 0), (99, 0))
+        resolve(replace(kind, target=replace(kind.target, cuda=cuda))).use_native_dequant for cuda in ((0, 0), (99, 0))
     )
     return old != new
 
@@ -208,8 +195,7 @@ def _has_fp4_scales(kind: KernelSpec) -> bool:
     scale = (inputs.input_scale_dtype or bs_dtype) if grouped_inputs else bs_dtype
     known = size == 0 or (size, scale) in ((32, _MX), (16, _MX), (16, "float8e4m3"))
     matching = not (grouped_inputs and grouped) or (
-        inputs.input_scale_group_size == schema.weight_scale_group_size
-        and inputs.input_scale_dtype in (None, bs_dtype)
+        inputs.input_scale_group_size == schema.weight_scale_group_size and inputs.input_scale_dtype in (None, bs_dtype)
     )
     return known and matching
 
@@ -289,9 +275,7 @@ def _has_native_dequant(kind: KernelSpec) -> bool:
     fp8, small = ("float8e4m3", "float8e5m2"), _MIXED_WEIGHTS
     code, low_bit = kind.schema.b_dtype, sm_version >= 100
     if kind.a_dtype == "float16":
-        return (code in fp8 and sm_version >= 89 and cuda >= (11, 8)) or (
-            code in small and low_bit and cuda >= (12, 7)
-        )
+        return (code in fp8 and sm_version >= 89 and cuda >= (11, 8)) or (code in small and low_bit and cuda >= (12, 7))
     return kind.a_dtype == "bfloat16" and low_bit and cuda >= (13, 2) and code in (*fp8, *small)
 
 

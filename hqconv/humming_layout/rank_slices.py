@@ -16,9 +16,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 Tensors = dict[str, torch.Tensor]
 
 
-def gemm_tensors(
-    projections: Mapping[str, Tensors], schema: WeightSchema, part: TpSlice
-) -> dict[str, Tensors]:
+def gemm_tensors(projections: Mapping[str, Tensors], schema: WeightSchema, part: TpSlice) -> dict[str, Tensors]:
     """Cut packed tensors [E, …] of w13 and w2 for one TP rank.
 
     `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `QuantizedStack.tensors`, plus `bias`

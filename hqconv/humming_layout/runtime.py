@@ -26,30 +26,10 @@ from torch.overrides import TorchFunctionMode
 from hqconv.humming_layout import cpu_ops
 from hqconv.schemas.gpu_target import GpuTarget
 
-_MODULES = (
-    "ops",
-    "dtypes",
-    "schema",
-    "transform",
-    "device",
-    "config",
-    "utils.weight",
-)
-_OPS = (
-    "quant_weight",
-    "pack_weight",
-    "unpack_weight",
-    "dequant_weight",
-    "repack_weight",
-    "process_mxfp4_w4a8_weight",
-)
+_MODULES = ("ops", "dtypes", "schema", "transform", "device", "config", "utils.weight")
+_OPS = ("quant_weight", "pack_weight", "unpack_weight", "dequant_weight", "repack_weight", "process_mxfp4_w4a8_weight")
 # Modules in which Humming queries the current device to decide about schemas and layouts.
-_ASKING = (
-    "humming.config.config",
-    "humming.config.mma",
-    "humming.schema.humming",
-    "humming.transform",
-)
+_ASKING = ("humming.config.config", "humming.config.mma", "humming.schema.humming", "humming.transform")
 # Modules that compile and launch kernels must see the real device; layouts query the compiler's version there.
 _LAUNCHING = "humming.jit.runtime"
 _ASKED_OF_LAUNCHING = ("is_ppu",)
@@ -186,11 +166,7 @@ def target_facts(target: GpuTarget) -> Iterator[None]:
 
 class _StayOnCpu(TorchFunctionMode):
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.cuda and not args[0].is_cuda:
             return args[0]

@@ -59,9 +59,7 @@ def kernel_form(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = F
     return KernelForm(_of_one_expert(tensors), *_words(config, kind.target))
 
 
-def is_as_planned(
-    form: KernelForm, shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False
-) -> bool:
+def is_as_planned(form: KernelForm, shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False) -> bool:
     """Return whether Humming gives a planned form's LayerConfig; `to_kernel` checks the tensors."""
     config = _layer_config(shape_n, shape_k, kind, has_bias)
     return _words(config, kind.target) == (form.config, form.flags)
@@ -145,12 +143,7 @@ def packed_form(
 
 
 def _attributes(
-    shape_n: int,
-    shape_k: int,
-    schema: WeightSchema,
-    param_dtype: str,
-    has_bias: bool,
-    num_experts: int | None,
+    shape_n: int, shape_k: int, schema: WeightSchema, param_dtype: str, has_bias: bool, num_experts: int | None
 ) -> dict[str, dict[str, Any]]:
     """Humming's `shape` and torch `dtype` of a matrix's packed tensors."""
     attrs: dict[str, dict[str, Any]] = humming_schema(schema).get_tensors_attrs(
@@ -165,7 +158,4 @@ def _attributes(
 
 def _of_one_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     """Kernel tensors [E, …] without E."""
-    return {
-        name: TensorSpec(name, code_of_torch(one.dtype), tuple(one.shape[1:]))
-        for name, one in tensors.items()
-    }
+    return {name: TensorSpec(name, code_of_torch(one.dtype), tuple(one.shape[1:])) for name, one in tensors.items()}

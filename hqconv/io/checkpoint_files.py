@@ -39,9 +39,7 @@ def readable(src: object) -> Iterator[None]:
         raise InputError(what, where=where, found=error.strerror or error, remedy=COPY_AGAIN) from error
 
 
-def read_json(
-    path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES
-) -> tuple[dict[str, Any], bytes]:
+def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> tuple[dict[str, Any], bytes]:
     """Read a JSON object; return it and the file's bytes. Raises InputError for other content and for a larger file."""
     found: object
     try:
@@ -86,9 +84,7 @@ def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | No
         if found is not None:
             what, where = "The checkpoint's quantization config is not an object.", "quantization_config"
             remedy = f"Restore it in {CONFIG}; leave it out where nothing is quantized."
-            raise InputError(
-                what, where=where, expected="an object or null", found=repr(found), remedy=remedy
-            )
+            raise InputError(what, where=where, expected="an object or null", found=repr(found), remedy=remedy)
     path = root / HF_QUANT_CONFIG
     if path.is_file():
         return _read_document(path)
@@ -158,9 +154,7 @@ def is_plain_name(name: object) -> bool:
     return "\\" not in name and not {"", ".", ".."}.intersection(name.split("/"))
 
 
-def check_weight_map(
-    weight_map: Mapping[str, str], tensors: Mapping[str, TensorRef], files: tuple[str, ...]
-) -> None:
+def check_weight_map(weight_map: Mapping[str, str], tensors: Mapping[str, TensorRef], files: tuple[str, ...]) -> None:
     """Check that index and headers name the same tensors in the same files. Raises InputError for a difference."""
     for name, file in weight_map.items():
         ref = tensors.get(name)

@@ -38,9 +38,7 @@ def output_errors(where: object) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "The disk is full." if full else "Writing the output failed."
-        raise OutputError(
-            what, where=str(where), found=error.strerror or str(error), remedy=_RESUME
-        ) from error
+        raise OutputError(what, where=str(where), found=error.strerror or str(error), remedy=_RESUME) from error
 
 
 @contextmanager

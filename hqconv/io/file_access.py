@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 _MAX_BUFFERS = 512  # of one call; Linux takes 1024
 
 
-def adjoining(
-    pieces: Iterable[tuple[TensorRef, WriteableBuffer]],
-) -> Iterator[list[tuple[TensorRef, memoryview]]]:
+def adjoining(pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> Iterator[list[tuple[TensorRef, memoryview]]]:
     """Group tensors into runs that adjoin in one file, by file and offset; empty tensors are left out."""
     run: list[tuple[TensorRef, memoryview]] = []
     for ref, buffer in sorted(pieces, key=lambda piece: (piece[0].file, piece[0].offset_bytes)):

@@ -29,9 +29,7 @@ _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
 _REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
 COPY_AGAIN = "Copy or download the GGUF files again; they must belong to this model."
 
-_Info = tuple[
-    int, tuple[int, ...], int
-]  # the ggml type's number, the shape (rows first), the byte it begins at
+_Info = tuple[int, tuple[int, ...], int]  # the ggml type's number, the shape (rows first), the byte it begins at
 
 
 def holds_gguf(folder: Path) -> bool:

@@ -121,11 +121,7 @@ class Listing:
         from huggingface_hub import constants, hf_hub_url, utils
 
         library: Any = utils  # which has no type annotations
-        headers = {
-            **library.build_hf_headers(),
-            "Range": f"bytes={begin}-{end - 1}",
-            "Accept-Encoding": "identity",
-        }
+        headers = {**library.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         # Not on exceptions: one that is raised while bytes arrive would repeat the request inside this response.
         kwargs = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "retry_on_exceptions": ()}
         url, data = hf_hub_url(self.repo_id, name, revision=self.commit), bytearray()
@@ -168,9 +164,7 @@ def _check_digest(repo_id: str, name: str, digest: object) -> str:
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
         what, where = "The Hub names no valid SHA-256 for a file.", f"{repo_id}/{name}"
         remedy = "Check HF_ENDPOINT."
-        raise InputError(
-            what, where=where, expected="64 hexadecimal digits", found=repr(digest), remedy=remedy
-        )
+        raise InputError(what, where=where, expected="64 hexadecimal digits", found=repr(digest), remedy=remedy)
     return digest
 
 
@@ -339,10 +333,7 @@ def remove_killed_downloads(root: Path, digest: str | None) -> None:
     lock = repo.parent / ".locks" / repo.name / f"{digest}.lock"
     if not left or not lock.is_file():
         return
-    with (
-        lock.open("rb") as file,
-        suppress(OSError),
-    ):  # the library holds its lock, or the file system has no locks
+    with lock.open("rb") as file, suppress(OSError):  # the library holds its lock, or the file system has no locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in left:
             path.unlink(missing_ok=True)
@@ -355,9 +346,7 @@ def remove_cached_file(root: Path, name: str) -> None:
         path.unlink(missing_ok=True)
         return
     blob = Path(os.path.normpath(path.parent / path.readlink()))
-    if (
-        blob.is_symlink()
-    ):  # newer versions of the library may store bytes once for all repos, and count the users
+    if blob.is_symlink():  # newer versions of the library may store bytes once for all repos, and count the users
         from huggingface_hub import scan_cache_dir
 
         cache: Any = scan_cache_dir(root.parents[2])
@@ -472,11 +461,7 @@ def _of_status(error: Exception) -> _Explanation | None:
         return NetworkError, what, f"{after}; who is signed in ({_SIGN_IN}) may ask more often."
     if status is not None and status >= 500:
         what = "The Hub is out of order."
-        return (
-            NetworkError,
-            what,
-            "Try again later: what was fetched is kept. See https://status.huggingface.co.",
-        )
+        return (NetworkError, what, "Try again later: what was fetched is kept. See https://status.huggingface.co.")
     return None
 
 
@@ -501,11 +486,7 @@ def _of_machine(error: Exception) -> _Explanation:
     number = getattr(error, "errno", None)
     if number in _NO_SPACE:
         what = "The disk of the Hub's cache is full."
-        return (
-            OutputError,
-            what,
-            "Free some space, or have HF_HOME name another place: finished files are kept.",
-        )
+        return (OutputError, what, "Free some space, or have HF_HOME name another place: finished files are kept.")
     if number in _NO_ACCESS:
         return OutputError, "The Hub's cache cannot be written.", "Mend its permissions, or set HF_HOME."
     if constants.HF_HUB_OFFLINE:

@@ -117,10 +117,7 @@ class HubBranch:
         elif status == 412:
             what, remedy = "Somebody else changed the repo meanwhile.", _AGAIN
         elif type(error) is ValueError and "metadata" in str(error):
-            what, remedy = (
-                "The Hub refuses the front matter of README.md.",
-                "Mend it; people may edit the card.",
-            )
+            what, remedy = ("The Hub refuses the front matter of README.md.", "Mend it; people may edit the card.")
         else:
             return NetworkError("The upload to the Hub failed.", where=where, found=found, remedy=_AGAIN)
         return RequestError(what, where=where, found=found, remedy=remedy)

@@ -23,10 +23,7 @@ from hqconv.schemas.tensors import TensorRef
 
 MAX_HEADER_BYTES = 100_000_000  # the library's MAX_HEADER_SIZE
 LENGTH_BYTES = 8
-_POINTER, _MAX_POINTER_BYTES = (
-    b"version ",
-    1024,
-)  # of Git LFS: some lines of text, of which this is the first word
+_POINTER, _MAX_POINTER_BYTES = (b"version ", 1024)  # of Git LFS: some lines of text, of which this is the first word
 _MAX_U64 = 2**64 - 1  # the library counts elements and bits in 64 bits
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 _REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
@@ -122,9 +119,7 @@ def _refuse(text: str) -> object:
     raise ValueError(text)
 
 
-def _in_order(
-    where: str, header: dict[str, dict[str, Any]], data: range, file: int
-) -> list[TensorRef] | None:
+def _in_order(where: str, header: dict[str, dict[str, Any]], data: range, file: int) -> list[TensorRef] | None:
     """Return tensors that follow one another and fill the file; None for any other layout.
 
     Each dtype and shape is checked once, which spares time, and kept once, which spares memory.

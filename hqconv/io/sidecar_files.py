@@ -76,9 +76,7 @@ def _is_loose(path: str) -> bool:
 
 def _walk(root: Path) -> Iterator[tuple[str, bool]]:
     """Yield everything below a folder that is no weight, and True if it is a link to a folder."""
-    for folder, folders, names in os.walk(
-        root, onerror=_raise
-    ):  # by itself it passes over what it cannot read
+    for folder, folders, names in os.walk(root, onerror=_raise):  # by itself it passes over what it cannot read
         relative = Path(folder).relative_to(root)
         folders[:] = [name for name in folders if _is_loose((relative / name / "file").as_posix())]
         for name in (*names, *folders):

@@ -145,16 +145,7 @@ def _from_fragments(form: LayoutForm, words: torch.Tensor) -> torch.Tensor:
     if has_loops(words.device):
         return _by_loops(form, words.reshape(num_experts, tiles, -1).numpy().view(np.uint32))
     lanes = words.reshape(num_experts, tiles, chunks, 8, 4, form.num_bits)  # E, T, B, r, c
-    shape = (
-        num_experts,
-        chunks,
-        a // 2,
-        8,
-        tiles,
-        2,
-        4,
-        per_unit,
-    )  # E, B, 8 rows, r, T, half, c, code of a unit
+    shape = (num_experts, chunks, a // 2, 8, tiles, 2, 4, per_unit)  # E, B, 8 rows, r, T, half, c, code of a unit
     codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
     places = unit_places(form).tolist()
     if not is_by_units(form):

@@ -139,9 +139,7 @@ def _restore_e8m0(stack: DecodedStack, form: LayoutForm, checks: Checks) -> Deco
         exponent = exponent + torch.where(is_lost, _FLUSHED_POWER, power - 1)
         value, flushed = value * second, flushed | is_lost
     scale = (exponent + 127).clamp(0, 255).to(torch.uint8)
-    return replace(
-        stack, scale=scale, scale_dtype="F8_E8M0", scale_value=value, scale_2=None, flushed=flushed
-    )
+    return replace(stack, scale=scale, scale_dtype="F8_E8M0", scale_value=value, scale_2=None, flushed=flushed)
 
 
 # --- packed tensors ----------------------------------------------------------------------------------------

@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import RequestError, VerificationError
-from hqconv.layout_decoder.numbers import (
-    FUSED_FP8,
-    FUSED_INT8,
-    PADDED_E5M0,
-    parse_weight_dtype,
-    stored_scale_dtype,
-)
+from hqconv.layout_decoder.numbers import FUSED_FP8, FUSED_INT8, PADDED_E5M0, parse_weight_dtype, stored_scale_dtype
 from hqconv.schemas.dtypes import code_of, num_bits
 
 if TYPE_CHECKING:
@@ -128,9 +122,7 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> LayoutFo
             scale_order=_scale_order(merged),
             param_dtype=code_of(merged["c_dtype"]),
             group=int(merged["weight_scale_group_size"]) or padded[1],
-            group_n=max(int(merged["weight_scale_group_size_n"]), 1)
-            if merged["weight_scale_type"] == "block"
-            else 1,
+            group_n=max(int(merged["weight_scale_group_size_n"]), 1) if merged["weight_scale_type"] == "block" else 1,
             zero_kind=zero_kind,
             is_centred=_is_centred(merged["a_dtype"], code_bits, exponent_bits, zero_kind),
             has_bias=bool(merged["has_bias"]),
@@ -159,9 +151,7 @@ def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
     for name in _WRITTEN:
         if name in flags and name in config and bool(flags[name]) != bool(config[name]):
             what = "The layer configuration contradicts the manifest's flags."
-            raise VerificationError(
-                what, where=f"layer config: {name}", expected=flags[name], found=config[name]
-            )
+            raise VerificationError(what, where=f"layer config: {name}", expected=flags[name], found=config[name])
     return {**dict.fromkeys((*_FLAGS, *_WRITTEN), False), **flags, **config}
 
 
@@ -204,10 +194,7 @@ def _check_sizes(form: LayoutForm) -> None:
     for expected, holds in facts.items():
         if not holds:
             raise VerificationError(
-                "The layer configuration contradicts itself.",
-                where="layer config",
-                expected=expected,
-                found=form,
+                "The layer configuration contradicts itself.", where="layer config", expected=expected, found=form
             )
 
 
@@ -225,8 +212,7 @@ def _facts_of_layouts(form: LayoutForm) -> dict[str, bool]:
         or (is_fragments and form.activation_bits == 16 and form.exponent_bits is not None),
         "packed K of even bits for 8-bit activations": not form.is_packed_k
         or (is_fragments and form.activation_bits == 8 and form.num_bits % 2 == 0),
-        "signed integers in whole words": not form.is_signed
-        or (not is_fragments and form.exponent_bits is None),
+        "signed integers in whole words": not form.is_signed or (not is_fragments and form.exponent_bits is None),
         "a second scale where exponents are fused into mxfp4": not form.is_fused
         or (is_mxfp4 and form.scale_2_type == ("tensor" if form.is_split else "channel")),
         "8-bit group scales and no zero points for a block-scaled tensor core": not in_tiles

@@ -19,9 +19,7 @@ Array = NDArray[Any]
 
 PADDED_E5M0 = "E5M0"  # five exponent bits over three zero bits: what e8m0 scales become for float16
 FUSED_FP8 = "FUSED_FP8"  # e8m0 scales as exponents that are added to fp8's: 2 ** byte, 1 to 12
-FUSED_INT8 = (
-    "FUSED_INT8"  # e8m0 scales as left shifts of int8 values twice the codes': 2 ** (byte + 1), 0 to 3
-)
+FUSED_INT8 = "FUSED_INT8"  # e8m0 scales as left shifts of int8 values twice the codes': 2 ** (byte + 1), 0 to 3
 
 
 def parse_weight_dtype(text: str) -> tuple[int, int | None]:

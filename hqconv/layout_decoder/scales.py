@@ -58,9 +58,7 @@ class Checks:
         if wrong.numel():
             self.faults.append(Fault(tensor, "A value that no conversion writes.", wrong, describe))
 
-    def padding(
-        self, tensor: str, values: torch.Tensor, inner: tuple[int, int], expected: int | torch.Tensor
-    ) -> None:
+    def padding(self, tensor: str, values: torch.Tensor, inner: tuple[int, int], expected: int | torch.Tensor) -> None:
         """Check values [E, N, G] outside `inner` = (N, G) against `expected`: one number, or a tensor [E, N, G]."""
         rows, groups = inner
         text = f"{expected:#x}" if isinstance(expected, int) else "its exponents ask for"
@@ -77,9 +75,7 @@ class Checks:
 # --- scales ------------------------------------------------------------------------------------------------
 
 
-def decode_scale(
-    form: LayoutForm, stored: torch.Tensor, scale_2: torch.Tensor | None, checks: Checks
-) -> torch.Tensor:
+def decode_scale(form: LayoutForm, stored: torch.Tensor, scale_2: torch.Tensor | None, checks: Checks) -> torch.Tensor:
     """Scales [E, N, G] without padding, or [E, 1, 1] of a tensor; `scale_2` is needed for fused exponents."""
     if form.scale_type == "tensor":
         return stored.view(-1, 1, 1)

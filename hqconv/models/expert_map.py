@@ -55,9 +55,7 @@ class NameGroups:
     def __init__(self, family: Family) -> None:
         self.found: dict[str, LayerTensors] = {}
         self._match = name_pattern(family).fullmatch
-        self._roles_of: dict[str, tuple[str, ...]] = {
-            name: (role,) for role, name in family.projections.items()
-        }
+        self._roles_of: dict[str, tuple[str, ...]] = {name: (role,) for role, name in family.projections.items()}
         self._roles_of |= {stack.name: stack.roles for stack in family.expert_stacks}
         self._indices: dict[str, int] = {}
         self._endings: dict[str, tuple[tuple[str, ...], str]] = {}  # → roles and part
@@ -127,16 +125,12 @@ class ExpertMap:
         Raises RequestError if no block is left to convert, and for sources whose experts are no tensors to copy.
         """
         kept = tuple(block for block in self.blocks if block.name not in names)
-        foreign = next(
-            (b for b in self.blocks if b.name in names and b.format.encoding in KNOWN_BY_SOURCE), None
-        )
+        foreign = next((b for b in self.blocks if b.name in names and b.format.encoding in KNOWN_BY_SOURCE), None)
         if foreign is not None:
             what = "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files."
             raise RequestError(what, where=foreign.name, remedy="Convert the original checkpoint.")
         if not kept:
-            raise RequestError(
-                "All experts would be left as they are: nothing to convert.", where="overrides"
-            )
+            raise RequestError("All experts would be left as they are: nothing to convert.", where="overrides")
         moved = {name for name, block in self.converted.items() if block in names}
         # Copied in full: tensors that a conversion would not need, such as scales of activations, are copied with them.
         within = tuple(f"{block.name}." for block in self.blocks if block.name in names)
@@ -262,8 +256,6 @@ def _drop_zero_experts(
         if count is None or zeros is None:
             continue
         for e in [e for e in experts if count[1] <= e < count[1] + zeros[1] and "w2" not in experts[e]]:
-            reason = (
-                f"expert {e} is a zero-expert ({zeros[0]} {zeros[1]}): an identity, its weights are unused"
-            )
+            reason = f"expert {e} is a zero-expert ({zeros[0]} {zeros[1]}): an identity, its weights are unused"
             dropped |= {ref.name: reason for parts in experts.pop(e).values() for ref in parts.values()}
     return dropped

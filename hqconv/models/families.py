@@ -103,10 +103,7 @@ def fused_stacks(
     gate_up: str, down: str, transposed: bool | None = False, interleaved: bool = False
 ) -> tuple[Stack, ...]:
     """Return two stacks: gate and up in one, down in the other."""
-    return (
-        Stack(gate_up, ("w1", "w3"), transposed, interleaved),
-        Stack(down, ("w2",), transposed),
-    )
+    return (Stack(gate_up, ("w1", "w3"), transposed, interleaved), Stack(down, ("w2",), transposed))
 
 
 __all__ = [
@@ -343,9 +340,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("nemotron_h", "nemotron_h_omni", "nemo_speechlm", "nemotron_h_puzzle"),
         architectures=("NemotronHPuzzleForCausalLM",),
         layer_configs_key="block_configs",
-        blocks=under_layers(
-            "mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"
-        ),
+        blocks=under_layers("mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"),
         projections=UP_DOWN,
         stacks=(Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
         activation="relu2",
@@ -421,9 +416,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="gemma4",
         model_types=("gemma4", "gemma4_text", "gemma4_unified", "diffusion_gemma", "diffusion_gemma_text"),
-        blocks=under_layers(
-            "experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"
-        ),
+        blocks=under_layers("experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         activation="gelu_pytorch_tanh",
@@ -464,17 +457,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         # Some layers of Step-3.7 bound silu(gate) and up; a 0 in the list means no bound.
         name="step3",
-        model_types=(
-            *("step3", "step3_text", "step3_vl", "step3p5", "step3p7", "step3p7_vl", "step3p7_text"),
-            "step5",
-        ),
+        model_types=(*("step3", "step3_text", "step3_vl", "step3p5", "step3p7", "step3p7_vl", "step3p7_text"), "step5"),
         blocks=under_layers("moe"),
         projections=GATE_UP_DOWN,
-        stacks=(
-            Stack("gate_proj", ("w1",)),
-            Stack("up_proj", ("w3",)),
-            Stack("down_proj", ("w2",)),
-        ),
+        stacks=(Stack("gate_proj", ("w1",)), Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
         num_experts_keys=("moe_num_experts", "n_routed_experts", "num_local_experts"),
         top_k_keys=("moe_top_k", "num_experts_per_tok"),
     ),

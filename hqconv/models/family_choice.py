@@ -13,15 +13,7 @@ from typing import NamedTuple
 
 from hqconv.errors import HqconvError, RequestError, first_few
 from hqconv.formats.registry import part_names
-from hqconv.models.families import (
-    BY_ARCHITECTURE,
-    BY_MODEL_TYPE,
-    FAMILIES,
-    INDEX,
-    UNSUPPORTED,
-    Config,
-    Family,
-)
+from hqconv.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family
 
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
 _CORRECTION = ".e_score_correction_bias"
@@ -136,9 +128,7 @@ def _any_of(names: Iterable[str]) -> str:
     return "|".join(map(re.escape, names))
 
 
-def unmatched_error(
-    kind: type[HqconvError], family: Family, unmatched: list[str], because: str
-) -> HqconvError:
+def unmatched_error(kind: type[HqconvError], family: Family, unmatched: list[str], because: str) -> HqconvError:
     """Return the error for tensors that look like experts and match no template of the row."""
     return kind(
         "Tensors look like experts, but their names are not understood.",

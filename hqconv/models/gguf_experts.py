@@ -21,12 +21,7 @@ from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
-STACKS = {
-    "ffn_gate_exps": ("w1",),
-    "ffn_up_exps": ("w3",),
-    "ffn_down_exps": ("w2",),
-    "ffn_gate_up_exps": ("w1", "w3"),
-}
+STACKS = {"ffn_gate_exps": ("w1",), "ffn_up_exps": ("w3",), "ffn_down_exps": ("w2",), "ffn_gate_up_exps": ("w1", "w3")}
 
 
 @dataclass(frozen=True)
@@ -57,9 +52,7 @@ def check_layer(layer: int, found: GgufLayer, family: Family, sizes: ConfigSizes
             if part not in found.get(role, {}):
                 stack = next(stack for stack, roles in STACKS.items() if role in roles)
                 what, where = "A layer of experts lacks a tensor.", f"blk.{layer}.{stack}.{part}"
-                raise InputError(
-                    what, where=where, expected="present", found="no such tensor", remedy=COPY_AGAIN
-                )
+                raise InputError(what, where=where, expected="present", found="no such tensor", remedy=COPY_AGAIN)
     for role, parts in found.items():
         for part, one in parts.items():
             _check_part(role, part, one, sizes, found["w2"]["weight"].ref)
@@ -69,9 +62,7 @@ def _check_part(role: str, part: str, one: GgufPart, sizes: ConfigSizes, down: T
     ref, from_config = one.ref, (sizes.num_experts, sizes.hidden, sizes.intermediate)
     if len(down.shape) != 3:
         raise wrong_shape(down.name, "[experts, out, in]", down.shape)
-    count, hidden, inner = (
-        size[1] if size else have for size, have in zip(from_config, down.shape, strict=True)
-    )
+    count, hidden, inner = (size[1] if size else have for size, have in zip(from_config, down.shape, strict=True))
     rows, columns = (hidden, inner) if role == "w2" else (inner, hidden)
     rows *= one.view.count
     shape = {"weight": (count, rows, columns), "bias": (count, rows), "scale_2": (count,)}[part]
@@ -213,9 +204,7 @@ class _Finder:
             parts = layer.setdefault(role, {})
             if part in parts or role not in self._family.projections:
                 what = "A layer of experts has a stack too many."
-                found = (
-                    f"also {parts[part].ref.name}" if part in parts else ", ".join(self._family.projections)
-                )
+                found = f"also {parts[part].ref.name}" if part in parts else ", ".join(self._family.projections)
                 raise InputError(
                     what, where=ref.name, expected="one stack per projection", found=found, remedy=COPY_AGAIN
                 )
@@ -283,8 +272,7 @@ def _with_stacks(block: MoeLayer, layer: GgufLayer) -> MoeLayer:
     """Return a mapped layer with the stacks instead of the placeholder tensors."""
     parts = {
         role: {
-            part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view)
-            for part, one in layer[role].items()
+            part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view) for part, one in layer[role].items()
         }
         for role in block.roles
     }

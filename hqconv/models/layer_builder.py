@@ -72,9 +72,7 @@ def build_block(
     declared = one_declared(modules, family.projections, count if found.experts else 1, format_of)
     hidden, inner = _matrix_sizes(sizes, declared["w2"], raw["w2"], count)
     done = _complete(declared, raw, count, (hidden, inner), sizes)
-    parts = {
-        role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections
-    }
+    parts = {role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections}
     check_cuts(parts, done["w2"].format, count, inner)
     block = MoeLayer(
         name=name,
@@ -95,9 +93,7 @@ def build_block(
     return block, _unused(done, raw, found, count)
 
 
-def _unused(
-    done: Mapping[str, ResolvedFormat], raw: RoleParts, found: LayerTensors, count: int
-) -> dict[str, str]:
+def _unused(done: Mapping[str, ResolvedFormat], raw: RoleParts, found: LayerTensors, count: int) -> dict[str, str]:
     """Map a block's unused tensors to reasons. Not every expert need have them: calibration may have missed some."""
     unused = {
         name: reason
@@ -134,11 +130,7 @@ def raw_single(family: Family, name: str, found: LayerTensors) -> RoleParts:
                 raise contradiction("An expert lacks a projection.", missing, "present", "no such tensor")
         for key, ref in found.experts[0][role].items():
             stack = family.expert_stack(ref.name, name)
-            view = (
-                View(False, stack.roles.index(role), len(stack.roles), stack.interleaved)
-                if stack
-                else IDENTITY
-            )
+            view = View(False, stack.roles.index(role), len(stack.roles), stack.interleaved) if stack else IDENTITY
             template = ref.name.replace(f"{name}.0.", f"{name}.{{expert}}.", 1)
             raw.setdefault(role, {})[key] = TensorSlice(template, ref.dtype, ref.shape, view)
     return raw
@@ -162,11 +154,7 @@ def raw_stacked(family: Family, name: str, found: LayerTensors, sizes: ConfigSiz
         ref = next(iter(found.stacks[family.stacks[0].name].values()))
         sides = f"{sizes.hidden[1] if sizes.hidden else '?'} and {sizes.intermediate[1] if sizes.intermediate else '?'}"
         expected = f"[E, out, in] or [E, in, out] with the config's hidden and intermediate size {sides}"
-        what = (
-            "The orientation of a block's stacks cannot be told."
-            if fits
-            else "A stack has an unexpected shape."
-        )
+        what = "The orientation of a block's stacks cannot be told." if fits else "A stack has an unexpected shape."
         raise contradiction(what, ref.name, expected, list(ref.shape))
     return fits[0]
 
@@ -197,9 +185,7 @@ def _fits(raw: RoleParts, sizes: ConfigSizes, count: int) -> bool:
     for role, parts in raw.items():
         shape = (sizes.intermediate[1], sizes.hidden[1])
         try:
-            if "weight" in parts and parts["weight"].logical_shape(count) != (
-                shape[::-1] if role == "w2" else shape
-            ):
+            if "weight" in parts and parts["weight"].logical_shape(count) != (shape[::-1] if role == "w2" else shape):
                 return False
         except ValueError:
             return False
@@ -259,11 +245,7 @@ def _matrix_sizes(
 
 
 def _complete(
-    declared: Mapping[str, SourceFormat],
-    raw: RoleParts,
-    count: int,
-    wide: tuple[int, int],
-    sizes: ConfigSizes,
+    declared: Mapping[str, SourceFormat], raw: RoleParts, count: int, wide: tuple[int, int], sizes: ConfigSizes
 ) -> dict[str, ResolvedFormat]:
     """Resolve every projection's format; `wide` is the down projection's [H, I]. All must be the same."""
     done: dict[str, ResolvedFormat] = {}
@@ -299,8 +281,7 @@ def _sources(
         return StackedIndex(parts, tensors, count)
     keys = {
         role: {
-            part: next(key for key, other in raw[role].items() if other is source)
-            for part, source in of_role.items()
+            part: next(key for key, other in raw[role].items() if other is source) for part, source in of_role.items()
         }
         for role, of_role in parts.items()
     }
@@ -309,9 +290,7 @@ def _sources(
     return PerExpertIndex(
         {
             role: {
-                part: tuple(
-                    parts[role][part].ref(found.experts[e][role][key], e, count) for e in range(count)
-                )
+                part: tuple(parts[role][part].ref(found.experts[e][role][key], e, count) for e in range(count))
                 for part, key in of_role.items()
             }
             for role, of_role in keys.items()
@@ -393,16 +372,11 @@ def check_counts(name: str, count: int, top_k: int) -> None:
         raise contradiction(what, name, f"at most {count} experts per token", top_k)
 
 
-_ONE_FORMAT = (
-    "Convert the original checkpoint that it was made from, or one with a format for each whole block."
-)
+_ONE_FORMAT = "Convert the original checkpoint that it was made from, or one with a format for each whole block."
 
 
 def one_declared(
-    module_of: Callable[[str, int], str],
-    roles: Collection[str],
-    count: int,
-    format_of: Callable[[str], SourceFormat],
+    module_of: Callable[[str, int], str], roles: Collection[str], count: int, format_of: Callable[[str], SourceFormat]
 ) -> dict[str, SourceFormat]:
     """Return the format that the config declares for each projection, the same for every expert.
 
@@ -426,9 +400,7 @@ def one_declared(
     return found
 
 
-def check_one_format(
-    declared: Mapping[str, SourceFormat], done: Mapping[str, ResolvedFormat], raw: RoleParts
-) -> None:
+def check_one_format(declared: Mapping[str, SourceFormat], done: Mapping[str, ResolvedFormat], raw: RoleParts) -> None:
     """Check that all projections of a block have one format. Raises RequestError if the config declares several."""
     first = done["w2"]
     for role, one in done.items():
@@ -440,18 +412,13 @@ def check_one_format(
                 what = "A block mixes formats: the config declares another one for some of its projections."
                 raise RequestError(what, where=where, expected=expected, found=texts[1], remedy=_ONE_FORMAT)
             raise contradiction("A block mixes formats.", where, expected, texts[1])
-        dtypes = [
-            r[role_].dtype
-            for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))
-        ]
+        dtypes = [r[role_].dtype for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))]
         if dtypes[0] != dtypes[1]:
             where = raw[role][one.used["weight"]].template.format(expert=0)
             raise contradiction("A block mixes dtypes.", where, f"{dtypes[0]} as its w2", dtypes[1])
 
 
-def check_cuts(
-    parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFormat, count: int, inner: int
-) -> None:
+def check_cuts(parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFormat, count: int, inner: int) -> None:
     """Check that each row of a stack belongs to one projection, so that rows can be split.
 
     A row of block scales, and of zero points packed along N, covers several rows of the matrix, which may include both
@@ -460,22 +427,13 @@ def check_cuts(
     for role, of_role in parts.items():
         for name, part in of_role.items():
             view = part.view
-            if (
-                part.is_flat
-                and name == "scale"
-                and any(g and inner % g for g in (source.group_n, source.group_k))
-            ):
-                what, expected = (
-                    "A scale of a flat stack serves two experts.",
-                    f"groups that divide {inner} rows",
-                )
+            if part.is_flat and name == "scale" and any(g and inner % g for g in (source.group_n, source.group_k)):
+                what, expected = ("A scale of a flat stack serves two experts.", f"groups that divide {inner} rows")
                 raise contradiction(what, part.template, expected, source.describe())
             whole = View(transposed=view.transposed).shape(part.share(count))
             num_rows = whole[0] if whole else 1
             # One number for each projection: a scale of its own, or its second scale.
-            is_own = num_rows == view.count and (
-                name == "scale_2" or (name == "scale" and source.group_n == 0)
-            )
+            is_own = num_rows == view.count and (name == "scale_2" or (name == "scale" and source.group_n == 0))
             if view.count == 1 or is_own or num_rows in (1, inner * view.count):
                 continue
             runs = {"scale": source.group_n, "zero_point": inner * view.count // num_rows}.get(name, 0)
@@ -498,9 +456,7 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
         if refs.keys() != like.keys():
             for key in sorted(like.keys() - refs.keys()):
                 where = like[key].template.format(expert=expert)
-                raise contradiction(
-                    "An expert lacks a tensor.", where, "present as in expert 0", "no such tensor"
-                )
+                raise contradiction("An expert lacks a tensor.", where, "present as in expert 0", "no such tensor")
             ref = refs[min(refs.keys() - like.keys())]
             raise contradiction("An expert has a tensor too many.", ref.name, "as in expert 0", "present")
         for key, ref in refs.items():

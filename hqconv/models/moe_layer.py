@@ -207,9 +207,7 @@ class MoeLayer:
 
     def refs(self, expert: int) -> list[TensorRef]:
         """Return the byte ranges of one expert, each once."""
-        found = {
-            (r.file, r.offset_bytes): r for parts in self.sources[expert].values() for r in parts.values()
-        }
+        found = {(r.file, r.offset_bytes): r for parts in self.sources[expert].values() for r in parts.values()}
         return list(found.values())
 
     @cached_property
@@ -220,8 +218,7 @@ class MoeLayer:
     def parts_to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the slice of every part of every projection, for JSON."""
         return {
-            role: {part: source.to_dict() for part, source in of_role.items()}
-            for role, of_role in self.parts.items()
+            role: {part: source.to_dict() for part, source in of_role.items()} for role, of_role in self.parts.items()
         }
 
     def tensor_names(self) -> list[str]:
@@ -244,10 +241,7 @@ class PerExpertIndex:
         return len(next(iter(self.columns["w2"].values())))
 
     def __getitem__(self, expert: int, /) -> dict[str, Parts]:
-        return {
-            role: {part: refs[expert] for part, refs in of_role.items()}
-            for role, of_role in self.columns.items()
-        }
+        return {role: {part: refs[expert] for part, refs in of_role.items()} for role, of_role in self.columns.items()}
 
     def __iter__(self) -> Iterator[dict[str, Parts]]:
         return (self[expert] for expert in range(len(self)))
@@ -277,10 +271,7 @@ class StackedIndex:
         if expert not in self._known:
             place = range(self.count)[expert]
             self._known[expert] = {
-                role: {
-                    part: one.ref(self.tensors[one.template], place, self.count)
-                    for part, one in of_role.items()
-                }
+                role: {part: one.ref(self.tensors[one.template], place, self.count) for part, one in of_role.items()}
                 for role, of_role in self.parts.items()
             }
         return self._known[expert]

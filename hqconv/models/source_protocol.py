@@ -109,12 +109,7 @@ class Source(Protocol):
         ...
 
     def read_expert(
-        self,
-        layer: MoeLayer,
-        expert: int,
-        roles: Sequence[str],
-        device: torch.device,
-        raw: RawExperts | None = None,
+        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert on `device`; any thread may. Raises InputError for unusable values.
 

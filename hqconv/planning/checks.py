@@ -166,8 +166,7 @@ def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
         return []
     num_direct = {
         dtype: sum(
-            not why_not_direct(block.format, spec.kernel_spec_of(block.name).schema, dtype)
-            for block in experts.blocks
+            not why_not_direct(block.format, spec.kernel_spec_of(block.name).schema, dtype) for block in experts.blocks
         )
         for dtype in PARAM_DTYPES
     }
@@ -242,13 +241,7 @@ def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> lis
     """Return reasons why the engine without hqconv's plugin will not serve the checkpoint layout."""
     schema = spec.schema
     of_schema = ENGINE.checkpoint_layout_obstacle(schema, spec.param_dtype)
-    of_blocks = (
-        ENGINE.checkpoint_family_obstacle(experts.family, block.name, schema) for block in experts.blocks
-    )
+    of_blocks = (ENGINE.checkpoint_family_obstacle(experts.family, block.name, schema) for block in experts.blocks)
     of_family = next((reason for reason in of_blocks if reason), None)
     named = ((f"'{schema.name}' with {spec.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
-    return [
-        f"{ENGINE.release} cannot serve {name} from this layout: {reason}."
-        for name, reason in named
-        if reason
-    ]
+    return [f"{ENGINE.release} cannot serve {name} from this layout: {reason}." for name, reason in named if reason]

@@ -68,10 +68,7 @@ class EncodingOptions:
             "round_scales": (document.get("round_scales", True) is True, document.get("round_scales")),
             "quantizer": (quantizer in QUANTIZERS, repr(quantizer)),
             "importance": ("importance" not in document or quantizer == MSE, f"quantizer {quantizer}"),
-            "quantizer_version": (
-                version is None or is_versioned,
-                f"{version!r}, of the quantizer {quantizer}",
-            ),
+            "quantizer_version": (version is None or is_versioned, f"{version!r}, of the quantizer {quantizer}"),
         }
         for key, (is_possible, value) in found.items():
             if not is_possible:
@@ -117,9 +114,7 @@ class EncodingOptions:
         """Return how a layer in the format `source` is converted, as `conversion_of`."""
         return conversion_of(source, schema, param_dtype, round_scales=self.round_scales)
 
-    def effective(
-        self, layers: Iterable[tuple[SourceFormat, WeightSchema]], param_dtype: str
-    ) -> EncodingOptions:
+    def effective(self, layers: Iterable[tuple[SourceFormat, WeightSchema]], param_dtype: str) -> EncodingOptions:
         """Return the options without a `round_scales` that changes no layer: equal bytes get equal manifests."""
         changes = any(
             self.conversion(source, schema, param_dtype) != conversion_of(source, schema, param_dtype)

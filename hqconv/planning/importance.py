@@ -60,10 +60,7 @@ class Importance:
         known = {*sizes, *(f"{name}.{gemm}" for name in left for gemm in GEMMS)}
         stray = next((name for name in self.tensors if name not in known), None)
         if stray is not None:
-            what, expected = (
-                "The importance file has a tensor of no block.",
-                f"names such as {next(iter(sizes))}",
-            )
+            what, expected = ("The importance file has a tensor of no block.", f"names such as {next(iter(sizes))}")
             raise InputError(what, where=f"{self.where}, tensor {stray!r}", expected=expected, remedy=_REMEDY)
 
     def _check_tensor(self, name: str, size: int) -> None:

@@ -29,9 +29,7 @@ class OutFile:
     tensors: dict[str, TensorRef]
 
 
-def build_file(
-    path: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], number: int = 0
-) -> OutFile:
+def build_file(path: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], number: int = 0) -> OutFile:
     """Lay out a safetensors file: widest dtypes first, so that every tensor is aligned; header padded to 8.
 
     `number` is the file's index among the files of its output unit; the refs of its tensors have it.
@@ -48,9 +46,7 @@ def build_file(
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     tensors = {
-        spec.name: TensorRef(
-            spec.name, spec.dtype, tuple(spec.shape), number, len(header) + begin, end - begin
-        )
+        spec.name: TensorRef(spec.name, spec.dtype, tuple(spec.shape), number, len(header) + begin, end - begin)
         for spec, (begin, end) in zip(ordered, places, strict=True)
     }
     return OutFile(path, header, len(header) + end, tensors)
@@ -184,10 +180,7 @@ def kernel_unit(block: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         gemm: planned_kernel_form(n, k, kind, block.has_bias)
         for gemm, (n, k) in gemm_shapes(block, spec.grid.tp, kind.schema).items()
     }
-    files, scales = (
-        [],
-        [artifact_names.input_scale(block.name, gemm) for gemm in forms if kind.inputs.is_static],
-    )
+    files, scales = ([], [artifact_names.input_scale(block.name, gemm) for gemm in forms if kind.inputs.is_static])
     for number, (tp_rank, ep_rank) in enumerate(spec.grid.ranks):
         num_local = len(spec.grid.local_experts(block.num_experts, ep_rank))
         specs = [
@@ -198,9 +191,7 @@ def kernel_unit(block: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         specs += [TensorSpec(name, "F32", (1,)) for name in scales]
         metadata = {"format": "pt", "rank": artifact_names.rank_name(tp_rank, ep_rank)}
         metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
-        files.append(
-            build_file(artifact_names.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number)
-        )
+        files.append(build_file(artifact_names.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number))
     slices = tp_slices(block.intermediate_size, spec.grid.tp, kind.schema)
     return MoeLayerPlan(block, spec.encoding_of(block), tuple(files), forms, spec.grid, slices)
 
@@ -254,9 +245,7 @@ def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
     return [Shard([TensorSpec(r.name, r.dtype, r.shape) for r in chosen], tuple(chosen)) for chosen in shards]
 
 
-def shard_units(
-    shards: list[Shard], spec: ConversionSpec
-) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:
+def shard_units(shards: list[Shard], spec: ConversionSpec) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:
     """Number ordinary shards; return the units of layers, all shards of a layer in one unit, and the copied shards."""
     of_block: dict[str, list[tuple[Shard, OutFile]]] = {}
     copies = []
@@ -273,7 +262,5 @@ def shard_units(
         assert block is not None
         expert_files = [number for number, (shard, _) in enumerate(parts) for _ in range(shard.num_experts)]
         files = tuple(file for _, file in parts)
-        blocks.append(
-            MoeLayerPlan(block, spec.encoding_of(block), files, {}, expert_files=tuple(expert_files))
-        )
+        blocks.append(MoeLayerPlan(block, spec.encoding_of(block), files, {}, expert_files=tuple(expert_files)))
     return blocks, copies

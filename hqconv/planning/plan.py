@@ -127,14 +127,7 @@ class ConversionPlan:
             *([artifact_names.INDEX] if self._has_index else []),
         ]
         importance = [] if self.spec.encoding.importance is None else [artifact_names.IMPORTANCE]
-        return (
-            *files,
-            *self.other_files,
-            *importance,
-            *metadata_files,
-            artifact_names.SUMS,
-            artifact_names.MANIFEST,
-        )
+        return (*files, *self.other_files, *importance, *metadata_files, artifact_names.SUMS, artifact_names.MANIFEST)
 
     @property
     def _has_index(self) -> bool:
@@ -168,9 +161,7 @@ class ConversionPlan:
             "--layout": spec.layout,
             "--input-schema": spec.inputs.humming_fields(),
             **spec.encoding.identity(),
-            "the overrides": {
-                name: artifact_names.kernel_spec_to_dict(kind) for name, kind in spec.of_blocks.items()
-            },
+            "the overrides": {name: artifact_names.kernel_spec_to_dict(kind) for name, kind in spec.of_blocks.items()},
         }
         document = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
         return {**document, "layout of the output files": digest.hexdigest()}
@@ -185,9 +176,7 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
     choices = assign(options.overrides, {block.name: block.layer for block in experts.blocks})
     left = {name for name, choice in choices.items() if choice.is_left}
     if options.schema is None:
-        left |= {
-            name for name in plain_blocks(experts) if name not in choices or choices[name].schema is None
-        }
+        left |= {name for name in plain_blocks(experts) if name not in choices or choices[name].schema is None}
     if left:
         experts = experts.without(left, source.tensors)
     spec = make_spec(options, experts, source.config, target, choices)

@@ -33,11 +33,7 @@ class SourceFacts:
 
 def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
     """Return the facts of an opened source; `experts` None where they cannot be mapped."""
-    kinds = (
-        {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
-        if experts
-        else {}
-    )
+    kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped} if experts else {}
     tensors = checkpoint.tensors
     return SourceFacts(
         name=checkpoint.name,

@@ -10,13 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from hqconv.errors import RequestError
-from hqconv.formats.source_format import (
-    LAID_OUT,
-    ROUNDED_ALWAYS,
-    ROUNDED_IF_ASKED,
-    SourceFormat,
-    why_not_direct,
-)
+from hqconv.formats.source_format import LAID_OUT, ROUNDED_ALWAYS, ROUNDED_IF_ASKED, SourceFormat, why_not_direct
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.encoding import EncodingOptions
@@ -76,9 +70,7 @@ def _source_schema(block: MoeLayer, param_dtype: str, tp: int, round_scales: boo
     )
 
 
-def _keeping(
-    block: MoeLayer, param_dtype: str, tp: int, round_scales: bool = False
-) -> tuple[WeightSchema | None, str]:
+def _keeping(block: MoeLayer, param_dtype: str, tp: int, round_scales: bool = False) -> tuple[WeightSchema | None, str]:
     """Return the closest schema that keeps the layer's format when it is cut for `tp` ranks, or None and the reason."""
     obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
     if block.intermediate_size % tp and not block.pads_last_rank:
@@ -172,13 +164,9 @@ def _candidates(block: MoeLayer, tp: int, *, may_round: bool) -> Iterator[Weight
         makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})
     if source.group_n == 1:
         kind = "group" if source.group_k else "channel"
-        makers.append(
-            {"weight_scale_type": kind, "weight_scale_group_size": source.group_k, "bs_dtype": small}
-        )
+        makers.append({"weight_scale_type": kind, "weight_scale_group_size": source.group_k, "bs_dtype": small})
     else:
-        rows, columns = (
-            _power_of_two(math.gcd(g or _MAX_BLOCK, share)) for g in (source.group_n, source.group_k)
-        )
+        rows, columns = (_power_of_two(math.gcd(g or _MAX_BLOCK, share)) for g in (source.group_n, source.group_k))
         blocks = {"weight_scale_type": "block", "bs_dtype": "float32"}
         if rows >= _MIN_BLOCK_N and columns >= _MIN_BLOCK_K:
             makers.append({**blocks, "weight_scale_group_size_n": rows, "weight_scale_group_size": columns})

@@ -80,9 +80,7 @@ class ConversionSpec:
 
     def conversion_of(self, layer: MoeLayer) -> str:
         """Return how one layer is converted, as `formats.source_format.conversion_of`."""
-        return self.encoding.conversion(
-            layer.format, self.kernel_spec_of(layer.name).schema, self.param_dtype
-        )
+        return self.encoding.conversion(layer.format, self.kernel_spec_of(layer.name).schema, self.param_dtype)
 
     @property
     def kinds(self) -> list[KernelSpec]:
@@ -153,10 +151,7 @@ def _most_common(own: Mapping[str, WeightSchema]) -> WeightSchema:
 
 
 def _of_blocks(
-    experts: ExpertMap,
-    spec: ConversionSpec,
-    choices: Mapping[str, LayerChoice],
-    own: Mapping[str, WeightSchema],
+    experts: ExpertMap, spec: ConversionSpec, choices: Mapping[str, LayerChoice], own: Mapping[str, WeightSchema]
 ) -> dict[str, KernelSpec]:
     """Return the kernel specs of layers that differ from `spec.kind`; layers left out are not in `experts`."""
     kind, found = spec.kind, {}

@@ -166,9 +166,7 @@ def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
         _check_zero_scales(coded, scale == 0, where)
     largest = float(code_table(coded.b_dtype, True).max())
     if is_any(scale.abs().max().double() * largest > torch.finfo(torch.float32).max):
-        refuse(
-            "A scale is too large: weights would be infinite.", where, "finite weights", scale.max().item()
-        )
+        refuse("A scale is too large: weights would be infinite.", where, "finite weights", scale.max().item())
     if coded.scale_2 is not None:
         second = coded.scale_2.float()
         is_bad = ~(second.isfinite() & (second > 0))

@@ -21,10 +21,7 @@ def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: W
 
     projections: role → packed tensors [E, …] as `QuantizedStack.tensors`. Does not synchronize with CUDA.
     """
-    sums = [
-        _stack_sums(_as_matrices(name, projections[role][name], schema))
-        for role, name in sum_names(projections)
-    ]
+    sums = [_stack_sums(_as_matrices(name, projections[role][name], schema)) for role, name in sum_names(projections)]
     return torch.stack(sums)
 
 

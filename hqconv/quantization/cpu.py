@@ -20,14 +20,7 @@ from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.cpu_ops import Array
 from hqconv.humming_layout.runtime import humming
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, code_of, num_groups
-from hqconv.quantization.scale_search import (
-    CandidateScales,
-    SearchResult,
-    SearchStart,
-    scales_of,
-    search,
-    tensors_of,
-)
+from hqconv.quantization.scale_search import CandidateScales, SearchResult, SearchStart, scales_of, search, tensors_of
 from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
@@ -63,9 +56,7 @@ def _measure(stack: torch.Tensor, schema: WeightSchema) -> Ranges:
     group = schema.weight_scale_group_size or num_columns
     highest, lowest = np.empty((2, len(source), num_columns // group), np.float32)
     in_parts(
-        lambda rows: arithmetic.group_ranges(source[rows], group, highest[rows], lowest[rows]),
-        len(source),
-        LEAST_ROWS,
+        lambda rows: arithmetic.group_ranges(source[rows], group, highest[rows], lowest[rows]), len(source), LEAST_ROWS
     )
     if schema.weight_scale_type in ("block", "tensor"):
         rows = schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
@@ -76,9 +67,7 @@ def _measure(stack: torch.Tensor, schema: WeightSchema) -> Ranges:
 
 
 @np.errstate(all="ignore")
-def _groups(
-    ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
-) -> Groups:
+def _groups(ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None) -> Groups:
     """Return scales and zero points of a stack in stored form, and the encoder's inputs."""
     highest, lowest, num_experts = ranges.highest, ranges.lowest, ranges.shape[0]
     if schema.weight_scale_type == "tensor":
@@ -116,34 +105,21 @@ def _encode(ranges: Ranges, groups: Groups, schema: WeightSchema, count_exact: b
 
 def _row_scales(schema: WeightSchema, param_dtype: str) -> int:
     """Return the rounding of scales that the encoder can compute row by row; GIVEN if it cannot."""
-    if (
-        schema.is_coupled
-        or schema.weight_scale_2_type != "none"
-        or schema.has_zero_point
-        or schema.num_bits == 1
-    ):
+    if schema.is_coupled or schema.weight_scale_2_type != "none" or schema.has_zero_point or schema.num_bits == 1:
         return GIVEN
     if schema.weight_scale_type not in ("group", "channel"):
         return GIVEN
     return {"float8e8m0": E8M0, "bfloat16": BFLOAT16}.get(schema.bs_dtype or param_dtype, GIVEN)
 
 
-def _encode_in_one_pass(
-    stack: torch.Tensor, schema: WeightSchema, scales: int, count_exact: bool
-) -> QuantizedStack:
+def _encode_in_one_pass(stack: torch.Tensor, schema: WeightSchema, scales: int, count_exact: bool) -> QuantizedStack:
     """Compute scales, codes and error sums of a stack in one pass."""
     num_experts, num_rows, num_columns = stack.shape
     source = cpu_ops.as_bits(stack).reshape(-1, num_columns)
     inverse, scale = np.empty(
         (2, len(source), num_columns // (schema.weight_scale_group_size or num_columns)), np.float32
     )
-    groups = (
-        inverse,
-        np.zeros((1, 1)),
-        scale,
-        np.zeros((1, 1), np.float32),
-        np.ones(len(source), np.float32),
-    )
+    groups = (inverse, np.zeros((1, 1)), scale, np.zeros((1, 1), np.float32), np.ones(len(source), np.float32))
     out = _EncoderOutput(source, schema, count_exact)
     _run(encoder(code_of(schema), scales), source, cpu_ops.NO_LIMIT, groups, out.arrays)
     kept = torch.from_numpy(scale).view(num_experts, num_rows, -1)
@@ -160,9 +136,7 @@ def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out:
     def of(arrays: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
         return tuple(one[rows] if len(one) == len(source) else one for one in arrays)
 
-    in_parts(
-        lambda rows: encode(source[rows], limit, of(groups, rows), of(out, rows)), len(source), LEAST_ROWS
-    )
+    in_parts(lambda rows: encode(source[rows], limit, of(groups, rows), of(out, rows)), len(source), LEAST_ROWS)
 
 
 class _EncoderOutput:
@@ -297,9 +271,7 @@ def search_scales(
     return [_replaced(g, f, schema, param_dtype) for g, f in zip(groups, found, strict=True)]
 
 
-def _search_start(
-    ranges: Ranges, groups: Groups, schema: WeightSchema, importance: torch.Tensor | None
-) -> SearchStart:
+def _search_start(ranges: Ranges, groups: Groups, schema: WeightSchema, importance: torch.Tensor | None) -> SearchStart:
     code, (num_experts, num_rows, num_columns) = code_of(schema), ranges.shape
     score, total = scorer(code), num_experts * num_rows
     weights = np.ones(num_columns) if importance is None else importance.double().numpy()

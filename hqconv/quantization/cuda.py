@@ -17,14 +17,7 @@ from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, fold_sum, num_groups
-from hqconv.quantization.scale_search import (
-    CandidateScales,
-    SearchResult,
-    SearchStart,
-    scales_of,
-    search,
-    tensors_of,
-)
+from hqconv.quantization.scale_search import CandidateScales, SearchResult, SearchStart, scales_of, search, tensors_of
 from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
@@ -50,9 +43,7 @@ def quantize_stacks(
         repeated = None if shared is None else shared.repeat(len(stacks))
         return _quantize(joined, schema, param_dtype, repeated, None, count_exact).cut(len(stacks))
     each: Sequence[GivenScales | None] = given or [None] * len(stacks)
-    return [
-        _quantize(s, schema, param_dtype, shared, g, count_exact) for s, g in zip(stacks, each, strict=True)
-    ]
+    return [_quantize(s, schema, param_dtype, shared, g, count_exact) for s, g in zip(stacks, each, strict=True)]
 
 
 def _joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -95,11 +86,7 @@ def _quantize_best(
 
 
 def _rounded(
-    stack: torch.Tensor,
-    schema: WeightSchema,
-    param_dtype: str,
-    shared: torch.Tensor | None,
-    given: GivenScales | None,
+    stack: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: torch.Tensor | None, given: GivenScales | None
 ) -> dict[str, torch.Tensor]:
     """Return the packed tensors of a stack, rounded to nearest."""
     if shared is not None:
@@ -110,11 +97,7 @@ def _rounded(
 
 
 def _encode_shared(
-    stack: torch.Tensor,
-    schema: WeightSchema,
-    param_dtype: str,
-    shared: torch.Tensor,
-    given: GivenScales | None,
+    stack: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: torch.Tensor, given: GivenScales | None
 ) -> dict[str, torch.Tensor]:
     """Return codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
     kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
@@ -206,10 +189,7 @@ def search_scales(
 
 
 def _search_start(
-    stack: torch.Tensor,
-    packed: dict[str, torch.Tensor],
-    schema: WeightSchema,
-    importance: torch.Tensor | None,
+    stack: torch.Tensor, packed: dict[str, torch.Tensor], schema: WeightSchema, importance: torch.Tensor | None
 ) -> SearchStart:
     weights = None if importance is None else importance.to(stack.device, non_blocking=True).double()
     scales = scales_of(packed, schema)
@@ -225,11 +205,7 @@ def _search_start(
 
 
 def _replaced(
-    stack: torch.Tensor,
-    packed: dict[str, torch.Tensor],
-    found: SearchResult,
-    schema: WeightSchema,
-    param_dtype: str,
+    stack: torch.Tensor, packed: dict[str, torch.Tensor], found: SearchResult, schema: WeightSchema, param_dtype: str
 ) -> dict[str, torch.Tensor]:
     """Return the tensors with the chosen scales; groups that did not change keep their codes."""
     with _LAUNCHING:

@@ -56,9 +56,7 @@ def _spread(values: torch.Tensor, coded: CodedMatrix, rows: int, columns: int) -
     """Repeat values [source rows, source groups] so that each serves `rows` x `columns` weights."""
     num_rows, num_columns = coded.shape
     bits = values.view(torch.uint8) if values.element_size() == 1 else values
-    for dim, (size, have, want) in enumerate(
-        ((num_rows, coded.group_n, rows), (num_columns, coded.group_k, columns))
-    ):
+    for dim, (size, have, want) in enumerate(((num_rows, coded.group_n, rows), (num_columns, coded.group_k, columns))):
         count = size // want
         if bits.size(dim) == count:
             continue

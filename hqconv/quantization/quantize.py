@@ -47,9 +47,7 @@ def quantize_stacks(
         assert powers is None, "the group scales of a matrix do not fit the rotated matrix"
         stacks = [rotate(stack, schema.rotation) for stack in stacks]
         if quantizer.importance is not None:
-            quantizer = replace(
-                quantizer, importance=average_importance(quantizer.importance, schema.rotation)
-            )
+            quantizer = replace(quantizer, importance=average_importance(quantizer.importance, schema.rotation))
         schema = replace(schema, hadamard_block_size=0)
     given = None if powers is None else split_powers(stacks, powers, schema)
     if stacks[0].is_cuda:

@@ -85,10 +85,7 @@ class QuantizedStack:
                 ErrorSums(error, power, is_direct=True, scale_change=change)
                 for error, power, change in zip(*each, strict=True)
             ]
-        return [
-            ErrorSums(error, power, int(exact), self.num_groups)
-            for error, power, exact in zip(*each, strict=True)
-        ]
+        return [ErrorSums(error, power, int(exact), self.num_groups) for error, power, exact in zip(*each, strict=True)]
 
     def cut(self, count: int) -> list[QuantizedStack]:
         """Split the matrices into `count` equal runs, as views."""
@@ -109,10 +106,7 @@ class QuantizedStack:
         """Return each matrix alone."""
         return [
             Quantized(
-                {
-                    name: tensor[e] if tensor.ndim > 1 else tensor[e : e + 1]
-                    for name, tensor in self.tensors.items()
-                },
+                {name: tensor[e] if tensor.ndim > 1 else tensor[e : e + 1] for name, tensor in self.tensors.items()},
                 error_sums,
             )
             for e, error_sums in enumerate(self.error_sums())

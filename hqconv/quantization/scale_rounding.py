@@ -78,13 +78,9 @@ def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tenso
     num_rows, num_columns = coded.shape
     zero = torch.zeros(1, 1) if coded.zero_point is None else coded.zero_point.float()
     arrays = [
-        _per_row(one, coded.group_n, num_rows)
-        for one in (zero, scale_values(coded.scale), scale_values(rounded.scale))
+        _per_row(one, coded.group_n, num_rows) for one in (zero, scale_values(coded.scale), scale_values(rounded.scale))
     ]
-    packed, table = (
-        bit_codec.as_bytes(coded.packed).numpy(),
-        code_table(coded.b_dtype, coded.zero_point is None),
-    )
+    packed, table = (bit_codec.as_bytes(coded.packed).numpy(), code_table(coded.b_dtype, coded.zero_point is None))
     error_power = np.empty((2, num_rows))
 
     def of(rows: slice) -> None:
@@ -97,9 +93,7 @@ def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tenso
     return error, power
 
 
-def _per_row(
-    values: torch.Tensor, group_n: int, num_rows: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def _per_row(values: torch.Tensor, group_n: int, num_rows: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     """Repeat values [source rows, G] to a row for each row of the matrix, or one for all."""
     if values.size(0) not in (1, num_rows):
         values = values.repeat_interleave(group_n, 0)[:num_rows]

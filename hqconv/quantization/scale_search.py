@@ -25,11 +25,7 @@ _FLOAT_STEPS = tuple(j / 16 for j in (15, 17, 14, 18, 13, 12, 11, 10, 9, 8))
 _INT8_STEPS = tuple(1 + j / 128 for j in (-1, 1, -2, 2))
 _SHRINKS = (1.0, 0.9375, 0.875, 0.8125, 0.75)  # of the upper and the lower end of a range with a zero point
 _HALF_RANGE = 29  # powers of two below the largest e8m0 scale that float16 can hold
-_TOP = {
-    torch.float8_e4m3fn: 126,
-    torch.float8_e5m2: 123,
-    torch.uint8: 254,
-}  # the largest finite number's byte
+_TOP = {torch.float8_e4m3fn: 126, torch.float8_e5m2: 123, torch.uint8: 254}  # the largest finite number's byte
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +72,7 @@ def scales_of(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> Candida
         zero = bit_codec.unpack(flat, schema.num_bits).view(*columns.shape[:-1], -1).transpose(-1, -2)
     if second is not None:
         second = second.float().view(len(stored), -1, 1)
-    return CandidateScales(
-        stored, _decoded(stored), None if zero is None else zero.float().contiguous(), second
-    )
+    return CandidateScales(stored, _decoded(stored), None if zero is None else zero.float().contiguous(), second)
 
 
 def tensors_of(scales: CandidateScales, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
@@ -168,9 +162,7 @@ def _factors(schema: WeightSchema) -> tuple[float, ...]:
     return (*own, *(1 - i / step for i in range(1, 12)))
 
 
-def _shrunk_ranges(
-    start: CandidateScales, schema: WeightSchema, param_dtype: str
-) -> Iterator[CandidateScales]:
+def _shrunk_ranges(start: CandidateScales, schema: WeightSchema, param_dtype: str) -> Iterator[CandidateScales]:
     """Yield ranges with shrunk ends, and their zero points."""
     assert start.zero is not None
     top = start.scale.new_tensor(float(2**schema.num_bits - 1))

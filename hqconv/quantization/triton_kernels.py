@@ -34,15 +34,7 @@ def _fold(terms, SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.constex
 
 
 @triton.jit
-def _fold_rows(
-    terms,
-    out,
-    num_columns,
-    width,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NUM_LEVELS: tl.constexpr,
-):
+def _fold_rows(terms, out, num_columns, width, SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.constexpr):
     """Fold rows of `terms` float64 [R, num_columns] to `out` [R, width]; num_columns = SIZE * width."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -111,9 +103,7 @@ def _sum_rows(
     tl.store(at, _fold(weight * weight, SIZE, WIDTH, NUM_LEVELS), mask=column < width)
 
 
-def error_sums(
-    stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def error_sums(stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of (w - decoded)**2 and of w**2 of each matrix, float64 [E] each.
 
     `stack`: [E, N, K]; `tensors`: its packed tensors of Humming's `schema`, as `QuantizedStack.tensors`. Same bits as
@@ -221,9 +211,7 @@ def _round_float(x, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.cons
     magnitude = tl.minimum(bits & 0x7FFFFFFF, LIMIT_BITS)
     threshold_bits = magnitude * 0 + ((SHIFT + 1) << 23)
     threshold = threshold_bits.to(tl.float32, bitcast=True)
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + threshold).to(
-        tl.int32, bitcast=True
-    ) - threshold_bits
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + threshold).to(tl.int32, bitcast=True) - threshold_bits
     scaled = tl.where(magnitude < threshold_bits, subnormal, magnitude - (SHIFT << 23))
     rounded = (scaled + ((1 << (DROP - 1)) - 1)) >> DROP
     kept = rounded << DROP
@@ -335,11 +323,7 @@ def row_errors(
 
 
 def chosen_codes(
-    stack: torch.Tensor,
-    scales: CandidateScales,
-    changed: torch.Tensor,
-    words: torch.Tensor,
-    schema: WeightSchema,
+    stack: torch.Tensor, scales: CandidateScales, changed: torch.Tensor, words: torch.Tensor, schema: WeightSchema
 ) -> torch.Tensor:
     """Return codes int32 [E, N, K]: new ones in groups that `changed` [E, R, G], else those packed in `words`."""
     out = torch.empty(stack.shape, dtype=torch.int32, device=stack.device)

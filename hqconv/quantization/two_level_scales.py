@@ -49,11 +49,7 @@ def split_powers(
 
 
 def two_level(
-    scale: torch.Tensor,
-    schema: WeightSchema,
-    param_dtype: str,
-    amax: torch.Tensor | None,
-    given: GivenScales | None,
+    scale: torch.Tensor, schema: WeightSchema, param_dtype: str, amax: torch.Tensor | None, given: GivenScales | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Round group scales to fp8 under a second scale.
 

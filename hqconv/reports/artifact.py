@@ -88,8 +88,7 @@ def _missing(root: Path, manifest: Manifest, listing: Listing | None) -> list[st
     return [
         name
         for name, entry in manifest.files.items()
-        if (size := _size_of(root, name, listing)) is None
-        or (name != artifact_names.CARD and size != entry.size_bytes)
+        if (size := _size_of(root, name, listing)) is None or (name != artifact_names.CARD and size != entry.size_bytes)
     ]
 
 

@@ -33,9 +33,7 @@ def compare(roots: Sequence[Path], measured: Sequence[Measured] | None = None) -
     manifests = [read_manifest(root) for root in roots]
     described = [describe_artifact(root) for root in roots]
     _check_models(roots, manifests)
-    errors = (
-        [_recorded(one) for one in manifests] if measured is None else [_measured(one) for one in measured]
-    )
+    errors = [_recorded(one) for one in manifests] if measured is None else [_measured(one) for one in measured]
     common = [key for key in errors[0] if key in errors[1]]
     sides = zip(roots, manifests, described, errors, strict=True)
     return {
@@ -88,21 +86,9 @@ def _measured(measured: Measured) -> Errors:
     }
 
 
-def _artifact(
-    root: Path, manifest: Manifest, described: Words, errors: Errors, common: Sequence[Any]
-) -> Words:
+def _artifact(root: Path, manifest: Manifest, described: Words, errors: Errors, common: Sequence[Any]) -> Words:
     """Document of one artifact: schemas, size, serving engine, overall error."""
-    keys = (
-        "folder",
-        "layout",
-        "dtype",
-        "input_schema",
-        "target",
-        "tp",
-        "ep",
-        "redundant_experts",
-        "quantizer",
-    )
+    keys = ("folder", "layout", "dtype", "input_schema", "target", "tp", "ep", "redundant_experts", "quantizer")
     return {
         **{key: described[key] for key in keys},
         "name": root.resolve().name,
@@ -140,9 +126,7 @@ def _expert_bytes(root: Path, manifest: Manifest) -> int:
             try:
                 entries = read_header(root / name)[0]
             except InputError as error:
-                raise VerificationError(
-                    error.what, where=name, expected=error.expected, found=error.found
-                ) from error
+                raise VerificationError(error.what, where=name, expected=error.expected, found=error.found) from error
             total += sum(ref.num_bytes for tensor, ref in entries.items() if tensor not in copied)
     return total
 

@@ -41,12 +41,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     # An SVG path holds numbers only and may be longer than printable text.
-    found.filters |= {
-        "lines": lines,
-        "number": number,
-        "figure": figure,
-        "path": lambda path: Markup(escape(path)),
-    }
+    found.filters |= {"lines": lines, "number": number, "figure": figure, "path": lambda path: Markup(escape(path))}
     return found
 
 

@@ -6,19 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hqconv.reports.documents import Words as Document
-from hqconv.reports.html import (
-    Part,
-    details,
-    environment,
-    facts,
-    heading,
-    note,
-    number,
-    plots,
-    section,
-    size,
-    table,
-)
+from hqconv.reports.html import Part, details, environment, facts, heading, note, number, plots, section, size, table
 from hqconv.reports.page_document import PROJECTIONS, ROLES, entropy_bits
 from hqconv.reports.plots import bars_plot, heat_plot, lines_plot
 from hqconv.serving.engine import ENGINE
@@ -58,9 +46,7 @@ def checks_section(verification: Document | None) -> Part | None:
         parts += [note(text) for text in check["notes"]]
         if check["findings"]:
             keys = ("where", "what", "expected", "found")
-            parts.append(
-                table(keys, [[finding[key] for key in keys] for finding in check["findings"]], "Findings")
-            )
+            parts.append(table(keys, [[finding[key] for key in keys] for finding in check["findings"]], "Findings"))
         if name in _MEASUREMENTS:
             parts += _MEASUREMENTS[name](check["measured"])
     return section("checks", "Checks", *parts)
@@ -92,8 +78,7 @@ def _kernel(measured: Mapping[str, Any]) -> list[Part]:
     """Errors of the GPU kernel, by block."""
     keys = ("kernel", "rounded_kernel", "channel", "batch", "against_source")
     rows = [
-        (block, *(_figure(one.get(key)) for key in keys), one.get("routed_by", ""))
-        for block, one in measured.items()
+        (block, *(_figure(one.get(key)) for key in keys), one.get("routed_by", "")) for block, one in measured.items()
     ]
     headers = (
         "block",
@@ -115,16 +100,12 @@ def _figure(value: Any) -> Any:
 _MEASUREMENTS = {"weights": _weights, "kernel": _kernel}
 
 
-_NO_ERROR = (
-    "No weight differs from the source: stored values were kept, or the new codes decode to the same values."
-)
+_NO_ERROR = "No weight differs from the source: stored values were kept, or the new codes decode to the same values."
 
 
 def errors_section(document: Document) -> Part | None:
     """Relative errors by block and projection, as the conversion measured them."""
-    blocks = [
-        block for block in document["blocks"] if any("relative_error" in e for e in block["errors"].values())
-    ]
+    blocks = [block for block in document["blocks"] if any("relative_error" in e for e in block["errors"].values())]
     if not blocks:
         return None
     names = [_short(block) for block in blocks]
@@ -150,9 +131,7 @@ def errors_section(document: Document) -> Part | None:
         plot,
         table(("projection", "smallest", "median", "largest", "worst block"), rows, "Over all blocks"),
         table(
-            ("block", "schema", "projection", "relative error", "worst expert", "its error"),
-            each[:_NUM_SHOWN],
-            title,
+            ("block", "schema", "projection", "relative error", "worst expert", "its error"), each[:_NUM_SHOWN], title
         ),
     )
 
@@ -203,8 +182,7 @@ def experts_section(document: Document) -> Part | None:
     if is_error and not any(value for rows in found["values"].values() for row in rows for value in row):
         return section("experts", "Experts", note(_NO_ERROR)) if found["values"] else None
     maps = plots(
-        heat_plot(f"{PROJECTIONS[role]}: {found['measure']}", names, rows)
-        for role, rows in found["values"].items()
+        heat_plot(f"{PROJECTIONS[role]}: {found['measure']}", names, rows) for role, rows in found["values"].items()
     )
     legend = (
         "Each cell is the relative error of one expert against the source, measured on weights decoded from the files. "
@@ -215,12 +193,7 @@ def experts_section(document: Document) -> Part | None:
         "mode) are larger."
     )
     rows = [
-        (
-            one["block"],
-            PROJECTIONS.get(one["projection"], one["projection"]),
-            one["expert"],
-            one["relative_error"],
-        )
+        (one["block"], PROJECTIONS.get(one["projection"], one["projection"]), one["expert"], one["relative_error"])
         for one in found["worst"]
     ]
     title = "Worst experts" if is_error else "Worst experts, one of each block and projection"
@@ -262,9 +235,7 @@ def _codes(title: str, role: str, used: Document) -> Part | None:
     counts = [count for _, count in used["codes"]]
     num_used = sum(count > 0 for count in counts)
     remark = f"{num_used} of {len(counts)} codes used; they carry {entropy_bits(counts):.2f} bits each"
-    return bars_plot(
-        f"{title}: codes", [(f"{value:g}", count) for value, count in used["codes"]], remark, role
-    )
+    return bars_plot(f"{title}: codes", [(f"{value:g}", count) for value, count in used["codes"]], remark, role)
 
 
 def _powers(title: str, role: str, used: Document) -> Part | None:
@@ -281,11 +252,7 @@ def _zero_points(title: str, role: str, used: Document) -> Part | None:
 
 def _scales(used: Document) -> str:
     """Number of scales, and of those that a histogram of powers of two cannot show."""
-    kinds = {
-        "num_zero_scales": "zero",
-        "num_negative_scales": "negative",
-        "num_odd_scales": "not finite",
-    }
+    kinds = {"num_zero_scales": "zero", "num_negative_scales": "negative", "num_odd_scales": "not finite"}
     others = [f"{number(used[key])} {kind}" for key, kind in kinds.items() if used[key]]
     total = sum(count for _, count in used["scales"]) + used["num_zero_scales"] + used["num_odd_scales"]
     return f"{number(total)} scales" + (f", of which {', '.join(others)}" if others else "")
@@ -367,10 +334,7 @@ def _made(document: Document) -> Part | None:
         ("source", f"{artifact['source']['name']}{f' at {revision}' if revision else ''}"),
         ("family", artifact["family"]),
         ("weights", f"{artifact['schema']['name']}: {artifact['schema']['description']}"),
-        (
-            "some blocks",
-            "; ".join(f"{len(names)} are {what}" for what, names in artifact["otherwise"].items()),
-        ),
+        ("some blocks", "; ".join(f"{len(names)} are {what}" for what, names in artifact["otherwise"].items())),
         ("left as they were", ", ".join(artifact["left_blocks"])),
         ("conversion", conversion),
         ("scales chosen by", _quantizer(artifact)),
@@ -382,8 +346,7 @@ def _made(document: Document) -> Part | None:
     headers = ("blocks", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
     keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k", "activation")
     runs = [
-        (*(run[key] for key in keys), f"{run['source_format']}, {run['source_dtype']}")
-        for run in artifact["blocks"]
+        (*(run[key] for key in keys), f"{run['source_format']}, {run['source_dtype']}") for run in artifact["blocks"]
     ]
     return section("made", "Overview", facts(rows), table(headers, runs, "MoE blocks"))
 
@@ -424,16 +387,11 @@ def _provenance(document: Document) -> Part | None:
         ("commit", source["revision"]),
         ("source's index", f"SHA-256 {source['index_sha256']}" if source["index_sha256"] else ""),
         ("family chosen by", found["family_chosen_because"]),
-        (
-            "made by",
-            f"hqconv {artifact['hqconv_version']}, humming-kernels {artifact['humming_kernels_version']}",
-        ),
+        ("made by", f"hqconv {artifact['hqconv_version']}, humming-kernels {artifact['humming_kernels_version']}"),
         ("manifest", f"format version {artifact['format_version']}"),
         (
             "manifest's digest",
-            f"SHA-256 {found['digest']}"
-            if found["digest"]
-            else "none: written by an hqconv without manifest digests",
+            f"SHA-256 {found['digest']}" if found["digest"] else "none: written by an hqconv without manifest digests",
         ),
         ("derived from", _derived(found["derived_from"])),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in artifact["tensors"].items())),
@@ -441,8 +399,7 @@ def _provenance(document: Document) -> Part | None:
     )
     warnings = [note(f"Warning of the conversion: {warning}") for warning in found["warnings"]]
     source_files = [
-        (str(f.get("name")), _bytes(f.get("size_bytes")), str(f.get("header_sha256")))
-        for f in found["source_files"]
+        (str(f.get("name")), _bytes(f.get("size_bytes")), str(f.get("header_sha256"))) for f in found["source_files"]
     ]
     own = [(f["name"], _bytes(f["size_bytes"]), f["sha256"]) for f in found["files"]]
     tables = [

@@ -40,11 +40,7 @@ def page_document(
     from hqconv.artifact.code_usage import read_usage  # with numpy
 
     places = _places(root, verification)
-    document: Words = {
-        "kind": "page",
-        "name": root.resolve().name,
-        "verification": _renamed(verification, places),
-    }
+    document: Words = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
     document |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
     may_fail = verification is not None and not verification["passed"]
     try:

@@ -77,13 +77,8 @@ def write_page(place: Path, text: str) -> None:
         if name:
             with suppress(OSError):
                 Path(name).unlink()
-        what, remedy = (
-            "The page cannot be written.",
-            "Free disk space, repair the folder, or name another path.",
-        )
-        raise OutputError(
-            what, where=str(place), found=error.strerror or str(error), remedy=remedy
-        ) from error
+        what, remedy = ("The page cannot be written.", "Free disk space, repair the folder, or name another path.")
+        raise OutputError(what, where=str(place), found=error.strerror or str(error), remedy=remedy) from error
 
 
 def _umask() -> int:

@@ -6,13 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from hqconv.artifact.manifest import is_artifact
-from hqconv.conversion.output_folder import (
-    check_replaceable,
-    check_strays,
-    files_in,
-    listed_files,
-    unfinished_folder,
-)
+from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import OutputError
 from hqconv.io.durable_files import check_space, partial

@@ -21,9 +21,7 @@ def ticks(top: float) -> list[float]:
     return [index * step for index in range(math.ceil(top / step - 1e-9) + 1)]
 
 
-def lines_plot(
-    title: str, names: Sequence[str], series: Mapping[str, tuple[str, Values]], label: str
-) -> Part:
+def lines_plot(title: str, names: Sequence[str], series: Mapping[str, tuple[str, Values]], label: str) -> Part:
     """Plot one line for each series over `names`, from 0 up.
 
     series: name → CSS class and a value for each of `names`; None and NaN leave a gap. label: text for screen readers.

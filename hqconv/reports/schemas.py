@@ -33,11 +33,7 @@ def describe_recipes() -> Words:
         "kind": "recipes",
         "folder": str(SCHEMAS),
         "recipes": [
-            {
-                "option": f"--config {name.removesuffix('.toml')}",
-                "description": text,
-                "path": str(RECIPES / name),
-            }
+            {"option": f"--config {name.removesuffix('.toml')}", "description": text, "path": str(RECIPES / name)}
             for name, text in shipped(RECIPES).items()
         ],
         "schemas": [

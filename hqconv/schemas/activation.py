@@ -22,10 +22,7 @@ from typing import Any
 ELEMENTWISE = ("silu", "swish", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2")
 LIMITED = ("_clamp", "_bound")
 _LABEL = re.compile(r"(?P<name>\w+_(?:clamp|bound))(?P<limit>\d+(?:\.\d+)?)")
-_GATED = {
-    "swigluoai": ("limit", "alpha", "beta"),
-    "situ": ("beta",),
-}  # the numbers without which there is no formula
+_GATED = {"swigluoai": ("limit", "alpha", "beta"), "situ": ("beta",)}  # the numbers without which there is no formula
 
 
 @dataclass(frozen=True)
@@ -160,16 +157,8 @@ NUMBERS: Mapping[str, Numbers] = {
     "openai_privacy_filter": _oai(),
     "minimax_m3": _oai(beta="swiglu_beta"),
     "kimi_linear": Numbers(
-        "situ",
-        Activation("situ"),
-        {"beta": "activation_situ_beta", "linear_beta": "activation_situ_linear_beta"},
+        "situ", Activation("situ"), {"beta": "activation_situ_beta", "linear_beta": "activation_situ_linear_beta"}
     ),
 }
 # Keys that change an activation wherever a model's code reads them; which code does, is not known of every model.
-CHANGING_KEYS = (
-    "swiglu_limit",
-    "swiglu_limits",
-    "expert_swiglu_limit_list",
-    "swiglu_alpha",
-    "swiglu_beta",
-)
+CHANGING_KEYS = ("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list", "swiglu_alpha", "swiglu_beta")

@@ -105,11 +105,7 @@ def kernel_spec_to_dict(kind: KernelSpec) -> dict[str, Any]:
 def schemas_to_dict(kind: KernelSpec) -> dict[str, Any]:
     """Return weights and activations; `activation_schema` is present where activations are quantized."""
     activations = {} if kind.inputs == A16 else {"activation_schema": kind.inputs.humming_fields()}
-    return {
-        "weight_schema": kind.schema.humming_fields(),
-        "input_schema": kind.inputs.name,
-        **activations,
-    }
+    return {"weight_schema": kind.schema.humming_fields(), "input_schema": kind.inputs.name, **activations}
 
 
 def target_to_dict(target: GpuTarget) -> dict[str, str]:

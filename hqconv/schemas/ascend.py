@@ -25,9 +25,7 @@ def patterns(module: str) -> tuple[str, str, str]:
     return module, module[:head] + _NUMBER.sub("*", module[head:]), _NUMBER.sub("*", module)
 
 
-def ascend_quantization_config(
-    config: Mapping[str, Any], description: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a stand-in for quantization_config: `modules` maps patterns to schemes, FLOAT ones left out.
 
     Without a description that names weights, config.json's `quantize` holds for all modules; None where it names no

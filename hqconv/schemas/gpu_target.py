@@ -43,10 +43,7 @@ def parse_target(text: str, cuda: str | None = None) -> GpuTarget:
     match = re.fullmatch(r"sm(\d{2,3})", str(text))
     if match is None or int(match[1]) not in TARGETS:
         remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", str(text)) else "An H100 or H200 is sm90."
-        what, known = (
-            "The target is not a GPU architecture that is known.",
-            ", ".join(f"sm{n}" for n in TARGETS),
-        )
+        what, known = ("The target is not a GPU architecture that is known.", ", ".join(f"sm{n}" for n in TARGETS))
         raise RequestError(what, where="--target", expected=known, found=text, remedy=remedy)
     return GpuTarget(int(match[1]), None if cuda is None else parse_cuda(cuda))
 
@@ -55,11 +52,6 @@ def parse_cuda(text: str) -> tuple[int, int]:
     """Parse major and minor version of `13.0`. Raises RequestError for anything else."""
     match = re.fullmatch(r"(\d{1,2})\.(\d{1,2})", str(text))
     if match is None:
-        what, expected = (
-            "The CUDA version is not one.",
-            "such as 13.0: of the compiler on the serving machine",
-        )
-        raise RequestError(
-            what, where="--cuda", expected=expected, found=text, remedy="`nvcc --version` says it."
-        )
+        what, expected = ("The CUDA version is not one.", "such as 13.0: of the compiler on the serving machine")
+        raise RequestError(what, where="--cuda", expected=expected, found=text, remedy="`nvcc --version` says it.")
     return int(match[1]), int(match[2])

@@ -92,11 +92,7 @@ def _homes(grid: Grid, num_experts: int) -> tuple[tuple[tuple[int, int], ...], .
 def tp_share(size: int, tp: int, schema: WeightSchema) -> int:
     """Return a TP rank's size of a dimension, padding included: whole runs of `slice_unit`, as equal as possible."""
     unit = slice_unit(schema)
-    return (
-        size // tp
-        if size % tp == 0 and size // tp % unit == 0
-        else math.ceil(math.ceil(size / unit) / tp) * unit
-    )
+    return size // tp if size % tp == 0 and size // tp % unit == 0 else math.ceil(math.ceil(size / unit) / tp) * unit
 
 
 class TpSlice(NamedTuple):
@@ -111,9 +107,7 @@ class TpSlice(NamedTuple):
 def tp_slices(size: int, tp: int, schema: WeightSchema) -> tuple[TpSlice, ...]:
     """Return every TP rank's part of a dimension; the last rank's may be shorter than its share."""
     share = tp_share(size, tp, schema)
-    return tuple(
-        TpSlice(rank, min(rank * share, size), min((rank + 1) * share, size), share) for rank in range(tp)
-    )
+    return tuple(TpSlice(rank, min(rank * share, size), min((rank + 1) * share, size), share) for rank in range(tp))
 
 
 def slice_unit(schema: WeightSchema) -> int:
@@ -122,9 +116,7 @@ def slice_unit(schema: WeightSchema) -> int:
     return math.lcm(PACK_UNIT, *(size or 1 for size in sizes))
 
 
-def working_tp_sizes(
-    intermediate_size: int, schema: WeightSchema, *, pads_last_rank: bool = False
-) -> list[int]:
+def working_tp_sizes(intermediate_size: int, schema: WeightSchema, *, pads_last_rank: bool = False) -> list[int]:
     """Return all TP sizes that cut no scale group and no packed word of this expert size.
 
     With `pads_last_rank` the last rank may hold less than the others, but not be empty.
@@ -134,9 +126,7 @@ def working_tp_sizes(
         return []
     # Padded rows must be zero, which an integer code under a scale that all rows share cannot be.
     is_padded = pads_last_rank and not (schema.is_integer and schema.weight_scale_type == "tensor")
-    return [
-        t for t in range(1, runs + 1) if runs % t == 0 or (is_padded and (t - 1) * math.ceil(runs / t) < runs)
-    ]
+    return [t for t in range(1, runs + 1) if runs % t == 0 or (is_padded and (t - 1) * math.ceil(runs / t) < runs)]
 
 
 def check_grid(

@@ -71,11 +71,7 @@ def _check(schema: InputSchema) -> None:
     size = schema.input_scale_group_size
     need(type(size) is int and size >= 0, "input_scale_group_size", "a number of columns, 0 for none")
     need(schema.a_dtype in (None, *A_DTYPES), "a_dtype", ", ".join(A_DTYPES))
-    need(
-        schema.input_scale_dtype in (None, *INPUT_SCALE_DTYPES),
-        "input_scale_dtype",
-        ", ".join(INPUT_SCALE_DTYPES),
-    )
+    need(schema.input_scale_dtype in (None, *INPUT_SCALE_DTYPES), "input_scale_dtype", ", ".join(INPUT_SCALE_DTYPES))
     need(schema.input_quant_mode in (None, *QUANT_MODES), "input_quant_mode", ", ".join(QUANT_MODES))
     if schema.a_dtype is None:
         need(not size, "input_scale_group_size", "0 for 16-bit activations")
@@ -85,11 +81,7 @@ def _check(schema: InputSchema) -> None:
     need(schema.input_quant_mode != "none", "input_quant_mode", "a way to quantize, or nothing")
     if schema.input_quant_mode is not None:
         is_grouped = schema.input_quant_mode in _GROUPED
-        need(
-            is_grouped == (size > 0),
-            "input_scale_group_size",
-            "a size for modes with groups, 0 for the others",
-        )
+        need(is_grouped == (size > 0), "input_scale_group_size", "a size for modes with groups, 0 for the others")
     need(size == 0 or (size >= 16 and size & (size - 1) == 0 and size <= 128), "input_scale_group_size",
          "0, 16, 32, 64 or 128: K is padded to a multiple of 128")  # fmt: skip
 

@@ -20,12 +20,7 @@ from hqconv.schemas.overrides import Override
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched for the least squared error
-ENCODING_KEYS = (
-    "round_scales",
-    "quantizer",
-    "quantizer_version",
-    "importance",
-)  # of a manifest, where they apply
+ENCODING_KEYS = ("round_scales", "quantizer", "quantizer_version", "importance")  # of a manifest, where they apply
 _REQUIRED = object()
 
 
@@ -44,12 +39,10 @@ class EncodingArguments(TypedDict, total=False):
     """Options that decide codes and scales beside the schema: parsed by `planning.encoding.EncodingOptions`."""
 
     round_scales: Annotated[
-        bool,
-        _Row("Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.", False),
+        bool, _Row("Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.", False)
     ]
     quantizer: Annotated[
-        str,
-        _Row("Choice of scales: round-to-nearest, or a search for the least squared error.", RTN, QUANTIZERS),
+        str, _Row("Choice of scales: round-to-nearest, or a search for the least squared error.", RTN, QUANTIZERS)
     ]
     importance: Annotated[
         str | Path | None,
@@ -67,8 +60,7 @@ class ConversionArguments(EncodingArguments, total=False):
         Annotated[
             str | Path | WeightSchema,
             _Row(
-                "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format "
-                "of a quantized source.",
+                "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format of a quantized source.",
                 _REQUIRED,
             ),
         ]
@@ -83,29 +75,21 @@ class ConversionArguments(EncodingArguments, total=False):
     ]
     dtype: Annotated[
         str | None,
-        _Row(
-            "Parameter dtype of the served model.  [default: dtype of the checkpoint]", choices=PARAM_DTYPES
-        ),
+        _Row("Parameter dtype of the served model.  [default: dtype of the checkpoint]", choices=PARAM_DTYPES),
     ]
     tp: Annotated[int, _Row("Tensor-parallel size.", 1)]
     ep: Annotated[int, _Row("Expert-parallel size.", 1)]
     expert_placement: Annotated[str, _Row("Placement of experts on EP ranks.", LINEAR, (LINEAR, ROUND_ROBIN))]
     redundant_experts: Annotated[int, _Row("Number of redundant experts (copies of the first experts).", 0)]
     layout: Annotated[
-        str,
-        _Row(
-            "Tensors ready for the kernel, or a checkpoint for the serving engine.",
-            KERNEL,
-            (KERNEL, CHECKPOINT),
-        ),
+        str, _Row("Tensors ready for the kernel, or a checkpoint for the serving engine.", KERNEL, (KERNEL, CHECKPOINT))
     ]
     input_schema: Annotated[
         str | Path | InputSchema,
         _Row("Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.", "a16"),
     ]
     cuda: Annotated[
-        str | None,
-        _Row("CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it."),
+        str | None, _Row("CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it.")
     ]
     overrides: Annotated[
         Sequence[Override],

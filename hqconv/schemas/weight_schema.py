@@ -176,11 +176,7 @@ def _check_second_scale(schema: WeightSchema, num_exponent_bits: int, need: Need
 
 
 def _check_scale_type(schema: WeightSchema, need: Need) -> None:
-    kind, size, size_n = (
-        schema.weight_scale_type,
-        schema.weight_scale_group_size,
-        schema.weight_scale_group_size_n,
-    )
+    kind, size, size_n = (schema.weight_scale_type, schema.weight_scale_group_size, schema.weight_scale_group_size_n)
     power_of_two = "a power of two, at least 16: Humming's tiles do not nest with others (docs/targets.md)"
     need(kind in ("group", "channel", "block", "tensor"), "weight_scale_type", "group|channel|block|tensor")
     if kind in ("group", "block"):
@@ -200,17 +196,11 @@ def _check_scale_type(schema: WeightSchema, need: Need) -> None:
     if kind in ("block", "tensor"):
         need(schema.bs_dtype in (None, "float32"), "bs_dtype", f"float32 (or omitted) for {kind} scales")
     else:
-        need(
-            schema.bs_dtype != "float32",
-            "bs_dtype",
-            "a 16- or 8-bit type: float32 is for block and tensor scales",
-        )
+        need(schema.bs_dtype != "float32", "bs_dtype", "a 16- or 8-bit type: float32 is for block and tensor scales")
 
 
 def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more: Any) -> WeightSchema:
-    return WeightSchema(
-        name=name, b_dtype=b_dtype, weight_scale_type=kind, weight_scale_group_size=size, **more
-    )
+    return WeightSchema(name=name, b_dtype=b_dtype, weight_scale_type=kind, weight_scale_group_size=size, **more)
 
 
 SOURCE = "source"  # `--schema source`: see `hqconv.planning.source_schema`

@@ -95,9 +95,7 @@ def check_dtype(view: ArtifactView, dtype: str, engine: Engine = ENGINE) -> None
         )
 
 
-def check_layer(
-    view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer, engine: Engine = ENGINE
-) -> None:
+def check_layer(view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer, engine: Engine = ENGINE) -> None:
     """Refuse a model whose layer is not the converted one. Raises RequestError."""
     facts = {
         "experts": (converted.num_experts, layer.num_experts),

@@ -25,13 +25,7 @@ from hqconv.io.file_access import fill
 from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.artifact_view import ArtifactView
 from hqconv.serving.rank_file import RankFile, check_digest
-from hqconv.serving.warm.kernel_store import (
-    VARIABLE,
-    folder_beside,
-    kernels_folder,
-    tuning_tables,
-    use_warm_kernels,
-)
+from hqconv.serving.warm.kernel_store import VARIABLE, folder_beside, kernels_folder, tuning_tables, use_warm_kernels
 
 NUM_THREADS = 16
 PIECE_BYTES = 8 << 20  # of a buffer: large enough for a disk and a bus, small enough to be pinned in no time
@@ -261,9 +255,7 @@ class ParameterLoader:
         """
         if name not in self._paths:
             folder = name.rpartition("/")[0] + "/"
-            others = (
-                [] if alone or view.location.is_folder else [n for n in view.files if n.startswith(folder)]
-            )
+            others = [] if alone or view.location.is_folder else [n for n in view.files if n.startswith(folder)]
             self._paths.update(view.location.fetch_all(others or [name], cache_dir))
         return self._paths[name]
 

@@ -84,21 +84,13 @@ def _config(name: str, gemm: str, metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def _check_config(
-    name: str,
-    gemm: str,
-    config: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    tensors: Mapping[str, TensorRef],
+    name: str, gemm: str, config: Mapping[str, Any], expected: Mapping[str, Any], tensors: Mapping[str, TensorRef]
 ) -> None:
     """Compare a LayerConfig with the manifest, and its number of experts with the tensors'."""
     for key, value in expected.items():
         if config.get(key) != value:
             raise _damaged(name, f"{gemm} of {key} {value}", config.get(key))
-    own = {
-        key: ref
-        for key, ref in tensors.items()
-        if key.startswith(f"{gemm}_") and not names.is_input_scale(key)
-    }
+    own = {key: ref for key, ref in tensors.items() if key.startswith(f"{gemm}_") and not names.is_input_scale(key)}
     if f"{gemm}_weight" not in own:
         raise _damaged(name, f"a tensor {gemm}_weight", ", ".join(tensors) or "no tensors")
     for key, ref in own.items():
@@ -106,9 +98,7 @@ def _check_config(
             raise _damaged(name, f"{key} of {config.get('num_experts')} experts", list(ref.shape))
 
 
-def _check_input_scale(
-    name: str, gemm: str, kernel_spec: KernelSpec, tensors: Mapping[str, TensorRef]
-) -> None:
+def _check_input_scale(name: str, gemm: str, kernel_spec: KernelSpec, tensors: Mapping[str, TensorRef]) -> None:
     """Check that a GEMM has a static activation scale exactly if the manifest records one."""
     key = f"{gemm}_{names.INPUT_SCALE}"
     ref = tensors.get(key)

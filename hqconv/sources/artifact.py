@@ -44,11 +44,7 @@ def as_input_error() -> Iterator[None]:
         yield
     except VerificationError as error:
         raise InputError(
-            error.what,
-            where=error.where,
-            expected=error.expected,
-            found=error.found,
-            remedy=error.remedy or _AGAIN,
+            error.what, where=error.where, expected=error.expected, found=error.found, remedy=error.remedy or _AGAIN
         ) from error
 
 
@@ -119,10 +115,7 @@ class ArtifactSource(SafetensorsSource):
         parts = {role: self._parts(name, "w2" if role == "w2" else "w13") for role in layer.roles}
         homes = self.artifact.grid.homes(layer.num_experts)
         sources = tuple(
-            {
-                role: {key: self._expert_ref(p, homes[e][0]) for key, p in of.items()}
-                for role, of in parts.items()
-            }
+            {role: {key: self._expert_ref(p, homes[e][0]) for key, p in of.items()} for role, of in parts.items()}
             for e in range(layer.num_experts)
         )
         return replace(
@@ -196,12 +189,7 @@ class ArtifactSource(SafetensorsSource):
 
     @as_input_error()
     def read_expert(
-        self,
-        layer: MoeLayer,
-        expert: int,
-        roles: Sequence[str],
-        device: torch.device,
-        raw: RawExperts | None = None,
+        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert, joined from all TP ranks. Raises InputError for undecodable tensors."""
         from hqconv.artifact.expert_reader import ExpertReader
@@ -223,9 +211,7 @@ class ArtifactSource(SafetensorsSource):
         remedy = "Verify the artifact; where it is damaged, convert the original model again."
         raise InputError(what, where=str(self.root / where), expected=expected, found=found, remedy=remedy)
 
-    def _to_source(
-        self, layer: MoeLayer, where: str, matrix: DecodedStack, device: torch.device
-    ) -> SourceMatrix:
+    def _to_source(self, layer: MoeLayer, where: str, matrix: DecodedStack, device: torch.device) -> SourceMatrix:
         from hqconv.formats.decode_matrix import SourceMatrix
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import CodedMatrix, dequantize

@@ -85,12 +85,7 @@ class GgufSource(SafetensorsSource):
         return experts
 
     def read_expert(
-        self,
-        layer: MoeLayer,
-        expert: int,
-        roles: Sequence[str],
-        device: torch.device,
-        raw: RawExperts | None = None,
+        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert to float32; only their bytes are read. Raises InputError as `read_into`."""
         import torch

@@ -123,9 +123,7 @@ def _refuse_common_mistakes(path: Path) -> None:
         raise RequestError(what, where=str(path), found=ADAPTER, remedy=remedy)
     cached = _IN_CACHE.fullmatch(path.name)
     if cached and (path / "snapshots").is_dir():
-        remedy = (
-            f"Name the repo, {cached['org']}/{cached['name']}, or one of the folders in {path / 'snapshots'}."
-        )
+        remedy = f"Name the repo, {cached['org']}/{cached['name']}, or one of the folders in {path / 'snapshots'}."
         raise RequestError("This is a repo's place in the Hub's cache.", where=str(path), remedy=remedy)
 
 

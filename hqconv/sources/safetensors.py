@@ -62,12 +62,8 @@ class SafetensorsSource:
             self._check_present(weight_map)
         self.files, self.tensors, self.metadata = self._read_files(names)
         if weight_map is not None:
-            checkpoint_files.check_weight_map(
-                weight_map, self.tensors, tuple(file.name for file in self.files)
-            )
-        self.loose = (
-            SidecarFiles.of_folder(root) if listing is None else SidecarFiles.of_listing(listing.sizes, root)
-        )
+            checkpoint_files.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
+        self.loose = SidecarFiles.of_folder(root) if listing is None else SidecarFiles.of_listing(listing.sizes, root)
         self.other_files = self.loose.names
         self.guard.look_if_there(self.other_files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
@@ -104,9 +100,7 @@ class SafetensorsSource:
                 name = next(name for name in refs if name in twice)
                 both = f"{names[tensors[name].file]} and {names[refs[name].file]}"
                 what, where = "A tensor is in two files.", f"tensor {name!r}"
-                raise InputError(
-                    what, where=where, expected="one", found=both, remedy=checkpoint_files.COPY_AGAIN
-                )
+                raise InputError(what, where=where, expected="one", found=both, remedy=checkpoint_files.COPY_AGAIN)
             tensors |= refs
         return tuple(file for file, _, _ in read), tensors, tuple(metadata for _, _, metadata in read)
 
@@ -151,9 +145,7 @@ class SafetensorsSource:
         expected, found = self._size(name), path.stat().st_size
         if expected != found:
             what, remedy = "A download has another size than the Hub says.", f"Remove {path} and try again."
-            raise NetworkError(
-                what, where=f"{self.repo_id}/{name}", expected=expected, found=found, remedy=remedy
-            )
+            raise NetworkError(what, where=f"{self.repo_id}/{name}", expected=expected, found=found, remedy=remedy)
         file = next((file for file in self.files if file.name == name), None)
         if file is not None and read_header(path)[2] != file.header_sha256:
             what, remedy = "A download has another header than the Hub sent before.", "Try again."
@@ -172,12 +164,7 @@ class SafetensorsSource:
         self.read_all_into((ref, buffer[start : start + ref.num_bytes]) for ref, start in places)
 
     def read_expert(
-        self,
-        layer: MoeLayer,
-        expert: int,
-        roles: Sequence[str],
-        device: torch.device,
-        raw: RawExperts | None = None,
+        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert, on the CPU as views of `raw`; a shared tensor is read once."""
         from hqconv.formats.decode_matrix import decode_matrix
@@ -190,9 +177,7 @@ class SafetensorsSource:
                 tensor_slice = layer.parts[role][part]
                 key = (ref.file, ref.offset_bytes)
                 if key not in read:
-                    read[key] = (
-                        raw.tensor(ref).to(device, non_blocking=True) if raw else self._read(ref, device)
-                    )
+                    read[key] = raw.tensor(ref).to(device, non_blocking=True) if raw else self._read(ref, device)
                 parts[part] = read[key] if tensor_slice.is_run else _cut(read[key], tensor_slice.view)
                 names[part] = f"{ref.name}, expert {expert}" if tensor_slice.is_stacked else ref.name
             matrices[role] = decode_matrix(layer.format, parts, layer.shape(role), names)

@@ -118,17 +118,13 @@ def _map_again(
         return
     compare_blocks(artifact, experts, "config.json and the tensors' names", result)
     if any(is_static(artifact, name) for name in artifact.blocks):
-        compare_names(
-            f"{names.MANIFEST}: tensors: converted", "tensor", tensors.converted, experts.converted, result
-        )
+        compare_names(f"{names.MANIFEST}: tensors: converted", "tensor", tensors.converted, experts.converted, result)
 
 
 def source_tensors(block: MoeLayer) -> dict[str, TensorRef]:
     """Source tensors of a block by name, as the manifest describes them; file and offset mean nothing."""
     return {
-        part.template.format(expert=e): TensorRef(
-            part.template.format(expert=e), part.dtype, part.shape, 0, 0, 0
-        )
+        part.template.format(expert=e): TensorRef(part.template.format(expert=e), part.dtype, part.shape, 0, 0, 0)
         for parts in block.parts.values()
         for part in parts.values()
         for e in (range(1) if part.is_stacked else range(block.num_experts))
@@ -165,10 +161,7 @@ def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: 
         if layer is None:
             expected = f"layer {block.layer}, {block.num_experts} experts"
             result.add(
-                f"block {name}",
-                f"A MoE block of {origin} is missing in the artifact.",
-                expected,
-                "no such block",
+                f"block {name}", f"A MoE block of {origin} is missing in the artifact.", expected, "no such block"
             )
             continue
         facts = _facts(block, artifact)

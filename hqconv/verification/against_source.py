@@ -27,11 +27,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def check_source(
-    artifact: Artifact,
-    source: Source,
-    copied: Mapping[str, Placed],
-    pool: ThreadPoolExecutor,
-    result: CheckResult,
+    artifact: Artifact, source: Source, copied: Mapping[str, Placed], pool: ThreadPoolExecutor, result: CheckResult
 ) -> None:
     """Check source identity, blocks and accounting, copied tensors byte for byte, and the other files.
 
@@ -55,8 +51,7 @@ def check_source(
     others = {
         path
         for path in artifact.manifest.files
-        if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS)
-        and not path.endswith(".safetensors")
+        if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS) and not path.endswith(".safetensors")
     }
     compare_names("files copied from the source", "file", others, source.other_files, result)
     for path in sorted(others.intersection(source.other_files)):
@@ -83,9 +78,7 @@ def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None
         result.add(where, "The model card is not of this manifest and the source's card.", expected, found)
 
 
-def _check_identity(
-    recorded: ManifestSource, source: Source, pool: ThreadPoolExecutor, result: CheckResult
-) -> None:
+def _check_identity(recorded: ManifestSource, source: Source, pool: ThreadPoolExecutor, result: CheckResult) -> None:
     """Check that the source is the recorded one: its files, and repo and commit if both have them; no folder names."""
     what = "The source is not the one that was converted."
     where = f"{names.MANIFEST}: source"
@@ -126,10 +119,7 @@ def _check_digests(
     digests = pool.map(lambda name: sha256_of(source.root / name), [name for name, _ in listed])
     for (name, sha256), digest in zip(listed, digests, strict=True):
         if sha256 != digest:
-            where, what = (
-                f"{names.MANIFEST}: source, file {name}",
-                "The source is not the one that was converted.",
-            )
+            where, what = (f"{names.MANIFEST}: source, file {name}", "The source is not the one that was converted.")
             result.add(where, what, f"sha256 {sha256}", f"sha256 {digest}")
 
 
@@ -162,9 +152,7 @@ def _compare_copied(
     tasks: list[tuple[str, int]] = []
     for name in expected:
         if name not in copied:
-            result.add(
-                f"tensor {name}", "A tensor of the source was not copied.", "in a model shard", "absent"
-            )
+            result.add(f"tensor {name}", "A tensor of the source was not copied.", "in a model shard", "absent")
             continue
         ref, (path, entry) = source.tensors[name], copied[name]
         if (ref.dtype, ref.shape) != (entry.dtype, entry.shape):
@@ -182,9 +170,7 @@ def _compare_copied(
     counts: dict[str, int] = {}
     for (name, start), outcome in zip(tasks, pool.map(compare, tasks), strict=True):
         if isinstance(outcome, HqconvError):
-            result.add(
-                f"tensor {name}", f"A copied tensor cannot be compared: {outcome.what}", "", outcome.found
-            )
+            result.add(f"tensor {name}", f"A copied tensor cannot be compared: {outcome.what}", "", outcome.found)
         elif outcome[0]:
             counts[name] = counts.get(name, 0) + outcome[0]
             first.setdefault(name, start + outcome[1])

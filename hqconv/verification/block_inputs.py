@@ -31,9 +31,7 @@ class BlockInputs:
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
             return None
-        slices = tp_slices(
-            artifact.blocks[block].intermediate_size, artifact.grid.tp, artifact.schema_of(block)
-        )
+        slices = tp_slices(artifact.blocks[block].intermediate_size, artifact.grid.tp, artifact.schema_of(block))
         return cls(
             roundings,
             _static_scales(artifact, block, roundings, device),
@@ -55,9 +53,7 @@ class BlockInputs:
 
     def clipped(self, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
         """Fraction of input values that the static scale clips, for each GEMM that has one."""
-        return {
-            gemm: self.roundings[gemm].clipped(inputs[gemm], static) for gemm, static in self.static.items()
-        }
+        return {gemm: self.roundings[gemm].clipped(inputs[gemm], static) for gemm, static in self.static.items()}
 
     def _round(self, gemm: str, values: torch.Tensor) -> torch.Tensor:
         return self.roundings[gemm](values, self.static.get(gemm))

@@ -32,9 +32,7 @@ _BATCH_BYTES = 128 << 20  # of the source and the artifact: enough that Python c
 _MAX_READERS = 8
 _SLACK_BYTES = 1 << 12  # of a slot, between aligned tensors
 _GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
-_GPU_BYTES_PER_WEIGHT = (
-    64  # of one expert's weights, while codes and float64 sums of its projections are computed
-)
+_GPU_BYTES_PER_WEIGHT = 64  # of one expert's weights, while codes and float64 sums of its projections are computed
 _NUM_COLUMNS = 10  # of one projection: `measure_stack`, and 1 if it is wrong
 
 
@@ -60,9 +58,7 @@ def entered(device: torch.device) -> AbstractContextManager[object]:
 
 def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) -> BatchStaging | None:
     """Plan as many readers as there are threads and memory for; None if there is no memory for one."""
-    slot_bytes = 1 << max(
-        0, min(_BATCH_BYTES, max_host_bytes).bit_length() - 1
-    )  # pinned memory comes in such sizes
+    slot_bytes = 1 << max(0, min(_BATCH_BYTES, max_host_bytes).bit_length() - 1)  # pinned memory comes in such sizes
     if slot_bytes < 1 << 16:
         return None
     gpu_bytes = 1 << 62
@@ -165,9 +161,7 @@ class BatchedJob:
         slot: torch.Tensor = slots.slot[:num_bytes]
         return slot
 
-    def _compare(
-        self, experts: range, raw: RawExperts | None, stacks: dict[str, DecodedStack]
-    ) -> list[Outcome | None]:
+    def _compare(self, experts: range, raw: RawExperts | None, stacks: dict[str, DecodedStack]) -> list[Outcome | None]:
         """Launch all the work of a batch, and wait once for its sums."""
         job, original = self.job, self.job.original
         schema, param = job.artifact.schema_of(job.block.name), job.artifact.param_dtype

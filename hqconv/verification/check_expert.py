@@ -116,9 +116,7 @@ class Job:
             self._compare(found, results, gemm, expert, outcome)
         return outcome
 
-    def _read(
-        self, gemm: str, roles: Sequence[str], expert: int, outcome: Outcome
-    ) -> dict[str, DecodedStack]:
+    def _read(self, gemm: str, roles: Sequence[str], expert: int, outcome: Outcome) -> dict[str, DecodedStack]:
         if self.reader is not None:
             return self.reader.read(gemm, expert, outcome.note)
         read = partial(read_packed_expert, self.artifact, self.block, shards=self.shards, note=outcome.note)
@@ -139,8 +137,7 @@ class Job:
         outcome: Outcome,
     ) -> None:
         quantized = {
-            role: {name: tensor.unsqueeze(0) for name, tensor in one.tensors.items()}
-            for role, one in results.items()
+            role: {name: tensor.unsqueeze(0) for name, tensor in one.tensors.items()} for role, one in results.items()
         }
         expected = self.expected(quantized)
         position = GemmPosition(self.artifact, self.block, gemm, expert, self.shards)

@@ -147,10 +147,7 @@ def diagnose(
     size = left.shape[position.axis]
     if size % position.tp or position.block.intermediate_size % position.tp:
         return ""
-    slices = [
-        _slice(position.axis, t * size // position.tp, (t + 1) * size // position.tp)
-        for t in range(position.tp)
-    ]
+    slices = [_slice(position.axis, t * size // position.tp, (t + 1) * size // position.tp) for t in range(position.tp)]
     wrong = [t for t, part in enumerate(slices) if not np.array_equal(left[part], right[part])]
     for t in wrong:
         for other, part in enumerate(slices):
@@ -175,9 +172,7 @@ def _slice(axis: int, begin: int, end: int) -> tuple[slice, ...]:
 def _is_interleaved(
     found: Mapping[str, DecodedStack], expected: Mapping[str, DecodedStack], field: str, tp: int
 ) -> bool:
-    gate, up, gate_right, up_right = (
-        _array(side[role], field) for side in (found, expected) for role in ("w1", "w3")
-    )
+    gate, up, gate_right, up_right = (_array(side[role], field) for side in (found, expected) for role in ("w1", "w3"))
     if gate.shape[0] % tp:
         return False
     share = gate.shape[0] // tp

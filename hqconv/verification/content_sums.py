@@ -49,11 +49,7 @@ def stack_totals(stack: DecodedStack, schema: WeightSchema) -> dict[str, torch.T
 
 def expert_totals(totals: Mapping[str, torch.Tensor], expert: int, *, is_flushed: bool) -> Totals:
     """Content sums of one expert from `stack_totals`; without flushed scales, whose values are lost."""
-    return {
-        name: int(sums[expert])
-        for name, sums in totals.items()
-        if not (is_flushed and name == "weight_scale")
-    }
+    return {name: int(sums[expert]) for name, sums in totals.items() if not (is_flushed and name == "weight_scale")}
 
 
 def _sum_codes(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -123,9 +119,7 @@ def against(artifact: Artifact, blocks: Sequence[MoeLayer], source: object | Non
     return f"decoded, {'all' if count == len(blocks) else count} held to the conversion's content sums"
 
 
-def check_content(
-    artifact: Artifact, block: str, found: Sequence[Mapping[str, Totals]], result: CheckResult
-) -> None:
+def check_content(artifact: Artifact, block: str, found: Sequence[Mapping[str, Totals]], result: CheckResult) -> None:
     """Compare a block's sums with the manifest's; `found`: by expert and role. Adds nothing if a sum is missing."""
     roles = sorted({role for one in found for role in one})
     if not has_sums(artifact, block) or any(one.keys() != set(roles) for one in found):
@@ -149,9 +143,7 @@ def check_content(
 
 
 def _add(result: CheckResult, where: str, expected: object, found: object) -> None:
-    what = (
-        "What is read back is not what the conversion made: a slice, an expert or a value is another one's."
-    )
+    what = "What is read back is not what the conversion made: a slice, an expert or a value is another one's."
     result.add(where, what, expected, found)
 
 

@@ -34,11 +34,7 @@ class InOrder(Generic[T]):
     """
 
     def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        load: Callable[[range], Mapping[int, T]],
-        num_experts: int,
-        batch: int,
+        self, pool: ThreadPoolExecutor, load: Callable[[range], Mapping[int, T]], num_experts: int, batch: int
     ) -> None:
         self._pool, self._load = pool, load
         self._batches = [range(b, min(b + batch, num_experts)) for b in range(0, num_experts, batch)]
@@ -81,9 +77,7 @@ def decoded_experts(
     return InOrder(pool, load, block.num_experts, max(1, _BATCH_WEIGHTS // weights))
 
 
-def _load_batch(
-    reader: ExpertReader, experts: range, device: torch.device
-) -> tuple[dict[int, Expert], Sequence[int]]:
+def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> tuple[dict[int, Expert], Sequence[int]]:
     """Experts by number, and the numbers of experts that must be read alone."""
     stored = reader.plan(experts)
     host = host_buffer(stored.num_bytes, device)
@@ -92,9 +86,7 @@ def _load_batch(
     values = stack_floats(stacks, reader)
     wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()
     found: dict[int, Expert] = {
-        expert: {name: of_all[i] for name, of_all in values.items()}
-        for i, expert in enumerate(experts)
-        if not wrong[i]
+        expert: {name: of_all[i] for name, of_all in values.items()} for i, expert in enumerate(experts) if not wrong[i]
     }
     return found, [expert for i, expert in enumerate(experts) if wrong[i]]
 

@@ -134,11 +134,7 @@ def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple
 
 
 def measure_stack(
-    stack: DecodedStack,
-    source: torch.Tensor | None,
-    schema: WeightSchema,
-    param_dtype: str,
-    misread: int | None = None,
+    stack: DecodedStack, source: torch.Tensor | None, schema: WeightSchema, param_dtype: str, misread: int | None = None
 ) -> torch.Tensor:
     """Launch `measure` for stacks [E, N, K] on one device without waiting; `figures_of` reads a row of the result.
 

@@ -28,9 +28,7 @@ from hqconv.verification.sidecar_files import check_beside, check_manifest
 _METADATA = {"format": "pt"}  # of an ordinary shard
 
 
-def check_files(
-    artifact: Artifact, source: Source | None, num_threads: int, meter: Meter | None = None
-) -> CheckResult:
+def check_files(artifact: Artifact, source: Source | None, num_threads: int, meter: Meter | None = None) -> CheckResult:
     """Check everything but the weights' values: sizes, digests, headers, names, layout, config, copied tensors.
 
     Without `source`, comparisons with the source are left out, and a note says so. Raises nothing for a
@@ -56,9 +54,7 @@ def check_files(
         config = _check_config(artifact, source, result)
         check_accounting(artifact, blocks, copied, config if source is None else None, result)
         if source is None:
-            result.notes.append(
-                "copied tensors and files were not compared with the source: it was not given"
-            )
+            result.notes.append("copied tensors and files were not compared with the source: it was not given")
         else:
             check_source(artifact, source, copied, pool, result)
     return result
@@ -78,9 +74,7 @@ def _digest(artifact: Artifact, path: str, meter: Meter | None) -> str:
             meter.advance(path, artifact.manifest.files[path].size_bytes)
 
 
-def _check_disk(
-    artifact: Artifact, result: CheckResult, pool: ThreadPoolExecutor, meter: Meter | None
-) -> None:
+def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecutor, meter: Meter | None) -> None:
     """Check that every file of the manifest exists with its size and digest."""
     present = []
     for path, entry in artifact.manifest.files.items():
@@ -90,9 +84,7 @@ def _check_disk(
             continue
         size = artifact.size_of(path)
         if size is None:
-            result.add(
-                path, "A file of the manifest is missing.", f"{entry.size_bytes} bytes", "no such file"
-            )
+            result.add(path, "A file of the manifest is missing.", f"{entry.size_bytes} bytes", "no such file")
         elif path == names.CARD:  # people may edit it: `check_beside` notes it
             continue
         elif size != entry.size_bytes:
@@ -110,9 +102,7 @@ def _check_disk(
     for path in present:
         found, expected = digests[path].result(), artifact.manifest.files[path].sha256
         if found != expected:
-            result.add(
-                path, "A file's bytes are not those the manifest records.", f"sha256 {expected}", found
-            )
+            result.add(path, "A file's bytes are not those the manifest records.", f"sha256 {expected}", found)
 
 
 # --- the layout that the manifest's facts imply ------------------------------------------------------------
@@ -169,9 +159,7 @@ def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
             try:
                 headers[path] = artifact.header(path)
             except VerificationError as error:
-                result.add(
-                    path, "A safetensors file is damaged.", error.expected, f"{error.what}: {error.found}"
-                )
+                result.add(path, "A safetensors file is damaged.", error.expected, f"{error.what}: {error.found}")
     return headers
 
 
@@ -186,9 +174,7 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
     compare_names(names.MANIFEST, "file", listed, expected, result)
     if names.INDEX not in artifact.manifest.files:
         if total > 1:
-            result.add(
-                names.INDEX, "There is no index of the shards.", "listed in the manifest", "not listed"
-            )
+            result.add(names.INDEX, "There is no index of the shards.", "listed in the manifest", "not listed")
         return
     index = read_json(artifact.root / names.INDEX, result)
     if index is None:
@@ -205,9 +191,7 @@ def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Plac
     """Tensors of the shards by name; each must be in one shard only, and every shard in torch's format."""
     inside: dict[str, Placed] = {}
     for path, (entries, metadata) in shards.items():
-        compare_dicts(
-            f"{path}: metadata", "A shard's metadata are not a conversion's.", _METADATA, metadata, result
-        )
+        compare_dicts(f"{path}: metadata", "A shard's metadata are not a conversion's.", _METADATA, metadata, result)
         for name, entry in entries.items():
             first, _ = inside.setdefault(name, (path, entry))
             if first != path:
@@ -245,8 +229,6 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
             what = "The config does not keep transformers away from all of the model."
             compare_dicts(names.CONFIG, what, names.refuse_transformers(plain), config, result)
     if source is not None:
-        ours, theirs = (
-            {k: v for k, v in c.items() if k != "quantization_config"} for c in (plain, source.config)
-        )
+        ours, theirs = ({k: v for k, v in c.items() if k != "quantization_config"} for c in (plain, source.config))
         compare_dicts(names.CONFIG, "The config is not the source's.", theirs, ours, result)
     return config

@@ -79,9 +79,7 @@ class FusedExponents:
                 new.copy_(torch.maximum(old.int(), least[role]))
                 _shift(old_codes, new.int() - old.int(), new_codes)
         return {
-            role: replace(
-                one, codes=codes[role], scale=scales[role], scale_value=float_values(scales[role], "F8_E8M0")
-            )
+            role: replace(one, codes=codes[role], scale=scales[role], scale_value=float_values(scales[role], "F8_E8M0"))
             for role, one in expected.items()
         }
 
@@ -105,9 +103,7 @@ def folding_of(artifact: Artifact, block: MoeLayer) -> FusedExponents | None:
         return None
     ranks = range(artifact.grid.tp)
     is_padded = {
-        gemm: tuple(
-            bool(artifact.layer_config(block.name, gemm, tp_rank, 0)["pad_shape_n"]) for tp_rank in ranks
-        )
+        gemm: tuple(bool(artifact.layer_config(block.name, gemm, tp_rank, 0)["pad_shape_n"]) for tp_rank in ranks)
         for gemm in names.GEMMS
     }
     is_int8 = artifact.kernel_spec_of(block.name).a_dtype == "int8"

@@ -37,18 +37,12 @@ def check_rank_scales(artifact: Artifact, blocks: Iterable[MoeLayer], result: Ch
         for gemm, found in recorded.items():
             if not _is_scale(found):
                 where = f"{names.MANIFEST}: {block.name}: {gemm}: {names.INPUT_SCALE}"
-                result.add(
-                    where, _WHAT.format("one a conversion writes"), "a float32 above zero", repr(found)
-                )
+                result.add(where, _WHAT.format("one a conversion writes"), "a float32 above zero", repr(found))
         _compare(artifact, block.name, recorded, "manifest's", result)
 
 
 def check_source_scales(
-    artifact: Artifact,
-    blocks: Iterable[MoeLayer],
-    source: Source,
-    sources: Mapping[str, MoeLayer],
-    result: CheckResult,
+    artifact: Artifact, blocks: Iterable[MoeLayer], source: Source, sources: Mapping[str, MoeLayer], result: CheckResult
 ) -> None:
     """Check for `weights` that manifest and ranks have the scales that follow from the source's."""
     with ThreadPoolExecutor(8, "hqconv-verify") as pool:

@@ -146,17 +146,13 @@ def _compare_kernel(
     schema = artifact.schema_of(block)
     slices = tp_slices(layer.intermediate_size, artifact.grid.tp, schema)
     tuned_for_m = _tuned_for_m(artifact, block, counts)
-    compile_kernels(
-        [config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device
-    )
+    compile_kernels([config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device)
     for tp_rank, ep_rank in artifact.grid.ranks:
         gemms = _load_rank(artifact, block, tp_rank, ep_rank, device)
         _, begin, end, _ = slices[tp_rank]
         for index, (batch, out) in enumerate(zip(batches, outputs, strict=True)):
             ids = local_ids(artifact, batch.routing.ids, layer.num_experts, ep_rank)
-            part, inner = fused_moe(
-                gemms, batch.x, ids, batch.routing.weights, activation, layer.gated, tuned_for_m
-            )
+            part, inner = fused_moe(gemms, batch.x, ids, batch.routing.weights, activation, layer.gated, tuned_for_m)
             out += part.double()
             mine = (ids >= 0).reshape(-1)
             for tally, (_, hiddens) in zip(tallies, split, strict=True):
@@ -232,17 +228,11 @@ def _compare_source(
     totals = {projection: total.tolist() for projection, total in sums.items()}
     return {
         "against_source": relative_error(found, expected),
-        "weights_against_source": {
-            p: math.sqrt(e / w) if w else math.sqrt(e) for p, (e, w) in totals.items()
-        },
+        "weights_against_source": {p: math.sqrt(e / w) if w else math.sqrt(e) for p, (e, w) in totals.items()},
     }
 
 
-def _load_rank(
-    artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device: torch.device
-) -> dict[str, Gemm]:
+def _load_rank(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
     """Load one rank's kernel tensors to the device, as a server holds them."""
     gemms = load_rank(artifact, block, tp_rank, ep_rank, str(device))
-    return {
-        name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size) for name, gemm in gemms.items()
-    }
+    return {name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size) for name, gemm in gemms.items()}

@@ -142,10 +142,7 @@ def _compare_tensors(path: str, header: Header, expected: Mapping[str, Stored], 
 
 
 def check_packed(
-    artifact: Artifact,
-    blocks: Mapping[str, MoeLayer],
-    inside: Mapping[str, tuple[str, Any]],
-    result: CheckResult,
+    artifact: Artifact, blocks: Mapping[str, MoeLayer], inside: Mapping[str, tuple[str, Any]], result: CheckResult
 ) -> set[str]:
     """Check the experts' packed tensors of the checkpoint layout; return their names (none in the kernel layout)."""
     found: set[str] = set()

@@ -103,9 +103,7 @@ def _check_counts(
 
 def _check_figure(where: str, expected: float | None, found: float | None, result: CheckResult) -> None:
     is_same = expected is not None and found is not None
-    if not is_same or not math.isclose(
-        expected or 0.0, found or 0.0, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30
-    ):
+    if not is_same or not math.isclose(expected or 0.0, found or 0.0, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
         # Later digits depend on the order of summing.
         shown = [f"{value:.12g}" if isinstance(value, float) else value for value in (expected, found)]
         result.add(where, "The recorded error is not the measured one.", *shown)

@@ -109,9 +109,7 @@ class Routing:
     weights: torch.Tensor
 
 
-def route(
-    logits: torch.Tensor, top_k: int, config: Mapping[str, Any], bias: torch.Tensor | None = None
-) -> Routing:
+def route(logits: torch.Tensor, top_k: int, config: Mapping[str, Any], bias: torch.Tensor | None = None) -> Routing:
     """Choose experts from router logits float32 [T, E] as the config's model does.
 
     A correction bias means DeepSeek-V3's rule (sigmoid scores, choice by biased scores within the best groups);
@@ -180,9 +178,7 @@ def expert_forward(
 
     def project(name: str, inputs: torch.Tensor) -> torch.Tensor:
         bias = expert.get("b" + name[1:])
-        return F.linear(
-            inputs, expert[name].to(inputs.dtype), None if bias is None else bias.to(inputs.dtype)
-        )
+        return F.linear(inputs, expert[name].to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
     rounded = roundings.inputs(x)
     gate = roundings.wide(project("w1", rounded)) if "w1" in expert else None

@@ -68,9 +68,7 @@ def compare_names(
         result.add(f"{where}, {kind} {name}", f"A {kind} does not belong here.", "absent", "present")
 
 
-def compare_dicts(
-    where: str, what: str, expected: Mapping[str, Any], found: Any, result: CheckResult
-) -> None:
+def compare_dicts(where: str, what: str, expected: Mapping[str, Any], found: Any, result: CheckResult) -> None:
     """Compare two JSON objects key by key; one finding for each key that differs."""
     if not isinstance(found, dict):
         result.add(where, what, "a JSON object", json.dumps(found))

@@ -43,12 +43,7 @@ def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: flo
     recorded = artifact.manifest.errors()
     measured = {} if weights is None else weights.measured
     result.notes.append(f"the manifest's errors of {len(recorded)} blocks")
-    figures = [
-        measures
-        for block in measured.values()
-        for measures in block.values()
-        if isinstance(measures, Mapping)
-    ]
+    figures = [measures for block in measured.values() for measures in block.values() if isinstance(measures, Mapping)]
     if any("relative_error" in measures for measures in figures):
         result.notes.append(f"and those measured against the source, of {len(measured)} blocks")
     for errors, kind in ((recorded, "recorded"), (measured, "measured")):
@@ -75,9 +70,7 @@ class VerifyOptions:
     max_memory_bytes: int
     source: str | None  # name of the source in the report
     max_error: float | None = None  # of a projection; None for any
-    progress: Callable[[str, Progress], None] | None = (
-        None  # called with the check's name, one call at a time
-    )
+    progress: Callable[[str, Progress], None] | None = None  # called with the check's name, one call at a time
 
 
 def verify(
@@ -105,9 +98,7 @@ def verify(
         layers = _chosen_blocks(artifact, options.layers)
         with begun(_tasks(artifact, source, options, asked, layers)) as finish:
             runs: dict[str, Callable[[], CheckResult]] = {
-                "files": lambda: check_files(
-                    artifact, source, options.num_threads, _meter("files", artifact, options)
-                ),
+                "files": lambda: check_files(artifact, source, options.num_threads, _meter("files", artifact, options)),
                 "weights": lambda: _weights(artifact, source, options),
                 "kernel": lambda: _kernel(artifact, source, options, layers, finish),
             }
@@ -124,11 +115,7 @@ def verify(
 
 
 def _tasks(
-    artifact: Artifact,
-    source: Source | None,
-    options: VerifyOptions,
-    asked: Collection[str],
-    layers: list[str],
+    artifact: Artifact, source: Source | None, options: VerifyOptions, asked: Collection[str], layers: list[str]
 ) -> list[Callable[[], object]]:
     """Compilation tasks of the checks on a GPU, to run during the first checks; empty if no such check will run."""
     tasks: list[Callable[[], object]] = []
@@ -153,9 +140,7 @@ def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | No
     sizes = {path: entry.size_bytes for path, entry in listed if path != names.CARD}  # which is not hashed
     if check == "weights":
         names_ = _chosen_blocks(artifact, options.layers)
-        return Meter(
-            sum(block_bytes(artifact, name) for name in names_), len(names_), partial(listener, check)
-        )
+        return Meter(sum(block_bytes(artifact, name) for name in names_), len(names_), partial(listener, check))
     return Meter(sum(sizes.values()), len(sizes), partial(listener, check))
 
 
@@ -178,11 +163,7 @@ def _kind_of(artifact: Artifact, block: str) -> tuple[KernelSpec, Activation]:
 def _check_options(options: VerifyOptions) -> None:
     """Refuse unknown checks, invalid batch sizes and limits, and options that would check nothing and pass."""
     check_max_error(options.max_error)
-    for option, values in (
-        ("--checks", options.checks),
-        ("--layers", options.layers),
-        ("--tokens", options.tokens),
-    ):
+    for option, values in (("--checks", options.checks), ("--layers", options.layers), ("--tokens", options.tokens)):
         if values is not None and not values:
             what, remedy = "Nothing is asked for.", "Leave the option out for its default."
             raise RequestError(what, where=option, remedy=remedy)
@@ -256,11 +237,7 @@ def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) 
 
 
 def _kernel(
-    artifact: Artifact,
-    source: Source | None,
-    options: VerifyOptions,
-    blocks: list[str],
-    finish: Callable[[], None],
+    artifact: Artifact, source: Source | None, options: VerifyOptions, blocks: list[str], finish: Callable[[], None]
 ) -> CheckResult:
     """Run the kernel check; `finish` waits for the kernels that are being compiled."""
     device, obstacle = _kernel_device(artifact, options.device)

@@ -33,16 +33,12 @@ def block_bytes(artifact: Artifact, block: str) -> int:
     return int(weights) * artifact.schema_of(block).num_bits // 8
 
 
-def _told(
-    done: Iterable[Done], meter: Meter | None, count: Callable[[Done], tuple[Job, int]]
-) -> Iterator[Done]:
+def _told(done: Iterable[Done], meter: Meter | None, count: Callable[[Done], tuple[Job, int]]) -> Iterator[Done]:
     """Yield finished items, and report them to the meter as so many experts of a job."""
 
     def name_and_count(one: Done) -> tuple[str, int]:
         job, num_experts = count(one)
-        return job.block.name, block_bytes(
-            job.artifact, job.block.name
-        ) * num_experts // job.block.num_experts
+        return job.block.name, block_bytes(job.artifact, job.block.name) * num_experts // job.block.num_experts
 
     return metered(done, meter, name_and_count)
 
@@ -53,20 +49,14 @@ def each_expert(
     """Check experts one by one; yield each job with the outcomes of its experts."""
     tasks = ((job, expert) for job in jobs for expert in range(job.block.num_experts))
     done = _told(
-        ahead(pool, lambda task: task[0].run(task[1]), tasks, 2 * num_workers),
-        meter,
-        lambda one: (one[0][0], 1),
+        ahead(pool, lambda task: task[0].run(task[1]), tasks, 2 * num_workers), meter, lambda one: (one[0][0], 1)
     )
     for job, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
         yield job, [outcome for _, outcome in of_block]
 
 
 def in_batches(
-    jobs: Iterable[Job],
-    staging: BatchStaging,
-    pool: ThreadPoolExecutor,
-    result: CheckResult,
-    meter: Meter | None,
+    jobs: Iterable[Job], staging: BatchStaging, pool: ThreadPoolExecutor, result: CheckResult, meter: Meter | None
 ) -> Iterator[Judged]:
     """Check batches on a device, and repeat on the CPU, one by one, the experts that need it."""
     shared, num_again, num_all = SharedState(), 0, 0

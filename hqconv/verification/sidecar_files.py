@@ -23,16 +23,12 @@ def check_beside(artifact: Artifact, result: CheckResult) -> None:
         result.notes.append(f"beside the artifact's own files: {', '.join(others)}")
     _note_edited(artifact, result)
     if names.JOURNAL in paths:
-        result.notes.append(
-            "a killed conversion left its journal: repeat its command with --resume to tidy up"
-        )
+        result.notes.append("a killed conversion left its journal: repeat its command with --resume to tidy up")
     listed |= {names.JOURNAL}
     for path in paths:
         if path.split("/")[0] in beside or names.is_member_journal(path):
             continue
-        inside = (
-            any(file.startswith(f"{path}/") for file in listed) if (artifact.root / path).is_dir() else False
-        )
+        inside = any(file.startswith(f"{path}/") for file in listed) if (artifact.root / path).is_dir() else False
         if path not in listed and not inside:
             result.add(path, "A file is not in the manifest.", "no such file", "present")
 

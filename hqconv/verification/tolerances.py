@@ -117,11 +117,7 @@ def check_figures(
 
 
 def _judge_kernel(
-    result: CheckResult,
-    block: str,
-    measured: dict[str, Any],
-    what: tuple[str, str],
-    limits: tuple[float, float],
+    result: CheckResult, block: str, measured: dict[str, Any], what: tuple[str, str], limits: tuple[float, float]
 ) -> None:
     """Check the kernel against one reference: over all, in the worst channel, in the worst batch."""
     prefix, reference = what
@@ -136,9 +132,7 @@ def _judge_kernel(
             result.add(where, what_differs, f"relative error <= {limit:.4f}", f"{found:.4g}")
 
 
-def _judge_source(
-    result: CheckResult, block: str, measured: dict[str, Any], recorded: dict[str, float]
-) -> None:
+def _judge_source(result: CheckResult, block: str, measured: dict[str, Any], recorded: dict[str, float]) -> None:
     """Check the errors of the decoded weights and of their output against the errors of the conversion."""
     errors = list(recorded.values())
     random, alike = SOURCE_FACTOR * math.hypot(*errors), SUM_FACTOR * sum(errors)

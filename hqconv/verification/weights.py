@@ -51,15 +51,10 @@ def check_weights(
     result = CheckResult("weights")
     blocks = _blocks(artifact, layers, result)
     sources = _source_blocks(artifact, source, result)
-    for name in (
-        sorted((sources or {}).keys() - artifact.blocks.keys() - set(artifact.left)) if layers is None else ()
-    ):
-        result.add(
-            f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent"
-        )
+    for name in sorted((sources or {}).keys() - artifact.blocks.keys() - set(artifact.left)) if layers is None else ():
+        result.add(f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent")
     needs = (
-        _working_bytes(b, artifact.schema_of(b.name), artifact.spec.encoding.quantizer)
-        + folding_bytes(artifact, b)
+        _working_bytes(b, artifact.schema_of(b.name), artifact.spec.encoding.quantizer) + folding_bytes(artifact, b)
         for b in blocks
     )
     if source is not None:
@@ -119,9 +114,7 @@ def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckRes
     return blocks
 
 
-def _source_blocks(
-    artifact: Artifact, source: Source | None, result: CheckResult
-) -> dict[str, MoeLayer] | None:
+def _source_blocks(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, MoeLayer] | None:
     if source is None:
         return None
     if Lineage.of(artifact, source).is_own:
@@ -129,12 +122,7 @@ def _source_blocks(
     try:
         return {block.name: block for block in source.map_experts().blocks}
     except HqconvError as error:
-        result.add(
-            f"source: {error.where}",
-            f"The source cannot be mapped: {error.what}",
-            error.expected,
-            error.found,
-        )
+        result.add(f"source: {error.where}", f"The source cannot be mapped: {error.what}", error.expected, error.found)
         return None
 
 
@@ -160,9 +148,7 @@ def _original(
 ) -> Original | None:
     sizes = ("num_experts", "hidden_size", "intermediate_size", "gated")
     if found is None or any(getattr(found, size) != getattr(block, size) for size in sizes):
-        described = [
-            ", ".join(f"{s} {getattr(b, s)}" for s in sizes) if b else "no such block" for b in (found, block)
-        ]
+        described = [", ".join(f"{s} {getattr(b, s)}" for s in sizes) if b else "no such block" for b in (found, block)]
         findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
         return None
     spec, lineage = artifact.spec, Lineage.of(artifact, source)
@@ -174,13 +160,7 @@ def _original(
     except HqconvError as error:
         findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
         return None
-    encoding = encoding_of(
-        found.format,
-        artifact.schema_of(block.name),
-        spec.param_dtype,
-        options,
-        layer=block.name,
-    )
+    encoding = encoding_of(found.format, artifact.schema_of(block.name), spec.param_dtype, options, layer=block.name)
     layer = lineage.made.blocks.get(block.name)
     conversion = None if layer is None else layer.conversion
     if conversion != encoding.conversion:
@@ -217,12 +197,9 @@ def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> Non
         check_content(job.artifact, job.block.name, [one.content for one in outcomes], result)
     _name_swapped(job.block, outcomes, result)
     figures = {
-        role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures]
-        for role in job.block.roles
+        role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures] for role in job.block.roles
     }
-    result.measured[job.block.name] = {
-        role: summarize(of_role) for role, of_role in figures.items() if of_role
-    }
+    result.measured[job.block.name] = {role: summarize(of_role) for role, of_role in figures.items() if of_role}
     if job.original is not None:
         result.of_experts[job.block.name] = {
             role: [relative_error(one.error, one.power) for one in of_role]

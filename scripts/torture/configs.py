@@ -23,42 +23,16 @@ _MAX_S = 60.0  # of an input that hangs
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Keys that mean something to some reader, put where they were not.
 _KEYS = (
-    *(
-        "model_type",
-        "architectures",
-        "torch_dtype",
-        "num_experts",
-        "n_routed_experts",
-        "hidden_size",
-        "text_config",
-    ),
+    *("model_type", "architectures", "torch_dtype", "num_experts", "n_routed_experts", "hidden_size", "text_config"),
     *("moe_intermediate_size", "num_hidden_layers", "num_experts_per_tok", "hidden_act", "swiglu_limit"),
-    *(
-        "quantization_config",
-        "quant_method",
-        "config_groups",
-        "ignore",
-        "modules_to_not_convert",
-        "group_size",
-    ),
-    *(
-        "bits",
-        "fmt",
-        "format",
-        "weight_block_size",
-        "dynamic",
-        "quant_algo",
-        "desc_act",
-        "compression_config",
-    ),
+    *("quantization_config", "quant_method", "config_groups", "ignore", "modules_to_not_convert", "group_size"),
+    *("bits", "fmt", "format", "weight_block_size", "dynamic", "quant_algo", "desc_act", "compression_config"),
 )
 
 
 def run(work: Path, count: int, tally: Tally) -> None:
     """`count` mutants, in portions that have seeds of their own."""
-    portions = [
-        (str(work), tally.seed, number, min(_PORTION, count - number)) for number in range(0, count, _PORTION)
-    ]
+    portions = [(str(work), tally.seed, number, min(_PORTION, count - number)) for number in range(0, count, _PORTION)]
     if len(portions) == 1:
         _add(_portion(portions[0]), tally)
         return
@@ -94,13 +68,9 @@ def _portion(words: tuple[str, int, int, int]) -> dict[str, Any]:
                 kind = _look(folder, draw.choice((schema, "source", "mxfp4", "int4-g64-zp")))
             except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
                 kind = "failed"
-                problems.append(
-                    f"{base}, mutant {number}: {type(error).__name__}: {str(error)[:300]}: {text[:1500]}"
-                )
+                problems.append(f"{base}, mutant {number}: {type(error).__name__}: {str(error)[:300]}: {text[:1500]}")
             if time.monotonic() - begun > _MAX_S:
-                problems.append(
-                    f"{base}, mutant {number} took {time.monotonic() - begun:.1f} s: {text[:1500]}"
-                )
+                problems.append(f"{base}, mutant {number} took {time.monotonic() - begun:.1f} s: {text[:1500]}")
             counts[kind] = counts.get(kind, 0) + 1
     return {"counts": counts, "problems": problems}
 

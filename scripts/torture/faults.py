@@ -15,16 +15,7 @@ from scripts.torture.tally import Tally
 
 _KINDS = {FAIL: "fails once", FAIL_ON: "fails from there on", SHORT: "half of the bytes"}
 # What any call may fail with; and where that is not all, by the call's name.
-_ERRORS = (
-    errno.EIO,
-    errno.EACCES,
-    errno.ENOSPC,
-    errno.EMFILE,
-    errno.ESTALE,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.ENOMEM,
-)
+_ERRORS = (errno.EIO, errno.EACCES, errno.ENOSPC, errno.EMFILE, errno.ESTALE, errno.EDQUOT, errno.EROFS, errno.ENOMEM)
 _LEFT = "warning: The old artifact could not be removed"
 _MODES = {"new": (), "--overwrite": ("--overwrite",), "--resume": ("--resume",)}
 
@@ -34,9 +25,7 @@ def run(place: Place, count: int, tally: Tally) -> None:
     draw = Random(tally.seed)
     place.clear(has_old=False)
     (ended,) = place.zygote.run(Job(place.command(), _watch(place)))
-    every: list[tuple[int, ...]] = [
-        (number, how) for number in range(1, ended.num_calls + 1) for how in _KINDS
-    ]
+    every: list[tuple[int, ...]] = [(number, how) for number in range(1, ended.num_calls + 1) for how in _KINDS]
     for number, how in shuffled(every, draw, count * 3 // 4):
         tally.case(f"new, {_KINDS[how]}", _failed(place, "new", number, how, draw.choice(_ERRORS), tally))
     while tally.cases < count:

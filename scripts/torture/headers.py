@@ -83,9 +83,7 @@ def compare(raw: bytes) -> str:
 def _ours(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     length = header_length("f", raw[:LENGTH_BYTES], len(raw))
     refs, _, _ = parse_header("f", raw[:length], len(raw))
-    return {
-        name: (ref.dtype, ref.shape, raw[ref.offset_bytes :][: ref.num_bytes]) for name, ref in refs.items()
-    }
+    return {name: (ref.dtype, ref.shape, raw[ref.offset_bytes :][: ref.num_bytes]) for name, ref in refs.items()}
 
 
 def _theirs(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

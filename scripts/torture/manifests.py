@@ -27,38 +27,8 @@ from tests.make.qwen import read_tree, write_qwen3_moe
 _MAX_S = 60.0  # of an input that hangs
 _CODES = (0, 1, 2, 3, 4)
 ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        7,
-        2**31,
-        2**63,
-        10**30,
-        0.5,
-        1e308,
-        "",
-        "a",
-        "../../x",
-        "/etc/passwd",
-        "\x1b[31m",
-    ),
-    *(
-        "\ud800",
-        "x" * 5000,
-        [],
-        {},
-        [[]],
-        {"a": 1},
-        [None],
-        "model.layers.0.mlp.experts",
-        "mxfp4",
-        "sm90",
-        "fp8",
-    ),
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**30, 0.5, 1e308, "", "a", "../../x", "/etc/passwd", "\x1b[31m"),
+    *("\ud800", "x" * 5000, [], {}, [[]], {"a": 1}, [None], "model.layers.0.mlp.experts", "mxfp4", "sm90", "fp8"),
 )
 
 
@@ -97,9 +67,7 @@ def _bytes_changed(raw: bytes, draw: Random) -> bytes:
     elif kind < 0.8:
         del data[place : place + draw.randint(1, 40)]
     else:
-        data[place:place] = draw.choice(
-            (b"[" * 100, b'"a":1,', b"\xff", b"\0", b" ", raw[place : place + 30])
-        )
+        data[place:place] = draw.choice((b"[" * 100, b'"a":1,', b"\xff", b"\0", b" ", raw[place : place + 30]))
     return bytes(data)
 
 
@@ -136,9 +104,7 @@ def _sealed(words: Any, draw: Random) -> bytes:
 
 
 def _difference(raw: bytes, text: bytes) -> str:
-    place = next(
-        (n for n, (a, b) in enumerate(zip(raw, text, strict=False)) if a != b), min(len(raw), len(text))
-    )
+    place = next((n for n, (a, b) in enumerate(zip(raw, text, strict=False)) if a != b), min(len(raw), len(text)))
     return f"byte {place}: {raw[max(0, place - 60) : place + 40]!r} became {text[max(0, place - 60) : place + 40]!r}"
 
 
@@ -170,18 +136,7 @@ def _verify(made: Path, out: Path, *, must_fail: bool) -> str:
 
 def _convert(made: Path, out: Path, *, must_fail: bool) -> str:
     del must_fail
-    words = (
-        "--schema",
-        "source",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-        "--threads",
-        2,
-        "--max-memory",
-        "256MiB",
-    )
+    words = ("--schema", "source", "--target", "sm90", "--device", "cpu", "--threads", 2, "--max-memory", "256MiB")
     code, problem = call("convert", made, "-o", out, *words)
     if not problem and (code == 0) != (out / "hqconv.json").exists():
         problem = f"exit {code}, and {sorted(read_tree(out))[:5] if out.exists() else 'no files'}"

@@ -108,11 +108,7 @@ def _changed(place: Place, name: str, kind: str, number: int, after: Tree | None
     # A folder without a config, or one with half of it, may be refused as a request too.
     problem = manners(ended, (0, 3) if name != "config.json" else (0, 2, 3))
     made = read_tree(place.out) if (place.out / "hqconv.json").exists() else None
-    if (
-        not problem
-        and made is not None
-        and _of_artifact(made) not in (_of_artifact(place.new), _of_artifact(after))
-    ):
+    if not problem and made is not None and _of_artifact(made) not in (_of_artifact(place.new), _of_artifact(after)):
         problem = "an artifact of two states of the source"
     if not problem and (ended.code == 0) != (made is not None):
         problem = f"an artifact, and no success: {said(ended)}"

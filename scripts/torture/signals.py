@@ -44,9 +44,7 @@ class _Torture:
         self.convert(self.old, schema="int8")
         self.new = read_tree(work / "new")
 
-    def convert(
-        self, out: Path, *mode: str, schema: str = "mxfp4", number: int = 0, seconds: float = 0.0
-    ) -> Ended:
+    def convert(self, out: Path, *mode: str, schema: str = "mxfp4", number: int = 0, seconds: float = 0.0) -> Ended:
         """`hqconv convert`, which is sent signal `number` (0: none) after so many seconds."""
         words = ("convert", str(self.src), "-o", str(out), "--schema", schema, *_OPTIONS, *mode)
         return real_command(words, number, seconds)
@@ -91,9 +89,7 @@ class _Torture:
         else:
             stopped = Stopped(ended.code, ended.seconds_after, ended.seconds, ended.stdout, ended.stderr)
             problem = problem_of(stopped, number, self.out, self.new, old, before)
-        self.tally.case(
-            f"{number.name}, exit {ended.code}", problem and f"after {seconds:.3f} s, {mode}: {problem}"
-        )
+        self.tally.case(f"{number.name}, exit {ended.code}", problem and f"after {seconds:.3f} s, {mode}: {problem}")
         return bool(problem)
 
 

@@ -149,11 +149,7 @@ def test_sizes_that_the_files_have_not(layout: str, made: dict[str, Path], tmp_p
     """Of every file that is listed, one that is not there and one whose name leads elsewhere."""
     out, good = copied(made, tmp_path, layout), manifest(made[layout])
     assert hqconv.plan(out, **ON_CPU)
-    for name in (
-        *good["files"].keys() - {"README.md"},
-        "ghost.json",
-        "ghost\0.json",
-    ):  # people may edit the card
+    for name in (*good["files"].keys() - {"README.md"}, "ghost.json", "ghost\0.json"):  # people may edit the card
         for size in (0, 10**9, 10**400, -5):
             words = json.loads(json.dumps(good))
             words["files"].setdefault(name, {"sha256": "0" * 64})["size_bytes"] = size
@@ -217,9 +213,7 @@ def test_load_holds_a_file_to_the_manifest(what: str, made: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize("key", ["num_experts", "hidden_size", "intermediate_size"])
-def test_load_holds_a_block_of_the_manifest_to_the_file(
-    key: str, made: dict[str, Path], tmp_path: Path
-) -> None:
+def test_load_holds_a_block_of_the_manifest_to_the_file(key: str, made: dict[str, Path], tmp_path: Path) -> None:
     out = copied(made, tmp_path)
     words = manifest(out)
     words["blocks"][BLOCK][key] *= 2

@@ -29,9 +29,7 @@ TEXT, NESTED = "qwen3_moe", ("qwen3_5_moe", "llama4")
 
 
 def convert(src: Path, out: Path, layout: str = "kernel", schema: str = SCHEMA, **words: Any) -> Path:
-    conversions.run(
-        src, out, schema, Grid(tp=2, ep=2) if layout == "kernel" else Grid(), layout=layout, **words
-    )
+    conversions.run(src, out, schema, Grid(tp=2, ep=2) if layout == "kernel" else Grid(), layout=layout, **words)
     conversions.assert_verified(out, src)
     return out
 
@@ -94,9 +92,7 @@ WAYS: dict[str, dict[str, Any]] = {"plain": {}, "dtype": {"dtype": "auto"}, "map
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForCausalLM"])
 @pytest.mark.parametrize("model_type", [TEXT, *NESTED])
-def test_transformers_refuses_the_folder(
-    served: dict[str, Path], model_type: str, auto: str, way: str
-) -> None:
+def test_transformers_refuses_the_folder(served: dict[str, Path], model_type: str, auto: str, way: str) -> None:
     if way == "map" and importlib.util.find_spec("accelerate") is None:
         pytest.skip("device_map needs accelerate")
     with pytest.raises(OSError, match=NOT_FOR_TRANSFORMERS):
@@ -125,9 +121,7 @@ def test_config_and_tokenizer_are_for_everybody(served: dict[str, Path], model_t
 
 
 @pytest.mark.parametrize("model_type", [TEXT, "llama4"])
-def test_only_the_kernel_layout_has_the_entry(
-    served: dict[str, Path], model_type: str, tmp_path: Path
-) -> None:
+def test_only_the_kernel_layout_has_the_entry(served: dict[str, Path], model_type: str, tmp_path: Path) -> None:
     first = served[model_type]
     assert json.dumps(config_of(first)).count(f'"{KEY}"') == (1 if model_type == TEXT else 2)
     again = convert(first, tmp_path / "again", schema="source")
@@ -165,9 +159,7 @@ def test_verify_sees_an_entry_that_was_changed(served: dict[str, Path], tmp_path
         edit_config(copy, **(words if KEY in words else {"text_config": inner}))
         Damaged(copy, src, SCHEMA).reseal()
         findings = [f for result in conversions.check(copy, None, "files").results for f in result.findings]
-        assert {f.what for f in findings} == {
-            "The config does not keep transformers away from all of the model."
-        }
+        assert {f.what for f in findings} == {"The config does not keep transformers away from all of the model."}
 
 
 CONFIGS: list[dict[str, Any]] = [

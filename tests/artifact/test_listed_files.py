@@ -100,9 +100,7 @@ def test_no_reader_follows(how: str, made: Path, tmp_path: Path, hub: UploadHub)
     out = listed_elsewhere(made, tmp_path, how)
     for reader, read in READERS.items():
         kind: type[HqconvError] = InputError if reader in ("plan", "convert") else VerificationError
-        with pytest.raises(
-            kind, match=r"manifest is damaged(.|\n)*files: (.|\n)*inside the artifact|in the artifact"
-        ):
+        with pytest.raises(kind, match=r"manifest is damaged(.|\n)*files: (.|\n)*inside the artifact|in the artifact"):
             read(out)
     report = hqconv.verify(out)
     assert not report.passed

@@ -31,9 +31,7 @@ def put_back(model: torch.nn.Module, out: Path) -> dict[str, float]:
         block = name.replace(".mlp.", ".block_sparse_moe.") if model.config.model_type == "mixtral" else name
         experts = hqconv.dequantize(out, block=block)
         with torch.no_grad():
-            found = torch.cat(
-                [torch.cat([experts["w1"], experts["w3"]], 1).flatten(), experts["w2"].flatten()]
-            )
+            found = torch.cat([torch.cat([experts["w1"], experts["w3"]], 1).flatten(), experts["w2"].flatten()])
             wanted = torch.cat([module.gate_up_proj.flatten(), module.down_proj.flatten()])
             errors[block] = float((found - wanted).norm() / wanted.norm())
             module.gate_up_proj.copy_(torch.cat([experts["w1"], experts["w3"]], dim=1))

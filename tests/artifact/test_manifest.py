@@ -63,9 +63,7 @@ def test_block_names_cannot_lead_elsewhere(name: str, is_good: bool, good: Path,
     assert is_block_name(name) == is_good
     if is_good:
         return
-    out = edited(
-        good, tmp_path / "in", lambda words: words["blocks"].update({name: words["blocks"].pop(BLOCK)})
-    )
+    out = edited(good, tmp_path / "in", lambda words: words["blocks"].update({name: words["blocks"].pop(BLOCK)}))
     with pytest.raises(VerificationError, match="manifest is damaged"):
         read_manifest(out)
     before = snapshot(tmp_path)
@@ -134,9 +132,7 @@ def test_a_source_whose_manifest_lists_no_files(good: Path, tmp_path: Path) -> N
 
 def test_a_source_whose_manifest_lists_no_rank_files(good: Path, tmp_path: Path) -> None:
     def forget(words: dict[str, Any]) -> None:
-        words["files"] = {
-            name: one for name, one in words["files"].items() if not name.startswith("experts/")
-        }
+        words["files"] = {name: one for name, one in words["files"].items() if not name.startswith("experts/")}
 
     with pytest.raises(HqconvError, match="no file for a rank"):
         run(edited(good, tmp_path / "in", forget), tmp_path / "out", "source")

@@ -183,11 +183,7 @@ def test_front_matter(card: bytes, words: dict[str, Any], body: bytes) -> None:
 
 def test_only_texts_are_taken_over() -> None:
     found = FrontMatter.of(b"---\na: 1\nb: [x, 1]\nc: {d: e}\nf: []\ng: no\nh: ''\ni: [x]\nj: y\n---\n")
-    assert {key: found.texts(key) for key in "abcdfghijk"} == {
-        **dict.fromkeys("abcdfghk"),
-        "i": ["x"],
-        "j": "y",
-    }
+    assert {key: found.texts(key) for key in "abcdfghijk"} == {**dict.fromkeys("abcdfghk"), "i": ["x"], "j": "y"}
 
 
 def test_the_sums_are_sha256sums(source: Path, tmp_path: Path) -> None:

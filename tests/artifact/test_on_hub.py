@@ -117,9 +117,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_another_size_or_digest_is_refused_before_anything_is_fetched(
-    server: LocalHub, tmp_path: Path
-) -> None:
+def test_another_size_or_digest_is_refused_before_anything_is_fetched(server: LocalHub, tmp_path: Path) -> None:
     flip(rank_file(server))
     with pytest.raises(InputError, match="not what its manifest lists") as caught:
         conversions.run(NAME, tmp_path / "new", "source", Grid(tp=4))  # type: ignore[arg-type]

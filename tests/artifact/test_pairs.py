@@ -46,26 +46,11 @@ PAIRS = (
     ),
     *(("fp8", "fp8", "sm90"), ("fp8-block", "fp8-g128", "sm90"), ("fp8-block", "fp8-g128", "sm100")),
     *(("fp8-tensor", "fp8", "sm100"), ("fp8-e5m2", "fp8-e5m2", "sm90"), ("fp8", "fp8", "sm120")),
-    *(
-        ("int8", "int8", "sm80"),
-        ("int8", "int8", "sm100"),
-        ("int4", "int8", "sm90"),
-        ("int2-g64", "int4", "sm89"),
-    ),
-    *(
-        ("int4", "int4", "sm86"),
-        ("int3", "int4", "sm75"),
-        ("mxfp4", "a16", "sm121"),
-        ("mxfp8", "a16", "sm75"),
-    ),
+    *(("int8", "int8", "sm80"), ("int8", "int8", "sm100"), ("int4", "int8", "sm90"), ("int2-g64", "int4", "sm89")),
+    *(("int4", "int4", "sm86"), ("int3", "int4", "sm75"), ("mxfp4", "a16", "sm121"), ("mxfp8", "a16", "sm75")),
     *(("int4-g128-fpzp", "a16", "sm80"), ("mxfp8", "fp8", "sm89"), ("int4-c", "fp8", "sm120")),
 )
-FUSED = (
-    ("mxfp4", "fp8", "sm90"),
-    ("mxfp4", "fp8-g128", "sm90"),
-    ("mxfp4", "int8", "sm80"),
-    ("mxfp4", "int8", "sm100"),
-)
+FUSED = (("mxfp4", "fp8", "sm90"), ("mxfp4", "fp8-g128", "sm90"), ("mxfp4", "int8", "sm80"), ("mxfp4", "int8", "sm100"))
 
 
 def inner_of(schema: str) -> int:

@@ -53,10 +53,7 @@ def test_another_grid_gives_the_bytes_of_the_original_model(
         found = again(tmp_path / "first", tmp_path / f"found-{grid.ep}", "source", grid)
         assert rank_files(found) == rank_files(tmp_path / "expected")
         words = conversions.manifest(found)
-        assert (words["schema_name"], words["dtype"]) == (
-            schema if schema != "int4-g32" else "int4-g32",
-            dtype,
-        )
+        assert (words["schema_name"], words["dtype"]) == (schema if schema != "int4-g32" else "int4-g32", dtype)
         assert {block["conversion"] for block in words["blocks"].values()} == {"direct"}
 
 
@@ -115,9 +112,7 @@ def test_a_damaged_artifact_is_no_source(source: Path, tmp_path: Path) -> None:
 
 def test_scales_that_float16_flushed_cannot_be_told(tmp_path: Path) -> None:
     src = models.save_model(tmp_path / "src", "mixtral")
-    path = next(
-        p for p in sorted(src.glob("model-*.safetensors")) if any("experts.0.w1" in n for n in load_file(p))
-    )
+    path = next(p for p in sorted(src.glob("model-*.safetensors")) if any("experts.0.w1" in n for n in load_file(p)))
     tensors = load_file(path)
     name = next(name for name in tensors if "experts.0.w1" in name)
     tensors[name][0, :32] = 2.0**-60

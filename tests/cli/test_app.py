@@ -270,9 +270,7 @@ def test_scales_are_rounded_where_asked_and_said_so(tmp_path: Path) -> None:
         assert "direct, scales rounded: codes kept, scales in the parameter dtype (1 block)" in text
         assert re.search(r"scales rounded, changed by at most 0\.3\d\d% \(w1\), 0\.3", text), text
     by_itself = call(*request[:3], "int8", *request[4:], "-o", tmp_path / "int8")
-    assert (
-        "warning: the source's codes are kept, and its float32 scales rounded to bfloat16" in by_itself.stderr
-    )
+    assert "warning: the source's codes are kept, and its float32 scales rounded to bfloat16" in by_itself.stderr
     assert call("inspect", source).stdout.count("--round-scales") == 1
 
 
@@ -301,9 +299,7 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     words = json.loads((tmp_path / "profile.json").read_text())
     stages = words["stages"]
     assert list(stages) == ["open", "slot", "read", "encode", "collect", "write", "finish", "publish"]
-    assert all(
-        (stage["tasks"] > 0) == (name != "collect") for name, stage in stages.items()
-    )  # that is a GPU's
+    assert all((stage["tasks"] > 0) == (name != "collect") for name, stage in stages.items())  # that is a GPU's
     assert all(stage["queued_seconds"] >= 0 for stage in stages.values())
     assert 0 < words["warm_up_seconds"] < words["seconds"]
     assert words["waits"].keys() <= {"a free slot", "files to write into"}
@@ -361,9 +357,7 @@ def corrupt(model: Path, folder: Path) -> Path:
         (("--nonsense",), "No such option"),
     ],
 )
-def test_bad_requests_exit_with_2(
-    arguments: Sequence[object], message: str, model: Path, tmp_path: Path
-) -> None:
+def test_bad_requests_exit_with_2(arguments: Sequence[object], message: str, model: Path, tmp_path: Path) -> None:
     result = convert(model, tmp_path / "out", "--json", *arguments)
     assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (2, 2)
     assert message in result.stderr
@@ -371,9 +365,7 @@ def test_bad_requests_exit_with_2(
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_gpu_the_target_must_be_named(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_the_target_must_be_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = call("convert", model, "-o", tmp_path / "out", "--schema", "int4")
     assert result.exit_code == 2
@@ -447,12 +439,7 @@ def test_a_damaged_artifact_is_no_source(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_unexpected_exceptions_are_one_message(
-    error: BaseException,
-    exit_code: int,
-    message: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, exit_code: int, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -481,11 +468,7 @@ def test_a_reader_that_goes_away_is_no_traceback(model: Path) -> None:
         read, write = os.pipe()
         os.close(read)
         done = subprocess.run(
-            command("inspect", model, *more),
-            env=environment(),
-            stdout=write,
-            stderr=subprocess.PIPE,
-            check=False,
+            command("inspect", model, *more), env=environment(), stdout=write, stderr=subprocess.PIPE, check=False
         )
         os.close(write)
         assert (done.returncode, done.stderr) == (4, b"")
@@ -501,9 +484,7 @@ def test_a_full_disk_under_stdout_is_an_output_error(model: Path) -> None:
 
 
 def test_interrupt_and_resume(tmp_path: Path) -> None:
-    model = write_qwen3_moe(
-        tmp_path / "model", num_layers=12, num_experts=16, hidden_size=512, intermediate_size=512
-    )
+    model = write_qwen3_moe(tmp_path / "model", num_layers=12, num_experts=16, hidden_size=512, intermediate_size=512)
     common = ("convert", model, "--schema", "nvfp4", "--target", "sm90", "--tp", 2, "--threads", 1)
     assert run(*common, "-o", tmp_path / "undisturbed").returncode == 0
     out = tmp_path / "out"
@@ -557,10 +538,7 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Pat
     primary, secondary = pty.openpty()
     arguments = ("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90", "--json")
     process = subprocess.Popen(
-        command(*arguments),
-        env=environment(TERM="xterm", COLUMNS="160"),
-        stdout=subprocess.PIPE,
-        stderr=secondary,
+        command(*arguments), env=environment(TERM="xterm", COLUMNS="160"), stdout=subprocess.PIPE, stderr=secondary
     )
     os.close(secondary)
     stdout, _ = process.communicate(timeout=60)

@@ -140,11 +140,7 @@ def test_a_wrong_command_line_is_a_document(arguments: tuple[str, ...], what: st
     ("error", "code", "parts"),
     [
         (errors.NetworkError("The Hub does not answer."), 5, ("The Hub does not answer.", "", "")),
-        (
-            OSError(5, "Input/output error", "/x"),
-            4,
-            ("The operating system refused.", "/x", "Input/output error"),
-        ),
+        (OSError(5, "Input/output error", "/x"), 4, ("The operating system refused.", "/x", "Input/output error")),
         (MemoryError(), 2, ("The system has no more memory or threads.", "", "MemoryError")),
         (ZeroDivisionError("a\nb"), 70, ("This is a bug of hqconv.", "", "ZeroDivisionError: a\nb")),
         (KeyboardInterrupt(), 130, ("Interrupted. Nothing was written.", "", "")),
@@ -215,9 +211,7 @@ def test_a_dry_run_ends_as_the_conversion_would(model: Path, made: Path, tmp_pat
     assert both(model, tmp_path / "other", "--tp", 3) == (2, 2)
 
 
-def test_a_dry_run_sees_a_disk_that_is_too_small(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_sees_a_disk_that_is_too_small(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there of an unfinished conversion needs no room again."""
     request, out = (model, tmp_path / "out", "--threads", 1), tmp_path / "out"
     assert both(*request) == (0, 0)
@@ -340,9 +334,7 @@ def test_verify_holds_an_artifact_to_the_limit(model: Path, made: Path, largest:
 
 
 @pytest.mark.parametrize("limit", ["nan", "inf", "-0.1", "much"])
-def test_a_limit_that_is_none_is_refused_before_the_work(
-    limit: str, model: Path, made: Path, tmp_path: Path
-) -> None:
+def test_a_limit_that_is_none_is_refused_before_the_work(limit: str, model: Path, made: Path, tmp_path: Path) -> None:
     refused("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit, code=2)
     assert not (tmp_path / "out").exists()
     refused("verify", made, "--max-error", limit, code=2)
@@ -362,9 +354,7 @@ UNSERVED = ("--schema", "fp8-e5m2", "--dtype", "float16", "--target", "sm90", "-
 
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
 @pytest.mark.parametrize("mode", [(), ("--dry-run",)])
-def test_what_no_server_runs_is_refused(
-    layout: str, mode: tuple[str, ...], model: Path, tmp_path: Path
-) -> None:
+def test_what_no_server_runs_is_refused(layout: str, mode: tuple[str, ...], model: Path, tmp_path: Path) -> None:
     request = ("convert", model, "-o", tmp_path / "out", *UNSERVED, "--layout", layout, *mode)
     words = refused(*request, code=2)
     assert words["what"] == "No server runs these weights."
@@ -403,9 +393,7 @@ def test_a_block_that_no_server_runs_is_named(model: Path, tmp_path: Path) -> No
         ("--schema", "mxfp4", "--tp", 2, "--ep", 2),  # one named server has no start for it: a warning
     ],
 )
-def test_what_some_server_may_run_is_not_refused(
-    more: tuple[object, ...], model: Path, tmp_path: Path
-) -> None:
+def test_what_some_server_may_run_is_not_refused(more: tuple[object, ...], model: Path, tmp_path: Path) -> None:
     request = ("convert", model, "-o", tmp_path / "out", "--target", "sm90", "--dry-run", *more)
     words = answer(*request)
     assert any("vLLM" in warning for warning in words["warnings"]) == ("--ep" in more)

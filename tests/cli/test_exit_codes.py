@@ -121,22 +121,14 @@ WAYS: dict[int, Callable[[Place], int]] = {
 
 
 @pytest.mark.parametrize("code", WAYS)
-def test_exit_codes(
-    code: int, model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_codes(code: int, model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert WAYS[code]((model, made, tmp_path, monkeypatch)) == code
 
 
 def test_the_table_of_the_documents_is_this_one() -> None:
     text = (REPO / "docs/usage.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
     assert [int(code) for code in re.findall(r"^\| (\d+) ", text, re.MULTILINE)] == [*WAYS]
-    kinds = (
-        errors.VerificationError,
-        errors.RequestError,
-        errors.InputError,
-        errors.OutputError,
-        errors.NetworkError,
-    )
+    kinds = (errors.VerificationError, errors.RequestError, errors.InputError, errors.OutputError, errors.NetworkError)
     assert [kind.exit_code for kind in kinds] == [1, 2, 3, 4, 5]
 
 
@@ -194,9 +186,7 @@ def test_a_finished_conversion_is_0_whatever_becomes_of_stdout(stream: str, summ
 def test_a_wrong_command_line_is_2_whoever_reads(more: str) -> None:
     words = shlex.join([sys.executable, "-m", "hqconv", "convert", "--nonsense"])
     shell = f"{words} {more}\nexit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", shell], env=environment(), capture_output=True, check=False, cwd=REPO
-    )
+    done = subprocess.run(["bash", "-c", shell], env=environment(), capture_output=True, check=False, cwd=REPO)
     assert (done.returncode, b"Traceback" in done.stderr) == (2, False)
 
 
@@ -234,10 +224,7 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
     [
         (MemoryError(), "MemoryError"),
         (RuntimeError("can't start new thread"), "can't start new thread"),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
-            "alloc",
-        ),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), "alloc"),
     ],
 )
 def test_too_little_memory_is_no_bug(

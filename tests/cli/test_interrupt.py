@@ -97,9 +97,7 @@ def test_a_conversion_stops_at_any_moment_and_can_be_resumed(
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_verification_stops(
-    number: Signals, model: Path, commands: Commands, whole: tuple[Path, float]
-) -> None:
+def test_a_verification_stops(number: Signals, model: Path, commands: Commands, whole: tuple[Path, float]) -> None:
     asked = ("verify", whole[0], "--source", model, "--device", "cpu", "--threads", "2")
     draw, seconds, num_stopped = random.Random(f"verify {number}"), commands.run(*asked).seconds, 0
     for _ in range(9):
@@ -171,9 +169,7 @@ def test_the_start_of_a_command_can_be_stopped(number: Signals, model: Path, tmp
 
 def test_nothing_is_loaded_before_signals_are_heard() -> None:
     code = "import sys\nbefore = {*sys.modules}\nimport hqconv.__main__\nprint(*{*sys.modules} - before)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO
-    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
     ours = {name for name in loaded.stdout.split() if name.startswith("hqconv")}
     assert ours == {
         *("hqconv", "hqconv.__main__", "hqconv.cli", "hqconv.cli.interrupt", "hqconv.cli.interrupt_process"),
@@ -260,9 +256,7 @@ time.sleep(0.2)
 
 def test_ignored_signals_stay_ignored() -> None:
     """`nohup`, and jobs in the background of a script."""
-    code = (
-        f"import os, signal; signal.signal(1, signal.SIG_IGN)\n{LISTEN}os.kill(os.getpid(), 1); print('on')"
-    )
+    code = f"import os, signal; signal.signal(1, signal.SIG_IGN)\n{LISTEN}os.kill(os.getpid(), 1); print('on')"
     out, _ = start("-c", code).communicate(timeout=HANG_S)
     assert out == "on\n"
 

@@ -138,13 +138,7 @@ def test_80_columns_lose_no_word(tmp_path: Path) -> None:
     command += [sys.executable, "-m", "hqconv", "inspect", str(model)]
     environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
     done = subprocess.run(
-        command,
-        cwd=REPO,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
+        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

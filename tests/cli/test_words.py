@@ -79,11 +79,7 @@ def test_names_of_others_lead_to_schemas() -> None:
 @pytest.mark.parametrize(
     ("typed", "repo", "revision"),
     [
-        *(
-            ("org/name@v1", "org/name", "v1"),
-            ("hf://org/name", "org/name", None),
-            ("org/name", "org/name", None),
-        ),
+        *(("org/name@v1", "org/name", "v1"), ("hf://org/name", "org/name", None), ("org/name", "org/name", None)),
         *(("hf://models/org/name@abc/1", "org/name", "abc/1"), ("https://hf.co/org/name/", "org/name", None)),
         ("https://huggingface.co/org/name/tree/main", "org/name", "main"),
         *(("org/name/tree/x", "org/name/tree/x", None), ("/no/such", "/no/such", None), ("", "", None)),
@@ -139,22 +135,11 @@ def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
 def test_a_recut_takes_the_artifacts_own_target(model: Path, tmp_path: Path) -> None:
     first = ("--schema", "mxfp4", "--target", "sm80", "-o", str(tmp_path / "sm80"))
     assert CliRunner().invoke(app, ["convert", str(model), *first]).exit_code == 0
-    again = [
-        "convert",
-        str(tmp_path / "sm80"),
-        "--schema",
-        "source",
-        "--tp",
-        "2",
-        "-o",
-        str(tmp_path / "tp2"),
-    ]
+    again = ["convert", str(tmp_path / "sm80"), "--schema", "source", "--tp", "2", "-o", str(tmp_path / "tp2")]
     assert CliRunner().invoke(app, again).exit_code == 0
     assert manifest(tmp_path / "tp2")["target"] == "sm80"
     assert hqconv.plan(tmp_path / "sm80", schema="source").spec.target == GpuTarget(80)
-    done = CliRunner().invoke(
-        app, ["convert", str(tmp_path / "sm80"), "--schema", "int4", "-o", str(tmp_path / "x")]
-    )
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "sm80"), "--schema", "int4", "-o", str(tmp_path / "x")])
     assert done.exit_code == 2
     assert "--target" in done.stderr
 
@@ -231,10 +216,7 @@ def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
         assert len(plain.strip()) <= 80, plain
     told: list[tuple[str, int]] = []
     hqconv.verify(
-        tmp_path / "out",
-        model,
-        device="cpu",
-        progress=lambda check, done: told.append((check, done.done_bytes)),
+        tmp_path / "out", model, device="cpu", progress=lambda check, done: told.append((check, done.done_bytes))
     )
     assert {check for check, _ in told} == {"files", "weights"}
     files = manifest(tmp_path / "out")["files"]
@@ -281,15 +263,9 @@ def test_options_stand_under_headings() -> None:
             assert f"--{name}" in shown
 
 
-@pytest.mark.parametrize(
-    ("typed", "completed"), [("mxf", ["mxfp4", "mxfp8"]), ("sou", ["source"]), ("zz", [])]
-)
+@pytest.mark.parametrize(("typed", "completed"), [("mxf", ["mxfp4", "mxfp8"]), ("sou", ["source"]), ("zz", [])])
 def test_a_shell_completes_schemas(typed: str, completed: list[str]) -> None:
-    asked = {
-        "_HQCONV_COMPLETE": "complete_bash",
-        "COMP_WORDS": f"hqconv convert --schema {typed}",
-        "COMP_CWORD": "3",
-    }
+    asked = {"_HQCONV_COMPLETE": "complete_bash", "COMP_WORDS": f"hqconv convert --schema {typed}", "COMP_CWORD": "3"}
     done = subprocess.run(
         [sys.executable, "-m", "hqconv"],
         capture_output=True,

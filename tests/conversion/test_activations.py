@@ -52,19 +52,11 @@ CASES: dict[str, tuple[Callable[[], Any], list[Words]]] = {
     ),
     "gpt_oss": (
         lambda: one_layer(model_type="gpt_oss", swiglu_limit=2.0),
-        [
-            {
-                "activation": "swigluoai",
-                "activation_parameters": {"limit": 2.0, "alpha": 1.702, "beta": 1.0},
-            }
-        ],
+        [{"activation": "swigluoai", "activation_parameters": {"limit": 2.0, "alpha": 1.702, "beta": 1.0}}],
     ),
     "minimax_m3": (
-        lambda: two_layers(
-            model_type="minimax_m3_vl_text", swiglu_alpha=1.0, swiglu_limit=20.0, swiglu_beta=0.0
-        ),
-        [{"activation": "swigluoai", "activation_parameters": {"limit": 20.0, "alpha": 1.0, "beta": 0.0}}]
-        * 2,
+        lambda: two_layers(model_type="minimax_m3_vl_text", swiglu_alpha=1.0, swiglu_limit=20.0, swiglu_beta=0.0),
+        [{"activation": "swigluoai", "activation_parameters": {"limit": 20.0, "alpha": 1.0, "beta": 0.0}}] * 2,
     ),
     "kimi": (
         lambda: two_layers(**KIMI, activation_situ_beta=4.0, activation_situ_linear_beta=25.0),
@@ -144,9 +136,7 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
     if activation:
         real, other = module.fused_moe, Activation.of_label(activation)
         monkeypatch.setattr(
-            module,
-            "fused_moe",
-            lambda gemms, x, ids, weights, _, *rest: real(gemms, x, ids, weights, other, *rest),
+            module, "fused_moe", lambda gemms, x, ids, weights, _, *rest: real(gemms, x, ids, weights, other, *rest)
         )
     with Artifact(out) as artifact:
         return module.check_kernel(artifact, None, list(artifact.blocks), [24], torch.device("cpu"))
@@ -165,15 +155,11 @@ def test_numbers_are_in_the_manifest_and_in_all_descriptions(
     plan = describe_plan(hqconv.plan(source, schema="mxfp4", target="sm90", device="cpu"), device="cpu")
     assert activations(plan) == each
     for run_words, stated in zip(plan["blocks"], each, strict=True):
-        assert ("known by name only" in render.activation_text(run_words)) == (
-            "activation_is_known" in stated
-        )
+        assert ("known by name only" in render.activation_text(run_words)) == ("activation_is_known" in stated)
         assert all(f"{number:g}" in render.activation_text(run_words) for number in _numbers(stated))
     unknown = {words["activation"] for words in expected if "activation_is_known" in words}
     warned = [warning for warning in plan["warnings"] if "known by name only" in warning]
-    assert [any(f"activation {name} is" in warning for warning in warned) for name in unknown] == [
-        True
-    ] * len(warned)
+    assert [any(f"activation {name} is" in warning for warning in warned) for name in unknown] == [True] * len(warned)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "no" not in case])
@@ -258,9 +244,7 @@ def test_older_manifests_say_the_name_only(made: Callable[[str], tuple[Path, Pat
     source, out = copied(made, "gpt_oss", tmp_path / "gpt_oss")
     edit(out, lambda block: block.pop("activation_parameters"))
     report = check(out, source, "files")
-    assert [finding.where.rpartition(": ")[2] for finding in report.results[0].findings] == [
-        "activation_parameters"
-    ]
+    assert [finding.where.rpartition(": ")[2] for finding in report.results[0].findings] == ["activation_parameters"]
 
 
 @pytest.mark.parametrize("parameters", [{"limit": "2"}, {"limit": True}, [2.0], 2.0], ids=str)
@@ -278,9 +262,7 @@ def test_numbers_that_are_none_are_a_damaged_manifest(
 @pytest.mark.parametrize(
     "parameters", [{"limit": 3.0, "alpha": 1.702, "beta": 1.0}, {"limit": "2"}, [2.0], {}], ids=str
 )
-def test_other_numbers_are_found(
-    parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_other_numbers_are_found(parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     for against in (None, 0):
         source, out = copied(made, "gpt_oss", tmp_path / str(against))
         edit(out, lambda block: block.update(activation_parameters=parameters))

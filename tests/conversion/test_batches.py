@@ -28,9 +28,7 @@ def test_batches_are_about_as_large_as_each_other(tmp_path: Path) -> None:
     for at_most, sizes in ((13, [13]), (12, [6, 7]), (5, [4, 4, 5]), (1, [1] * 13), (100, [13])):
         batches = list(split_unit(block, at_most, 1 << 20))
         assert [len(batch.experts) for batch in batches if isinstance(batch, Batch)] == sizes
-        assert [expert for batch in batches if isinstance(batch, Batch) for expert in batch.experts] == list(
-            range(13)
-        )
+        assert [expert for batch in batches if isinstance(batch, Batch) for expert in batch.experts] == list(range(13))
 
 
 def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
@@ -106,10 +104,7 @@ def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 40))
 def test_shares_are_the_runs(sizes: list[int], num_bytes: int) -> None:
     files = [bytearray(size) for size in sizes]
-    runs = [
-        Run(number, 0, size, torch.arange(size, dtype=torch.uint8) + number)
-        for number, size in enumerate(sizes)
-    ]
+    runs = [Run(number, 0, size, torch.arange(size, dtype=torch.uint8) + number) for number, size in enumerate(sizes)]
     dealt = split_runs(runs, num_bytes)
     for run in (run for share in dealt for run in share):
         files[run.file][run.offset_bytes : run.offset_bytes + run.num_bytes] = run.data.numpy().tobytes()

@@ -176,22 +176,16 @@ def fail_reads(monkeypatch: pytest.MonkeyPatch, path: Path, *, short: bool) -> N
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_a_shard_that_cannot_be_read(
-    src: Path, tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_cannot_be_read(src: Path, tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     path, out = file_of(src, "last"), tmp_path / "out"
     fail_reads(monkeypatch, path, short=short)
-    with pytest.raises(
-        InputError, match="shrank" if short else r"file of the source(.|\n)*Input/output"
-    ) as caught:
+    with pytest.raises(InputError, match="shrank" if short else r"file of the source(.|\n)*Input/output") as caught:
         run(src, out, "mxfp4")
     assert_noticed(caught, path, out)
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_a_rank_file_that_cannot_be_read(
-    tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_file_that_cannot_be_read(tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     src, out = tmp_path / "src", tmp_path / "out"
     run(write_qwen3_moe(tmp_path / "model"), src, "fp8", Grid(tp=2))
     path = src / f"experts/tp1-ep0/{BLOCK}.safetensors"

@@ -106,9 +106,7 @@ class Loose:
         return Loose(one(self.codes), one(self.scale), one(self.zero), one(self.scale_2))
 
 
-def quantized_stack(
-    parts: dict[str, list[torch.Tensor]], schema: WeightSchema, dtype: str
-) -> dict[str, Loose]:
+def quantized_stack(parts: dict[str, list[torch.Tensor]], schema: WeightSchema, dtype: str) -> dict[str, Loose]:
     """Every expert quantized at full size: by Humming's `quant_tensor`, or the contract's recipe if coupled."""
     target = humming_schema(schema)
     packed: dict[str, list[Tensors]] = {role: [] for role in parts}
@@ -270,9 +268,7 @@ def test_rank_files_are_hummings_transform_of_the_whole_stack(
 )
 def test_families_and_grids(family: str, name: str, grid: Grid, model: ModelOf, tmp_path: Path) -> None:
     src, schema = model(family), schema_of(name)
-    inner = expert_stacks(src)[
-        f"model.layers.1.{'block_sparse_moe' if family == 'mixtral' else 'mlp'}.experts"
-    ]
+    inner = expert_stacks(src)[f"model.layers.1.{'block_sparse_moe' if family == 'mixtral' else 'mlp'}.experts"]
     if grid.tp not in tp_sizes(schema, inner["w1"][0].size(0)):
         with pytest.raises(RequestError, match="TP sizes that work"):
             run(src, tmp_path / "out", name, grid)
@@ -328,9 +324,7 @@ def test_hard_weights(name: str, model: ModelOf, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", [LINEAR, ROUND_ROBIN])
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp"])
-def test_ep_ranks_are_pieces_of_the_single_rank(
-    name: str, placement: str, model: ModelOf, tmp_path: Path
-) -> None:
+def test_ep_ranks_are_pieces_of_the_single_rank(name: str, placement: str, model: ModelOf, tmp_path: Path) -> None:
     """No oracle but hqconv: dealing experts, copies included, moves bytes and changes none."""
     src, grid = model("deepseek_v3"), Grid(1, 4, placement, 5)
     run(src, tmp_path / "whole", name)
@@ -354,9 +348,7 @@ def test_ep_ranks_are_pieces_of_the_single_rank(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_checkpoint_layout_is_the_quantizers_output(
-    name: str, dtype: str, model: ModelOf, tmp_path: Path
-) -> None:
+def test_checkpoint_layout_is_the_quantizers_output(name: str, dtype: str, model: ModelOf, tmp_path: Path) -> None:
     src = model("mixtral", intermediate_size=384, num_hidden_layers=1, num_local_experts=3)
     schema = schema_of(name)
     try:
@@ -429,9 +421,7 @@ def check_artifact(src: Path, out: Path) -> None:
     source = load_all(src)
     accounted = [*words["tensors"]["converted"], *words["tensors"]["copied"], *words["tensors"]["dropped"]]
     assert sorted(accounted) == sorted(source)
-    assert {name for name in source if re.search(r"\.experts\.\d+\.", name)} == set(
-        words["tensors"]["converted"]
-    )
+    assert {name for name in source if re.search(r"\.experts\.\d+\.", name)} == set(words["tensors"]["converted"])
     copied = load_all(out)
     for name in words["tensors"]["copied"]:
         assert (copied[name].dtype, copied[name].shape) == (source[name].dtype, source[name].shape)
@@ -640,9 +630,7 @@ def test_a_source_that_changes_under_way_is_noticed(model: ModelOf, tmp_path: Pa
     assert not (tmp_path / "out" / "hqconv.json").exists()
 
 
-def test_memory_for_less_than_one_expert_is_refused_before_anything_is_made(
-    model: ModelOf, tmp_path: Path
-) -> None:
+def test_memory_for_less_than_one_expert_is_refused_before_anything_is_made(model: ModelOf, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="at least"):
         run(model("olmoe"), tmp_path / "out", "mxfp4", max_memory=1 << 20)
     assert not (tmp_path / "out").exists()
@@ -655,10 +643,7 @@ def test_biases_are_cut_with_their_rows_and_added_once() -> None:
     packed = {}
     for seed, (role, shape) in enumerate(matrices.items()):
         [result] = quantize([hard_matrix(*shape, torch.bfloat16, seed)], schema, "bfloat16")
-        packed[role] = {
-            **stack_tensors([result.tensors]),
-            "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None],
-        }
+        packed[role] = {**stack_tensors([result.tensors]), "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None]}
     ranks = [gemm_tensors(packed, schema, part) for part in tp_slices(192, 2, schema)]
     for rank, tensors in enumerate(ranks):
         rows = [packed[role]["bias"][:, 96 * rank : 96 * (rank + 1)] for role in ("w1", "w3")]

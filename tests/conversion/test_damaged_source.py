@@ -71,9 +71,7 @@ def slow_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_snapshot, "sha256_of", slow)
 
 
-def assert_refused(
-    src: Path, out: Path, names: str | list[str], schema: str = "source", **more: object
-) -> None:
+def assert_refused(src: Path, out: Path, names: str | list[str], schema: str = "source", **more: object) -> None:
     """Nothing that looks whole is left, and one of the files is named."""
     with pytest.raises(InputError) as caught:
         run(src, out, schema, **more)  # type: ignore[arg-type]
@@ -108,9 +106,7 @@ def test_a_flipped_bit_of_the_checkpoint_layout(good: dict[str, Path], tmp_path:
 
 @pytest.mark.parametrize("as_their_own", [False, True])
 @pytest.mark.parametrize(("left", "right"), [(0, 1), (2, 3), (0, 2)])
-def test_exchanged_rank_files(
-    damaged: Damaged, tmp_path: Path, left: int, right: int, as_their_own: bool
-) -> None:
+def test_exchanged_rank_files(damaged: Damaged, tmp_path: Path, left: int, right: int, as_their_own: bool) -> None:
     names = [RANK_FILES[left], RANK_FILES[right]]
     if left % 2 == right % 2:  # of two blocks, with the names that belong there
         for name, old, new in ((names[0], LAYER_0, LAYER_1), (names[1], LAYER_1, LAYER_0)):

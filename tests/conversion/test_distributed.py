@@ -71,19 +71,9 @@ def alone(src: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
 
 
 def torchrun(*command: str, num: int = 2) -> subprocess.CompletedProcess[str]:
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num),
-        *command,
-    ]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num), *command]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        words, env=environment, capture_output=True, text=True, check=False, timeout=300, cwd=REPO
-    )
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=300, cwd=REPO)
 
 
 def scripted(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -155,9 +155,7 @@ def test_a_limit_below_one_group_is_refused(server: LocalHub, tmp_path: Path) ->
         run(tmp_path / "out", cache_limit=size, keep_source=True)
 
 
-def test_what_is_kept_is_all(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
-) -> None:
+def test_what_is_kept_is_all(server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
     run(tmp_path / "out", keep_source=True)
     assert without_manifest(tmp_path / "out") == expected
     assert shards(cache) == {path.name for path in server.folder.glob("*.safetensors")}
@@ -167,9 +165,7 @@ def test_what_is_kept_is_all(
     assert len(shards(cache)) == NUM_LAYERS + 1  # what was there before stays
 
 
-def test_what_was_in_the_cache_stays(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
-) -> None:
+def test_what_was_in_the_cache_stays(server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
     hf_hub_download(NAME, shard(2), revision=COMMIT)
     link = Path(hf_hub_download(NAME, shard(3), revision=COMMIT))
     link.unlink()  # its bytes are there, under no name
@@ -225,9 +221,7 @@ def test_what_fails_on_the_way_can_be_resumed(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     code = {"X_Error_Code": "EntryNotFound"} if status == 404 else {}
-    server.before = lambda name: (
-        server.fail(f"/resolve/.*{shard(4)}$", status, **code) if name == shard(3) else None
-    )
+    server.before = lambda name: server.fail(f"/resolve/.*{shard(4)}$", status, **code) if name == shard(3) else None
     with pytest.raises(HqconvError) as caught:
         run(tmp_path / "out", cache_limit=size_of(server, 0))
     assert type(caught.value) is kind
@@ -296,11 +290,7 @@ class Process:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_kill_loses_nothing(
-    server: LocalHub,
-    cache: Path,
-    tmp_path: Path,
-    expected: dict[str, bytes],
-    number: signal.Signals,
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], number: signal.Signals
 ) -> None:
     held, go_on = threading.Event(), threading.Event()
 
@@ -397,9 +387,7 @@ def test_the_journal_knows_what_was_fetched(tmp_path: Path) -> None:
 # --- other ways to convert ---------------------------------------------------------------------------------
 
 
-def test_static_scales_are_read_when_their_files_are_there(
-    server: LocalHub, cache: Path, tmp_path: Path
-) -> None:
+def test_static_scales_are_read_when_their_files_are_there(server: LocalHub, cache: Path, tmp_path: Path) -> None:
     src = small.save(tmp_path / "calibrated", input_scales.fp8())
     words = {"input_schema": "fp8-static", "tp": 1}
     conversions.run(src, tmp_path / "of-folder", "source", **words)
@@ -421,12 +409,7 @@ def test_a_team_shares_what_is_fetched(
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     own = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        command,
-        env={**kept, **own, "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        command, env={**kept, **own, "PYTHONPATH": str(REPO)}, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert without_manifest(tmp_path / "out") == expected

@@ -95,9 +95,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(
-    max_examples=24,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(columns(), st.sampled_from(SCHEMAS))
 def test_no_scale_loses_more_of_what_counts_than_round_to_nearest(
@@ -280,9 +278,7 @@ def test_it_is_said(src: Path, file: Path, tmp_path: Path) -> None:
         assert f"weighted by importance (sha256 {words['sha256'][:12]}" in " ".join(shown.output.split())
     assert rank_bytes(tmp_path / "cli") == rank_bytes(out)
     Damaged(out, src, "mxfp4").edit_manifest(lambda words: words.update(importance="yes"))
-    assert (
-        "the artifact's manifest is damaged" in CliRunner().invoke(app, ["inspect", str(out)]).output.lower()
-    )
+    assert "the artifact's manifest is damaged" in CliRunner().invoke(app, ["inspect", str(out)]).output.lower()
 
 
 def test_requantized_sources_are_weighted_too(src: Path, file: Path, tmp_path: Path) -> None:
@@ -291,15 +287,11 @@ def test_requantized_sources_are_weighted_too(src: Path, file: Path, tmp_path: P
         run(tmp_path / "first", tmp_path / name, "int4-g32", quantizer="mse", **options)
     assert rank_bytes(tmp_path / "mse") != rank_bytes(tmp_path / "by")
     assert_verified(tmp_path / "by", tmp_path / "first")
-    for a, b in itertools.pairwise(
-        group_errors(tmp_path / n, src, "int4-g32", load_file(file)) for n in ("mse", "by")
-    ):
+    for a, b in itertools.pairwise(group_errors(tmp_path / n, src, "int4-g32", load_file(file)) for n in ("mse", "by")):
         assert all(b[role].sum() < a[role].sum() for role in a)
 
 
-def test_where_all_codes_are_kept_it_has_no_effect_and_that_is_said(
-    src: Path, file: Path, tmp_path: Path
-) -> None:
+def test_where_all_codes_are_kept_it_has_no_effect_and_that_is_said(src: Path, file: Path, tmp_path: Path) -> None:
     """And nowhere else: one block with something to search for is enough."""
 
     def warned(source: Path, schema: str, **options: Any) -> list[str]:

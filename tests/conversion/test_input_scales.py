@@ -39,9 +39,7 @@ def scales_in(out: Path) -> dict[str, dict[str, float]]:
 
 
 def files_of(out: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()
-    }
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
 def refused(source: Source, folder: Path, schema: str = "fp8-tensor", **words: Any) -> HqconvError:
@@ -64,9 +62,7 @@ def test_every_rank_has_the_largest_scale_of_all_experts(kind: str, grid: Grid, 
     assert words["activation_schema"]["input_quant_mode"] == "static_tensor"
     assert {gemm: words["blocks"][BLOCK][gemm]["input_scale"] for gemm in ("w13", "w2")} == expected()
     of_scales = {name for name, _, _ in scale_names()}
-    assert {name: words["tensors"]["converted"].get(name) for name in of_scales} == dict.fromkeys(
-        of_scales, BLOCK
-    )
+    assert {name: words["tensors"]["converted"].get(name) for name in of_scales} == dict.fromkeys(of_scales, BLOCK)
     assert not words["tensors"]["dropped"]
     assert_verified(tmp_path / "out", source)
 
@@ -94,9 +90,7 @@ def test_the_codes_are_those_of_scales_found_while_serving(tmp_path: Path) -> No
     path = f"experts/tp0-ep0/{BLOCK}.safetensors"
     dynamic, static = (load_file(tmp_path / name / path) for name in ("fp8", "fp8-static"))
     assert static.keys() - dynamic.keys() == {f"{BLOCK}.{gemm}_input_scale" for gemm in ("w13", "w2")}
-    assert all(
-        torch.equal(static[name].view(torch.uint8), one.view(torch.uint8)) for name, one in dynamic.items()
-    )
+    assert all(torch.equal(static[name].view(torch.uint8), one.view(torch.uint8)) for name, one in dynamic.items())
     words = manifest(tmp_path / "fp8")
     assert {name for name, _, _ in scale_names()} == set(words["tensors"]["dropped"])
     assert "input_scale" not in words["blocks"][BLOCK]["w13"]
@@ -126,9 +120,7 @@ def test_small_floats_are_read_as_they_are(tmp_path: Path) -> None:
     for name, expert, role in scale_names():
         tensors[name] = torch.tensor(scale_of(expert, role), dtype=torch.bfloat16)
     run(save(tmp_path / "src", (tensors, config)), tmp_path / "out", "fp8-tensor", input_schema="fp8-static")
-    wanted = {
-        g: as_stored(scale_of(1, r), torch.bfloat16) for g, r in (("w13", "gate_proj"), ("w2", "down_proj"))
-    }
+    wanted = {g: as_stored(scale_of(1, r), torch.bfloat16) for g, r in (("w13", "gate_proj"), ("w2", "down_proj"))}
     assert scales_in(tmp_path / "out") == {"tp0-ep0": wanted}
 
 
@@ -185,11 +177,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic config": ("dynamic", {}, "not measured for these"),
     "not calibrated": ("blocks", {"schema": "fp8-block"}, "no static activation scales"),
     "checkpoint layout": ("fp8", {"layout": "checkpoint"}, "vLLM cannot load static activation scales"),
-    "two levels": (
-        "fp8",
-        {"input_schema": "two.toml", "target": "sm100", "schema": "nvfp4"},
-        "whole tensors",
-    ),
+    "two levels": ("fp8", {"input_schema": "two.toml", "target": "sm100", "schema": "nvfp4"}, "whole tensors"),
     "rotated": ("fp8", {"schema": "turned.toml"}, "before activations are rotated"),
 }
 
@@ -292,10 +280,7 @@ def test_inspect_load_and_dequantize(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
     assert "static scales: w13 0.127, w2 0.0476" in shown
     assert (
-        json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "plain"), "--json"]).output)[
-            "input_scales"
-        ]
-        == {}
+        json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "plain"), "--json"]).output)["input_scales"] == {}
     )
     gemms = hqconv.load(tmp_path / "out", block=BLOCK, tp_rank=1, ep_rank=1)
     assert {gemm: one.tensors["input_scale"].tolist() for gemm, one in gemms.items()} == {

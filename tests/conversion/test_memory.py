@@ -129,9 +129,7 @@ def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("schema", "layout", "tp", "ep"), [("mxfp4", "kernel", 2, 2), ("nvfp4", "checkpoint", 1, 1)]
-)
+@pytest.mark.parametrize(("schema", "layout", "tp", "ep"), [("mxfp4", "kernel", 2, 2), ("nvfp4", "checkpoint", 1, 1)])
 def test_memory_stays_under_the_tightest_limit_for_two_workers(
     schema: str, layout: str, tp: int, ep: int, meter: Meter, models: dict[int, Path], tmp_path: Path
 ) -> None:

@@ -44,16 +44,9 @@ def write(folder: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 64, 64), (3, 128, 128), (2, 256, 64), (5, 192, 320)], ids=str)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-def test_they_convert_and_verify(
-    tmp_path: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_they_convert_and_verify(tmp_path: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     source = write(tmp_path / "source", gated, sizes, dtype)
-    cases = [
-        ("mxfp4", Grid(tp=2)),
-        ("nvfp4", Grid(ep=min(2, sizes[0]))),
-        ("int4-g64-zp", Grid()),
-        ("int8", None),
-    ]
+    cases = [("mxfp4", Grid(tp=2)), ("nvfp4", Grid(ep=min(2, sizes[0]))), ("int4-g64-zp", Grid()), ("int8", None)]
     for schema, grid in cases:
         out = tmp_path / schema
         run(source, out, schema, grid, layout="kernel" if grid else "checkpoint")
@@ -72,13 +65,8 @@ def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("hqconv.conversion.executor.UnitWriter", Slow)
     src = write_qwen3_moe(tmp_path / "src", num_layers=1)
-    tensors = {
-        name: tensor for name, tensor in load_file(src / "model.safetensors").items() if ".experts." in name
-    }
+    tensors = {name: tensor for name, tensor in load_file(src / "model.safetensors").items() if ".experts." in name}
     save_file({**tensors, "nothing": torch.empty(0), "no.rows": torch.empty(0, 7)}, src / "model.safetensors")
     run(src, tmp_path / "out", "mxfp4")
     found = load_file(tmp_path / "out/model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
-        "nothing": (0,),
-        "no.rows": (0, 7),
-    }
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"nothing": (0,), "no.rows": (0, 7)}

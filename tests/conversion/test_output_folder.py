@@ -19,13 +19,7 @@ import pytest
 
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry
-from hqconv.conversion.output_folder import (
-    OutputFolder,
-    UnitWriter,
-    parked_folder,
-    side_folder,
-    unfinished_folder,
-)
+from hqconv.conversion.output_folder import OutputFolder, UnitWriter, parked_folder, side_folder, unfinished_folder
 from hqconv.errors import OutputError
 from hqconv.io import durable_files
 from hqconv.planning.output_units import build_file
@@ -69,9 +63,7 @@ def manifest_of(folder: OutputFolder) -> bytes:
     """A manifest that says no more than which files are the artifact's."""
     records = [record for entry in folder.done.values() for record in entry.files]
     files = {r.path: {"size_bytes": r.size_bytes, "sha256": r.sha256} for r in records}
-    texts = dict.fromkeys(
-        ("hqconv_version", "humming_kernels_version", "layout", "schema_name", "family"), ""
-    )
+    texts = dict.fromkeys(("hqconv_version", "humming_kernels_version", "layout", "schema_name", "family"), "")
     document = {
         **texts,
         "format_version": FORMAT_VERSION,
@@ -287,9 +279,7 @@ def test_the_old_artifact_stays_until_the_new_one_is_complete(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize(
-    "stray", ["notes.txt", "experts/tp0-ep0/mine.bin", "deep/er/photo.jpg", ".hidden", "link"]
-)
+@pytest.mark.parametrize("stray", ["notes.txt", "experts/tp0-ep0/mine.bin", "deep/er/photo.jpg", ".hidden", "link"])
 def test_strays_are_refused_by_name_and_nothing_is_lost(tmp_path: Path, stray: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -303,10 +293,7 @@ def test_strays_are_refused_by_name_and_nothing_is_lost(tmp_path: Path, stray: s
         else:
             (root / stray).write_bytes(b"mine")
         before = files_of(root)
-        with (
-            pytest.raises(OutputError, match="files that hqconv did not make") as caught,
-            opened(root, overwrite=True),
-        ):
+        with pytest.raises(OutputError, match="files that hqconv did not make") as caught, opened(root, overwrite=True):
             pass
         assert caught.value.found == stray
         assert caught.value.exit_code == 4
@@ -444,9 +431,7 @@ def held_by_another_process(out: Path, mode: str = "") -> Iterator[int]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("modes", [{}, {"resume": True}, {"overwrite": True}], ids=str)
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_second_process_is_told_who_is_at_work(
-    tmp_path: Path, modes: dict[str, bool], replaces: bool
-) -> None:
+def test_a_second_process_is_told_who_is_at_work(tmp_path: Path, modes: dict[str, bool], replaces: bool) -> None:
     out = tmp_path / "out"
     if replaces:
         finished(out, "a.safetensors")
@@ -501,10 +486,7 @@ def test_two_that_replace_one_artifact(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(failures) <= {
-        "Another process is at work on this output.",
-        "The output folder cannot be used.",
-    }
+    assert set(failures) <= {"Another process is at work on this output.", "The output folder cannot be used."}
     assert files_of(out) == sorted([*PATHS, "hqconv.json"])
     assert all(b"new" in (out / path).read_bytes() for path in PATHS)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

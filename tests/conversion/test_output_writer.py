@@ -74,15 +74,11 @@ def test_files_appear_whole_and_only_at_the_end(tmp_path: Path) -> None:
         data = (tmp_path / file.path).read_bytes()
         assert record == FileRecord(file.path, len(data), hashlib.sha256(data).hexdigest())
         parsed = dict(safetensors.deserialize(data))
-        assert {name: bytes(t["data"]) for name, t in parsed.items()} == {
-            n: contents[n] for n in file.tensors
-        }
+        assert {name: bytes(t["data"]) for name, t in parsed.items()} == {n: contents[n] for n in file.tensors}
         assert stat.S_IMODE((tmp_path / file.path).stat().st_mode) & 0o600 == 0o600
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order that survives a power cut: contents, names, folders, journal, and the manifest last."""
     events: list[tuple[str, str]] = []
     real_fsync, real_replace = os.fsync, Path.replace
@@ -189,9 +185,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, cod
     monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize(
-    ("code", "said"), [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EIO, "failed")]
-)
+@pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EIO, "failed")])
 def test_an_error_of_the_disk_is_an_output_error(
     code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

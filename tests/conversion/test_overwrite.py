@@ -23,9 +23,7 @@ Files = dict[str, str]
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     made = Driver(
-        save_model(
-            tmp_path_factory.mktemp("overwrite") / "src", "qwen3_moe", num_hidden_layers=1, num_experts=3
-        )
+        save_model(tmp_path_factory.mktemp("overwrite") / "src", "qwen3_moe", num_hidden_layers=1, num_experts=3)
     )
     yield made
     made.close()
@@ -80,9 +78,7 @@ def assert_old_or_new(out: Path, old: Path, new: Files, by_renames: bool) -> boo
     return False
 
 
-def check_killed(
-    driver: Driver, old: Path, new: Files, out: Path, fatal: int, when: str, by_renames: bool
-) -> None:
+def check_killed(driver: Driver, old: Path, new: Files, out: Path, fatal: int, when: str, by_renames: bool) -> None:
     shutil.copytree(old, out)
     assert driver.convert(out, fatal, when, overwrite=True, by_renames=by_renames) == -9
     is_new = assert_old_or_new(out, old, new, by_renames)

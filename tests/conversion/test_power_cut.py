@@ -40,9 +40,7 @@ def test_nothing_comes_before_what_it_relies_on_is_synced(name: str, src: Path, 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_whatever_a_power_cut_leaves_is_finished_to_the_same_bytes(
-    name: str, src: Path, tmp_path: Path
-) -> None:
+def test_whatever_a_power_cut_leaves_is_finished_to_the_same_bytes(name: str, src: Path, tmp_path: Path) -> None:
     recording = recorded(tmp_path, name, src, seed=1)
     found = list(cuts(recording, tmp_path / "cuts", NUM_CUTS, random.Random(1)))
     assert len(found) == NUM_CUTS

@@ -52,9 +52,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def there(hub: UploadHub, number: int = -1, branch: str = "main") -> dict[str, bytes]:
-    return {
-        name: stored.data for name, stored in hub.commits[branch][number].items() if name != ".gitattributes"
-    }
+    return {name: stored.data for name, stored in hub.commits[branch][number].items() if name != ".gitattributes"}
 
 
 def assert_only_whole(hub: UploadHub, *artifacts: Path, branch: str = "main") -> None:
@@ -80,10 +78,7 @@ def test_the_manifest_comes_last(out: Path, hub: UploadHub) -> None:
 
 def test_what_is_downloaded_verifies(made: Path, out: Path, hub: UploadHub, tmp_path: Path) -> None:
     push(out, REPO)
-    with (
-        hub_server.serve(hub.write(tmp_path / "served"), REPO) as served,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with hub_server.serve(hub.write(tmp_path / "served"), REPO) as served, pytest.MonkeyPatch.context() as patch:
         hub_server.use(patch, served.url, tmp_path / "cache2")
         snapshot_download(REPO, local_dir=tmp_path / "down", endpoint=served.url)
     assert (tmp_path / "down/.cache/huggingface").is_dir()
@@ -214,9 +209,7 @@ def test_what_the_hub_refuses(
     assert caught.value.remedy
 
 
-def test_somebody_else_pushes_meanwhile(
-    made: Path, out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_somebody_else_pushes_meanwhile(made: Path, out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest comes only if the branch is what was looked at."""
     real = HubBranch.state
 

@@ -120,9 +120,7 @@ def test_what_is_kept_is_kept(src: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [None, SEARCH_VERSION + 1])
-def test_another_version_of_the_search_is_told_from_damage(
-    version: int | None, src: Path, tmp_path: Path
-) -> None:
+def test_another_version_of_the_search_is_told_from_damage(version: int | None, src: Path, tmp_path: Path) -> None:
     """None is of before versions were recorded. Without the source nothing is searched again."""
     run(src, tmp_path / "out", "int4-g32", quantizer="mse")
     other = Damaged(tmp_path / "out", src, "int4-g32")
@@ -135,9 +133,7 @@ def test_another_version_of_the_search_is_told_from_damage(
     other.edit_manifest(edit)
     (finding,) = both_ways(other.root, src).findings
     assert finding.where == "hqconv.json: quantizer_version"
-    assert (
-        "verify against the source with the hqconv that made the artifact, or convert again" in finding.what
-    )
+    assert "verify against the source with the hqconv that made the artifact, or convert again" in finding.what
     assert finding.expected == f"{SEARCH_VERSION} (hqconv {hqconv.__version__})"
     assert finding.found == f"{version or 'none'} (hqconv 0.0.9)"
     assert check(other.root, None, "files", "weights").passed

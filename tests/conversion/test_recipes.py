@@ -55,9 +55,7 @@ def mixed(request: pytest.FixtureRequest, model: Path) -> tuple[Path, Grid]:
     return out, grid
 
 
-def test_every_block_has_the_bytes_of_its_schema(
-    model: Path, mixed: tuple[Path, Grid], tmp_path: Path
-) -> None:
+def test_every_block_has_the_bytes_of_its_schema(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
     out, grid = mixed
     words = manifest(out)
     assert (words["format_version"], words["left_blocks"]) == (2, [BLOCK.format(2)])
@@ -180,11 +178,7 @@ def test_recipes_that_are_none(tmp_path: Path, text: str, needle: str) -> None:
     ("text", "words", "needle"),
     [
         ("[[override]]\nlayers = '9'\nschema = 'int4'", {}, "for no block"),
-        (
-            "[[override]]\nlayers = '0, 7-9'\nschema = 'int4'",
-            {},
-            "expected: layers of 0-4\n  found: layers 7-9",
-        ),
+        ("[[override]]\nlayers = '0, 7-9'\nschema = 'int4'", {}, "expected: layers of 0-4\n  found: layers 7-9"),
         ("[[override]]\nlayers = '3-1, 0'\nschema = 'int4'", {}, "found: layers 3-1"),
         ("[[override]]\nlayers = '-1, -6'\nschema = 'none'", {}, "found: layers -6"),
         ("[[override]]\nblocks = '*'\nschema = 'none'", {}, "nothing to convert"),
@@ -193,9 +187,7 @@ def test_recipes_that_are_none(tmp_path: Path, text: str, needle: str) -> None:
         ("[[override]]\nlayers = '0'\nschema = 'int4'", {"layout": "checkpoint"}, "--layout checkpoint"),
     ],
 )
-def test_recipes_that_do_not_fit(
-    model: Path, tmp_path: Path, text: str, words: dict[str, object], needle: str
-) -> None:
+def test_recipes_that_do_not_fit(model: Path, tmp_path: Path, text: str, words: dict[str, object], needle: str) -> None:
     with pytest.raises(RequestError) as caught:
         run(model, tmp_path / "out", "mxfp4", overrides=load_recipe(write(tmp_path, text)).overrides, **words)  # type: ignore[arg-type]
     assert needle in str(caught.value)
@@ -210,9 +202,7 @@ def test_blocks_of_an_artifact_cannot_be_left(model: Path, mixed: tuple[Path, Gr
 
 def test_schemas_lie_beside_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "w3.toml").write_text('b_dtype = "uint3"\nweight_scale_group_size = 64\n')
-    recipe = load_recipe(
-        write(tmp_path, 'schema = "w3.toml"\n[[override]]\nlayers = "0"\nschema = "w3.toml"\n')
-    )
+    recipe = load_recipe(write(tmp_path, 'schema = "w3.toml"\n[[override]]\nlayers = "0"\nschema = "w3.toml"\n'))
     assert recipe.options == {"schema": str(tmp_path / "w3.toml")}
     schema = recipe.overrides[0].choice.schema
     assert schema is not None

@@ -94,9 +94,7 @@ def run_until(src: Path, out: Path, num_groups: int, schema: str = "mxfp4", **wo
 
 
 @pytest.mark.usefixtures("several_shards")
-def test_finished_groups_are_reported_as_resumed(
-    src: Path, whole: tuple[dict[str, str], int], tmp_path: Path
-) -> None:
+def test_finished_groups_are_reported_as_resumed(src: Path, whole: tuple[dict[str, str], int], tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_until(src, out, 2)
     seen: list[Progress] = []
@@ -106,9 +104,7 @@ def test_finished_groups_are_reported_as_resumed(
     assert seen[1].resumed_bytes == seen[1].done_bytes == seen[-1].resumed_bytes > 0
     assert seen[-1].done_bytes == seen[-1].total_bytes
     assert snapshot(out) == whole[0]
-    assert summary.errors == {
-        name: block["quantization_error"] for name, block in manifest(out)["blocks"].items()
-    }
+    assert summary.errors == {name: block["quantization_error"] for name, block in manifest(out)["blocks"].items()}
 
 
 @pytest.mark.usefixtures("several_shards")
@@ -170,9 +166,7 @@ def changed_config(src: Path, tmp_path: Path) -> Path:
     ],
     ids=str,
 )
-def test_another_request_is_not_resumed(
-    words: dict[str, Any], difference: str, src: Path, tmp_path: Path
-) -> None:
+def test_another_request_is_not_resumed(words: dict[str, Any], difference: str, src: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_until(src, out, 1)
     before = snapshot(out)
@@ -245,9 +239,7 @@ def test_a_disk_that_fails_ends_in_one_message_and_can_be_resumed(
             run(src, out, "mxfp4", GRID)
     assert calls >= at
     assert caught.value.exit_code == 4
-    assert caught.value.what == (
-        "The disk is full." if code == errno.ENOSPC else "Writing the output failed."
-    )
+    assert caught.value.what == ("The disk is full." if code == errno.ENOSPC else "Writing the output failed.")
     assert not (out / "hqconv.json").exists()
     assert not list(out.rglob("*.safetensors.partial"))
     run(src, out, "mxfp4", GRID, resume=(out / JOURNAL).exists())

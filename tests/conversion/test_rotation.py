@@ -94,9 +94,7 @@ def test_the_artifact_is_proven_and_gives_the_source_back(name: str, src: Path, 
             error = words["blocks"][BLOCK]["quantization_error"][role]["relative_error"]
             found = relative(back[role][expert], weight)
             assert 0.8 * error < found < 1.25 * error + 0.002  # and the rotated weights' own rounding
-            assert (
-                relative(rotate(back[role][expert], 32), weight) > 0.9
-            )  # what is not turned back is nothing alike
+            assert relative(rotate(back[role][expert], 32), weight) > 0.9  # what is not turned back is nothing alike
 
 
 def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) -> None:
@@ -108,10 +106,7 @@ def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) ->
     for name, options in ways.items():
         run(src, tmp_path / name, schema_of("int4"), **options)
     one, many = (
-        {
-            str(p.relative_to(tmp_path / name)): p.read_bytes()
-            for p in (tmp_path / name).rglob("*.safetensors")
-        }
+        {str(p.relative_to(tmp_path / name)): p.read_bytes() for p in (tmp_path / name).rglob("*.safetensors")}
         for name in ("one", "many")
     )
     assert one == many
@@ -186,9 +181,7 @@ def test_another_rotation_is_found(src: Path, tmp_path: Path) -> None:
     write_manifest(out, words)
     found = check(out, src, "weights").results[0].findings
     assert found
-    assert (
-        "hqconv.json" in {finding.where for finding in check(out, src, "files").results[0].findings} or found
-    )
+    assert "hqconv.json" in {finding.where for finding in check(out, src, "files").results[0].findings} or found
 
 
 def test_the_checkpoint_layout_is_rotated_too(src: Path, tmp_path: Path) -> None:
@@ -208,9 +201,7 @@ def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) ->
     run(src, out, schema_of("int8"), Grid(2))
     back = hqconv.dequantize(out, block=BLOCK)
     with Artifact(out) as artifact, decoded_experts.ThreadPoolExecutor(1) as pool:
-        experts = decoded_experts.decoded_experts(
-            artifact, artifact.expert_block(BLOCK), torch.device("cpu"), pool
-        )
+        experts = decoded_experts.decoded_experts(artifact, artifact.expert_block(BLOCK), torch.device("cpu"), pool)
         for expert in range(4):
             for role, values in experts(expert).items():
                 np.testing.assert_allclose(values.numpy(), back[role][expert].numpy(), rtol=0, atol=1e-6)
@@ -268,10 +259,7 @@ class PlainHumming:
 def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated weights and inputs give the product of those that are not."""
     generator = torch.Generator().manual_seed(0)
-    weights = {
-        "w13": torch.randn(512, 256, generator=generator),
-        "w2": torch.randn(256, 256, generator=generator),
-    }
+    weights = {"w13": torch.randn(512, 256, generator=generator), "w2": torch.randn(256, 256, generator=generator)}
     x = torch.randn(6, 256, generator=generator)
     outs = []
     for block in (0, 64):
@@ -279,9 +267,7 @@ def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.Monkey
         lib = PlainHumming(turned)
         monkeypatch.setattr(fused_moe, "humming_gpu", lambda lib=lib: lib)
         monkeypatch.setattr(fused_moe, "_tuning_entry", lambda *_: {"block_shape": (64,)})
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda _: FakeConfig(multi_processor_count=1)
-        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FakeConfig(multi_processor_count=1))
         shape = {"shape_k": 256, "pad_shape_k": 0, "shape_n": 512, "pad_shape_n": 0, "num_experts": 1}
         mode = FakeConfig(value="none", should_quantize=False, has_secondary_scale=False)
         configs = {name: FakeConfig(name=name, input_quant_mode=mode, **shape) for name in weights}

@@ -69,9 +69,7 @@ def test_without_digests(src: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("first", [True, False])
-def test_resumed(
-    src: Path, tmp_path: Path, first: bool, num_groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed(src: Path, tmp_path: Path, first: bool, num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the first run's digests, or, where it had none, hashed in the end."""
     monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", 70_000)
     out = tmp_path / "out"

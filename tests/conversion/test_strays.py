@@ -103,9 +103,7 @@ def test_the_side_folder_is_not_adopted(model: Path, made: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", ["../victim/x", "../victim/deep/x", "a\0b", "experts"])
-def test_a_manifest_that_lists_what_is_not_its_own(
-    path: str, model: Path, made: Path, tmp_path: Path
-) -> None:
+def test_a_manifest_that_lists_what_is_not_its_own(path: str, model: Path, made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(made, out)
     (tmp_path / "victim/deep").mkdir(parents=True)
@@ -129,9 +127,7 @@ def test_empty_folders_of_the_user_are_strays_too(model: Path, made: Path, tmp_p
     with pytest.raises(OutputError, match="did not make") as caught:
         hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
     assert caught.value.found == "experts/mine"
-    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)[
-        "notes"
-    ]
+    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)["notes"]
     assert any("experts/mine" in note for note in notes)
 
 
@@ -172,9 +168,7 @@ def test_a_mount_point_is_refused_before_the_work(
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
     with pytest.raises(OutputError, match="mount point"):
         hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
-    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)[
-        "notes"
-    ]
+    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)["notes"]
     assert any("mount point" in note for note in notes)
     assert snapshot(tmp_path / "out") == snapshot(made)
 

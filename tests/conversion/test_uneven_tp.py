@@ -50,9 +50,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def convert(
-    source: Path, out: Path, schema: str, tp: int, dtype: str | None = None
-) -> dict[str, torch.Tensor]:
+def convert(source: Path, out: Path, schema: str, tp: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
     conversions.run(source, out, schema, Grid(tp), dtype=dtype)
     conversions.assert_verified(out, source)
     return dequantize(out, block=BLOCK)

@@ -67,9 +67,7 @@ def test_the_first_error_is_raised_when_all_are_done() -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_helpers_change_no_bit(name: str) -> None:
     schema = resolve_schema(name)
-    stacks = [
-        torch.stack([hard_matrix(256, 384, torch.bfloat16, 7 * i + e) for e in range(3)]) for i in range(2)
-    ]
+    stacks = [torch.stack([hard_matrix(256, 384, torch.bfloat16, 7 * i + e) for e in range(3)]) for i in range(2)]
     form = kernel_form(256, 384, kernel_spec_of(schema, "bfloat16", 90))
 
     def convert() -> list[object]:

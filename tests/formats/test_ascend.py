@@ -67,9 +67,7 @@ def test_a_layer_and_an_expert_that_differ_are_named() -> None:
         for name, scheme in description.items()
         if name.endswith(".weight") and found.of(name.removesuffix(".weight")).is_float
     }
-    assert plain == {
-        name for name, scheme in description.items() if scheme == FLOAT and name.endswith(".weight")
-    }
+    assert plain == {name for name, scheme in description.items() if scheme == FLOAT and name.endswith(".weight")}
     assert len(words_of(description)["modules"]) < 20
 
 

@@ -51,13 +51,10 @@ def test_every_case_is_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "groups"),
-    [((), (0, 0)), ((1,), (0, 0)), ((1, 1), (0, 0)), ((64,), (1, 0)), ((64, 1), (1, 0))],
+    ("scale", "groups"), [((), (0, 0)), ((1,), (0, 0)), ((1, 1), (0, 0)), ((64,), (1, 0)), ((64, 1), (1, 0))]
 )
 @pytest.mark.parametrize(("code", "dtype"), [("F32", "float32"), ("BF16", "bfloat16"), ("U8", "float8e8m0")])
-def test_fp8_groups_come_from_the_scale(
-    scale: tuple[int, ...], groups: tuple[int, int], code: str, dtype: str
-) -> None:
+def test_fp8_groups_come_from_the_scale(scale: tuple[int, ...], groups: tuple[int, int], code: str, dtype: str) -> None:
     headers = parts(weight=("F8_E5M2", (64, 32)), scale=(code, scale), input_scale=("F32", ()))
     done = resolve_format(FP8, headers, 64, 32)
     expected = replace(FP8, b_dtype="float8e5m2", scale_dtype=dtype, group_n=groups[0], group_k=groups[1])
@@ -238,18 +235,6 @@ def test_no_torch_is_loaded() -> None:
 
 def test_the_cases_are_of_every_decoder() -> None:
     decoders = {one.declared.encoding for one in ALL.values()}
-    known = {
-        "fp8",
-        "mxfp4",
-        "mxfp8",
-        "nvfp4",
-        "packed_int",
-        "int8",
-        "gptq",
-        "awq",
-        "bitnet",
-        "quark",
-        "humming",
-    }
+    known = {"fp8", "mxfp4", "mxfp8", "nvfp4", "packed_int", "int8", "gptq", "awq", "bitnet", "quark", "humming"}
     assert decoders == known
     assert isinstance(ALL["awq"], Case)

@@ -15,22 +15,10 @@ MODULES = [
     *(
         f"{front}layers.{layer}.{inner}experts.{e}.{word}"
         for front, layer, inner, e, word in product(
-            ("model.", "", "a.model."),
-            (0, 1, 11),
-            ("mlp.", "mlp.shared_", ""),
-            (0, 1, 10),
-            ("up", "down_proj"),
+            ("model.", "", "a.model."), (0, 1, 11), ("mlp.", "mlp.shared_", ""), (0, 1, 10), ("up", "down_proj")
         )
     ),
-    *(
-        "lm_head",
-        "mtp.0.fc",
-        "model.layers.1",
-        "model.layers.1.mlp",
-        "model.layers.1.mlp.experts",
-        "model",
-        "a",
-    ),
+    *("lm_head", "mtp.0.fc", "model.layers.1", "model.layers.1.mlp", "model.layers.1.mlp.experts", "model", "a"),
 ]
 REGEXES = [
     "model.layers.1",
@@ -56,15 +44,7 @@ REGEXES = [
     "down_proj",
     "experts.1.up",
 ]
-GLOBS = [
-    "model.layers.1*",
-    "*experts.1.*",
-    "model.layers.[01].mlp*",
-    "model?layers.0.*",
-    "lm_head",
-    "re:.*up$",
-    "m*",
-]
+GLOBS = ["model.layers.1*", "*experts.1.*", "model.layers.[01].mlp*", "model?layers.0.*", "lm_head", "re:.*up$", "m*"]
 
 
 @pytest.mark.parametrize("pattern", REGEXES)
@@ -85,9 +65,7 @@ def test_most_beginnings_are_found() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "chosen", [[one] for one in REGEXES] + [REGEXES[:4], [*REGEXES[4:9], "lm_head"]], ids=str
-)
+@pytest.mark.parametrize("chosen", [[one] for one in REGEXES] + [REGEXES[:4], [*REGEXES[4:9], "lm_head"]], ids=str)
 def test_regular_expressions(chosen: list[str]) -> None:
     named = named_in([f"re:{one}" for one in chosen], "")
     for module in MODULES:
@@ -106,14 +84,10 @@ def test_shell_patterns(chosen: list[str], with_parents: bool) -> None:
     found = globbed_in(chosen, "", with_parents)
 
     def is_match(name: str) -> bool:
-        return any(
-            re.match(one[3:], name) if one[:3] == "re:" else fnmatch.fnmatchcase(name, one) for one in chosen
-        )
+        return any(re.match(one[3:], name) if one[:3] == "re:" else fnmatch.fnmatchcase(name, one) for one in chosen)
 
     for module in MODULES:
-        assert found(module) == any(is_match(n) for n in (parents(module) if with_parents else [module])), (
-            module
-        )
+        assert found(module) == any(is_match(n) for n in (parents(module) if with_parents else [module])), module
 
 
 def test_few_patterns_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,9 +156,7 @@ def test_every_e8m0_and_e5m3_byte() -> None:
     assert e8m0[:255].double().tolist() == [2.0 ** (i - 127) for i in range(255)]
     e5m3 = scale_values(data)
     assert e5m3[255].isnan()
-    expected = [
-        (i & 7) / 8 * 2.0**-14 if i < 8 else (1 + (i & 7) / 8) * 2.0 ** ((i >> 3) - 15) for i in range(255)
-    ]
+    expected = [(i & 7) / 8 * 2.0**-14 if i < 8 else (1 + (i & 7) / 8) * 2.0 ** ((i >> 3) - 15) for i in range(255)]
     assert e5m3[:255].tolist() == expected
 
 
@@ -215,13 +213,7 @@ def check_attributes(
 
 def test_direct_formats_are_really_direct() -> None:
     """Guards the test above against comparing nothing."""
-    pairs = {
-        "fp8-block": "fp8-block",
-        "mxfp4": "mxfp4",
-        "mxfp8": "mxfp8",
-        "nvfp4": "nvfp4",
-        "fp8-tensor": "fp8-tensor",
-    }
+    pairs = {"fp8-block": "fp8-block", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp8-tensor": "fp8-tensor"}
     for source, schema in {**pairs, "ct-int4-64-zp": "int4-g32-zp", "ct-w8-zp": ""}.items():
         why = why_not_direct(ALL[source].completed().format, resolve_schema(schema or "int4"), "bfloat16")
         assert bool(why) == (not schema), why
@@ -331,10 +323,7 @@ def test_bitsandbytes_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
         (b'{"quant_type":"nf4","blocksize":-64,"dtype":"float32","shape":[8,64]}', "blocksize"),
         (b'{"quant_type":"fp4","blocksize":64,"dtype":"float32","shape":[8,64]}', "quant_type"),
         (b'{"quant_type":"nf4","blocksize":64,"dtype":"float32","shape":[64,8]}', "shape"),
-        (
-            b'{"quant_type":"nf4","blocksize":128,"dtype":"float32","shape":[8,64]}',
-            "one scale for every block",
-        ),
+        (b'{"quant_type":"nf4","blocksize":128,"dtype":"float32","shape":[8,64]}', "one scale for every block"),
     ],
 )
 def test_a_bad_quantization_state(state: bytes, message: str) -> None:

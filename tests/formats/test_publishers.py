@@ -48,16 +48,12 @@ def test_transformers_fp8_dequantize(name: str) -> None:
     assert_same_bits(dequantize(one.coded()), theirs)
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8-tensor", "fp8-channel", "fp8-block-ragged", "quark-fp8-block", "ct-w8-tensor"]
-)
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block-ragged", "quark-fp8-block", "ct-w8-tensor"])
 def test_one_multiplication_by_the_scale_of_its_block(name: str) -> None:
     """vLLM's reading: row n and column k have scale [n // bn, k // bk]."""
     one = ALL[name]
     fmt, parts = one.completed().format, one.parts()
-    rows, columns = (
-        torch.arange(size) // (group or size) for size, group in zip(one.shape, groups(fmt), strict=True)
-    )
+    rows, columns = (torch.arange(size) // (group or size) for size, group in zip(one.shape, groups(fmt), strict=True))
     scale = parts["scale"].float().reshape(int(rows.max()) + 1, int(columns.max()) + 1)
     assert_same_values(dequantize(one.coded()), parts["weight"].float() * scale[rows][:, columns])
 
@@ -108,9 +104,9 @@ def compressed(one: Case) -> torch.Tensor:
     tensors = dict(one.tensors)
     if tensors["weight_scale"].dtype == torch.bfloat16:
         tensors["weight_scale"] = tensors["weight_scale"].float()
-    values: torch.Tensor = BaseCompressor.get_value_from_registry(config["format"]).decompress(
-        tensors, scheme
-    )["weight"]
+    values: torch.Tensor = BaseCompressor.get_value_from_registry(config["format"]).decompress(tensors, scheme)[
+        "weight"
+    ]
     return values
 
 
@@ -337,9 +333,7 @@ def test_quark(name: str) -> None:
         assert_same_bits(ours, quark_embedded(spec, one.tensors["weight"]).float())
         return
     is_integer = "int" in spec["dtype"]
-    weight = (
-        quark_codes(spec, one.tensors["weight"]) if is_integer else quark_values(spec, one.tensors["weight"])
-    )
+    weight = quark_codes(spec, one.tensors["weight"]) if is_integer else quark_values(spec, one.tensors["weight"])
     if is_integer and spec["qscheme"] == "per_group":
         weight = weight.t()
 
@@ -360,11 +354,7 @@ def test_quark(name: str) -> None:
         first, second = second, first
     if "weight_zero_point" in one.tensors:
         stored = one.tensors["weight_zero_point"]
-        zero = (
-            quark_codes({**spec, "pack_method": "order"}, stored)[:1]
-            if spec["qscheme"] == "per_tensor"
-            else None
-        )
+        zero = quark_codes({**spec, "pack_method": "order"}, stored)[:1] if spec["qscheme"] == "per_tensor" else None
         zero = quark_codes(spec, stored) if zero is None else zero
         weight = weight - spread(zero)
     theirs = (weight.double() * spread(quark_scale(spec, one.tensors[first]))).float()
@@ -380,16 +370,9 @@ def bitsandbytes_case(kind: str, nested: bool, dtype: torch.dtype) -> tuple[Case
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = torch.randn(N, K, generator=Draw(0).generator).to(dtype)
     packed, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
-    tensors = {
-        "weight": packed,
-        **{f"weight.{key}": value for key, value in state.as_dict(packed=True).items()},
-    }
+    tensors = {"weight": packed, **{f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}}
     options = (("quant_type", kind),)
-    return (
-        Case(f"bnb-{kind}", SourceFormat(f"bitsandbytes {kind}", "bnb4", options=options), tensors),
-        state,
-        packed,
-    )
+    return (Case(f"bnb-{kind}", SourceFormat(f"bitsandbytes {kind}", "bnb4", options=options), tensors), state, packed)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

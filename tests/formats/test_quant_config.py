@@ -59,21 +59,11 @@ def weights(bits: int, kind: str, strategy: str, **more: Any) -> Json:
     }
 
 
-DEEPSEEK_V3 = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-}
+DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 DEEPSEEK_V4 = {**DEEPSEEK_V3, "scale_fmt": "ue8m0"}
 KIMI_K2_THINKING = compressed(
     weights(4, "int", "group", group_size=32),
-    ignore=[
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
+    ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
     kv_cache_scheme=None,
 )
 GPT_OSS = {
@@ -173,9 +163,7 @@ def packed(bits: int, columns: int, **more: Any) -> SourceFormat:
     return SourceFormat(name, "packed_int", f"uint{bits}", group_k=columns, **more)
 
 
-def gptq(
-    name: str, bits: int, columns: int, offset: int = 1, order: bool = False, **more: Any
-) -> SourceFormat:
+def gptq(name: str, bits: int, columns: int, offset: int = 1, order: bool = False, **more: Any) -> SourceFormat:
     options = (("zero_offset", offset), ("desc_act", order))
     return SourceFormat(name, "gptq", f"uint{bits}", group_k=columns, options=options, **more)
 
@@ -200,10 +188,7 @@ FLOAT_TENSOR = weights(8, "float", "tensor")
 NVFP4 = ("float4e2m1", "float8e4m3", 1, 16, False, "tensor")
 FORMATS: dict[str, tuple[Json, SourceFormat]] = {
     "deepseek_v3": (DEEPSEEK_V3, block_fp8("fp8")),
-    "deepseek_v3.1": (
-        DEEPSEEK_V4,
-        SourceFormat("fp8", "fp8", "float8e4m3", "float8e8m0", 128, 128, options=UE8M0),
-    ),
+    "deepseek_v3.1": (DEEPSEEK_V4, SourceFormat("fp8", "fp8", "float8e4m3", "float8e8m0", 128, 128, options=UE8M0)),
     "fp8 per tensor or channel": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         SourceFormat("fp8", "fp8", "", "", ANY, ANY),
@@ -230,14 +215,8 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         compressed(weights(4, "int", "group", group_size=128, actorder="group")),
         packed(4, 128, is_permuted=True),
     ),
-    "packed, order undone": (
-        compressed(weights(3, "int", "group", group_size=64, actorder="static")),
-        packed(3, 64),
-    ),
-    "packed, no strategy": (
-        compressed({"num_bits": 4, "type": "int", "group_size": -1}),
-        packed(4, 0),
-    ),
+    "packed, order undone": (compressed(weights(3, "int", "group", group_size=64, actorder="static")), packed(3, 64)),
+    "packed, no strategy": (compressed({"num_bits": 4, "type": "int", "group_size": -1}), packed(4, 0)),
     "int-quantized": (
         compressed(weights(8, "int", "channel"), "int-quantized"),
         SourceFormat("compressed-tensors int-quantized int8", "int8", "uint8"),
@@ -281,14 +260,8 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         {**GPTQ, "checkpoint_format": "gptq_v2", "sym": False, "bits": 3},
         gptq("gptq int3", 3, 128, offset=0, has_zero_point=True),
     ),
-    "gptq, ordered": (
-        {**GPTQ, "desc_act": True},
-        gptq("gptq int4", 4, 128, order=True, is_permuted=True),
-    ),
-    "gptq, ordered in one group": (
-        {**GPTQ, "desc_act": True, "group_size": -1},
-        gptq("gptq int4", 4, 0, order=True),
-    ),
+    "gptq, ordered": ({**GPTQ, "desc_act": True}, gptq("gptq int4", 4, 128, order=True, is_permuted=True)),
+    "gptq, ordered in one group": ({**GPTQ, "desc_act": True, "group_size": -1}, gptq("gptq int4", 4, 0, order=True)),
     "mxfp4 experts in fp8 (MiMo-V2.6)": (MIMO, SourceFormat("mxfp4", "mxfp4", *MXFP4)),
     "mxfp4 experts in fp8, by the dtype alone": (
         {**DEEPSEEK_V3, "store_dtype": "mxfp4"},
@@ -354,23 +327,14 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", 1, 0),
     ),
     "modelopt fp8 blocks": (modelopt("fp8_pb_wo"), block_fp8("modelopt fp8 blocks")),
-    "modelopt mxfp8": (
-        modelopt("MXFP8"),
-        SourceFormat("modelopt mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
-    ),
+    "modelopt mxfp8": (modelopt("MXFP8"), SourceFormat("modelopt mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32)),
     "modelopt, cache only": (modelopt(None, kv_cache_quant_algo="FP8"), PLAIN),
-    "bitnet": (
-        BITNET,
-        SourceFormat("bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", True),)),
-    ),
+    "bitnet": (BITNET, SourceFormat("bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", True),))),
     "bitnet, auto": (
         {**BITNET, "linear_class": "autobitlinear", "quantization_mode": "offline"},
         SourceFormat("bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", False),)),
     ),
-    "nf4": (
-        NF4,
-        SourceFormat("bitsandbytes nf4", "bnb4", "", "", ANY, ANY, options=(("quant_type", "nf4"),)),
-    ),
+    "nf4": (NF4, SourceFormat("bitsandbytes nf4", "bnb4", "", "", ANY, ANY, options=(("quant_type", "nf4"),))),
     "quark, unquantized weights": (quark(None), PLAIN),
     "quark, fake": (quark(QUARK_MXFP4, export={"weight_format": "fake_quantized"}), PLAIN),
 }
@@ -617,11 +581,7 @@ def test_compressed_tensors_groups_have_their_own_formats_and_targets() -> None:
             "weights": weights(4, "float", "tensor_group", group_size=16),
             "format": "nvfp4-pack-quantized",
         },
-        "group_2": {
-            "targets": [EXPERT],
-            "weights": weights(8, "int", "channel"),
-            "format": "int-quantized",
-        },
+        "group_2": {"targets": [EXPERT], "weights": weights(8, "int", "channel"), "format": "int-quantized"},
         "group_3": {"targets": ["Qwen3Attention"], "weights": None, "output_activations": FLOAT_TENSOR},
     }
     words = compressed({}, "mixed-precision", config_groups=groups)
@@ -737,10 +697,7 @@ QUARK_FORMATS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ("quark uint4", "uint4", "", 1, 32, True, "none"),
     ),
     "nvfp4": (
-        [
-            {"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "ch_axis": -1},
-            fp8_scales(),
-        ],
+        [{"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "ch_axis": -1}, fp8_scales()],
         ("quark fp4", "float4e2m1", "float8e4m3", 1, 16, False, "tensor"),
     ),
     "int4 of fp8": (
@@ -847,15 +804,7 @@ def test_ignored_names_are_those_of_compressed_tensors(ignore: list[str]) -> Non
         assert found.of(name).is_float == match.is_match(name, linear, ignore), name
 
 
-TARGETS = [
-    "re:.*gate_proj",
-    "re:.*experts",
-    EXPERT,
-    "Linear",
-    "re:model\\.layers\\.1",
-    "Embedding",
-    "lm_head",
-]
+TARGETS = ["re:.*gate_proj", "re:.*experts", EXPERT, "Linear", "re:model\\.layers\\.1", "Embedding", "lm_head"]
 
 
 @pytest.mark.parametrize("count", range(1, len(TARGETS) + 1))
@@ -919,10 +868,7 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
     ),
     "auto-round activations": ({**AUTO_ROUND, "act_bits": 8}, "act_bits"),
     "auto-round packing": ({**AUTO_ROUND, "packing_format": "auto_round:mlx"}, "packing_format"),
-    "bitnet online": (
-        {**BITNET, "linear_class": "autobitlinear", "quantization_mode": "online"},
-        "quantization_mode",
-    ),
+    "bitnet online": ({**BITNET, "linear_class": "autobitlinear", "quantization_mode": "online"}, "quantization_mode"),
     "bitnet norm": ({**BITNET, "use_rms_norm": True}, "use_rms_norm"),
     "modelopt awq": (modelopt("W4A16_AWQ"), "quant_algo"),
     "modelopt svd": (modelopt("NVFP4_SVD"), "quant_algo"),
@@ -982,10 +928,7 @@ SENSELESS: dict[str, tuple[Json, str]] = {
     "bitnet class": ({**BITNET, "linear_class": "linear"}, "linear_class"),
     "bitsandbytes table": ({**NF4, "bnb_4bit_quant_type": "nf5"}, "bnb_4bit_quant_type"),
     "no groups": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups"),
-    "no targets": (
-        compressed({}, config_groups={"group_0": {"weights": INT4}}),
-        "config_groups.group_0.targets",
-    ),
+    "no targets": (compressed({}, config_groups={"group_0": {"weights": INT4}}), "config_groups.group_0.targets"),
     "unknown format": (compressed(INT4, "brotli"), "format"),
     "mixed without a group's format": (compressed(INT4, "mixed-precision"), "format"),
     "unknown status": (compressed(INT4, quantization_status="thawed"), "quantization_status"),
@@ -997,20 +940,14 @@ SENSELESS: dict[str, tuple[Json, str]] = {
     "strategy": (compressed({**INT4, "strategy": "token"}), f"{WEIGHTS}.strategy"),
     "float in ints": (compressed({**INT4, "type": "float"}), f"{WEIGHTS}.type"),
     "int in floats": (compressed(INT4, "nvfp4-pack-quantized"), f"{WEIGHTS}.type"),
-    "asymmetric float": (
-        compressed({**FLOAT_TENSOR, "symmetric": False}, "float-quantized"),
-        f"{WEIGHTS}.symmetric",
-    ),
+    "asymmetric float": (compressed({**FLOAT_TENSOR, "symmetric": False}, "float-quantized"), f"{WEIGHTS}.symmetric"),
     "mxfp4 in 16s": (
         compressed(weights(4, "float", "group", group_size=16), "mxfp4-pack-quantized"),
         f"{WEIGHTS}.group_size",
     ),
     "dynamic weights": (compressed({**INT4, "dynamic": True}), f"{WEIGHTS}.dynamic"),
     "order": (compressed({**INT4, "actorder": "random"}), f"{WEIGHTS}.actorder"),
-    "block without sizes": (
-        compressed(weights(8, "float", "block"), "float-quantized"),
-        f"{WEIGHTS}.block_structure",
-    ),
+    "block without sizes": (compressed(weights(8, "float", "block"), "float-quantized"), f"{WEIGHTS}.block_structure"),
     "modelopt no algorithm": ({"quant_method": "modelopt"}, "quant_algo"),
     "modelopt group size": (modelopt("NVFP4", group_size=-16), "group_size"),
     "modelopt no layers": (modelopt("MIXED_PRECISION"), "quantized_layers"),
@@ -1034,14 +971,8 @@ SENSELESS: dict[str, tuple[Json, str]] = {
     "quark no scheme": ({"quant_method": "quark"}, "global_quant_config"),
     "quark type": (quark({**QUARK_MXFP4, "dtype": "fp5"}), "global_quant_config.weight.dtype"),
     "quark group size": (quark({**QUARK_MXFP4, "group_size": 0}), "global_quant_config.weight.group_size"),
-    "quark negative group": (
-        quark({**QUARK_MXFP4, "group_size": -32}),
-        "global_quant_config.weight.group_size",
-    ),
-    "quark element": (
-        quark({"dtype": "mx", "mx_element_dtype": "fp8"}),
-        "global_quant_config.weight.mx_element_dtype",
-    ),
+    "quark negative group": (quark({**QUARK_MXFP4, "group_size": -32}), "global_quant_config.weight.group_size"),
+    "quark element": (quark({"dtype": "mx", "mx_element_dtype": "fp8"}), "global_quant_config.weight.mx_element_dtype"),
     "quark group": (
         quark({"dtype": "int4", "qscheme": "per_group", "ch_axis": 1}),
         "global_quant_config.weight.group_size",
@@ -1050,10 +981,7 @@ SENSELESS: dict[str, tuple[Json, str]] = {
         quark({"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": (0, 128)}),
         "global_quant_config.weight.block_size",
     ),
-    "quark scale format": (
-        quark({**QUARK_MXFP4, "scale_format": "e4m1"}),
-        "global_quant_config.weight.scale_format",
-    ),
+    "quark scale format": (quark({**QUARK_MXFP4, "scale_format": "e4m1"}), "global_quant_config.weight.scale_format"),
     "quark stages": (quark([QUARK_MXFP4] * 3), "global_quant_config.weight"),
     "quark packing": (quark(QUARK_MXFP4, export={"pack_method": "shuffle"}), "export.pack_method"),
 }

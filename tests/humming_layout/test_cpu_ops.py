@@ -17,10 +17,7 @@ from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.tensors import same_bits
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = ((128, 256), (384, 1024), (1408, 512), (128, 2944))
 
 
@@ -42,19 +39,14 @@ def test_quantize_and_layout_are_the_same_bits(name: str, source: torch.dtype, p
             assert not differences(cpu.tensors, gpu.tensors), (n, k)
             assert cpu.error_sums.is_finite
             assert gpu.error_sums.is_finite
-            ours_theirs = [
-                (getattr(cpu.error_sums, n), getattr(gpu.error_sums, n)) for n in ("error", "power")
-            ]
+            ours_theirs = [(getattr(cpu.error_sums, n), getattr(gpu.error_sums, n)) for n in ("error", "power")]
             for ours, theirs in ours_theirs:
                 assert ours == theirs or (math.isnan(ours) and math.isnan(theirs)), (n, k)
         stacks = []
         for side in (on_cpu, on_gpu):
             names = side[0].tensors
             stacks.append(
-                {
-                    x: torch.stack([q.tensors[x] for q in side]).reshape(_stacked(side[0].tensors[x], x))
-                    for x in names
-                }
+                {x: torch.stack([q.tensors[x] for q in side]).reshape(_stacked(side[0].tensors[x], x)) for x in names}
             )
         form = kernel_form(n, k, kernel_spec_of(schema, param_dtype, 90))
         assert not differences(*(to_kernel(form, stack) for stack in stacks)), (n, k)
@@ -70,9 +62,7 @@ def _stacked(one: torch.Tensor, name: str) -> tuple[int, ...]:
 def test_stacks_are_the_same_bits(name: str, param_dtype: str) -> None:
     """Codes, scales, layout and error sums of several experts at once, from either device."""
     schema = resolve_schema(name)
-    stacks = [
-        torch.stack([hard_matrix(256, 640, torch.bfloat16, 10 * i + e) for e in range(5)]) for i in range(2)
-    ]
+    stacks = [torch.stack([hard_matrix(256, 640, torch.bfloat16, 10 * i + e) for e in range(5)]) for i in range(2)]
     on_cpu = quantize_stacks(stacks, schema, param_dtype, count_exact=True)
     on_gpu = quantize_stacks([s.cuda() for s in stacks], schema, param_dtype, count_exact=True)
     form = kernel_form(256, 640, kernel_spec_of(schema, param_dtype, 90))

@@ -24,9 +24,7 @@ def align_plainly(local_ids: torch.Tensor, num_experts: int, block_size: int) ->
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 64])
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "lowest"), [(1, 4, 0), (17, 5, -1), (64, 40, -1), (300, 3, 0)]
-)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "lowest"), [(1, 4, 0), (17, 5, -1), (64, 40, -1), (300, 3, 0)])
 def test_routes_are_sorted_by_expert(num_tokens: int, num_experts: int, lowest: int, block_size: int) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(lowest, num_experts, (num_tokens, 2), generator=generator)

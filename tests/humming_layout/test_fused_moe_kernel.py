@@ -18,10 +18,7 @@ from hqconv.verification.reference import Routing, activate, moe_forward
 from tests.make.conversions import kernel_spec_of
 from tests.make.formulas import GATED, UNGATED
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2
 
 
@@ -67,10 +64,7 @@ def test_biases_and_ungated_experts_over_tp_ranks(name: str) -> None:
     for part in tp_slices(INNER, TP, schema):
         parts = [gemm_tensors(expert, schema, part) for expert in experts]
         gemms = {}
-        for gemm, (n, k) in {
-            "w13": ((2 if gated else 1) * INNER // TP, HIDDEN),
-            "w2": (HIDDEN, INNER // TP),
-        }.items():
+        for gemm, (n, k) in {"w13": ((2 if gated else 1) * INNER // TP, HIDDEN), "w2": (HIDDEN, INNER // TP)}.items():
             joined = {name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]}
             form = kernel_form(n, k, kernel_spec_of(schema, "bfloat16", 90), has_bias=True)
             config = layer_config(form.config_json(NUM_EXPERTS))

@@ -61,9 +61,7 @@ def schemas() -> list[WeightSchema]:
 def all_inputs() -> Iterator[InputSchema]:
     """The presets, and every combination of fields that `InputSchema` takes."""
     yield from INPUT_PRESETS.values()
-    fields = itertools.product(
-        A_DTYPES, (0, 16, 32, 64, 128), (None, *INPUT_SCALE_DTYPES), (None, *QUANT_MODES)
-    )
+    fields = itertools.product(A_DTYPES, (0, 16, 32, 64, 128), (None, *INPUT_SCALE_DTYPES), (None, *QUANT_MODES))
     for words in fields:
         try:
             yield InputSchema("any", *words)
@@ -96,17 +94,7 @@ def kinds(schemas: list[WeightSchema], count: int, seed: int) -> list[KernelSpec
 
 def presets() -> Iterator[KernelSpec]:
     """Every pair that people name, on every target."""
-    names = (
-        *PRESETS,
-        "int4-c",
-        "int4-g64-zp",
-        "int4-g128-fpzp",
-        "int2-g64",
-        "int3",
-        "int6",
-        "int8-g128",
-        "int8-zp",
-    )
+    names = (*PRESETS, "int4-c", "int4-g64-zp", "int4-g128-fpzp", "int2-g64", "int3", "int6", "int8-g128", "int8-zp")
     for name, inputs, sm, param in itertools.product(names, INPUT_PRESETS.values(), TARGETS, PARAM_DTYPES):
         yield KernelSpec(schema_of(name), param, GpuTarget(sm, (13, 0)), inputs)
 
@@ -124,11 +112,7 @@ def test_the_rule_is_hummings(schemas: list[WeightSchema]) -> None:
     """Which pairs run on which GPU; and what else we refuse, Humming's own configuration or kernels refuse."""
     num_compatible = 0
     for kind in (*presets(), *kinds(schemas, 20_000, seed=1)):
-        assert (why_incompatible(kind) is None) == transform.is_compatible(kind), (
-            kind,
-            kind.inputs,
-            kind.schema,
-        )
+        assert (why_incompatible(kind) is None) == transform.is_compatible(kind), (kind, kind.inputs, kind.schema)
         num_compatible += why_incompatible(kind) is None
     assert num_compatible > 2000
 
@@ -182,9 +166,7 @@ def test_forms_are_hummings(schemas: list[WeightSchema], rows: int, columns: int
         assert list(found.items()) == list(transform.packed_form(*packed).items()), packed
 
 
-def test_another_humming_is_noticed_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_humming_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=1)
     other = transform.packed_form(384, 128, PRESETS["int4"], "bfloat16")
     for name, answer, kind, what in (

@@ -42,8 +42,7 @@ def compare(schema: str, param_dtype: str, shape: tuple[int, int]) -> list[str]:
     assert tensors.keys() == golden["sha256"].keys()
     has_bytes = (param_dtype, shape) == ("bfloat16", SHAPES[0])
     complaints = [
-        f"{key} {tuple(value.shape)}: "
-        + (first_difference(schema, key, value) if has_bytes else "another digest")
+        f"{key} {tuple(value.shape)}: " + (first_difference(schema, key, value) if has_bytes else "another digest")
         for key, value in tensors.items()
         if digest(value) != golden["sha256"][key]
     ]

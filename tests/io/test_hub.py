@@ -47,9 +47,7 @@ class Client:
         own = {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1"}
         command = [sys.executable, "-m", "hqconv", *map(str, arguments)]
         environment = {**kept, **own, "PYTHONPATH": str(REPO), **more}
-        return subprocess.run(
-            command, env=environment, cwd=self.home, capture_output=True, text=True, check=False
-        )
+        return subprocess.run(command, env=environment, cwd=self.home, capture_output=True, text=True, check=False)
 
     def to_dict(self, *arguments: object) -> Any:
         done = self.call(*arguments, "--json")
@@ -114,14 +112,10 @@ def test_a_server_that_ignores_ranges_is_left_early(tmp_path: Path) -> None:
 
 
 def test_headers_larger_than_the_first_request(model: Path, tmp_path: Path) -> None:
-    many = write_qwen3_moe(
-        tmp_path / "many", num_layers=8, num_experts=64, hidden_size=32, intermediate_size=32
-    )
+    many = write_qwen3_moe(tmp_path / "many", num_layers=8, num_experts=64, hidden_size=32, intermediate_size=32)
     assert header_bytes(many) > 1 << 16
     with client(many, tmp_path / "home") as one:
-        assert without_place(one.to_dict("inspect", "org/name")) == without_place(
-            one.to_dict("inspect", many)
-        )
+        assert without_place(one.to_dict("inspect", "org/name")) == without_place(one.to_dict("inspect", many))
         assert one.hub.num_bytes_of_weights == header_bytes(many)
 
 

@@ -134,10 +134,7 @@ GATED = {"X_Error_Code": "GatedRepo"}
         ),
         (API, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
         (SHARD, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
-        (
-            *(API, 429, {"RateLimit": '"api";r=0;t=55'}),
-            *(NetworkError, "asked too often", "Wait 55 seconds"),
-        ),
+        (*(API, 429, {"RateLimit": '"api";r=0;t=55'}), *(NetworkError, "asked too often", "Wait 55 seconds")),
         (API, 429, {}, NetworkError, "asked too often", "Wait a few minutes"),
         (API, 500, {}, NetworkError, "out of order", "Try again later"),
         (FILE, 503, {}, NetworkError, "out of order", "Try again later"),
@@ -146,13 +143,7 @@ GATED = {"X_Error_Code": "GatedRepo"}
     ],
 )
 def test_every_failure_has_its_message(
-    server: LocalHub,
-    path: str,
-    status: int,
-    headers: dict[str, str],
-    kind: type[HqconvError],
-    what: str,
-    remedy: str,
+    server: LocalHub, path: str, status: int, headers: dict[str, str], kind: type[HqconvError], what: str, remedy: str
 ) -> None:
     server.fail(path, status, **headers)
     with pytest.raises(HqconvError) as caught:
@@ -189,9 +180,7 @@ def test_a_repo_without_a_model(server: LocalHub, model: Path, tmp_path: Path) -
     assert caught.value.found == "data.csv"
 
 
-def test_a_file_that_the_index_names_and_the_repo_lacks(
-    server: LocalHub, model: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_the_index_names_and_the_repo_lacks(server: LocalHub, model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in model.iterdir():
@@ -239,9 +228,7 @@ def fill(server: LocalHub) -> None:
     server.sent.clear()
 
 
-def test_offline_a_cache_that_is_complete_does(
-    server: LocalHub, monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
+def test_offline_a_cache_that_is_complete_does(server: LocalHub, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     fill(server)
     server.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -36,17 +36,7 @@ from tests.make.kernel_tensors import (
 
 NUM_EXPERTS = 2
 COMPILERS = ((12, 0), (13, 0), (13, 2))
-NAMES = (
-    *PRESETS,
-    "int4-c",
-    "int4-g64-zp",
-    "int4-g128-fpzp",
-    "int2-g64",
-    "int6",
-    "int8-g128",
-    "int8-g32-zp",
-    "int8-zp",
-)
+NAMES = (*PRESETS, "int4-c", "int4-g64-zp", "int4-g128-fpzp", "int2-g64", "int6", "int8-g128", "int8-g32-zp", "int8-zp")
 _E8M0_G32 = {"bs_dtype": "float8e8m0", "weight_scale_group_size": 32}
 _E4M3_G16 = {"bs_dtype": "float8e4m3", "weight_scale_group_size": 16}
 SCALES = (
@@ -178,7 +168,7 @@ def test_every_order_of_codes_and_scales_is_among_them() -> None:
         *("tensor memory", "one a word", "four a word"),
     }
     assert {(f.activation_bits, f.zero_kind) for f in forms if f.is_centred} == {
-        *itertools.product((16, 8, 4), ("none", "int")),
+        *itertools.product((16, 8, 4), ("none", "int"))
     }
 
 
@@ -257,9 +247,7 @@ def assert_is_fused(laid: Laid, unpacked: DecodedStack) -> None:
     assert np.array_equal(floats, expected)
     largest = raw(laid.packed["weight_scale"]).astype(np.int64).max()
     lost = 2.0 ** (max(largest, 127) - 127 - (11 if laid.kind.a_dtype == "float8e4m3" else 3))
-    assert (
-        np.abs(expected - source).max() <= lost
-    )  # a step of e2m1 is at most 2, where its scale is the least
+    assert np.abs(expected - source).max() <= lost  # a step of e2m1 is at most 2, where its scale is the least
     assert unpacked.bias is not None
     assert np.array_equal(raw(unpacked.bias), raw(laid.packed["bias"]))
 

@@ -49,26 +49,16 @@ RARE = (
     WeightSchema("e3m3-e4m3", "float7e3m3", bs_dtype="float8e4m3", weight_scale_group_size=32),
     WeightSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=16),
     WeightSchema("uint8-e5m2-channel", "uint8", bs_dtype="float8e5m2", weight_scale_type="channel"),
-    WeightSchema(
-        "int8-fpzp", "uint8", weight_scale_group_size=32, has_zero_point=True, is_fp_zero_point=True
-    ),
+    WeightSchema("int8-fpzp", "uint8", weight_scale_group_size=32, has_zero_point=True, is_fp_zero_point=True),
     WeightSchema("int8-c-zp", "uint8", weight_scale_type="channel", has_zero_point=True),
     WeightSchema("int7-c-zp", "uint7", weight_scale_type="channel", has_zero_point=True),
     WeightSchema("int3-zp", "uint3", weight_scale_group_size=32, has_zero_point=True),
     WeightSchema("int6-zp", "uint6", weight_scale_group_size=32, has_zero_point=True),
     WeightSchema(
-        "block-64x32",
-        "float8e5m2",
-        weight_scale_type="block",
-        weight_scale_group_size=32,
-        weight_scale_group_size_n=64,
+        "block-64x32", "float8e5m2", weight_scale_type="block", weight_scale_group_size=32, weight_scale_group_size_n=64
     ),
     WeightSchema(
-        "e2m1-channel-2",
-        "float4e2m1",
-        bs_dtype="float8e4m3",
-        weight_scale_group_size=16,
-        weight_scale_2_type="channel",
+        "e2m1-channel-2", "float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="channel"
     ),
 )
 ALL = {**{name: resolve_schema(name) for name in SCHEMAS}, **{schema.name: schema for schema in RARE}}
@@ -99,11 +89,7 @@ def forward(
     for seed in range(NUM_EXPERTS):
         matrix = hard_matrix(n, k, torch.bfloat16, seed)
         if tame:
-            matrix = (
-                torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
-                .mul(2.0 ** (-6 * seed))
-                .bfloat16()
-            )
+            matrix = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).mul(2.0 ** (-6 * seed)).bfloat16()
         experts.append(quantize([matrix], schema, param_dtype)[0].tensors)
     packed = {}
     for key, first in experts[0].items():
@@ -177,9 +163,7 @@ def test_the_second_scale_of_e8m0_is_a_power_of_two() -> None:
     scale = case.kernel["weight_scale_2"].view(np.float32) * np.float32([1.0, 1.0, 1.5])
     kernel = {**case.kernel, "weight_scale_2": scale.view(np.uint32)}
     [problem] = decoded_both_ways(case.config, kernel).problems()
-    assert problem.startswith(
-        "weight_scale_2: expert 2: a second scale of e8m0 scales that is no power of two"
-    )
+    assert problem.startswith("weight_scale_2: expert 2: a second scale of e8m0 scales that is no power of two")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.npz")))
@@ -244,12 +228,7 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
                 assert changed_experts | bad_experts(changed) == {int(bit) // 32}
                 places.add((int(bit) // 32,))
                 continue
-            if (
-                tensor == "zero_point"
-                and is_centred
-                and not case.schema.is_fp_zero_point
-                and "weight" in found
-            ):
+            if tensor == "zero_point" and is_centred and not case.schema.is_fp_zero_point and "weight" in found:
                 group = case.schema.weight_scale_group_size or changed.codes.shape[2]
                 e, n, g = found["zero_point"][0]
                 codes = found.pop("weight")
@@ -265,9 +244,7 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
         assert places or case.config["pad_shape_n"]
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp4", "int3-g64", "int8", "int7-c", "int8-g128-zp", "fp6-e3m2", "int4-g128-fpzp"]
-)
+@pytest.mark.parametrize("name", ["mxfp4", "int3-g64", "int8", "int7-c", "int8-g128-zp", "fp6-e3m2", "int4-g128-fpzp"])
 def test_no_two_bits_of_the_weight_make_the_same_change(name: str) -> None:
     """With all weights zero but one bit, every bit gives another (row, column, value)."""
     case = forward(name, "bfloat16", (256, 128))
@@ -288,9 +265,7 @@ def test_no_two_bits_of_the_weight_make_the_same_change(name: str) -> None:
 # --- padding -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp4", "nvfp4", "int8-g128-zp", "int5-c-fpzp", "fp8-block", "int3-g64", "int7-c"]
-)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8-g128-zp", "int5-c-fpzp", "fp8-block", "int3-g64", "int7-c"])
 def test_values_in_the_padding_are_reported(name: str) -> None:
     """A full matrix read under a configuration that calls its last rows and columns padding."""
     case = forward(name, "bfloat16", (512, 1152))
@@ -337,9 +312,7 @@ def test_unused_bits_are_reported() -> None:
         ({"sm_version": 100}, {"use_native_dequant": False}, "is not known without its layout flags"),
     ],
 )
-def test_layouts_that_are_not_known_are_refused(
-    words: dict[str, Any], flags: dict[str, Any], message: str
-) -> None:
+def test_layouts_that_are_not_known_are_refused(words: dict[str, Any], flags: dict[str, Any], message: str) -> None:
     case = forward("mxfp4", "bfloat16")
     with pytest.raises(RequestError, match=message):
         decoded({**case.config, **words}, case.kernel, flags)
@@ -393,9 +366,7 @@ def test_tensors_of_different_expert_counts_are_refused() -> None:
 def test_scale_values_are_torchs(dtype: torch.dtype, name: str) -> None:
     size = torch.empty(0, dtype=dtype).element_size()
     patterns = np.arange(256**size, dtype=f"u{size}")
-    expected = (
-        torch.from_numpy(patterns.view(f"i{size}" if size > 1 else "u1").copy()).view(dtype).float().numpy()
-    )
+    expected = torch.from_numpy(patterns.view(f"i{size}" if size > 1 else "u1").copy()).view(dtype).float().numpy()
     bits = torch.from_numpy(patterns.view(f"i{size}" if size > 1 else "u1"))
     assert np.array_equal(float_values(bits, name).numpy(), expected, equal_nan=True)
 
@@ -411,9 +382,7 @@ def test_shares_nothing_with_the_forward_path() -> None:
     for path in Path(module.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            )
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             assert not any("humming" in name or "backends" in name for name in names), path
     script = (
         "import sys, torch; from hqconv.layout_decoder.decode import decode_layout\n"

@@ -15,9 +15,7 @@ def _floats(exponent_bits: int, mantissa_bits: int, num_without: int) -> np.ndar
     for code in range(2 ** (exponent_bits + mantissa_bits) - num_without):
         exponent, mantissa = divmod(code, 2**mantissa_bits)
         fraction = mantissa / 2**mantissa_bits
-        positive.append(
-            2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction)
-        )
+        positive.append(2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction))
     return np.array([-x for x in positive[:0:-1]] + positive)
 
 

@@ -50,19 +50,8 @@ class Browser:
             os.dup2(spare_in, 3)
             os.dup2(spare_out, 4)
 
-        words = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            "--disable-background-networking",
-        ]
-        words += [
-            "--disable-component-update",
-            "--disable-sync",
-            "--hide-scrollbars",
-            "--remote-debugging-pipe",
-        ]
+        words = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        words += ["--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-pipe"]
         words += [f"--user-data-dir={profile}", "--disable-dev-shm-usage", "--force-device-scale-factor=1"]
         words += ["about:blank"]
         self._process = subprocess.Popen(
@@ -124,13 +113,7 @@ class Browser:
     def show(self, page: Path, width: int, scheme: str, *, shot: bool = False, height: int = 900) -> Shown:
         """Load a file at a width, under a colour scheme (light, dark). shot: with a picture of the whole page."""
         self._events.clear()
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.send("Emulation.setEmulatedMedia", features=features)
         self.send("Page.navigate", url=page.resolve().as_uri())

@@ -48,9 +48,7 @@ class Case:
 
     def headers(self) -> dict[str, TensorSpec]:
         """The raw tensors' headers."""
-        return {
-            raw: TensorSpec(f"e.{raw}", CODES[t.dtype], tuple(t.shape)) for raw, t in self.tensors.items()
-        }
+        return {raw: TensorSpec(f"e.{raw}", CODES[t.dtype], tuple(t.shape)) for raw, t in self.tensors.items()}
 
     def completed(self) -> ResolvedFormat:
         """The declared format, completed."""
@@ -132,18 +130,14 @@ def _fp8(draw: Draw) -> Iterator[Case]:
     config = {"quant_method": "fp8"}
     weight = draw.fp8(N, K)
     yield Case("fp8-tensor", declared, {"weight": weight, "weight_scale": draw.scales()}, humming=config)
-    yield Case(
-        "fp8-channel", declared, {"weight": weight, "weight_scale": draw.scales(N, dtype=torch.bfloat16)}
-    )
+    yield Case("fp8-channel", declared, {"weight": weight, "weight_scale": draw.scales(N, dtype=torch.bfloat16)})
     yield Case(
         "fp8-block",
         block,
         {"weight": weight, "weight_scale_inv": draw.scales(1, 2)},
         humming={**config, "weight_block_size": [128, 128]},
     )
-    yield Case(
-        "fp8-block-ragged", block, {"weight": draw.fp8(192, 320), "scale": draw.scales(2, 3)}, (192, 320)
-    )
+    yield Case("fp8-block-ragged", block, {"weight": draw.fp8(192, 320), "scale": draw.scales(2, 3)}, (192, 320))
     e8m0 = draw.exponents(1, 2).view(torch.float8_e8m0fnu)
     yield Case("fp8-block-e8m0", block, {"weight": weight, "scale": e8m0})
     e5m2 = draw.fp8(N, K, dtype=torch.float8_e5m2)
@@ -160,11 +154,7 @@ def _mx(draw: Draw) -> Iterator[Case]:
         humming={"quant_method": "mxfp4"},
         humming_names={"scale": "weight_scale"},
     )
-    blocks = {
-        "blocks": weight.view(N, K // 32, 16),
-        "scales": scale,
-        "bias": draw.scales(N, dtype=torch.bfloat16),
-    }
+    blocks = {"blocks": weight.view(N, K // 32, 16), "scales": scale, "bias": draw.scales(N, dtype=torch.bfloat16)}
     yield Case("gpt-oss", fp4, blocks)
     yield Case(
         "ct-mxfp4",
@@ -186,12 +176,7 @@ def _nvfp4(draw: Draw) -> Iterator[Case]:
     yield Case(
         "nvfp4",
         declared,
-        {
-            "weight": weight,
-            "weight_scale": scale,
-            "weight_scale_2": draw.scales(),
-            "input_scale": draw.scales(),
-        },
+        {"weight": weight, "weight_scale": scale, "weight_scale_2": draw.scales(), "input_scale": draw.scales()},
         humming={"quant_method": "modelopt", "quant_algo": "nvfp4"},
     )
     yield Case(
@@ -225,12 +210,7 @@ def _compressed(draw: Draw) -> Iterator[Case]:
                     SourceFormat("pack", "packed_int", f"uint{bits}", "", 1, size, zero),
                     tensors,
                     humming=_ct(
-                        "pack-quantized",
-                        "int",
-                        bits,
-                        "group" if size else "channel",
-                        size or None,
-                        symmetric=not zero,
+                        "pack-quantized", "int", bits, "group" if size else "channel", size or None, symmetric=not zero
                     ),
                 )
     padded = SourceFormat("pack", "packed_int", "uint3", "", 1, 64, True)
@@ -253,9 +233,7 @@ def _compressed(draw: Draw) -> Iterator[Case]:
         )
     ascend = SourceFormat("ascend", "int8", "uint8", "", 1, 0, options=(("has_offset", True),))
     scale = draw.scales(N, 1)
-    yield Case(
-        "ascend", ascend, {"weight": weight, "weight_scale": scale, "weight_offset": torch.zeros(N, 1)}
-    )
+    yield Case("ascend", ascend, {"weight": weight, "weight_scale": scale, "weight_offset": torch.zeros(N, 1)})
     zeros = draw.integers(-128, 128, N, 1, dtype=torch.int8)
     asymmetric = SourceFormat("int", "int8", "uint8", "", 1, 0, True)
     tensors = {"weight": weight, "weight_scale": draw.scales(N, 1), "weight_zero_point": zeros}
@@ -267,12 +245,7 @@ def _gptq(draw: Draw) -> Iterator[Case]:
     for bits in (2, 3, 4, 8):
         for version in (1, 2):
             declared = SourceFormat(
-                "gptq",
-                "gptq",
-                f"uint{bits}",
-                group_k=64,
-                has_zero_point=True,
-                options=(("zero_offset", 2 - version),),
+                "gptq", "gptq", f"uint{bits}", group_k=64, has_zero_point=True, options=(("zero_offset", 2 - version),)
             )
             tensors = {
                 "qweight": draw.words(K * bits // 32, N),
@@ -282,9 +255,7 @@ def _gptq(draw: Draw) -> Iterator[Case]:
             }
             config = {"quant_method": "gptq", "bits": bits, "group_size": 64, "sym": False}
             # Humming takes zero points as they are stored, which is version 2.
-            yield Case(
-                f"gptq{bits}-v{version}-zp", declared, tensors, humming=config if version == 2 else None
-            )
+            yield Case(f"gptq{bits}-v{version}-zp", declared, tensors, humming=config if version == 2 else None)
         midpoint = int("".join(f"{2 ** (bits - 1) - 1:0{bits}b}" for _ in range(32)), 2)
         packed = torch.frombuffer(bytearray(midpoint.to_bytes(4 * bits, "little")), dtype=torch.int32)
         zeros = packed.repeat(K // 64, N // 32)
@@ -323,9 +294,7 @@ def _bitnet(draw: Draw) -> Iterator[Case]:
     ternary = draw.integers(0, 3, 4, N // 4, K)
     packed = ternary[0] | ternary[1] << 2 | ternary[2] << 4 | ternary[3] << 6
     for inverted in (True, False):
-        declared = SourceFormat(
-            "bitnet", "bitnet", "float2e0m1", group_n=0, options=(("scale_inverted", inverted),)
-        )
+        declared = SourceFormat("bitnet", "bitnet", "float2e0m1", group_n=0, options=(("scale_inverted", inverted),))
         yield Case(
             "bitnet" if inverted else "bitnet-auto",
             declared,
@@ -425,9 +394,7 @@ def _quark_tensor(draw: Draw, key: str, spec: dict[str, Any], attributes: dict[s
     values = draw.integers(0, 256, *shape)
     if spec["dtype"] == "mx":  # the exponent bytes of embedded blocks: signed, in a sensible range
         step = 17 if "fp4" in spec["mx_element_dtype"] else 25
-        values[:, ::step] = draw.integers(-20, 20, shape[0], shape[1] // step, dtype=torch.int8).view(
-            torch.uint8
-        )
+        values[:, ::step] = draw.integers(-20, 20, shape[0], shape[1] // step, dtype=torch.int8).view(torch.uint8)
     return values.view(dtype)
 
 

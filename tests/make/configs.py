@@ -26,9 +26,7 @@ def fp8_blocks(**more: Any) -> Json:
 def fbgemm(**more: Any) -> Json:
     """transformers' fbgemm_fp8."""
     skipped = ["lm_head", "mlp.gate", "router"]
-    return _of(
-        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": skipped}
-    )
+    return _of({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": skipped})
 
 
 def compressed(storage: str, bits: int, kind: str, strategy: str, **weights: Any) -> Json:

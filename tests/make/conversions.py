@@ -33,11 +33,7 @@ def schema_of(name: str) -> WeightSchema:
 
 
 def open_plan(
-    src: Path,
-    schema: str | WeightSchema,
-    grid: Grid | None = None,
-    layout: str = "kernel",
-    dtype: str | None = None,
+    src: Path, schema: str | WeightSchema, grid: Grid | None = None, layout: str = "kernel", dtype: str | None = None
 ) -> tuple[Source, ConversionPlan]:
     """Open a folder and plan its conversion; the source is the caller's to close."""
     source = open_source(src)

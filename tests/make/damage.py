@@ -146,12 +146,8 @@ class Damaged:
         for roles in (coupled, ["w2"]):
             done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
             packed |= {role: stack_tensors([one.tensors]) for role, one in zip(roles, done, strict=True)}
-        cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), 2, schema)[tp_rank])[
-            gemm
-        ]
-        form = kernel_form(
-            *gemm_shapes(block, 2, schema)[gemm], kernel_spec_of(schema, request.param_dtype, 90)
-        )
+        cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), 2, schema)[tp_rank])[gemm]
+        form = kernel_form(*gemm_shapes(block, 2, schema)[gemm], kernel_spec_of(schema, request.param_dtype, 90))
         path = self.rank_file(BLOCK, tp_rank, 1)
         for name, tensor in to_kernel(form, cut).items():
             slot = self.expert_bytes(path, f"{BLOCK}.{gemm}_{name}", local)

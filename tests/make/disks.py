@@ -171,9 +171,7 @@ class Disk:
                 _set(names.setdefault(at, dict(at.safe_names)), name, node)
         self._write(self.root, folder, names, fate, rng)
 
-    def _write(
-        self, node: Node, path: Path, names: dict[Node, dict[str, Node]], fate: str, rng: random.Random
-    ) -> None:
+    def _write(self, node: Node, path: Path, names: dict[Node, dict[str, Node]], fate: str, rng: random.Random) -> None:
         for name, child in names.get(node, node.safe_names).items():
             if child.is_folder:
                 (path / name).mkdir()

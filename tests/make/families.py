@@ -121,12 +121,7 @@ FAMILIES: dict[str, Spec] = {
     "minimax_m2": Spec(LOCAL, {"rotary_dim": 8}),
     "minimax_m3_vl": visual(
         LOCAL,
-        {
-            "dense_intermediate_size": 48,
-            "shared_intermediate_size": 40,
-            "rotary_dim": 8,
-            "index_head_dim": 16,
-        },
+        {"dense_intermediate_size": 48, "shared_intermediate_size": 40, "rotary_dim": 8, "index_head_dim": 16},
         activation="swigluoai",
         outer={"projector_hidden_size": 32},
     ),
@@ -170,9 +165,7 @@ FAMILIES: dict[str, Spec] = {
         INDEXED | {"num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2},
         activation="silu_clamp10",
     ),
-    "kimi_k25": visual(
-        ROUTED, MLA | DENSE | DENSE_FIRST | NO_GROUPS | {"model_type": "deepseek_v3"}, num_blocks=1
-    ),
+    "kimi_k25": visual(ROUTED, MLA | DENSE | DENSE_FIRST | NO_GROUPS | {"model_type": "deepseek_v3"}, num_blocks=1),
     "mimo_v2_flash": Spec(ROUTED, FULL | DENSE | NO_GROUPS | DENSE_THEN_SPARSE, 1),
     "hy_v4": Spec(ROUTED, MLA | INDEXED | DENSE, 1, "silu_clamp10"),
     "glm5_next": visual(
@@ -212,17 +205,14 @@ FAMILIES: dict[str, Spec] = {
         {"vision_output_dim": 32, "image_size": 28, "projector_input_dim": 32, "projector_output_dim": 32},
     ),
     "gpt_oss": Spec(LOCAL, FULL, activation="swigluoai"),
-    "openai_privacy_filter": Spec(
-        LOCAL, activation="swigluoai", auto_class="AutoModelForTokenClassification"
-    ),
+    "openai_privacy_filter": Spec(LOCAL, activation="swigluoai", auto_class="AutoModelForTokenClassification"),
     "granitemoe": Spec(LOCAL),
     "granitemoeshared": Spec(LOCAL, {"shared_intermediate_size": 40}),
     "granitemoehybrid": Spec(LOCAL, {"layer_types": ["attention"] * LAYERS, "shared_intermediate_size": 40}),
     "granitemoe_swa": Spec(LOCAL),
     "gemma4": visual(
         Keys("num_experts", "top_k_experts", "moe_intermediate_size"),
-        DENSE
-        | {"enable_moe_block": True, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+        DENSE | {"enable_moe_block": True, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
         {"head_dim": 16, "position_embedding_size": 16},
         activation="gelu_pytorch_tanh",
     ),
@@ -236,13 +226,7 @@ FAMILIES: dict[str, Spec] = {
         Keys("moe_num_experts", "moe_top_k", "ffn_hidden_size"),
         nested="ffn_config",
         # transformers 5.23 asks attn_config for a rope_theta that it does not have.
-        outer={
-            "n_layers": LAYERS,
-            "n_heads": 4,
-            "vocab_size": 64,
-            "d_model": 64,
-            "attn_config": {"rope_theta": 1e4},
-        },
+        outer={"n_layers": LAYERS, "n_heads": 4, "vocab_size": 64, "d_model": 64, "attn_config": {"rope_theta": 1e4}},
         hidden=("hidden_size", "d_model"),
     ),
     "step3p7": visual(
@@ -262,12 +246,7 @@ FAMILIES: dict[str, Spec] = {
     ),
     "inkling2_text": Spec(
         ROUTED,
-        {
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 2,
-            "swa_head_dim": 16,
-            "unpadded_vocab_size": 64,
-        },
+        {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "unpadded_vocab_size": 64},
         activation="softcapped_swiglu",
     ),
 }
@@ -277,9 +256,7 @@ FAMILIES: dict[str, Spec] = {
 SIZES = {"hidden": 64, "inner": 48, "experts": 4, "top_k": 2}
 
 
-def make_family(
-    model_type: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **overrides: Any
-) -> nn.Module:
+def make_family(model_type: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **overrides: Any) -> nn.Module:
     """A tiny model with random weights. `overrides`: hidden, inner, experts, top_k, or config values."""
     sizes = {key: overrides.pop(key, size) for key, size in SIZES.items()}
     spec = FAMILIES[model_type]
@@ -293,9 +270,7 @@ def make_family(
     return model
 
 
-def save_family(
-    folder: Path, model_type: str, dtype: torch.dtype = torch.bfloat16, **overrides: Any
-) -> nn.Module:
+def save_family(folder: Path, model_type: str, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> nn.Module:
     """Let transformers save a tiny model under its on-disk names, in several shards; returns the model."""
     model = make_family(model_type, dtype, **overrides)
     model.save_pretrained(folder, max_shard_size="200KB")
@@ -316,9 +291,7 @@ def moe_blocks(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     return sorted(found.values(), key=lambda block: block[0])
 
 
-def experts_forward(
-    module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def experts_forward(module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """transformers' own experts on tokens [T, H] with chosen experts and weights [T, k], in the tokens' dtype."""
     module = module.to(hidden.dtype)
     with torch.no_grad():

@@ -35,18 +35,8 @@ def _compressed(storage: str, bits: int, kind: str, strategy: str, **weights: ob
     return words, f"`compressed-tensors`, {storage}, {kind}{bits} {strategy}{size}{more}"
 
 
-ROWS.row(
-    "ct-int4-g32",
-    pack.pack_quantized(4, 32),
-    *_compressed(_PACKED, 4, "int", "group", group_size=32),
-    "int4-g32",
-)
-ROWS.row(
-    "ct-int4-g128",
-    pack.pack_quantized(4, 128),
-    *_compressed(_PACKED, 4, "int", "group", group_size=128),
-    "int4",
-)
+ROWS.row("ct-int4-g32", pack.pack_quantized(4, 32), *_compressed(_PACKED, 4, "int", "group", group_size=32), "int4-g32")
+ROWS.row("ct-int4-g128", pack.pack_quantized(4, 128), *_compressed(_PACKED, 4, "int", "group", group_size=128), "int4")
 ROWS.row(
     "ct-int4-g128-zp",
     pack.pack_quantized(4, 128, True),
@@ -74,9 +64,7 @@ ROWS.row(
     *_compressed(_INT, 8, "int", "channel", symmetric=False),
     "int8-c-zp",
 )
-ROWS.row(
-    "ct-fp8-channel", pack.fp8("weight_scale", dtype=BF16), *_compressed(_FLOAT, 8, "float", "channel"), "fp8"
-)
+ROWS.row("ct-fp8-channel", pack.fp8("weight_scale", dtype=BF16), *_compressed(_FLOAT, 8, "float", "channel"), "fp8")
 ROWS.row(
     "ct-fp8-tensor",
     pack.fp8("weight_scale", (0, 0), shape=(1,)),
@@ -174,14 +162,7 @@ ROWS.row(
     dtype=F16,
 )
 ROWS.row("awq", pack.awq(128), configs.awq(), "`awq`, version gemm", "int4-g128-zp", dtype=F16)
-ROWS.row(
-    "awq-sym",
-    pack.awq(128, False),
-    configs.awq(zero_point=False),
-    "`awq` without zero points",
-    "int4",
-    dtype=F16,
-)
+ROWS.row("awq-sym", pack.awq(128, False), configs.awq(zero_point=False), "`awq` without zero points", "int4", dtype=F16)
 ROWS.row(
     "awq-router-gate",
     pack.awq(128),

@@ -59,9 +59,7 @@ def serve_both(folder: Path, repo_id: str = "org/source") -> Iterator[BothHubs]:
     with serve(folder, repo_id) as source, serve_uploads() as uploads:
         hubs = BothHubs(source, uploads)
         places = tuple(hub.url.removeprefix("http://") for hub in (source, uploads))
-        server = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_Front,), {"hubs": hubs, "places": places})
-        )
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Front,), {"hubs": hubs, "places": places}))
         hubs.url = source.url = uploads.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

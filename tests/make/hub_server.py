@@ -133,8 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         root = self.hub.folder
         paths = sorted(path for path in root.rglob("*") if path.is_file())
         return [
-            {"path": p.relative_to(root).as_posix(), "size": p.stat().st_size, "oid": COMMIT, **_lfs(p)}
-            for p in paths
+            {"path": p.relative_to(root).as_posix(), "size": p.stat().st_size, "oid": COMMIT, **_lfs(p)} for p in paths
         ]
 
     def _tree(self, *, recursive: bool) -> list[dict[str, Any]]:
@@ -152,12 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
             {"rfilename": file["path"], "size": file["size"], "blobId": COMMIT, "lfs": _sibling(file)}
             for file in self._files()
         ]
-        return {
-            "id": self.hub.repo_id,
-            "modelId": self.hub.repo_id,
-            "sha": self.hub.commit,
-            "siblings": siblings,
-        }
+        return {"id": self.hub.repo_id, "modelId": self.hub.repo_id, "sha": self.hub.commit, "siblings": siblings}
 
     def _send_json(self, words: Any) -> None:
         self._send(200, json.dumps(words).encode(), {"Content-Type": "application/json"})

@@ -121,9 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self) -> None:
         if self.hub.commits:
-            self._answer(
-                409, {"url": f"{self.hub.url}/org/name", "error": "You already created this model repo"}
-            )
+            self._answer(409, {"url": f"{self.hub.url}/org/name", "error": "You already created this model repo"})
             return
         self.hub.commits["main"] = [{".gitattributes": Stored(b"*.safetensors filter=lfs\n", False)}]
         self._answer(200, {"url": f"{self.hub.url}/org/name", "name": "org/name"})
@@ -146,12 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             }
             for name, stored in self.hub.tree(revision).items()
         ]
-        words = {
-            "id": "org/name",
-            "sha": self.hub.oid(revision),
-            "private": self.hub.private,
-            "siblings": siblings,
-        }
+        words = {"id": "org/name", "sha": self.hub.oid(revision), "private": self.hub.private, "siblings": siblings}
         self._answer(200, words)
 
     def _branch(self, revision: str) -> str:
@@ -226,9 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def _answer(self, status: int, words: Any, headers: dict[str, str] | None = None) -> None:
-        self._send(
-            status, json.dumps(words).encode(), {"Content-Type": "application/json", **(headers or {})}
-        )
+        self._send(status, json.dumps(words).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

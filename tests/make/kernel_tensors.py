@@ -122,9 +122,7 @@ def assert_same_stack(ours: DecodedStack, theirs: DecodedStack) -> None:
             assert left.numpy().tobytes() == right.numpy().tobytes(), field
 
 
-def decoded_both_ways(
-    config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None
-) -> DecodedStack:
+def decoded_both_ways(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> DecodedStack:
     """`decoded`, by compiled loops, once array operations have given the same."""
     found = decoded(config, kernel, flags)
     with array_operations():

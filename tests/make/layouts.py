@@ -117,16 +117,8 @@ def write_checkpoint(
 def _description(tensors: Parts) -> Json:
     """msmodelslim's: every tensor and its scheme."""
     modules = {name.rpartition(".")[0] for name in tensors if name.endswith(".weight_offset")}
-    schemes = {
-        name: "W8A8_DYNAMIC" if name.rpartition(".")[0] in modules else "FLOAT" for name in sorted(tensors)
-    }
-    return {
-        "model_quant_type": "W8A8_DYNAMIC",
-        "version": "1.0.0",
-        **schemes,
-        "group_size": 0,
-        "metadata": {},
-    }
+    schemes = {name: "W8A8_DYNAMIC" if name.rpartition(".")[0] in modules else "FLOAT" for name in sorted(tensors)}
+    return {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", **schemes, "group_size": 0, "metadata": {}}
 
 
 def _expert(draw: Draw, encode: Encoder, sizes: Sizes, differs: bool) -> dict[str, Stored]:

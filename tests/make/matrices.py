@@ -51,8 +51,7 @@ def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int) 
         torch.full((num_columns,), -0.0437),
         ramp * (info.smallest_normal / 64),  # subnormals of the source type
         normal(num_columns).clamp(-1, 1) * info.max * 0.999,
-        torch.where(columns % 64 < 32, info.max, info.smallest_normal)
-        * torch.where(columns % 2 == 0, 1.0, -1.0),
+        torch.where(columns % 64 < 32, info.max, info.smallest_normal) * torch.where(columns % 2 == 0, 1.0, -1.0),
         (columns % 25 - 12).float() * 0.25,  # e2m1 ties, with the group maximum 6 or 5.75 or …
         torch.where(columns % 32 == 0, 6.0, (columns % 13).float() * 0.25),  # exact ties under scale 1
         (columns % 33 - 16).float() * 0.5,  # integer ties
@@ -73,11 +72,7 @@ RARE_SCHEMAS = {
     schema.name: schema
     for schema in (
         WeightSchema(
-            "e2m1-row",
-            "float4e2m1",
-            bs_dtype="float8e4m3",
-            weight_scale_group_size=16,
-            weight_scale_2_type="channel",
+            "e2m1-row", "float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="channel"
         ),
         WeightSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=32),
         WeightSchema("uint4-e4m3", "uint4", bs_dtype="float8e4m3", weight_scale_group_size=32),

@@ -14,10 +14,7 @@ _COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 
 
 # Sizes are small, unequal, and not powers of two where the formats allow it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": (
-        "Mixtral",
-        {**_ATTENTION, "intermediate_size": 192, "num_local_experts": 5, "num_experts_per_tok": 2},
-    ),
+    "mixtral": ("Mixtral", {**_ATTENTION, "intermediate_size": 192, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -113,9 +110,7 @@ def save_big(folder: Path, layers: int, experts: int, hidden: int, inner: int, d
                 ("down_proj", (hidden, inner)),
             ):
                 flat = noise.roll(len(tensors)).repeat(-(-inner * hidden // len(noise)))
-                tensors[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = flat[: inner * hidden].reshape(
-                    shape
-                )
+                tensors[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = flat[: inner * hidden].reshape(shape)
         file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)

@@ -63,9 +63,7 @@ class Draw:
     def codes(self, n: int, k: int, bits: int) -> torch.Tensor:
         """Offset binary codes int64 in 0 … 2**bits - 1, normal about the midpoint, both ends among them."""
         middle = 2 ** (bits - 1)
-        codes: torch.Tensor = (
-            (self.normal(n, k) * middle / 3 + middle).round().clamp(0, 2 * middle - 1).long()
-        )
+        codes: torch.Tensor = (self.normal(n, k) * middle / 3 + middle).round().clamp(0, 2 * middle - 1).long()
         codes[0, :2] = torch.tensor([0, 2 * middle - 1])
         return codes
 
@@ -83,8 +81,7 @@ def spread(values: torch.Tensor, n: int, k: int) -> torch.Tensor:
     """One value a weight, float64 [N, K], of a grid whose blocks are equal but for ragged ends, by powers of two."""
     rows, columns = values.shape
     height, width = (
-        size if count == 1 else 2 ** math.ceil(math.log2(size / count))
-        for size, count in ((n, rows), (k, columns))
+        size if count == 1 else 2 ** math.ceil(math.log2(size / count)) for size, count in ((n, rows), (k, columns))
     )
     grown = values.double().repeat_interleave(height, 0).repeat_interleave(width, 1)
     return grown[:n, :k]
@@ -93,9 +90,7 @@ def spread(values: torch.Tensor, n: int, k: int) -> torch.Tensor:
 def little_endian(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [R, C * bits / 32]: each row's codes one after the other, lowest bit first."""
     flat = codes.numpy().astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8) & 1
-    return torch.from_numpy(np.packbits(flat.reshape(len(codes), -1), axis=1, bitorder="little")).view(
-        torch.int32
-    )
+    return torch.from_numpy(np.packbits(flat.reshape(len(codes), -1), axis=1, bitorder="little")).view(torch.int32)
 
 
 def nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -229,11 +224,7 @@ def _integers(
 
 
 def pack_quantized(
-    bits: int,
-    size: int,
-    asymmetric: bool = False,
-    is_ordered: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    bits: int, size: int, asymmetric: bool = False, is_ordered: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Encoder:
     """compressed-tensors: words along K, zero points along N, scales [N, G] of a dtype; g_idx if `is_ordered`."""
 

@@ -30,9 +30,7 @@ def cut(recording: Recorded, folder: Path, num_ops: int, fate: str, rng: random.
     if wrong:
         return wrong
     try:
-        with patch.object(
-            os, "fsync", lambda _: None
-        ):  # the disk is a model's: this one need not be waited for
+        with patch.object(os, "fsync", lambda _: None):  # the disk is a model's: this one need not be waited for
             _finish(recording, out, starts_anew=not is_done and rng.random() < 0.2)
     except HqconvError as error:
         return f"it cannot be finished: {error}"

@@ -42,9 +42,7 @@ class Outcome:
         if self.plan is None:
             return f"| {model.name} | {kind} | | | | | refused: {self.refused} |"
         blocks = self.experts.blocks
-        sizes = list(
-            dict.fromkeys(f"{b.num_experts} of [{b.intermediate_size}, {b.hidden_size}]" for b in blocks)
-        )
+        sizes = list(dict.fromkeys(f"{b.num_experts} of [{b.intermediate_size}, {b.hidden_size}]" for b in blocks))
         activations = list(dict.fromkeys(block.activation.describe() for block in blocks))
         done = ", ".join(f"{schema} {'ok' if good else 'FAILED'}" for schema, good in self.twin.items())
         cells = (

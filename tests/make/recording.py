@@ -170,9 +170,7 @@ class Recorder:
             with self._lock:
                 real(descriptor, offset, count)
                 if descriptor in self._handles:
-                    self._note(
-                        "size", handle=self._handles[descriptor], size=max(os.fstat(descriptor).st_size, 0)
-                    )
+                    self._note("size", handle=self._handles[descriptor], size=max(os.fstat(descriptor).st_size, 0))
 
         return call
 

@@ -143,9 +143,7 @@ def multiply(config: Any, inputs: torch.Tensor, outputs: torch.Tensor, **words: 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `backends/moe` run these instead of Humming's, on the CPU."""
-    library = SimpleNamespace(
-        forward=SimpleNamespace(may_process_input=process, humming_forward=multiply),
-    )
+    library = SimpleNamespace(forward=SimpleNamespace(may_process_input=process, humming_forward=multiply))
     monkeypatch.setattr(moe, "humming_gpu", lambda: library)
     monkeypatch.setattr(moe, "_tuning_entry", lambda *_: {"block_shape": [BLOCK_M]})
     properties = SimpleNamespace(multi_processor_count=1)

@@ -147,9 +147,7 @@ def problem_of(
         return f"not one line: {ended.stderr!r}"
     if lines[0] == "Interrupted. Nothing was written.":
         is_true = read_tree(out.parent) == before
-    elif (
-        "holds the artifact that was there before" in lines[0]
-    ):  # an older one, or one that only was to be tidied up
+    elif "holds the artifact that was there before" in lines[0]:  # an older one, or one that only was to be tidied up
         is_true = _of(out, read_tree(out.parent)) == _of(out, before) and (out / MANIFEST).exists()
     else:
         is_true = _is_true(lines[0], out, new, old)
@@ -168,11 +166,7 @@ def _is_true(line: str, out: Path, new: dict[str, bytes], old: dict[str, bytes] 
 
 def _of(out: Path, tree: dict[str, bytes]) -> dict[str, bytes]:
     """The files of the output, of all that lie beside it."""
-    return {
-        name: data
-        for name, data in tree.items()
-        if name.startswith(f"{out.name}/") and not name.endswith(JOURNAL)
-    }
+    return {name: data for name, data in tree.items() if name.startswith(f"{out.name}/") and not name.endswith(JOURNAL)}
 
 
 def is_begun(out: Path) -> bool:

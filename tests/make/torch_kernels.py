@@ -18,9 +18,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 CHUNK = 1 << 20  # weights whose errors are computed at once, in float64
 
 
-def error_sums(
-    stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def error_sums(stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of (w - decoded)**2 and of w**2 of each matrix, float64 [E] each; `schema` is Humming's."""
     values = stack.double()
     difference = values - schema.dequant_tensors(dict(tensors)).double()
@@ -81,10 +79,7 @@ def _of_rows(scales: CandidateScales, stack: torch.Tensor, expert: int, rows: sl
 
     second, zero = scales.second, scales.zero
     return CandidateScales(
-        of(scales.scale),
-        of(scales.scale),
-        None if zero is None else of(zero),
-        None if second is None else of(second),
+        of(scales.scale), of(scales.scale), None if zero is None else of(zero), None if second is None else of(second)
     )
 
 
@@ -160,11 +155,7 @@ def _codes(numbers: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
 
 
 def chosen_codes(
-    stack: torch.Tensor,
-    scales: CandidateScales,
-    changed: torch.Tensor,
-    words: torch.Tensor,
-    schema: WeightSchema,
+    stack: torch.Tensor, scales: CandidateScales, changed: torch.Tensor, words: torch.Tensor, schema: WeightSchema
 ) -> torch.Tensor:
     """Int32 [E, N, K]: codes of groups that `changed`, of the others those packed in `words`; by torch's operations."""
     codes = torch.empty(stack.shape, dtype=torch.int32, device=stack.device)

@@ -94,11 +94,7 @@ def _scaled_shape(name: str, shape: list[int], sizes: Sizes) -> list[int]:
     lead: list[int] = []
     if len(shape) > 1 and shape[0] == sizes.experts[0] and ".experts." + "0" not in name:
         lead, shape = [sizes.experts[1]], shape[1:]
-    order = (
-        (sizes.hidden, sizes.inner)
-        if re.search(r"down|w2|output_linear", name)
-        else (sizes.inner, sizes.hidden)
-    )
+    order = (sizes.hidden, sizes.inner) if re.search(r"down|w2|output_linear", name) else (sizes.inner, sizes.hidden)
     for first, second in (order, order[::-1]):
         found = [_part(n, of) for n, of in zip(shape[:2], (first, second), strict=False)]
         if all(found):
@@ -165,10 +161,7 @@ def _data(tensors: list[tuple[str, str, list[int]]], is_e8m0: bool) -> Iterator[
         elif dtype == "F8_E4M3" and "scale" in part:
             yield random.integers(0x20, 0x50, shape, np.uint8).tobytes()
         elif dtype == "F8_E4M3":
-            magnitude, sign = (
-                random.integers(0, 0x7F, shape, np.uint8),
-                random.integers(0, 2, shape, np.uint8),
-            )
+            magnitude, sign = (random.integers(0, 0x7F, shape, np.uint8), random.integers(0, 2, shape, np.uint8))
             yield (magnitude | sign << 7).tobytes()
         else:
             yield random.bytes(math.prod(shape) * num_bits(dtype) // 8)

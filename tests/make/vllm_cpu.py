@@ -55,11 +55,7 @@ import vllm.model_executor.layers.fused_moe.experts.fused_humming_moe as experts
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
-from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
-    FusedMoEConfig,
-    FusedMoEParallelConfig,
-    RoutingMethodType,
-)
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType  # noqa: E402
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # noqa: E402
 from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
 
@@ -85,11 +81,7 @@ class _NoDevice:
 def humming_on_cpu(sm_version: int = 90) -> Iterator[None]:
     """Humming as on a GPU of this SM, with its weight ops on the CPU."""
     humming()
-    with (
-        target_facts(GpuTarget(sm_version)),
-        resident(torch.device("cpu")),
-        patch("torch.cuda.device", _NoDevice),
-    ):
+    with target_facts(GpuTarget(sm_version)), resident(torch.device("cpu")), patch("torch.cuda.device", _NoDevice):
         yield
 
 
@@ -100,9 +92,7 @@ def config(sm_version: int = 90, **words: Any) -> Iterator[VllmConfig]:
         yield current
 
 
-def parallel(
-    tp: int = 1, tp_rank: int = 0, ep: int = 1, ep_rank: int = 0, dp: int = 1
-) -> FusedMoEParallelConfig:
+def parallel(tp: int = 1, tp_rank: int = 0, ep: int = 1, ep_rank: int = 0, dp: int = 1) -> FusedMoEParallelConfig:
     """One rank, as vLLM counts the ranks of MoE layers."""
     return FusedMoEParallelConfig(
         tp_size=tp,

@@ -91,8 +91,7 @@ def main() -> None:
         source = write_qwen3_moe(Path(scratch) / "source", num_layers=1, num_experts=4, **sizes)
         cells = {
             schema: {
-                dtype: {name: cell(source, schema, dtype, grid) for name, grid in GRIDS.items()}
-                for dtype in DTYPES
+                dtype: {name: cell(source, schema, dtype, grid) for name, grid in GRIDS.items()} for dtype in DTYPES
             }
             for schemas in SCHEMAS.values()
             for schema in schemas

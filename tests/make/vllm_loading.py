@@ -75,11 +75,7 @@ def _op(self: Any, name: str) -> Any:
 def stand_ins(folder: Path) -> Iterator[None]:
     """What the classes need to be built: one rank of a process group, and nothing in place of devices and kernels."""
     with contextlib.ExitStack() as stack:
-        for module, name in (
-            (attention, "Attention"),
-            (mla, "MLAAttention"),
-            (chunked, "ChunkedLocalAttention"),
-        ):
+        for module, name in ((attention, "Attention"), (mla, "MLAAttention"), (chunked, "ChunkedLocalAttention")):
             stack.enter_context(patch.object(getattr(module, name), "__init__", _no_attention))
         for name in ("Stream", "Event", "current_stream"):
             stack.enter_context(patch.object(torch.cuda, name, Nothing))

@@ -30,11 +30,7 @@ from tests.make.families import LAYERS, save_family
 # Words that vLLM's classes ask of a config and transformers' tiny models do not have.
 WORDS: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1, "route_scale": 1.0},
-    "bailing_hybrid": {
-        "architectures": ["BailingMoeV2_5ForCausalLM"],
-        "use_bias": False,
-        "use_qkv_bias": False,
-    },
+    "bailing_hybrid": {"architectures": ["BailingMoeV2_5ForCausalLM"], "use_bias": False, "use_qkv_bias": False},
     "deepseek_v2": {"n_group": 1, "topk_group": 1},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "deepseek_v32": {"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
@@ -102,15 +98,7 @@ WORDS: dict[str, dict[str, Any]] = {
 NEXT = {"num_nextn_predict_layers": 1}
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     **dict.fromkeys(
-        (
-            "deepseek_v3",
-            "deepseek_v32",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "hy_v3",
-            "bailing_hybrid",
-        ),
+        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "bailing_hybrid"),
         (NEXT, f"model.layers.{LAYERS}.mlp.experts"),
     ),
     "qwen3_next": (NEXT, "mtp.layers.0.mlp.experts"),
@@ -339,9 +327,7 @@ def configure(folder: Path, is_drafted: bool) -> tuple[VllmConfig, ModelConfig |
         return vllm, None
     ranks = {"target_model_config": model_config, "target_parallel_config": vllm.parallel_config}
     speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1, **ranks)
-    return VllmConfig(
-        model_config=model_config, speculative_config=speculative
-    ), speculative.draft_model_config
+    return VllmConfig(model_config=model_config, speculative_config=speculative), speculative.draft_model_config
 
 
 def ask(folder: Path, model_type: str) -> dict[str, Any]:
@@ -356,12 +342,7 @@ def ask(folder: Path, model_type: str) -> dict[str, Any]:
     vllm, draft_config = configure(folder, bool(drafted))
     with building(vllm):
         model = initialize_model(vllm_config=vllm)
-        asked = {
-            "class": type(model).__name__,
-            "blocks": blocks,
-            "main": list(Recorder.seen),
-            "drafted": drafted,
-        }
+        asked = {"class": type(model).__name__, "blocks": blocks, "main": list(Recorder.seen), "drafted": drafted}
         if draft_config is not None:
             vllm.compilation_config.static_forward_context.clear()
             Recorder.seen.clear()

@@ -109,10 +109,7 @@ CASES = {
     ),
     "deepseek_v4_fp8": Case(
         "deepseek_v4",
-        {
-            r".*\.experts\.\d+\.w\d\.weight": _fp4,
-            r".*(attn\.w\w+|experts\.w\d|\.[eh]_proj)\.weight": _power_blocks,
-        },
+        {r".*\.experts\.\d+\.w\d\.weight": _fp4, r".*(attn\.w\w+|experts\.w\d|\.[eh]_proj)\.weight": _power_blocks},
         configs.fp8_blocks(scale_fmt="ue8m0", modules_to_not_convert=None),
         _SIZES | _V4,
         "source",
@@ -127,9 +124,7 @@ CASES = {
         configs.fp8_blocks(modules_to_not_convert=_QWEN_PLAIN),
         _SIZES | {"head_dim": 128, "shared_expert_intermediate_size": 256},
     ),
-    "compressed-tensors": Case(
-        "qwen3_moe", {_LINEAR: _channels}, _compressed(), _SIZES | {"intermediate_size": 256}
-    ),
+    "compressed-tensors": Case("qwen3_moe", {_LINEAR: _channels}, _compressed(), _SIZES | {"intermediate_size": 256}),
     "modelopt": Case(
         "qwen3_moe",
         {

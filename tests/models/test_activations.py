@@ -69,9 +69,7 @@ LIMITS: dict[Any, list[Activation]] = {
 @pytest.mark.parametrize("given", LIMITS, ids=str)
 def test_a_limit_is_one_number_or_one_of_each_layer(model_type: str, given: tuple[Any, ...]) -> None:
     values = [list(value) if isinstance(value, tuple) else value for value in given]
-    config = {"model_type": model_type, "hidden_act": "silu"} | dict(
-        zip(["swiglu_limit"], values, strict=False)
-    )
+    config = {"model_type": model_type, "hidden_act": "silu"} | dict(zip(["swiglu_limit"], values, strict=False))
     assert mapped(model_type, config) == LIMITS[given]
 
 
@@ -133,10 +131,7 @@ SITU: dict[str, tuple[dict[str, Any], Activation]] = {
         Activation("situ", beta=4.0, linear_beta=25.0),
     ),
     "one": ({"activation_situ_beta": 4}, Activation("situ", beta=4.0)),
-    "null": (
-        {"activation_situ_beta": 4.0, "activation_situ_linear_beta": None},
-        Activation("situ", beta=4.0),
-    ),
+    "null": ({"activation_situ_beta": 4.0, "activation_situ_linear_beta": None}, Activation("situ", beta=4.0)),
     "none": ({}, Activation("situ")),
 }
 
@@ -153,16 +148,8 @@ def test_situ_has_two_betas(case: str) -> None:
 UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
     "a key that the code is not known to read": ("qwen3_moe", {"swiglu_limit": 7}, "silu+swiglu_limit"),
     "another family's": ("deepseek_v4", {"swiglu_limit": 0, "swiglu_alpha": 2.0}, "silu+swiglu_alpha"),
-    "of another activation": (
-        "deepseek_v4",
-        {"swiglu_limit": 7, "hidden_act": "gelu"},
-        "gelu+swiglu_limit",
-    ),
-    "betas in another family": (
-        "qwen3_moe",
-        {"hidden_act": "situ", "activation_situ_beta": 4.0},
-        "situ",
-    ),
+    "of another activation": ("deepseek_v4", {"swiglu_limit": 7, "hidden_act": "gelu"}, "gelu+swiglu_limit"),
+    "betas in another family": ("qwen3_moe", {"hidden_act": "situ", "activation_situ_beta": 4.0}, "situ"),
     "a name": ("qwen3_moe", {"hidden_act": "mish"}, "mish"),
     "two": ("olmoe", {"swiglu_limit": 7, "swiglu_alpha": 1}, "silu+swiglu_limit+swiglu_alpha"),
 }
@@ -192,9 +179,7 @@ def test_an_unknown_model_type_goes_by_no_other_familys_numbers() -> None:
         mapped("deepseek_v4", config)
 
 
-@pytest.mark.parametrize(
-    "value", [-1, True, "7", [7, "x", 7], float("inf"), float("nan"), {"a": 1}, [[7]]], ids=str
-)
+@pytest.mark.parametrize("value", [-1, True, "7", [7, "x", 7], float("inf"), float("nan"), {"a": 1}, [[7]]], ids=str)
 @pytest.mark.parametrize(
     ("model_type", "key"),
     [

@@ -41,18 +41,14 @@ def put(tensors: Tensors, name: str, *shape: int, dtype: str = "BF16") -> None:
     tensors[name] = TensorRef(name, dtype, shape, len(tensors) // 7, place, num_bytes)
 
 
-def put_block(
-    tensors: Tensors, family: Family, block: str, num_experts: int = E, dtype: str = "BF16"
-) -> None:
+def put_block(tensors: Tensors, family: Family, block: str, num_experts: int = E, dtype: str = "BF16") -> None:
     for e in range(num_experts):
         for role, name in family.projections.items():
             shape = (H, INTER) if role == "w2" else (INTER, H)
             put(tensors, f"{block}.{e}.{name}.weight", *shape, dtype=dtype)
 
 
-def put_stacks(
-    tensors: Tensors, family: Family, block: str, num_experts: int = E, dtype: str = "BF16"
-) -> None:
+def put_stacks(tensors: Tensors, family: Family, block: str, num_experts: int = E, dtype: str = "BF16") -> None:
     """The fused form; a stack that may lie either way is [E, out, in]."""
     for stack in family.stacks:
         rows, columns = (H, INTER) if "w2" in stack.roles else (len(stack.roles) * INTER, H)
@@ -136,9 +132,7 @@ def qwen() -> tuple[Tensors, dict[str, Any]]:
     return checkpoint(QWEN, "qwen3_moe")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "family", "form"), MODEL_TYPES, ids=[f"{t}-{f}" for t, _, f in MODEL_TYPES]
-)
+@pytest.mark.parametrize(("model_type", "family", "form"), MODEL_TYPES, ids=[f"{t}-{f}" for t, _, f in MODEL_TYPES])
 def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) -> None:
     tensors, config = checkpoint(family, model_type, form)
     found = map_experts(tensors, config)
@@ -156,9 +150,7 @@ def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) 
     assert len({ref.file for ref in tensors.values()}) > (3 if form == SINGLE else 1)
     assert not found.dropped
     assert not [
-        name
-        for name in found.copied
-        if ".experts." in name or (len(tensors[name].shape) == 3 and "moe" in name)
+        name for name in found.copied if ".experts." in name or (len(tensors[name].shape) == 3 and "moe" in name)
     ]
 
 
@@ -223,11 +215,7 @@ def test_architectures_that_are_no_names_are_passed_over(odd: object) -> None:
 def test_lists_hold_one_value_per_layer() -> None:
     family = BY_MODEL_TYPE["hunyuan_v1_moe"]
     tensors, config = checkpoint(family, "hunyuan_v1_moe")
-    config |= {
-        "num_experts": [E] * NUM_LAYERS,
-        "moe_topk": [1, 1, 1] + [2] * 9,
-        "moe_intermediate_size": [INTER] * 12,
-    }
+    config |= {"num_experts": [E] * NUM_LAYERS, "moe_topk": [1, 1, 1] + [2] * 9, "moe_intermediate_size": [INTER] * 12}
     assert [block.top_k for block in map_experts(tensors, config).blocks] == [1, 2, 2]
 
 
@@ -261,9 +249,7 @@ def test_activation_comes_from_the_config_or_the_familys_own_row() -> None:
 
 
 # Not `block_sparse_moe.0.w1`: a name without experts in it is understood by its own model_type only.
-@pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if ".experts" in f.blocks[0]], ids=lambda family: family.name
-)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if ".experts" in f.blocks[0]], ids=lambda family: family.name)
 def test_unknown_model_type_gets_the_closest_row(family: Family) -> None:
     tensors, config = checkpoint(family, "brand_new")
     found = map_experts(tensors, config)
@@ -289,9 +275,7 @@ def test_unknown_names_are_listed() -> None:
     tensors, config = qwen()
     for e in range(8):
         put(tensors, f"model.layers.3.ffn.experts.{e}.wide.weight", INTER, H)
-    with pytest.raises(
-        RequestError, match=r"(?s)ffn\.experts\.0\.wide.*8 in all.*unknown model_type new"
-    ) as caught:
+    with pytest.raises(RequestError, match=r"(?s)ffn\.experts\.0\.wide.*8 in all.*unknown model_type new") as caught:
         map_experts(tensors, config | {"model_type": "new"})
     assert "ffn.experts.5" not in str(caught.value)
 
@@ -365,11 +349,7 @@ REFUSALS: dict[str, tuple[Change, type[HqconvError], str]] = {
     "tail missing": (_delete_expert(2), InputError, r"experts 0\.\.2 \(num_experts in config"),
     "too many": (_config(num_experts=2), InputError, r"too many experts"),
     "no projection": (_delete(W), InputError, r"lacks a projection\.\n.*experts\.1\.up_proj\.weight"),
-    "transposed": (
-        _put(W, H, INTER),
-        InputError,
-        r"unexpected shape\.\n.*1\.up_proj.*\n.*\[48, 64\].*\n.*\[64, 48\]",
-    ),
+    "transposed": (_put(W, H, INTER), InputError, r"unexpected shape\.\n.*1\.up_proj.*\n.*\[48, 64\].*\n.*\[64, 48\]"),
     "one larger": (_put(W, INTER + 1, H), InputError, "unexpected shape"),
     "3-D expert": (
         _put(f"{BLOCK}.0.down_proj.weight", 1, H, INTER),
@@ -383,11 +363,7 @@ REFUSALS: dict[str, tuple[Change, type[HqconvError], str]] = {
         r"0\.gate_proj(?s:.*)moe_intermediate_size 47",
     ),
     "mixed dtypes": (_put(W, INTER, H, dtype="F16"), InputError, "mixes dtypes"),
-    "extra tensor": (
-        _put(f"{BLOCK}.1.foo.weight", INTER, H),
-        InputError,
-        r"not understood\.\n.*1\.foo\.weight",
-    ),
+    "extra tensor": (_put(f"{BLOCK}.1.foo.weight", INTER, H), InputError, r"not understood\.\n.*1\.foo\.weight"),
     "unknown part": (_put(f"{W}_foo", 1), InputError, r"not understood\.\n.*1\.up_proj\.weight_foo"),
     "bias": (_put(f"{BLOCK}.1.up_proj.bias", INTER), InputError, r"1\.up_proj\.bias"),
     "padded index": (_put(f"{BLOCK}.01.up_proj.weight", INTER, H), InputError, r"experts\.01\.up_proj"),
@@ -409,11 +385,7 @@ REFUSALS: dict[str, tuple[Change, type[HqconvError], str]] = {
         InputError,
         r"not understood\.\n.*4\.moe\.up_proj\.weight",
     ),
-    "one fp8": (
-        _put(W, INTER, H, dtype="F8_E4M3"),
-        InputError,
-        r"mixes dtypes\.\n.*1\.up_proj.*\n.*\n.*F8_E4M3",
-    ),
+    "one fp8": (_put(W, INTER, H, dtype="F8_E4M3"), InputError, r"mixes dtypes\.\n.*1\.up_proj.*\n.*\n.*F8_E4M3"),
     "one fp8 scale": (
         _put(f"{W}_scale_inv", 1, 1, dtype="F32"),
         InputError,
@@ -424,11 +396,7 @@ REFUSALS: dict[str, tuple[Change, type[HqconvError], str]] = {
         InputError,
         r"a tensor too many\.\n.*1\.up_proj\.weight_packed",
     ),
-    "fp8": (
-        _all("weight", dtype="F8_E4M3"),
-        InputError,
-        _NOT_DECLARED + r"0\.gate_proj\.weight\n(?s:.*)F8_E4M3",
-    ),
+    "fp8": (_all("weight", dtype="F8_E4M3"), InputError, _NOT_DECLARED + r"0\.gate_proj\.weight\n(?s:.*)F8_E4M3"),
     "fp8 scale": (
         _all("weight_scale_inv", 1, 1, dtype="F32"),
         InputError,
@@ -474,20 +442,7 @@ def test_without_config_values_the_shapes_decide() -> None:
 
 
 NAMES = sorted(qwen()[0])
-SEGMENTS = [
-    "experts",
-    "shared_experts",
-    "0",
-    "1",
-    "2",
-    "7",
-    "w1",
-    "up_proj",
-    "mlp",
-    "weight",
-    "bias",
-    "model",
-]
+SEGMENTS = ["experts", "shared_experts", "0", "1", "2", "7", "w1", "up_proj", "mlp", "weight", "bias", "model"]
 
 
 @settings(max_examples=num_examples(150), deadline=None)
@@ -638,6 +593,4 @@ def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> Non
     with pytest.raises(InputError, match="its weight is not quantized"):  # no entry speaks of it
         map_experts(awq_experts("up_proj"), config, words)
     words["modules_to_not_convert"] = ["gate", "up", "down"]
-    assert (
-        map_experts(awq_experts("gate_proj", "up_proj", "down_proj"), config, words).blocks[0].format == PLAIN
-    )
+    assert map_experts(awq_experts("gate_proj", "up_proj", "down_proj"), config, words).blocks[0].format == PLAIN

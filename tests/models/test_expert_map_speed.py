@@ -84,9 +84,7 @@ def test_few_names_need_a_regular_expression(num_matches: Callable[[int, int, st
         assert num_matches(layers, experts, "qwen3_moe") < (1 + len(DENSE)) * layers + experts + len(SHAPES)
 
 
-def test_a_row_for_an_unknown_model_is_chosen_by_kinds_of_names(
-    num_matches: Callable[[int, int, str], int],
-) -> None:
+def test_a_row_for_an_unknown_model_is_chosen_by_kinds_of_names(num_matches: Callable[[int, int, str], int]) -> None:
     of_known, of_unknown = (num_matches(32, 64, model_type) for model_type in ("qwen3_moe", "new_moe"))
     assert of_known < of_unknown < of_known + 200  # a few for each row of the table
 
@@ -148,8 +146,6 @@ def test_a_look_works_out_no_shares_of_stacks(monkeypatch: pytest.MonkeyPatch) -
     assert not calls
     assert block.sources[5] == block.sources[5]
     assert calls == [5, 5, 5]
-    assert [roles["w2"]["weight"].offset_bytes for roles in block.sources] == [
-        2 * H * INTER * e for e in range(8)
-    ]
+    assert [roles["w2"]["weight"].offset_bytes for roles in block.sources] == [2 * H * INTER * e for e in range(8)]
     with pytest.raises(IndexError):
         block.sources[8]

@@ -25,14 +25,10 @@ def test_row_is_well_formed(family: Family) -> None:
     for template in family.blocks:
         assert template.count("{layer}") == 1
         path = template.format(layer=3)
-        assert (
-            len(re.findall(r"(?:^|\.)(?:layers|blocks|mtp)\.3\.", path)) == 1
-        )  # where the layer is read from
+        assert len(re.findall(r"(?:^|\.)(?:layers|blocks|mtp)\.3\.", path)) == 1  # where the layer is read from
         # what experts.py takes for an expert tensor must cover the row's own names
         assert re.search(r"(^|\.)experts(\.|$)", path) or (family.stacks and "moe" in path)
     assert set(family.projections) in ({"w1", "w3", "w2"}, {"w3", "w2"})
     assert len(set(family.projections.values())) == len(family.projections)
     # one pattern tells a stack from an expert's projection: an expert's name begins with a number
-    assert all(
-        name.isidentifier() for name in (*family.projections.values(), *(s.name for s in family.stacks))
-    )
+    assert all(name.isidentifier() for name in (*family.projections.values(), *(s.name for s in family.stacks)))

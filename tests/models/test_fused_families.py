@@ -32,15 +32,7 @@ from tests.make.tensors import load_all
 
 # I of H = 64: neither, I = H, 2I = H. In the last two a stack is square and its shape tells no orientation.
 INNER = (48, 64, 32)
-FUSED = (
-    "qwen3_vl_moe",
-    "llama4",
-    "gpt_oss",
-    "openai_privacy_filter",
-    "granitemoe",
-    "granitemoe_swa",
-    "gemma4",
-)
+FUSED = ("qwen3_vl_moe", "llama4", "gpt_oss", "openai_privacy_filter", "granitemoe", "granitemoe_swa", "gemma4")
 FUSED += ("dbrx", "step3p7", "aria", "zaya", "mistral4", "hy_v4", "inkling_mm_model", "inkling2_text")
 CPU = torch.device("cpu")
 
@@ -141,12 +133,8 @@ def _roles(module: nn.Module) -> set[str]:
     return {f"w{n}" for n in numbers} | ({f"b{n}" for n in numbers} if module.has_bias else set())
 
 
-@pytest.mark.parametrize(
-    ("limits", "names"), [([0, 7.0], "silu_bound7"), ([16, None], "silu"), (None, "silu")]
-)
-def test_step3_bounds_its_activation_layer_by_layer(
-    limits: list[float] | None, names: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("limits", "names"), [([0, 7.0], "silu_bound7"), ([16, None], "silu"), (None, "silu")])
+def test_step3_bounds_its_activation_layer_by_layer(limits: list[float] | None, names: str, tmp_path: Path) -> None:
     model = save_family(tmp_path, "step3p7", swiglu_limits=limits)
     ((layer, _, module),) = moe_blocks(model)
     block, experts = read(tmp_path).only(layer)
@@ -230,9 +218,7 @@ def test_a_wrong_reading_is_seen(model_type: str, damage: str, tmp_path: Path) -
 
 CHANGES: dict[str, Callable[[Stack], Stack]] = {
     "transposed": lambda stack: dataclasses.replace(stack, transposed=not stack.transposed),
-    "interleaved": lambda stack: dataclasses.replace(
-        stack, interleaved=len(stack.roles) > 1 and not stack.interleaved
-    ),
+    "interleaved": lambda stack: dataclasses.replace(stack, interleaved=len(stack.roles) > 1 and not stack.interleaved),
     "order": lambda stack: dataclasses.replace(stack, roles=stack.roles[::-1]),
 }
 
@@ -259,15 +245,7 @@ def test_a_wrong_row_is_refused_or_seen(
 # --- every tensor once -------------------------------------------------------------------------------------
 
 DENSE = ("shared_expert", "share_expert", "shared_mlp", "router", "gate.weight", "e_score_correction_bias")
-DENSE += (
-    "expert_bias",
-    "visual",
-    "vision",
-    "per_expert_scale",
-    "shared_mlp",
-    "multi_modal_projector",
-    "embed",
-)
+DENSE += ("expert_bias", "visual", "vision", "per_expert_scale", "shared_mlp", "multi_modal_projector", "embed")
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -313,11 +291,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, 
     tensors = change(load_all(folder))
     for path in folder.glob("*.safetensors*"):
         path.unlink()
-    save_file(
-        {k: v.contiguous().clone() for k, v in tensors.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    save_file({k: v.contiguous().clone() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
 PER_EXPERT = [m for m in FUSED if BY_MODEL_TYPE[m].projections]
@@ -439,9 +413,7 @@ def test_unsupported_models_have_no_row(model_type: str) -> None:
     assert not UNSUPPORTED[model_type].endswith(".")
 
 
-@pytest.mark.parametrize(
-    "row", {row.name: row for row in BY_MODEL_TYPE.values()}.values(), ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", {row.name: row for row in BY_MODEL_TYPE.values()}.values(), ids=lambda row: row.name)
 def test_stacks_hold_each_projection_once(row: Family) -> None:
     if not row.stacks:
         return

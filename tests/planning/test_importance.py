@@ -75,9 +75,7 @@ def test_what_is_wrong_is_named_before_any_work(
     assert str(file) in caught.value.where
     assert found in str(caught.value.found)
     with pytest.raises(InputError, match=what):
-        hqconv.convert(
-            src, tmp_path / "out", schema="int4-g32", target="sm90", quantizer="mse", importance=file
-        )
+        hqconv.convert(src, tmp_path / "out", schema="int4-g32", target="sm90", quantizer="mse", importance=file)
     assert not (tmp_path / "out").exists()
 
 

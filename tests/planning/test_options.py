@@ -40,9 +40,7 @@ def test_the_api_has_every_option(function: Any) -> None:
         function("model")
 
 
-@pytest.mark.parametrize(
-    "options", [EncodingOptions(), EncodingOptions(True), EncodingOptions(True, "mse")], ids=repr
-)
+@pytest.mark.parametrize("options", [EncodingOptions(), EncodingOptions(True), EncodingOptions(True, "mse")], ids=repr)
 def test_a_manifest_gives_back_the_options(options: EncodingOptions) -> None:
     document = options.to_dict()
     assert document.keys() <= set(ENCODING_KEYS)

@@ -43,11 +43,7 @@ QWEN = {"model_type": "qwen3_moe", "hidden_act": "silu", "num_experts_per_tok": 
 
 
 def synthetic(
-    layers: int = 2,
-    experts: int = 5,
-    hidden: int = 128,
-    inner: int = 256,
-    dtype: str = "BF16",
+    layers: int = 2, experts: int = 5, hidden: int = 128, inner: int = 256, dtype: str = "BF16"
 ) -> tuple[Any, ExpertMap]:
     """What planning sees of a Qwen3-MoE checkpoint: names, shapes, sizes; there are no files."""
     tensors: dict[str, TensorRef] = {}
@@ -109,10 +105,7 @@ def plan_of(
 # The library's sub-byte types have to fill whole bytes.
 specs = st.dictionaries(
     st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda n: n != "__metadata__"),
-    st.tuples(
-        st.sampled_from(sorted(DTYPES)),
-        st.lists(st.integers(0, 5), max_size=3).map(lambda shape: (*shape, 8)),
-    ),
+    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3).map(lambda shape: (*shape, 8))),
     max_size=12,
 )
 
@@ -168,9 +161,7 @@ def all_places(group: MoeLayerPlan, plan: ConversionPlan) -> Iterable[tuple[str,
         for tp_rank, ep_rank in grid.ranks:
             for indices, local in group.neighbours(range(block.num_experts)).get(ep_rank, []):
                 for name, tensor in group.rank_tensors(tp_rank, ep_rank).items():
-                    yield from (
-                        (f"{block.name}.{name}", tensor.entry(local + i)) for i in range(len(indices))
-                    )
+                    yield from ((f"{block.name}.{name}", tensor.entry(local + i)) for i in range(len(indices)))
         return
     for expert, projections in enumerate(block.sources):
         for projection, roles in projections.items():
@@ -239,9 +230,7 @@ def test_places_tile_every_shard_of_the_checkpoint_layout(
     names = [name for file in files for name in file.tensors]
     assert len(names) == len(set(names))
     assert plan.weight_map == {name: file.path for file in files for name in file.tensors}
-    assert {f.path for f in files} == {
-        artifact_names.shard_name(i + 1, len(files)) for i in range(len(files))
-    }
+    assert {f.path for f in files} == {artifact_names.shard_name(i + 1, len(files)) for i in range(len(files))}
 
 
 @pytest.mark.parametrize("limit", [1, 40_000, 10**9])
@@ -317,10 +306,7 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
     ("words", "needle"),
     [
         ({"target": GpuTarget(75)}, "sm75 has no bfloat16"),
-        (
-            {"target": GpuTarget(75), "inputs": INPUT_PRESETS["fp8"], "param_dtype": "float16"},
-            "begin with sm89",
-        ),
+        ({"target": GpuTarget(75), "inputs": INPUT_PRESETS["fp8"], "param_dtype": "float16"}, "begin with sm89"),
         (
             {"inputs": INPUT_PRESETS["fp8"], "schema": schema_of("nvfp4")},
             "nvfp4 with --input-schema a16; fp8 activations with --schema mxfp4",
@@ -333,10 +319,7 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
         ({"layout": "checkpoint", "grid": Grid(tp=2)}, "--layout checkpoint"),
         ({"layout": "checkpoint", "grid": Grid(redundant=1)}, "--redundant-experts"),
         ({"schema": WeightSchema("odd", "uint4", "float16", "channel")}, "bs_dtype"),
-        (
-            {"schema": WeightSchema("odd", "uint4", "bfloat16", "channel"), "param_dtype": "float16"},
-            "bs_dtype",
-        ),
+        ({"schema": WeightSchema("odd", "uint4", "bfloat16", "channel"), "param_dtype": "float16"}, "bs_dtype"),
     ],
     ids=str,
 )
@@ -398,9 +381,7 @@ def test_warnings_for_what_stock_vllm_cannot_serve(name: str, dtype: str, warns:
 
 def test_warning_for_what_the_kernel_was_seen_to_fail_on() -> None:
     fp8 = INPUT_PRESETS["fp8"]  # under which the kernel was not seen to fail
-    assert "overflows" not in str(
-        plan_of(synthetic(), "fp8-e5m2", param_dtype="float16", inputs=fp8).warnings
-    )
+    assert "overflows" not in str(plan_of(synthetic(), "fp8-e5m2", param_dtype="float16", inputs=fp8).warnings)
     assert "overflows" in plan_of(synthetic(), "fp8-e5m2", param_dtype="float16").warnings[0]
     assert plan_of(synthetic(), "fp8", param_dtype="float16").warnings == ()
 

@@ -12,11 +12,7 @@ from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.content_sums import ContentSums, factors, of_expert
 from hqconv.schemas.weight_schema import resolve_schema
 
-DTYPES = {
-    torch.uint8: (0, 255),
-    torch.int16: (-(1 << 15), (1 << 15) - 1),
-    torch.int32: (-(1 << 31), (1 << 31) - 1),
-}
+DTYPES = {torch.uint8: (0, 255), torch.int16: (-(1 << 15), (1 << 15) - 1), torch.int32: (-(1 << 31), (1 << 31) - 1)}
 
 
 def test_factors_are_odd_differ_and_do_not_depend_on_how_many_are_asked_for() -> None:
@@ -33,13 +29,9 @@ def test_factors_are_odd_differ_and_do_not_depend_on_how_many_are_asked_for() ->
 @given(st.sampled_from(list(DTYPES)), st.tuples(*[st.integers(1, 9)] * 3), st.integers(0, 1 << 30))
 def test_rows_are_summed_alike(dtype: torch.dtype, shape: tuple[int, int, int], seed: int) -> None:
     low, high = DTYPES[dtype]
-    stack = torch.from_numpy(
-        np.random.default_rng(seed).integers(low, high, shape, np.int64, endpoint=True)
-    ).to(dtype)
+    stack = torch.from_numpy(np.random.default_rng(seed).integers(low, high, shape, np.int64, endpoint=True)).to(dtype)
     columns = [int(factor) for factor in factors("column", shape[2])]
-    expected = [
-        [sum(a * b for a, b in zip(row, columns, strict=True)) for row in of] for of in stack.tolist()
-    ]
+    expected = [[sum(a * b for a, b in zip(row, columns, strict=True)) for row in of] for of in stack.tolist()]
     wrapped = [[(total + (1 << 63)) % (1 << 64) - (1 << 63) for total in of] for of in expected]
     assert row_sums(stack).tolist() == compiled_row_sums(stack).tolist() == wrapped
 

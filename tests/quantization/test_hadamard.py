@@ -112,9 +112,7 @@ def test_importance_is_that_of_rotated_inputs() -> None:
     weighted, schema = Quantizer("mse", importance * torch.arange(256)), rotated_schema("int4-g64-zp", 128)
     [found] = quantize_stacks([matrix], schema, "bfloat16", quantizer=weighted)
     same = Quantizer("mse", average_importance(importance * torch.arange(256), 128))
-    [expected] = quantize_stacks(
-        [rotate(matrix, 128)], resolve_schema("int4-g64-zp"), "bfloat16", quantizer=same
-    )
+    [expected] = quantize_stacks([rotate(matrix, 128)], resolve_schema("int4-g64-zp"), "bfloat16", quantizer=same)
     assert not differences(found.tensors, expected.tensors)
 
 

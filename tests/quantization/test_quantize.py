@@ -26,11 +26,7 @@ PLAIN = [s for s in SCHEMAS if not resolve_schema(s).is_coupled]
 COUPLED = [s for s in SCHEMAS if resolve_schema(s).is_coupled]
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 NVFP4_PER_ROW = WeightSchema(
-    "nvfp4-channel",
-    "float4e2m1",
-    bs_dtype="float8e4m3",
-    weight_scale_group_size=16,
-    weight_scale_2_type="channel",
+    "nvfp4-channel", "float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="channel"
 )
 few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -105,9 +101,7 @@ def decode(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> np.ndarray
         return values * spread_over(scale, codes.shape) * spread_over(scale_2.astype(np.float32), codes.shape)
 
 
-def humming_quant_tensor(
-    matrix: torch.Tensor, schema: WeightSchema, param_dtype: str
-) -> dict[str, torch.Tensor]:
+def humming_quant_tensor(matrix: torch.Tensor, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
     """Humming's own schema code, which runs over our CPU twins of its six ops."""
     target = humming_schema(schema)
     with resident(CPU):
@@ -132,9 +126,7 @@ def check_sums(matrix: torch.Tensor, result: Quantized, schema: WeightSchema) ->
 @pytest.mark.parametrize("name", PLAIN)
 @few
 @given(given_matrices=matrices(), param_dtype=st.sampled_from(["bfloat16", "float16"]))
-def test_quantize_is_hummings_quant_tensor(
-    name: str, given_matrices: list[torch.Tensor], param_dtype: str
-) -> None:
+def test_quantize_is_hummings_quant_tensor(name: str, given_matrices: list[torch.Tensor], param_dtype: str) -> None:
     schema = resolve_schema(name)
     [matrix] = given_matrices
     [result] = quantize([matrix], schema, param_dtype)
@@ -180,9 +172,7 @@ def nearest(values: np.ndarray, x: np.ndarray) -> np.ndarray:
     """For each x the closest of `values`; of two equally close ones, that nearer to zero."""
     values = np.unique(np.where(values == 0, 0.0, values))
     values = values[np.argsort(np.abs(values), kind="stable")]  # argmin takes the first, so the smaller
-    return np.concatenate(
-        [values[np.abs(row[:, None] - values[None]).argmin(axis=1)][None] for row in x], axis=0
-    )
+    return np.concatenate([values[np.abs(row[:, None] - values[None]).argmin(axis=1)][None] for row in x], axis=0)
 
 
 def to_e4m3(x: np.ndarray) -> np.ndarray:
@@ -258,12 +248,7 @@ def test_fp8_tensor_is_the_contracts_recipe(pair: list[torch.Tensor]) -> None:
     scale = np.float32(shared_maximum(pair) / np.float32(448))
     for matrix, result in zip(pair, quantize(pair, schema, "bfloat16"), strict=True):
         assert result.tensors["weight_scale"].tolist() == [scale]
-        check_codes(
-            matrix,
-            unpack(result.tensors["weight"], 8),
-            "float8e4m3",
-            np.full(matrix.shape, scale, np.float32),
-        )
+        check_codes(matrix, unpack(result.tensors["weight"], 8), "float8e4m3", np.full(matrix.shape, scale, np.float32))
         check_sums(matrix, result, schema)
 
 
@@ -337,9 +322,7 @@ def test_a_source_type_that_holds_the_same_numbers_gives_the_same_bytes(name: st
     schema = resolve_schema(name)
     values = (torch.randint(-127, 128, (128, 256), generator=torch.Generator().manual_seed(1)) / 64).float()
     # Humming's kernel fuses a product with a difference for float32 groups with an integer zero point only.
-    fuses = (
-        schema.has_zero_point and not schema.is_fp_zero_point and 0 < schema.weight_scale_group_size <= 128
-    )
+    fuses = schema.has_zero_point and not schema.is_fp_zero_point and 0 < schema.weight_scale_group_size <= 128
     dtypes = [torch.bfloat16, torch.float16] + ([] if fuses else [torch.float32])
     reference, *others = (quantize([values.to(dtype)] * 2, schema, "bfloat16")[0] for dtype in dtypes)
     for other in others:

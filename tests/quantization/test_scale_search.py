@@ -31,18 +31,7 @@ SHAPE = (128, 384)
 # Of each version of the search, what it makes of `fixed_stacks`. One that is here is not changed: there is a next one.
 RESULTS = {1: "a88ca4d1f1b2ee181a06523c14cd04ad7b10d24b2c6a923d425d8b7402d64ee1"}
 SEARCHED = (
-    *(
-        "mxfp4",
-        "mxfp8",
-        "nvfp4",
-        "fp8",
-        "fp8-e5m2",
-        "fp8-block",
-        "fp8-tensor",
-        "fp6-e3m2",
-        "int8",
-        "int8-g128-zp",
-    ),
+    *("mxfp4", "mxfp8", "nvfp4", "fp8", "fp8-e5m2", "fp8-block", "fp8-tensor", "fp6-e3m2", "int8", "int8-g128-zp"),
     *("int6-g128", "int4", "int4-c", "int4-g64-zp", "int4-g128-fpzp", "int3-g64", "int2-g32-zp", "int1-g64"),
     *("e2m1-row", "uint4-e5m3", "uint4-e8m0"),
 )
@@ -107,9 +96,7 @@ def stacks_of_two(draw: st.DrawFn) -> list[torch.Tensor]:
     pool = draw(st.lists(st.sampled_from(extremes) | st.floats(-8, 8, width=16), min_size=1, max_size=12))
     result = []
     for _ in range(2):
-        values = generator.choice(np.array(pool), (1, 128, 256)) * generator.choice(
-            [-1.0, 1.0], (1, 128, 256)
-        )
+        values = generator.choice(np.array(pool), (1, 128, 256)) * generator.choice([-1.0, 1.0], (1, 128, 256))
         noise = generator.standard_t(4, (1, 128, 256)) * np.exp2(generator.integers(-30, 8, (1, 128, 1)))
         values = np.where(generator.random((1, 128, 1)) < 0.6, noise, values)
         outlier = generator.random((1, 128, 256)) < 0.002
@@ -182,17 +169,13 @@ def test_experts_and_helpers_change_nothing(name: str) -> None:
                 assert_same(parts.tensors[key], tensor, key)
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp4", "nvfp4", "int4", "int8", "fp8", "fp8-block", "fp6-e3m2", "uint4-e8m0"]
-)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "int8", "fp8", "fp8-block", "fp6-e3m2", "uint4-e8m0"])
 def test_what_is_exact_keeps_its_bytes(name: str) -> None:
     """Weights that are codes times a power of two, with the code of the largest magnitude in every group."""
     schema = any_schema(name)
     if schema.is_integer:
         half = 2 ** (schema.num_bits - 1)
-        numbers = torch.randint(
-            -half, half, (1, 128, 256), generator=torch.Generator().manual_seed(3)
-        ).float()
+        numbers = torch.randint(-half, half, (1, 128, 256), generator=torch.Generator().manual_seed(3)).float()
         numbers[..., ::16] = -half
     else:
         largest = {"float4e2m1": 6.0, "float8e4m3": 448.0, "float6e3m2": 28.0}[schema.b_dtype]
@@ -211,8 +194,7 @@ def test_equal_importance_is_none_and_columns_of_no_importance_give_way() -> Non
     even, seen = torch.full((256,), 1.0), torch.ones(256)
     seen[::32] = 0
     one, same, other = (
-        quantize_stacks([stack], schema, "bfloat16", quantizer=Quantizer("mse", h))[0]
-        for h in (None, even, seen)
+        quantize_stacks([stack], schema, "bfloat16", quantizer=Quantizer("mse", h))[0] for h in (None, even, seen)
     )
     assert_same(one.tensors["weight"], same.tensors["weight"], "weight")
     lost = [((stack[0].numpy() - decoded(s, schema)[0]) ** 2 * seen.numpy()).sum() for s in (one, other)]
@@ -303,9 +285,7 @@ def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_t
             tried.append(scales)
             return torch.full((1, 1, 1), errors[len(tried) - 1], dtype=torch.float64)
 
-        [found] = search(
-            [SearchStart(start, torch.ones(1, 1, 1, dtype=torch.float64), score)], schema, "bfloat16"
-        )
+        [found] = search([SearchStart(start, torch.ones(1, 1, 1, dtype=torch.float64), score)], schema, "bfloat16")
         assert bool(found.changed) is (chosen is not None)
         expected = start if chosen is None else tried[chosen]
         assert float(found.scales.scale) == float(expected.scale)

@@ -31,9 +31,7 @@ def kernels_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
     """Gate and up of three experts."""
-    return [
-        torch.stack([hard_matrix(*SHAPE, dtype, 10 * i + e) for e in range(NUM_EXPERTS)]) for i in range(2)
-    ]
+    return [torch.stack([hard_matrix(*SHAPE, dtype, 10 * i + e) for e in range(NUM_EXPERTS)]) for i in range(2)]
 
 
 def assert_same_stacks(ours: QuantizedStack, theirs: QuantizedStack) -> None:
@@ -50,9 +48,7 @@ def assert_same_stacks(ours: QuantizedStack, theirs: QuantizedStack) -> None:
 def test_every_expert_is_quantized_as_if_alone(name: str, dtype: torch.dtype) -> None:
     schema, stacks = resolve_schema(name), hard_stacks(dtype)
     whole = quantize_stacks(stacks, schema, "bfloat16", count_exact=True)
-    alone = [
-        quantize([s[e] for s in stacks], schema, "bfloat16", count_exact=True) for e in range(NUM_EXPERTS)
-    ]
+    alone = [quantize([s[e] for s in stacks], schema, "bfloat16", count_exact=True) for e in range(NUM_EXPERTS)]
     for index, stack in enumerate(whole):
         for key, tensor in stack_tensors([pair[index].tensors for pair in alone]).items():
             assert_same(stack.tensors[key], tensor, key)
@@ -69,9 +65,7 @@ def test_the_recipe_for_gpus_is_that_of_the_cpu(name: str, param_dtype: str) -> 
     schema, stacks = resolve_schema(name), hard_stacks(torch.bfloat16)
     with resident(torch.device("cpu")):
         recipe = cuda.quantize_stacks(stacks, schema, param_dtype, None, count_exact=True)
-    for ours, theirs in zip(
-        cpu.quantize_stacks(stacks, schema, param_dtype, None, True), recipe, strict=True
-    ):
+    for ours, theirs in zip(cpu.quantize_stacks(stacks, schema, param_dtype, None, True), recipe, strict=True):
         assert_same_stacks(ours, theirs)
 
 
@@ -86,9 +80,7 @@ def test_stacks_that_lie_side_by_side_are_taken_at_once(name: str) -> None:
     assert same_bits(joined, together.flatten(0, 1))
     with resident(torch.device("cpu")):
         at_once = cuda.quantize_stacks(list(together), schema, "bfloat16", None, count_exact=True)
-    for ours, theirs in zip(
-        at_once, cpu.quantize_stacks(stacks, schema, "bfloat16", None, True), strict=True
-    ):
+    for ours, theirs in zip(at_once, cpu.quantize_stacks(stacks, schema, "bfloat16", None, True), strict=True):
         assert_same_stacks(ours, theirs)
 
 

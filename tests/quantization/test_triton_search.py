@@ -61,9 +61,7 @@ for case in sys.argv[1 : -1 if is_broken else None]:
 def agreements(*words: str) -> list[list[str]]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", SCRIPT, *words]
-    done = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return [line.split() for line in done.stdout.splitlines()]
 

@@ -45,9 +45,7 @@ for name in sys.argv[1 : -1 if flip else None]:
 def sums_agree(*words: str) -> list[list[str]]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", SCRIPT, *words]
-    done = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return [line.split() for line in done.stdout.splitlines()]
 

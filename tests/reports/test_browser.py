@@ -83,9 +83,7 @@ def test_the_browser_would_tell(tab: Browser, tmp_path: Path) -> None:
     """So that the tests above can fail."""
     bad = tmp_path / "bad.html"
     script = "<script>console.error('said')</script><img src='http://127.0.0.1:9/x.png'>"
-    bad.write_text(
-        f"<!DOCTYPE html><body style='margin:0 -9px;width:900px;font-size:8px'>{script}<p>words</p></body>"
-    )
+    bad.write_text(f"<!DOCTYPE html><body style='margin:0 -9px;width:900px;font-size:8px'>{script}<p>words</p></body>")
     found = tab.show(bad, 400, "dark")
     assert any("said" in one for one in found.said)
     assert "http://127.0.0.1:9/x.png" in found.fetched

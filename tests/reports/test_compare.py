@@ -63,9 +63,7 @@ def test_figures_are_those_of_the_manifests(folder: Path) -> None:
         assert one["worst"][0]["relative_error"] == max(errors.values())
         files = manifest(folder / name)["files"]
         assert one["num_bytes"] == sum(file["size_bytes"] for file in files.values())
-        assert one["expert_bytes"] == sum(
-            f["size_bytes"] for n, f in files.items() if n.startswith("experts/")
-        )
+        assert one["expert_bytes"] == sum(f["size_bytes"] for n, f in files.items() if n.startswith("experts/"))
     for role in ROLES:
         expected = [mean([v for (_, r), v in errors.items() if r == role]) for errors in (first, second)]
         assert words["projections"][role] == pytest.approx(expected)
@@ -108,9 +106,7 @@ def test_with_the_source_errors_are_measured(folder: Path) -> None:
     assert words["measured_against_source"]
     for one, other in zip(words["artifacts"], recorded["artifacts"], strict=True):
         assert one["relative_error"] == pytest.approx(other["relative_error"], rel=1e-9)
-    measured = (
-        hqconv.verify(folder / "b", folder / "model", checks=["weights"], device="cpu").results[0].measured
-    )
+    measured = hqconv.verify(folder / "b", folder / "model", checks=["weights"], device="cpu").results[0].measured
     for role in ROLES:
         for key, name in (("sqnr_db", "least_sqnr_db"), ("cosine", "least_cosine")):
             assert words["figures"][1][role][name] == min(roles[role][key] for roles in measured.values())
@@ -159,21 +155,14 @@ def test_other_sources_and_blocks_that_were_left_are_said(folder: Path, tmp_path
     words["source"] |= {"name": "org/other", "revision": "abc"}
     write_manifest(tmp_path / "b", words)
     notes = compared(folder / "a", tmp_path / "b")["notes"]
-    assert notes == [
-        "The sources differ in name: model, org/other.",
-        "The sources differ in revision: None, abc.",
-    ]
+    assert notes == ["The sources differ in name: model, org/other.", "The sources differ in revision: None, abc."]
     (tmp_path / "recipe.toml").write_text(
         'schema = "mxfp4"\ntarget = "sm90"\n[[override]]\nlayers = "1"\nschema = "none"\n'
     )
-    done = call(
-        "convert", folder / "model", "-o", tmp_path / "left", "--config", tmp_path / "recipe.toml", "-q"
-    )
+    done = call("convert", folder / "model", "-o", tmp_path / "left", "--config", tmp_path / "recipe.toml", "-q")
     assert done.exit_code == 0, done.stderr
     found = compared(tmp_path / "left", folder / "b")
-    assert found["notes"] == [
-        "Left as they are in one of them, and not compared: model.layers.1.mlp.experts."
-    ]
+    assert found["notes"] == ["Left as they are in one of them, and not compared: model.layers.1.mlp.experts."]
     assert {one["block"] for one in found["blocks"]} == {"model.layers.0.mlp.experts"}
 
 
@@ -189,9 +178,7 @@ def test_a_damaged_artifact_is_not_compared_with_its_source(folder: Path, tmp_pa
 
 
 def test_obstacles_of_servers_are_told(folder: Path, tmp_path: Path) -> None:
-    hqconv.convert(
-        folder / "model", tmp_path / "ranks", schema="int8", target="sm90", tp=2, ep=2, device="cpu"
-    )
+    hqconv.convert(folder / "model", tmp_path / "ranks", schema="int8", target="sm90", tp=2, ep=2, device="cpu")
     run(folder / "model", tmp_path / "zp", "int4-g64-zp", layout="checkpoint")
     first, second = compared(tmp_path / "ranks", tmp_path / "zp")["artifacts"]
     assert "use --tp 1" in first["vllm_obstacles"][0]

@@ -79,16 +79,11 @@ def test_dry_run_tells_exactly_what_a_conversion_writes(model: Path, tmp_path: P
     )
     written = {f"{p.relative_to(out)}": p.stat().st_size for p in out.rglob("*.safetensors")}
     assert {file["path"]: file["size_bytes"] for file in words["files"]} == written
-    assert sum(words["rank_bytes"].values()) + (out / "model.safetensors").stat().st_size == sum(
-        written.values()
-    )
+    assert sum(words["rank_bytes"].values()) + (out / "model.safetensors").stat().st_size == sum(written.values())
     assert words["num_bytes_out"] == sum(written.values())
     assert words["other_files"] == ["tokenizer.json"]
     assert words["notes"] == []
-    assert ["redundant" in words["warnings"][0], "--tp 1" in words["warnings"][1]] == [
-        True,
-        True,
-    ]  # no server
+    assert ["redundant" in words["warnings"][0], "--tp 1" in words["warnings"][1]] == [True, True]  # no server
     assert words["tensors"]["converted"]["num_tensors"] == 24
     assert words["tensors"]["copied"]["num_tensors"] == 5
     assert words["peak_memory_bytes"] == words["num_workers"] * words["worker_bytes"] <= 4 << 30
@@ -103,17 +98,7 @@ def test_the_progress_total_is_what_a_conversion_reports(model: Path, tmp_path: 
 
 def test_dry_run_for_people(model: Path, tmp_path: Path) -> None:
     stdout = succeed(
-        *(
-            "convert",
-            model,
-            "-o",
-            tmp_path / "out",
-            "--schema",
-            "nvfp4",
-            "--layout",
-            "checkpoint",
-            "--dry-run",
-        )
+        *("convert", model, "-o", tmp_path / "out", "--schema", "nvfp4", "--layout", "checkpoint", "--dry-run")
     )
     for text in (
         "qwen_moe (model_type qwen3_moe",
@@ -273,17 +258,7 @@ def test_dry_run_says_how_blocks_are_converted(
     assert words["conversion"] == {conversion: 1}
     assert words["source"]["quant_method"] == inspect(str(folder))["quant_method"]
     assert words["blocks"][0]["source_format"] == inspect(str(folder))["blocks"][0]["source_format"]
-    arguments = (
-        "convert",
-        folder,
-        "-o",
-        tmp_path / "out",
-        "--schema",
-        schema,
-        "--target",
-        "sm90",
-        "--dry-run",
-    )
+    arguments = ("convert", folder, "-o", tmp_path / "out", "--schema", schema, "--target", "sm90", "--dry-run")
     assert text in succeed(*arguments)
     assert not (tmp_path / "out").exists()
 

@@ -103,24 +103,14 @@ def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
     words, shown = manifest(made), Page(page(page_document(made)))
     for name, block in words["blocks"].items():
         for role, error in block["quantization_error"].items():
-            row = [
-                name,
-                "int4-g64-zp",
-                ROLES[role],
-                figure(error["relative_error"]),
-                str(error["worst_expert"]),
-            ]
+            row = [name, "int4-g64-zp", ROLES[role], figure(error["relative_error"]), str(error["worst_expert"])]
             assert [*row, figure(error["worst_relative_error"])] in shown.rows
     errors = [float(row[3]) for row in shown.rows if row[1:2] == ["int4-g64-zp"]]
     assert errors == sorted(errors, reverse=True)
     assert len(set(errors)) > 1
     for name, entry in words["files"].items():
         assert any(row[0] == name and row[2] == entry["sha256"] for row in shown.rows)
-    for text in (
-        words["digest"],
-        words["source"]["files"][0]["header_sha256"],
-        words["family_chosen_because"],
-    ):
+    for text in (words["digest"], words["source"]["files"][0]["header_sha256"], words["family_chosen_because"]):
         assert text in shown.text
     assert "vllm serve" in shown.text
     assert "No check was run" in shown.text
@@ -166,13 +156,7 @@ def test_with_the_source_every_expert_has_its_error(made: Path, model: Path, tmp
 
 
 def test_results_of_the_kernel_are_on_the_page(made: Path) -> None:
-    measured = {
-        "kernel": 0.004,
-        "channel": 0.02,
-        "batch": 0.0051,
-        "against_source": 0.117,
-        "routed_by": "made up",
-    }
+    measured = {"kernel": 0.004, "channel": 0.02, "batch": 0.0051, "against_source": 0.117, "routed_by": "made up"}
     check = {"status": "pass", "skipped_because": "", "notes": ["a note"], "findings": []}
     check["measured"] = {"model.layers.0.mlp.experts": measured}
     verification = {"passed": True, "source": None, "checks": {"kernel": check}}
@@ -232,9 +216,7 @@ def test_blocks_of_several_schemas_and_blocks_that_were_left(model: Path, tmp_pa
     recipe = '[[override]]\nlayers = "0"\nschema = "none"\n[[override]]\nlayers = "1"\nschema = "fp8"\n'
     (tmp_path / "recipe.toml").write_text(f'schema = "mxfp4"\ntarget = "sm90"\n{recipe}')
     write_qwen3_moe(tmp_path / "three", num_layers=3)
-    done = call(
-        "convert", tmp_path / "three", "-o", tmp_path / "out", "--config", tmp_path / "recipe.toml", "-q"
-    )
+    done = call("convert", tmp_path / "three", "-o", tmp_path / "out", "--config", tmp_path / "recipe.toml", "-q")
     assert done.exit_code == 0, done.stderr
     words = page_document(tmp_path / "out")
     assert words["usage"]["schemas"].keys() == {"fp8", "mxfp4"}
@@ -351,9 +333,7 @@ def test_what_cannot_be_read_is_said(damage: str, own: Path, tmp_path: Path) -> 
 
 def test_a_good_artifact_and_its_page(made: Path, tmp_path: Path) -> None:
     before = read_tree(made)
-    done = call(
-        "verify", made, "--checks", "files,weights", "--report", tmp_path / "page.html", "--device", "cpu"
-    )
+    done = call("verify", made, "--checks", "files,weights", "--report", tmp_path / "page.html", "--device", "cpu")
     assert done.exit_code == 0, done.stderr
     assert f"The page is in {tmp_path / 'page.html'}." in done.stderr
     assert "passed" in read(tmp_path / "page.html").text
@@ -426,9 +406,7 @@ def test_ticks_are_round_and_reach_the_top(top: float) -> None:
 
 
 def test_lines_have_gaps_where_nothing_is_known() -> None:
-    svg = render_plot(
-        lines_plot("t", ["a", "b", "c", "d"], {"s": ("w1", [0.1, None, 0.2, float("nan")])}, "u")
-    )
+    svg = render_plot(lines_plot("t", ["a", "b", "c", "d"], {"s": ("w1", [0.1, None, 0.2, float("nan")])}, "u"))
     (path,) = re.findall(r'class="line w1" d="([^"]*)"', svg)
     assert path.count("M") == 2
     assert "L" not in path
@@ -437,9 +415,7 @@ def test_lines_have_gaps_where_nothing_is_known() -> None:
 
 
 def test_heat_maps_have_a_cell_for_each_expert() -> None:
-    svg = render_plot(
-        heat_plot("t", ["layer 0", "layer 1"], [[3.0, 3.5, 4.0, 4.0], [None, None, 3.0, float("nan")]])
-    )
+    svg = render_plot(heat_plot("t", ["layer 0", "layer 1"], [[3.0, 3.5, 4.0, 4.0], [None, None, 3.0, float("nan")]]))
     cells: dict[tuple[int, int], str] = {}
     for level, data in re.findall(r'<path class="(h\d+)" d="([^"]*)"', svg):
         for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1h-\d+z", data):

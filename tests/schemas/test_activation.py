@@ -55,11 +55,7 @@ def test_words_say_where_nothing_but_the_name_is_known(activation: Activation) -
 def test_a_limit_is_in_the_label_with_all_its_digits(limit: float) -> None:
     activation = Activation("silu_clamp", limit)
     assert re.fullmatch(r"silu_clamp\d+(\.\d+)?", activation.label)
-    assert (
-        Activation.of_label(activation.label)
-        == activation
-        == Activation.from_dict(activation.to_dict(gated=True))
-    )
+    assert Activation.of_label(activation.label) == activation == Activation.from_dict(activation.to_dict(gated=True))
 
 
 def test_people_see_the_numbers_that_the_label_does_not_say() -> None:

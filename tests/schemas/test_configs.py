@@ -23,9 +23,7 @@ BITS_PER_WEIGHT = {"int4-g64-zp": 4.3125, "w3-g64": 3.25, "fp8-block-64": 8.0078
 
 
 def test_every_recipe_is_listed() -> None:
-    assert {path.name for path in CONFIGS.iterdir() if path.is_file()} == {
-        f"{name}.toml" for name in EXPECTED
-    }
+    assert {path.name for path in CONFIGS.iterdir() if path.is_file()} == {f"{name}.toml" for name in EXPECTED}
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -7,16 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hqconv.errors import RequestError
-from hqconv.schemas.grid import (
-    LINEAR,
-    ROUND_ROBIN,
-    Grid,
-    check_grid,
-    slice_unit,
-    tp_share,
-    tp_slices,
-    working_tp_sizes,
-)
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid, check_grid, slice_unit, tp_share, tp_slices, working_tp_sizes
 from hqconv.schemas.weight_schema import resolve_schema
 
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
@@ -115,8 +106,7 @@ def test_working_tp_sizes_by_brute_force(name: str, size: int) -> None:
     expected = [
         tp
         for tp in range(1, size + 1)
-        if size % tp == 0
-        and all((rank * size // tp) % period == 0 for rank in range(tp + 1) for period in periods)
+        if size % tp == 0 and all((rank * size // tp) % period == 0 for rank in range(tp + 1) for period in periods)
     ]
     assert working_tp_sizes(size, schema) == expected
     assert slice_unit(schema) == max(periods)  # all are powers of two

@@ -37,17 +37,13 @@ def test_a_wheel_has_them(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run(
-        [*command, "-w", tmp_path, source], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    done = subprocess.run([*command, "-w", tmp_path, source], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     place = SCHEMAS.relative_to(REPO).as_posix()
     with zipfile.ZipFile(wheel) as unpacked:
         found = {name: unpacked.read(name) for name in unpacked.namelist() if name.endswith(".toml")}
-        templates = {
-            Path(name).name for name in unpacked.namelist() if name.startswith("hqconv/reports/templates/")
-        }
+        templates = {Path(name).name for name in unpacked.namelist() if name.startswith("hqconv/reports/templates/")}
     assert templates == {path.name for path in (REPO / "hqconv/reports/templates").iterdir()}
     assert found == {f"{place}/{name}": data for name, data in FILES.items()}
 

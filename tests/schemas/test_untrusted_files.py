@@ -23,9 +23,7 @@ def test_what_is_no_file(read: Callable[[Path], object], kind: str, tmp_path: Pa
     assert kind.split()[-1] in str(caught.value.strerror)
 
 
-def test_a_file_that_becomes_a_pipe_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = tmp_path / "x", os.open
     path.write_text("x")
 

@@ -61,9 +61,7 @@ def test_preset(name: str) -> None:
         ("int1-g16", "uint1", 16, False, False),
     ],
 )
-def test_shorthand(
-    text: str, b_dtype: str, group_size: int, has_zero_point: bool, is_fp_zero_point: bool
-) -> None:
+def test_shorthand(text: str, b_dtype: str, group_size: int, has_zero_point: bool, is_fp_zero_point: bool) -> None:
     assert resolve_schema(text) == WeightSchema(
         name=text,
         b_dtype=b_dtype,
@@ -93,15 +91,7 @@ def test_shorthand(
             "int4-g0",
             "int4-g064",
         ),
-        *(
-            "int4-64",
-            "int4-c-g64",
-            "int4-zp-g64",
-            "int4-g64-zp-fpzp",
-            "int4-g64zp",
-            "int4-g64-zp2",
-            "int4-zp-zp",
-        ),
+        *("int4-64", "int4-c-g64", "int4-zp-g64", "int4-g64-zp-fpzp", "int4-g64zp", "int4-g64-zp2", "int4-zp-zp"),
         *("fp4", "mxfp", "fp8-g128", "mxfp4-zp", "nvfp4.tom", "fp8-Block", "float4e2m1"),
     ],
 )
@@ -151,16 +141,8 @@ IMPOSSIBLE = [
         "weight_scale_group_size_n",
         "a power of two, at least 64",
     ),
-    (
-        {"weight_scale_type": "block", "weight_scale_group_size_n": 64, "b_dtype": "uint4"},
-        "b_dtype",
-        "a float type",
-    ),
-    (
-        {"weight_scale_type": "block", "weight_scale_group_size_n": 64, "bs_dtype": "bfloat16"},
-        "bs_dtype",
-        "float32",
-    ),
+    ({"weight_scale_type": "block", "weight_scale_group_size_n": 64, "b_dtype": "uint4"}, "b_dtype", "a float type"),
+    ({"weight_scale_type": "block", "weight_scale_group_size_n": 64, "bs_dtype": "bfloat16"}, "bs_dtype", "float32"),
     ({"weight_scale_2_type": "block"}, "weight_scale_2_type", "none|tensor|channel"),
     ({"weight_scale_2_type": "tensor"}, "bs_dtype", "float8e4m3 or float8e5m2"),
     ({"weight_scale_2_type": "tensor", "bs_dtype": "float8e8m0"}, "bs_dtype", "float8e4m3 or float8e5m2"),
@@ -169,24 +151,11 @@ IMPOSSIBLE = [
         "weight_scale_type",
         "group, where there is a second scale",
     ),
-    (
-        {"weight_scale_2_type": "tensor", "bs_dtype": "float8e4m3", "b_dtype": "uint4"},
-        "b_dtype",
-        "a float type",
-    ),
+    ({"weight_scale_2_type": "tensor", "bs_dtype": "float8e4m3", "b_dtype": "uint4"}, "b_dtype", "a float type"),
     ({"has_zero_point": True}, "has_zero_point", "false for a float type"),
+    ({"has_zero_point": True, "b_dtype": "uint4", "bs_dtype": "float8e8m0"}, "bs_dtype", "the parameter dtype"),
     (
-        {"has_zero_point": True, "b_dtype": "uint4", "bs_dtype": "float8e8m0"},
-        "bs_dtype",
-        "the parameter dtype",
-    ),
-    (
-        {
-            "has_zero_point": True,
-            "b_dtype": "uint4",
-            "weight_scale_type": "tensor",
-            "weight_scale_group_size": 0,
-        },
+        {"has_zero_point": True, "b_dtype": "uint4", "weight_scale_type": "tensor", "weight_scale_group_size": 0},
         "weight_scale_type",
         "group or channel",
     ),
@@ -264,24 +233,12 @@ def test_toml_int_is_hummings_uint(tmp_path: Path) -> None:
         ("", ("recipe.toml", "names no weight type", "b_dtype")),
         ("b_dtype = uint4", ("recipe.toml", "cannot be read", "line 1")),
         ('b_dtype = "uint4"\nb_dtype = "uint5"', ("recipe.toml", "cannot be read")),
-        (
-            'b_dtype = "uint4"\ngroup_size = 64',
-            ("recipe.toml", ": group_size", "found: 64", "weight_scale_group_size"),
-        ),
+        ('b_dtype = "uint4"\ngroup_size = 64', ("recipe.toml", ": group_size", "found: 64", "weight_scale_group_size")),
         ('b_dtype = "uint4"\nname = "x"', ("recipe.toml", ": name", "found: 'x'")),
         ("b_dtype = 4", ("recipe.toml", ": b_dtype", "found: 4", "str")),
-        (
-            'b_dtype = "uint4"\nweight_scale_group_size = "64"',
-            (": weight_scale_group_size", "found: '64'", "int"),
-        ),
-        (
-            'b_dtype = "uint4"\nweight_scale_group_size = 64.0',
-            (": weight_scale_group_size", "found: 64.0", "int"),
-        ),
-        (
-            'b_dtype = "uint4"\nweight_scale_group_size = true',
-            (": weight_scale_group_size", "found: True", "int"),
-        ),
+        ('b_dtype = "uint4"\nweight_scale_group_size = "64"', (": weight_scale_group_size", "found: '64'", "int")),
+        ('b_dtype = "uint4"\nweight_scale_group_size = 64.0', (": weight_scale_group_size", "found: 64.0", "int")),
+        ('b_dtype = "uint4"\nweight_scale_group_size = true', (": weight_scale_group_size", "found: True", "int")),
         ('b_dtype = "uint4"\nhas_zero_point = 1', (": has_zero_point", "found: 1", "bool")),
         ('b_dtype = "uint4"\n[more]\nx = 1', ("recipe.toml", ": more", "found: {'x': 1}")),
         (
@@ -319,9 +276,7 @@ def test_unreadable_toml_files_are_refused(tmp_path: Path) -> None:
         ("int4-g128-fpzp", 4, True, False, 4.25),
     ],
 )
-def test_properties(
-    name: str, num_bits: int, is_integer: bool, is_coupled: bool, bits_per_weight: float
-) -> None:
+def test_properties(name: str, num_bits: int, is_integer: bool, is_coupled: bool, bits_per_weight: float) -> None:
     schema = resolve_schema(name)
     assert (schema.num_bits, schema.is_integer, schema.is_coupled) == (num_bits, is_integer, is_coupled)
     assert schema.bits_per_weight() == bits_per_weight

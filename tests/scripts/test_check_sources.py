@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 from hqconv.models.families import FAMILIES
-from scripts.check_sources import (
-    TABLE,
-    check_format,
-    document,
-    family_rows,
-    find_row,
-    format_row,
-    missing_rows,
-)
+from scripts.check_sources import TABLE, check_format, document, family_rows, find_row, format_row, missing_rows
 from scripts.check_sources import Outcome as Done
 from tests.make.formats import FORMATS
 

@@ -14,9 +14,7 @@ from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
 TEXT = PAGE.read_text(encoding="utf-8")
-ROWS = {
-    name: cells.split(" | ") for name, cells in re.findall(r"^\| `([\w-]+)` \| (.*) \|$", TEXT, re.MULTILINE)
-}
+ROWS = {name: cells.split(" | ") for name, cells in re.findall(r"^\| `([\w-]+)` \| (.*) \|$", TEXT, re.MULTILINE)}
 
 
 def test_every_schema_has_a_row() -> None:
@@ -56,8 +54,4 @@ def test_what_the_list_says_is_in_the_table() -> None:
     assert even["int8"] < even["fp8"] / 3
     assert large["int8"] > large["fp8"]
     assert ROWS["nvfp4"][6:] == ["–", "no"]
-    assert [name for name in ("mxfp4", "int4-g32", "fp8") if ROWS[name][7] == "yes"] == [
-        "mxfp4",
-        "int4-g32",
-        "fp8",
-    ]
+    assert [name for name in ("mxfp4", "int4-g32", "fp8") if ROWS[name][7] == "yes"] == ["mxfp4", "int4-g32", "fp8"]

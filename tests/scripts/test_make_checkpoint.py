@@ -33,9 +33,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_transformers_loads_every_tensor(tmp_path: Path, model_type: str, dtype: str) -> None:
     out = make(tmp_path / "m", "--model-type", model_type, "--dtype", dtype, "--shard-size", "200KB")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        out, output_loading_info=True, dtype="auto"
-    )
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
     assert type(model).__name__ == MODELS[model_type].architecture
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[kind], kind
@@ -53,9 +51,7 @@ def test_hqconv_maps_every_expert(tmp_path: Path, model_type: str) -> None:
     with open_source(out) as checkpoint:
         found = map_experts(checkpoint.tensors, checkpoint.config)
     assert [block.num_experts for block in found.blocks] == [4] * (1 if model_type == "deepseek_v3" else 2)
-    assert {(block.hidden_size, block.intermediate_size, block.top_k) for block in found.blocks} == {
-        (128, 64, 2)
-    }
+    assert {(block.hidden_size, block.intermediate_size, block.top_k) for block in found.blocks} == {(128, 64, 2)}
 
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
@@ -86,9 +82,7 @@ def test_chunks_do_not_change_values(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_weights_have_heavy_channels_and_uneven_rows(tmp_path: Path) -> None:
-    out = make(
-        tmp_path / "m", "--hidden", "1024", "--intermediate", "512", "--layers", "1", "--dtype", "float32"
-    )
+    out = make(tmp_path / "m", "--hidden", "1024", "--intermediate", "512", "--layers", "1", "--dtype", "float32")
     weight = load(out)["model.layers.0.mlp.experts.0.gate_proj.weight"]
     columns = weight.std(0).sort(descending=True).values
     assert (columns[:2] > 8 * columns.median()).all()
@@ -164,9 +158,7 @@ def test_a_folder_has_its_name_only_when_complete(tmp_path: Path, monkeypatch: p
         (("--vocab", "2"), "--vocab 2 is less"),
     ],
 )
-def test_refusals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
-) -> None:
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str) -> None:
     with pytest.raises(SystemExit) as stop:
         make(tmp_path / "m", *options)
     assert stop.value.code == 2

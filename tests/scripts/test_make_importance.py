@@ -30,9 +30,7 @@ def blocks_of(folder: Path) -> tuple[MoeLayer, ...]:
         return source.map_experts().blocks
 
 
-def recomputed(
-    model: nn.Module, batches: list[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor, nn.Module]]:
+def recomputed(model: nn.Module, batches: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, nn.Module]]:
     """Of each module of experts, in layer order: its input [T, H], the chosen experts [T, k], and itself."""
     seen: list[tuple[torch.Tensor, torch.Tensor, nn.Module]] = []
     for _, _, module in moe_blocks(model):
@@ -91,9 +89,7 @@ def tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_the_command_writes_what_convert_takes(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_what_convert_takes(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     src, text, out = tmp_path / "src", tmp_path / "text", tmp_path / "columns.safetensors"
     save_family(src, family, inner=64)
     tokenizer(src)

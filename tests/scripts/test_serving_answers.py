@@ -12,9 +12,7 @@ from scripts.serving_answers import DECODED, all_near, verdict
 def report_of(**near: float | None) -> dict[str, Any]:
     """Of the first tokens' distances by schema; None where an engine did not start."""
     found = {
-        f"{name} against{DECODED}": {"why": "an engine did not start"}
-        if far is None
-        else {"first_log_p": far}
+        f"{name} against{DECODED}": {"why": "an engine did not start"} if far is None else {"first_log_p": far}
         for name, far in near.items()
     }
     report: dict[str, Any] = {"near": found, "failed": False}

@@ -194,8 +194,6 @@ def test_a_model_that_means_another_one_is_refused(converted: str, gated: bool, 
 
 @pytest.mark.parametrize("name", ["relu", "relu2", "silu_bound16", "gelu_clamp10"])
 def test_what_vllm_has_not_is_refused_even_if_the_model_says_so(name: str) -> None:
-    with pytest.raises(
-        RequestError, match=rf"no such activation(.|\n)*found: {name}\n(.|\n)*original"
-    ) as caught:
+    with pytest.raises(RequestError, match=rf"no such activation(.|\n)*found: {name}\n(.|\n)*original") as caught:
         agreed("here", Activation.of_label(name), True, Activation(name))
     assert ("bound is 7" in caught.value.expected) == ("bound" in name)

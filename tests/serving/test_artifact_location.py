@@ -102,9 +102,7 @@ def test_a_folder_of_vllms_for_downloads_is_used(hub: LocalHub, cache: Path, tmp
 
 def test_what_is_cached_is_not_sent_again(out: Path, hub: LocalHub) -> None:
     for _ in range(2):
-        ParameterLoader().path(
-            open_artifact_view(ArtifactLocation("org/name")), NAME, alone=False, cache_dir=None
-        )
+        ParameterLoader().path(open_artifact_view(ArtifactLocation("org/name")), NAME, alone=False, cache_dir=None)
     assert {name: hub.sent[name] for name in hub.fetched} == {
         name: (out / name).stat().st_size for name in ("hqconv.json", *OURS)
     }
@@ -142,9 +140,7 @@ def test_a_cache_that_lacks_files_is_called_that(
     assert ("HF_HUB_OFFLINE" if offline else "connection") in caught.value.message()
 
 
-def test_an_incomplete_copy_of_a_repo_is_no_incomplete_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_copy_of_a_repo_is_no_incomplete_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hqconv.serving.artifact_location.fetch", lambda *_, **__: tmp_path)
     with pytest.raises(RequestError, match=r"copy of the Hub repo(.|\n)*HF_HUB_OFFLINE") as caught:
         ArtifactLocation("org/name", "main").fetch(NAME)
@@ -176,9 +172,7 @@ def test_a_repo_without_the_file_is_refused(
         assert caught.value.expected == NAME
 
 
-def test_a_repo_that_is_no_artifact_is_refused(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repo_that_is_no_artifact_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(write_qwen3_moe(tmp_path / "model")) as hub:
         use(monkeypatch, hub.url, cache)
         with pytest.raises(RequestError, match=r"hqconv\.json"):

@@ -47,11 +47,7 @@ def opened(out: Path) -> ArtifactView:
 def test_the_facts_are_the_manifests(made: Path) -> None:
     view, words = opened(made), manifest(made)
     assert view.location == ArtifactLocation(str(made))
-    assert (view.source_name, view.kernel_spec.schema, view.grid) == (
-        "original",
-        resolve_schema("mxfp4"),
-        GRID,
-    )
+    assert (view.source_name, view.kernel_spec.schema, view.grid) == ("original", resolve_schema("mxfp4"), GRID)
     assert (view.dtype, view.sm_version) == ("bfloat16", 90)
     assert view.humming_version == words["humming_kernels_version"]
     assert [(name, block.name, block.layer) for name, block in view.blocks.items()] == [
@@ -68,9 +64,7 @@ def test_the_facts_are_the_manifests(made: Path) -> None:
 
 def test_the_files_are_those_of_ranks_alone(made: Path) -> None:
     files = opened(made).files
-    assert set(files) == {
-        path.relative_to(made).as_posix() for path in (made / "experts").rglob("*.safetensors")
-    }
+    assert set(files) == {path.relative_to(made).as_posix() for path in (made / "experts").rglob("*.safetensors")}
     assert len(files) == 2 * GRID.tp * GRID.ep
     assert all((made / name).stat().st_size == size for name, (size, _) in files.items())
 
@@ -118,10 +112,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no shape": (lambda m: block(m)["w2"].pop("shape_k"), "shape_k"),
     "words for a shape": (lambda m: block(m)["w2"].update(shape_k="wide"), "wide"),
     "no activation": (lambda m: block(m).pop("activation"), "activation"),
-    "a block's name that leads elsewhere": (
-        lambda m: m["blocks"].update({"../x": block(m)}),
-        "names of modules",
-    ),
+    "a block's name that leads elsewhere": (lambda m: m["blocks"].update({"../x": block(m)}), "names of modules"),
     "a file without a digest": (lambda m: m["files"]["config.json"].pop("sha256"), "sha256"),
     "a list of files": (lambda m: m.update(files=[]), "files"),
 }
@@ -161,9 +152,7 @@ def test_activations_without_their_schema_are_refused(out: Path) -> None:
 
 def test_the_checkpoint_layout_is_refused(out: Path) -> None:
     edit(out, lambda words: words.update(layout="checkpoint"))
-    with pytest.raises(
-        RequestError, match=r"expected: kernel\n  found: checkpoint\n(.|\n)*without this plugin"
-    ):
+    with pytest.raises(RequestError, match=r"expected: kernel\n  found: checkpoint\n(.|\n)*without this plugin"):
         opened(out)
 
 

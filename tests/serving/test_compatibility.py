@@ -211,8 +211,7 @@ def test_rotated_weights_are_cut_again_from_the_original(view: ArtifactView) -> 
     rotated = made(view, schema=replace(view.kernel_spec.schema, name="mine", hadamard_block_size=64))
     command = recut(replace(rotated, location=ArtifactLocation("org/name"), source_name="org/model"), tp=2)
     assert command == (
-        "`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 "
-        f"--dtype {view.dtype}`"
+        f"`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 --dtype {view.dtype}`"
     )
 
 
@@ -239,9 +238,7 @@ def made(view: ArtifactView, **words: Any) -> ArtifactView:
     """The same artifact of another kind, in all blocks."""
     kernel_spec = replace(view.kernel_spec, **words)
     return replace(
-        view,
-        kernel_spec=kernel_spec,
-        blocks={n: replace(b, kernel_spec=kernel_spec) for n, b in view.blocks.items()},
+        view, kernel_spec=kernel_spec, blocks={n: replace(b, kernel_spec=kernel_spec) for n, b in view.blocks.items()}
     )
 
 
@@ -249,9 +246,7 @@ def of_inputs(block: ArtifactLayer, inputs: InputSchema) -> ArtifactLayer:
     return replace(block, kernel_spec=replace(block.kernel_spec, inputs=inputs))
 
 
-def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(
-    view: ArtifactView,
-) -> None:
+def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(view: ArtifactView) -> None:
     """It cannot be cut for them; nor can one whose exponents are in its codes. Blocks that are left stay so."""
     assert recut(replace(view, left=("mtp.0.experts",))) == recut(view)
     plain = made(view, schema=resolve_schema("int8"))
@@ -313,11 +308,7 @@ def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(view: Art
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [
-        ({"num_experts": 8}, "experts"),
-        ({"hidden_size": 256}, "hidden size"),
-        ({"gated": False}, "gated"),
-    ],
+    [({"num_experts": 8}, "experts"), ({"hidden_size": 256}, "hidden size"), ({"gated": False}, "gated")],
 )
 def test_another_layer_is_refused(view: ArtifactView, words: dict[str, Any], what: str) -> None:
     error = refused(check_layer, view, view.blocks[BLOCK], replace(ASKED, **words))
@@ -332,9 +323,7 @@ def test_weighed_inputs_are_refused(view: ArtifactView) -> None:
         refusals.check_router(view, view.blocks[BLOCK], replace(ASKED, router_weight_on_input=True))
 
 
-@pytest.mark.parametrize(
-    "here", [{"a": True, "b": True}, {"a": False, "b": False}, {"TypeError: x": True}, {}]
-)
+@pytest.mark.parametrize("here", [{"a": True, "b": True}, {"a": False, "b": False}, {"TypeError: x": True}, {}])
 def test_another_layout_of_humming_names_the_version_that_fits(here: dict[str, bool]) -> None:
     error = refused(check_flags, "out: w13", "0.1.19", "0.2.0", {"a": True, "b": False}, here)
     assert error.expected == "a (humming-kernels 0.1.19)"

@@ -69,9 +69,7 @@ def as_hub(hub: LocalHub, cache: Path, patch: pytest.MonkeyPatch) -> None:
 
 def take_copied_tensors(**words: Any) -> list[Path]:
     """The files that vLLM's own loader reads."""
-    _, files, is_safe, _ = DefaultModelLoader(LoadConfig(**words))._prepare_weights(
-        NAME, None, None, True, None
-    )
+    _, files, is_safe, _ = DefaultModelLoader(LoadConfig(**words))._prepare_weights(NAME, None, None, True, None)
     assert is_safe
     return [Path(file) for file in files]
 
@@ -174,9 +172,7 @@ def test_other_ranks_are_refused_before_any_weights_are_fetched(
         method = get_quantization_config("hqconv").from_config(config)
         method.maybe_update_config(NAME)
         sizes = {"num_experts": 4, "hidden": 256, "inter": 256}
-        with pytest.raises(
-            RequestError, match=r"hf download org/name --local-dir name && hqconv convert name"
-        ):
+        with pytest.raises(RequestError, match=r"hf download org/name --local-dir name && hqconv convert name"):
             build_layer(method, "model.layers.0.mlp.experts", **sizes, grid=parallel(tp=4))
         assert hub.fetched == {"hqconv.json"}
 

@@ -115,16 +115,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another version": (lambda f: _edit(f, format_version=2), "format version 2"),
     "no list": (lambda f: _edit(f, kernels=3), "lists no kernels"),
     "no entry": (lambda f: _edit(f, kernels={"0" * 64: None}), "is no kernel"),
-    "another Humming": (
-        lambda f: _edit(f, humming_kernels_version="0.2.0"),
-        "another version of humming-kernels",
-    ),
+    "another Humming": (lambda f: _edit(f, humming_kernels_version="0.2.0"), "another version of humming-kernels"),
     "other headers": (lambda f: _edit(f, headers_sha256="0"), "another digest of Humming's headers"),
     "other flags": (lambda f: _edit(f, flags=[]), "another compiler flags"),
-    "another compiler": (
-        lambda f: _edit(f, compiler="FakeCompiler fake+12.9"),
-        r"another CUDA compiler.*12\.9.*13\.0",
-    ),
+    "another compiler": (lambda f: _edit(f, compiler="FakeCompiler fake+12.9"), r"another CUDA compiler.*12\.9.*13\.0"),
     "another target": (lambda f: _edit(f, target="sm120"), "another target"),
     "a name that leads elsewhere": (lambda f: _name(f, "../../x"), "is no kernel"),
     "a bit of a kernel": (lambda f: _flip(_one(f, "cubin")), "not the file"),
@@ -132,10 +126,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a kernel cut off": (lambda f: os.truncate(_one(f, "cubin"), 3), "not the file"),
     "a kernel gone": (lambda f: _one(f, "cubin").unlink(), "cannot be read"),
     "a link": (lambda f: _link(_one(f, "cubin")), "cannot be read"),
-    "a pipe": (
-        lambda f: (_one(f, "cu").unlink(), os.mkfifo(_one(f, "cubin").with_suffix(".cu"))),
-        "no file of",
-    ),
+    "a pipe": (lambda f: (_one(f, "cu").unlink(), os.mkfifo(_one(f, "cubin").with_suffix(".cu"))), "no file of"),
     "no text": (lambda f: _one(f, "cu").write_bytes(b"\xff"), "damaged"),
 }
 

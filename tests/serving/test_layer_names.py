@@ -14,28 +14,13 @@ DRAFT = 2  # the number of the first draft of the models below, where vLLM count
 # model type, block (`7` is the layer), what vLLM's mappers make of it, prefix of vLLM's layer
 MAIN = [
     ("qwen3_moe", "model.layers.7.mlp.experts", "", ""),
-    (
-        "qwen3_5_moe",
-        "model.language_model.layers.7.mlp.experts",
-        "language_model.model.layers.7.mlp.experts",
-        "",
-    ),
+    ("qwen3_5_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
     ("qwen3_omni_moe", "thinker.model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
     ("deepseek_v3", "model.layers.7.mlp.experts", "", ""),
     ("deepseek_ocr2", "model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
     ("kimi_k25", "language_model.model.layers.7.mlp.experts", "", ""),
-    (
-        "glm4v_moe",
-        "model.language_model.layers.7.mlp.experts",
-        "language_model.model.layers.7.mlp.experts",
-        "",
-    ),
-    (
-        "glm5_next",
-        "model.language_model.layers.7.mlp.experts",
-        "language_model.model.layers.7.mlp.experts",
-        "",
-    ),
+    ("glm4v_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    ("glm5_next", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
     ("hy_v4", "model.layers.7.mlp.experts", "", ""),
     ("deepseek_v4", "layers.7.ffn.experts", "model.layers.7.ffn.experts", ""),
     ("ernie4_5_moe", "model.layers.7.mlp.experts", "", ""),
@@ -44,12 +29,7 @@ MAIN = [
     ("olmoe", "model.layers.7.mlp.experts", "", ""),
     ("mixtral", "model.layers.7.block_sparse_moe.experts", "", ""),
     ("minimax_m2", "model.layers.7.block_sparse_moe.experts", "", "model.layers.7.mlp.experts"),
-    (
-        "phimoe",
-        "model.layers.7.block_sparse_moe.experts",
-        "model.layers.7.mlp.experts",
-        "",
-    ),  # transformers' backend
+    ("phimoe", "model.layers.7.block_sparse_moe.experts", "model.layers.7.mlp.experts", ""),  # transformers' backend
     ("minimax_m3_vl", "language_model.model.layers.7.block_sparse_moe.experts", "", ""),
     ("kimi_linear", "model.layers.7.block_sparse_moe.experts", "", ""),
     ("lfm2_moe", "model.layers.7.feed_forward.experts", "", ""),
@@ -61,12 +41,7 @@ MAIN = [
         "language_model.model.layers.7.mixer.experts",
         "",
     ),
-    (
-        "qwen3_vl_moe",
-        "model.language_model.layers.7.mlp.experts",
-        "language_model.model.layers.7.mlp.experts",
-        "",
-    ),
+    ("qwen3_vl_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
     ("llama4", "language_model.model.layers.7.feed_forward.experts", "", ""),
     ("gpt_oss", "model.layers.7.mlp.experts", "", ""),
     ("openai_privacy_filter", "model.layers.7.mlp.experts", "", ""),
@@ -76,12 +51,7 @@ MAIN = [
     ("diffusion_gemma", "model.decoder.layers.7.experts", "model.layers.7.experts", ""),
     ("dbrx", "transformer.blocks.7.ffn.experts.mlp", "", "transformer.blocks.7.ffn"),
     ("step3_text", "model.layers.7.moe", "", "model.layers.7.moe.experts"),
-    (
-        "step3p7",
-        "model.layers.7.moe",
-        "language_model.model.layers.7.moe",
-        "language_model.model.layers.7.moe.experts",
-    ),
+    ("step3p7", "model.layers.7.moe", "language_model.model.layers.7.moe", "language_model.model.layers.7.moe.experts"),
     (
         "aria",
         "language_model.model.layers.7.mlp.experts",
@@ -128,9 +98,7 @@ def test_a_layer_of_the_model(model_type: str, block: str, mapped: str, prefix: 
     prefix = prefix or mapped
     (family,) = (family for family in FAMILIES if model_type in family.model_types)
     assert block.replace(".7.", ".{layer}.") in family.blocks  # the name is one that an artifact can have
-    numbered = {
-        mapped.replace(".7.", f".{layer}."): block.replace(".7.", f".{layer}.") for layer in range(12)
-    }
+    numbered = {mapped.replace(".7.", f".{layer}."): block.replace(".7.", f".{layer}.") for layer in range(12)}
     kept = {**{name: name for name in numbered.values()}, **numbered}  # with the names before the mappers
     for renamed in (numbered, kept):
         for layer in range(12):

@@ -59,10 +59,7 @@ def test_every_layer_has_its_block(answers: dict[str, Any], model_type: str, nam
     """`kept` has the names before vLLM's mappers too, as the plugin has them."""
     answer = answers[model_type]
     assert "error" not in answer, answer["error"]
-    found = {
-        asked["prefix"]: find_block(asked["prefix"], asked[names], answer["blocks"])
-        for asked in answer["main"]
-    }
+    found = {asked["prefix"]: find_block(asked["prefix"], asked[names], answer["blocks"]) for asked in answer["main"]}
     assert sorted(map(str, found.values())) == sorted(answer["blocks"])
     assert {prefix: layer_of(prefix) for prefix in found} == {
         prefix: answer["blocks"][block] for prefix, block in found.items()

@@ -38,8 +38,7 @@ class Layer:
         self.file: RankFile = open_rank_file(view, path, block, name)
         self.is_filled = False
         self.tensors = {
-            key: torch.zeros(ref.num_bytes, dtype=torch.uint8, device=device)
-            for key, ref in self.file.tensors.items()
+            key: torch.zeros(ref.num_bytes, dtype=torch.uint8, device=device) for key, ref in self.file.tensors.items()
         }
         loader.add(self)
 
@@ -57,10 +56,7 @@ class Layer:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_layers_are_full_when_asked_for_and_said_to_be(
-    view: ArtifactView,
-    order: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    view: ArtifactView, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
     loader = ParameterLoader()

@@ -58,8 +58,7 @@ def targets(file: RankFile) -> list[LoadTarget]:
 def is_full(file: RankFile, filled: Sequence[LoadTarget]) -> bool:
     data = file.path.read_bytes()
     return all(
-        bytes(t.as_bytes().numpy()) == data[t.ref.offset_bytes : t.ref.offset_bytes + t.ref.num_bytes]
-        for t in filled
+        bytes(t.as_bytes().numpy()) == data[t.ref.offset_bytes : t.ref.offset_bytes + t.ref.num_bytes] for t in filled
     )
 
 
@@ -93,14 +92,10 @@ def has_ended() -> bool:
 
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)  # () is one number, and some are empty
-LAYOUTS = st.lists(
-    st.tuples(st.sampled_from(list(DTYPES)), SHAPES, st.sampled_from([0, 0, 0, 1, 40])), max_size=8
-)
+LAYOUTS = st.lists(st.tuples(st.sampled_from(list(DTYPES)), SHAPES, st.sampled_from([0, 0, 0, 1, 40])), max_size=8)
 
 
-@settings(
-    max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), layouts=st.lists(LAYOUTS, min_size=1, max_size=3), size=st.integers(1, 100))
 def test_every_byte_arrives_once(tmp_path: Path, data: Any, layouts: list[Layout], size: int) -> None:
     """Any tensors in any order of any number of files, waited for in any order."""

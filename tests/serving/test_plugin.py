@@ -122,9 +122,7 @@ def input_schema(name: str) -> Any:
     return humming.HummingInputSchema(**{key: value for key, value in fields.items() if value is not None})
 
 
-def processed_by_vllm(
-    folder: Path, schema: str, dtype: torch.dtype, grid: Any, inputs: str = "a16"
-) -> tuple[Any, Any]:
+def processed_by_vllm(folder: Path, schema: str, dtype: torch.dtype, grid: Any, inputs: str = "a16") -> tuple[Any, Any]:
     """What vLLM makes of the packed experts of one TP rank: its layer and Humming's LayerConfigs.
 
     Its loader, which refuses some schemas, is left out: the packed tensors are cut and stacked here.
@@ -229,9 +227,7 @@ def test_the_bytes_are_those_of_vllms_own_processing(
             assert found[name].shape == value.shape, name
             assert found[name].dtype == value.dtype, name
             assert torch.equal(as_bytes(found[name]), as_bytes(value)), name
-        assert {g: c.to_str() for g, c in layer.humming_configs.items()} == {
-            g: c.to_str() for g, c in configs.items()
-        }
+        assert {g: c.to_str() for g, c in layer.humming_configs.items()} == {g: c.to_str() for g, c in configs.items()}
         assert layer.weight_schemas == wanted.weight_schemas
         assert layer.input_schemas == wanted.input_schemas
 
@@ -277,9 +273,7 @@ def test_quantized_activations_are_vllms_own(
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_static_scales_are_what_the_kernels_divide_by(
-    ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_static_scales_are_what_the_kernels_divide_by(ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's experts hand the file's scale of the right GEMM to Humming, of every rank."""
     source = small.save(tmp_path / "source", input_scales.fp8())
     run(source, tmp_path / "out", "fp8-tensor", Grid(ep=ep), input_schema="fp8-static")
@@ -333,12 +327,7 @@ NUMBERED: dict[str, tuple[Words, Words, tuple[str, tuple[float | None, ...]]]] =
     ),
     "minimax_m3 says all": (
         {"model_type": "minimax_m3_vl_text", "swiglu_alpha": 1.0, "swiglu_limit": 20.0, "swiglu_beta": 0.0},
-        {
-            "activation": "swigluoai_uninterleave",
-            "swiglu_limit": 20.0,
-            "swiglu_alpha": 1.0,
-            "swiglu_beta": 0.0,
-        },
+        {"activation": "swigluoai_uninterleave", "swiglu_limit": 20.0, "swiglu_alpha": 1.0, "swiglu_beta": 0.0},
         ("swigluoai_uninterleave", (20.0, 1.0, 0.0, None, None)),
     ),
     "bailing": (
@@ -346,11 +335,7 @@ NUMBERED: dict[str, tuple[Words, Words, tuple[str, tuple[float | None, ...]]]] =
         {"swiglu_limit": 7.0},
         ("silu", (7.0, 1.0, 0.0, None, None)),
     ),
-    "kimi says both": (
-        KIMI,
-        {"activation": "situ", "situ": (4.0, 25.0)},
-        ("situ", (None, 1.0, 0.0, 4.0, 25.0)),
-    ),
+    "kimi says both": (KIMI, {"activation": "situ", "situ": (4.0, 25.0)}, ("situ", (None, 1.0, 0.0, 4.0, 25.0))),
     "kimi says nothing": (KIMI, {"activation": "situ"}, ("situ", (None, 1.0, 0.0, 4.0, 25.0))),
 }
 OTHERS: dict[str, tuple[Words, Words, str]] = {
@@ -359,11 +344,7 @@ OTHERS: dict[str, tuple[Words, Words, str]] = {
         {"swiglu_limit": 6.0},
         "another activation",
     ),
-    "no limit": (
-        {"model_type": "bailing_moe_v3", "expert_swiglu_limit_list": [7.0]},
-        {},
-        "another activation",
-    ),
+    "no limit": ({"model_type": "bailing_moe_v3", "expert_swiglu_limit_list": [7.0]}, {}, "another activation"),
     "another beta": (KIMI, {"activation": "situ", "situ": (4.0, None)}, "another activation"),
     "known by name only": (
         {"model_type": "kimi_linear", "hidden_act": "situ"},
@@ -447,10 +428,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_fit_is_refused_before_a_parameter_exists(
-    tmp_path_factory: pytest.TempPathFactory,
-    sources: dict[str, Path],
-    what: str,
-    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path], what: str, request: pytest.FixtureRequest
 ) -> None:
     """With the command that mends it; nothing was allocated, nothing was read but headers."""
     out = tmp_path_factory.getbasetemp() / "refused"
@@ -521,9 +499,7 @@ def test_a_later_file_that_is_wrong_stops_the_first_layer(
         layers[0].quant_method.process_weights_after_loading(layers[0])
 
 
-def test_all_layers_of_a_process_are_filled_from_the_first_on(
-    tmp_path: Path, sources: dict[str, Path]
-) -> None:
+def test_all_layers_of_a_process_are_filled_from_the_first_on(tmp_path: Path, sources: dict[str, Path]) -> None:
     run(sources["bfloat16"], tmp_path / "out", "mxfp4")
     names = sorted(path.stem for path in (tmp_path / "out" / "experts" / "tp0-ep0").iterdir())
     assert len(names) > 1
@@ -533,14 +509,10 @@ def test_all_layers_of_a_process_are_filled_from_the_first_on(
         layer.quant_method.process_weights_after_loading(layer)
     for name, layer in zip(names, layers, strict=True):
         stored = load_file(layer.quant_method.file.path)
-        assert all(
-            torch.equal(as_bytes(p), as_bytes(stored[f"{name}.{n}"])) for n, p in layer.named_parameters()
-        )
+        assert all(torch.equal(as_bytes(p), as_bytes(stored[f"{name}.{n}"])) for n, p in layer.named_parameters())
 
 
-def test_a_model_that_is_loaded_again_in_place_gets_its_experts(
-    tmp_path: Path, sources: dict[str, Path]
-) -> None:
+def test_a_model_that_is_loaded_again_in_place_gets_its_experts(tmp_path: Path, sources: dict[str, Path]) -> None:
     """As vLLM does after a deep sleep: parameters lost, taken away, put back; the kernel stays the same object."""
     run(sources["bfloat16"], tmp_path / "out", "int4-g64-zp")
     model = torch.nn.Module()

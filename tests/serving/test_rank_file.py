@@ -28,12 +28,7 @@ FIRST, SECOND = (f"model.layers.{layer}.mlp.experts" for layer in range(2))
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("rank-file")
-    run(
-        write_qwen3_moe(work / "original", num_experts=5, intermediate_size=256),
-        work / "out",
-        "nvfp4",
-        Grid(2, 2),
-    )
+    run(write_qwen3_moe(work / "original", num_experts=5, intermediate_size=256), work / "out", "nvfp4", Grid(2, 2))
     return work / "out"
 
 
@@ -139,10 +134,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another layer's tensor": (rename("w2_weight", f"{SECOND}.w2_weight"), f"tensors named {FIRST}"),
     "a tensor of nobody": (rename("w2_weight", "w2_weight"), "found: w2_weight"),
     "a tensor of another GEMM": (rename("w2_weight", f"{FIRST}.w1_weight"), "found: .*w1_weight"),
-    "a tensor of one expert": (
-        rename("w2_weight", f"{FIRST}.0.w2_weight"),
-        r"found: .*experts\.0\.w2_weight",
-    ),
+    "a tensor of one expert": (rename("w2_weight", f"{FIRST}.0.w2_weight"), r"found: .*experts\.0\.w2_weight"),
     "no weight": (rename("w2_weight", f"{FIRST}.w2_other"), "a tensor w2_weight"),
 }
 
@@ -249,14 +241,8 @@ def test_a_file_that_goes_away_before_it_is_hashed_is_refused(out: Path) -> None
 SCALE = "w13_input_scale"
 SCALES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no scale": (rename(SCALE, f"{FIRST}.w13_other"), f"{SCALE}: F32 .*(.|\n)*absent"),
-    "another dtype": (
-        lambda header: header[f"{FIRST}.{SCALE}"].update(dtype="I32"),
-        f"{SCALE}: F32 .*(.|\n)*I32",
-    ),
-    "a scale for each": (
-        lambda header: header[f"{FIRST}.{SCALE}"].update(shape=[1, 1]),
-        r"F32 \[1\](.|\n)*\[1, 1\]",
-    ),
+    "another dtype": (lambda header: header[f"{FIRST}.{SCALE}"].update(dtype="I32"), f"{SCALE}: F32 .*(.|\n)*I32"),
+    "a scale for each": (lambda header: header[f"{FIRST}.{SCALE}"].update(shape=[1, 1]), r"F32 \[1\](.|\n)*\[1, 1\]"),
 }
 
 

@@ -29,24 +29,14 @@ SERVED = [model_type for model_type in TRIED if model_type not in vllm_lists.REF
 QUANTIZED = {
     "fp8": ("Fp8Config", "fp8", "Fp8LinearMethod", {"model.layers.1.self_attn.o_proj"}),
     "deepseek_v4_fp8": ("Fp8Config", "deepseek_v4_fp8", "Fp8LinearMethod", set()),
-    "qwen3_5_moe_fp8": (
-        "Fp8Config",
-        "fp8",
-        "Fp8LinearMethod",
-        {"language_model.model.layers.1.self_attn.qkv_proj"},
-    ),
+    "qwen3_5_moe_fp8": ("Fp8Config", "fp8", "Fp8LinearMethod", {"language_model.model.layers.1.self_attn.qkv_proj"}),
     "compressed-tensors": (
         "CompressedTensorsConfig",
         "compressed-tensors",
         "CompressedTensorsLinearMethod",
         {"model.layers.1.self_attn.o_proj"},
     ),
-    "modelopt": (
-        "ModelOptFp8Config",
-        "modelopt",
-        "ModelOptLinearMethod",
-        {"model.layers.1.self_attn.o_proj"},
-    ),
+    "modelopt": ("ModelOptFp8Config", "modelopt", "ModelOptLinearMethod", {"model.layers.1.self_attn.o_proj"}),
 }
 DRAFTED = {*vllm_lists.DRAFTED, "fp8", "deepseek_v4_fp8", "qwen3_5_moe_fp8"}
 # Sources that vLLM's own class does not load without hqconv, and what it says.

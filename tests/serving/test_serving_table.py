@@ -12,9 +12,7 @@ from tests.make.places import REPO
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not here: `make test-vllm` runs these"
-)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not here: `make test-vllm` runs these")
 def test_the_tables_are_what_is_found() -> None:
     command = [sys.executable, "scripts/serving_table.py", "--check"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)

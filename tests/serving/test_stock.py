@@ -45,16 +45,8 @@ WORDS: dict[str, dict[str, Any]] = {
     "float4e0m3": {"b_dtype": "float4e0m3", "weight_scale_group_size": 32},
     "float8-g128": {"b_dtype": "float8e4m3", "weight_scale_group_size": 128},
     "float8-e8m0-g128": {"b_dtype": "float8e4m3", "bs_dtype": "float8e8m0", "weight_scale_group_size": 128},
-    "float8-e8m0-channel": {
-        "b_dtype": "float8e4m3",
-        "bs_dtype": "float8e8m0",
-        "weight_scale_type": "channel",
-    },
-    "float8-named-scale": {
-        "b_dtype": "float8e4m3",
-        "bs_dtype": "bfloat16",
-        "weight_scale_type": "channel",
-    },
+    "float8-e8m0-channel": {"b_dtype": "float8e4m3", "bs_dtype": "float8e8m0", "weight_scale_type": "channel"},
+    "float8-named-scale": {"b_dtype": "float8e4m3", "bs_dtype": "bfloat16", "weight_scale_type": "channel"},
     "float8e3m4": {"b_dtype": "float8e3m4", "weight_scale_type": "channel"},
     "float8-block-64": {
         "b_dtype": "float8e4m3",
@@ -77,11 +69,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "int4-e8m0": {"b_dtype": "uint4", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32},
     "int4-e4m3": {"b_dtype": "uint4", "bs_dtype": "float8e4m3", "weight_scale_group_size": 32},
     "int4-rotated": {"b_dtype": "uint4", "weight_scale_group_size": 64, "hadamard_block_size": 64},
-    "float8-rotated": {
-        "b_dtype": "float8e4m3",
-        "weight_scale_type": "channel",
-        "hadamard_block_size": 128,
-    },
+    "float8-rotated": {"b_dtype": "float8e4m3", "weight_scale_type": "channel", "hadamard_block_size": 128},
     "int4-e5m2": {"b_dtype": "uint4", "bs_dtype": "float8e5m2", "weight_scale_group_size": 32},
 }
 
@@ -133,9 +121,7 @@ def stock_layer(folder: Path, sizes: tuple[int, int], dtype: str, ranks: Any) ->
 
 def is_equal(layer: Any, expected: Any) -> bool:
     """Names, shapes, dtypes and bytes of all parameters, and both LayerConfigs."""
-    tensors = {
-        f"{gemm}_{name}": tensor for gemm, of in expected.items() for name, tensor in of.tensors.items()
-    }
+    tensors = {f"{gemm}_{name}": tensor for gemm, of in expected.items() for name, tensor in of.tensors.items()}
     found = {name: parameter.data for name, parameter in layer.named_parameters()}
     if found.keys() != tensors.keys():
         return False
@@ -149,9 +135,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (one, other)))
 
 
-def is_served(
-    source: Path, folder: Path, sizes: tuple[int, int], schema: WeightSchema, dtype: str, grid: Grid
-) -> bool:
+def is_served(source: Path, folder: Path, sizes: tuple[int, int], schema: WeightSchema, dtype: str, grid: Grid) -> bool:
     """Whether every rank of a stock vLLM ends with what the kernel layout of the same conversion holds."""
     packed, kernel = folder / "checkpoint", folder / "kernel"
     run(source, packed, schema, layout="checkpoint", dtype=dtype)
@@ -188,33 +172,22 @@ def test_what_is_said_of_a_schema_is_what_happens(
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8", "int8", "int4-g32", "int3-g32"])
-def test_sizes_that_are_padded(
-    name: str, grid: str, sources: dict[tuple[int, int], Path], tmp_path: Path
-) -> None:
+def test_sizes_that_are_padded(name: str, grid: str, sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:
     with config():
         assert is_served(sources[ODD_SIZES], tmp_path, ODD_SIZES, schema_of(name), "bfloat16", GRIDS[grid])
 
 
-def test_ignore_leaves_everything_but_the_experts_alone(
-    sources: dict[tuple[int, int], Path], tmp_path: Path
-) -> None:
+def test_ignore_leaves_everything_but_the_experts_alone(sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:
     run(sources[SIZES], tmp_path / "out", "mxfp4", layout="checkpoint")
     quantization = quantization_of(tmp_path / "out")
     with config():
-        for name in (
-            "mlp.gate",
-            "mlp.shared_expert.gate_up_proj",
-            "mlp.shared_experts",
-            "self_attn.qkv_proj",
-        ):
+        for name in ("mlp.gate", "mlp.shared_expert.gate_up_proj", "mlp.shared_experts", "self_attn.qkv_proj"):
             assert quantization.get_quant_config_for_layer(f"model.layers.0.{name}", "linear") is None
         assert quantization.get_quant_config_for_layer("lm_head", "linear") is None
         assert quantization.get_quant_config_for_layer(BLOCK, "moe") is not None
 
 
-def test_blocks_that_are_left_as_they_are_are_plain_ones(
-    sources: dict[tuple[int, int], Path], tmp_path: Path
-) -> None:
+def test_blocks_that_are_left_as_they_are_are_plain_ones(sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:
     """By their numbers alone, whatever prefix vLLM's model class puts before them."""
     source = write_qwen3_moe(tmp_path / "src", num_layers=12, hidden_size=128, intermediate_size=128)
     (tmp_path / "r.toml").write_text('[[override]]\nlayers = "1"\nschema = "none"\n')

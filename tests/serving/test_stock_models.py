@@ -31,15 +31,7 @@ ROUTING = ("e_score_correction_bias", "hash_indices_table")
 FAMILIES = (
     *("mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "jamba", "nemotron_h"),
     *("lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna"),
-    *(
-        "gpt_oss",
-        "granitemoe",
-        "granitemoeshared",
-        "granitemoehybrid",
-        "granitemoe_swa",
-        "dbrx",
-        "deepseek_v4",
-    ),
+    *("gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa", "dbrx", "deepseek_v4"),
 )
 SIZES: dict[str, Any] = {"hidden": 256, "inner": 128, "head_dim": 64}
 
@@ -81,9 +73,7 @@ def is_read(packed: Path, kernel: Path) -> bool:
         methods = {type(getattr(module, "quant_method", None)).__name__ for module in others}
         assert not any("Humming" in name for name in methods)
         for parameter in (parameter for layer in layers for parameter in layer.parameters()):
-            parameter.data.view(torch.uint8).fill_(
-                0x77
-            )  # nothing is right because memory happened to be zero
+            parameter.data.view(torch.uint8).fill_(0x77)  # nothing is right because memory happened to be zero
         try:
             model.load_weights(experts_of(packed, blocks))
         except (AttributeError, KeyError, ValueError):

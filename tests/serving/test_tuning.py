@@ -97,12 +97,8 @@ def test_another_question_is_another_table(artifact: Path, facade: Facade) -> No
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "damage", ["", "[", "[[1, 2]]", '[[0, 1, {"block": 1}]]', '[["a", 1, {"block_shape": 1}]]']
-)
-def test_a_damaged_table_is_worked_out_again(
-    artifact: Path, facade: Facade, tmp_path: Path, damage: str
-) -> None:
+@pytest.mark.parametrize("damage", ["", "[", "[[1, 2]]", '[[0, 1, {"block": 1}]]', '[["a", 1, {"block_shape": 1}]]'])
+def test_a_damaged_table_is_worked_out_again(artifact: Path, facade: Facade, tmp_path: Path, damage: str) -> None:
     with remembered({}):
         wanted = ask(facade, artifact)
         kept = sorted((tmp_path / "cache" / "hqconv-tuning").iterdir())
@@ -114,17 +110,13 @@ def test_a_damaged_table_is_worked_out_again(
     assert all(is_table(json.loads(path.read_text())) for path in kept)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    artifact: Path, facade: Facade, tmp_path: Path
-) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(artifact: Path, facade: Facade, tmp_path: Path) -> None:
     (tmp_path / "cache" / "hqconv-tuning").write_text("a file where the folder would be")
     with remembered({}):
         assert all(is_table(plain(table)) for table in ask(facade, artifact))
 
 
-def test_warm_leaves_the_tables_that_a_server_asks_for(
-    artifact: Path, facade: Facade, tmp_path: Path
-) -> None:
+def test_warm_leaves_the_tables_that_a_server_asks_for(artifact: Path, facade: Facade, tmp_path: Path) -> None:
     wanted = ask(facade, artifact)
     facade.num_worked_out = 0
     warm(artifact, gpu="h200", kernels=tmp_path / "kernels")

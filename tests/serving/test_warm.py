@@ -80,9 +80,7 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_what_is_there_stays_and_what_is_damaged_is_made_anew(
-    artifact: Path, compiler: Any, tmp_path: Path
-) -> None:
+def test_what_is_there_stays_and_what_is_damaged_is_made_anew(artifact: Path, compiler: Any, tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     warm(artifact, gpu="h200", kernels=folder)
     before, num = (folder / MANIFEST).read_bytes(), compiler.num_compiled
@@ -93,9 +91,7 @@ def test_what_is_there_stays_and_what_is_damaged_is_made_anew(
     assert (compiler.num_compiled, (folder / MANIFEST).read_bytes()) == (num + 1, before)
 
 
-def test_another_compiler_replaces_all(
-    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_compiler_replaces_all(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kernels"
     use_compiler(monkeypatch, fake_compiler("13.0"))
     warm(artifact, gpu="h200", kernels=folder)
@@ -139,9 +135,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError
     }
 
 
-@pytest.mark.parametrize(
-    "case", ["a folder of others", "no GPU", "unknown", "nonsense", "another architecture"]
-)
+@pytest.mark.parametrize("case", ["a folder of others", "no GPU", "unknown", "nonsense", "another architecture"])
 def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> None:
     import torch
 
@@ -179,9 +173,7 @@ def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "grouped")
     monkeypatch.setenv("VLLM_HUMMING_USE_F16_ACCUM", "1")
-    assert compute_settings(False) == ComputeSettings(
-        CONTIGUOUS, use_f16_accum=True, prequantized=PREQUANTIZED
-    )
+    assert compute_settings(False) == ComputeSettings(CONTIGUOUS, use_f16_accum=True, prequantized=PREQUANTIZED)
     monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "magic")
     with pytest.raises(RequestError, match="no such GEMM"):
         compute_settings(False)
@@ -211,9 +203,7 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
             assert input_kernels(fp8, settings, None, 2)
             assert input_kernels(static, settings, None, 2)
             assert not input_kernels(grouped, settings, None, 2)
-            each = [
-                {k.name for k in input_kernels(words, settings, silu, 2)} for words in (fp8, grouped, static)
-            ]
+            each = [{k.name for k in input_kernels(words, settings, silu, 2)} for words in (fp8, grouped, static)]
             assert all(each)
             assert not each[0] & each[1]
             assert not each[0] & each[2]
@@ -226,10 +216,7 @@ def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             for activation in (None, words):
                 plain, rotated = (
-                    {
-                        kernel.code
-                        for kernel in input_kernels(WORDS, ComputeSettings(kind), activation, 8, rotation)
-                    }
+                    {kernel.code for kernel in input_kernels(WORDS, ComputeSettings(kind), activation, 8, rotation)}
                     for rotation in (0, 128)
                 )
                 assert rotated

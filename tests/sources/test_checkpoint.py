@@ -104,8 +104,7 @@ def test_dtype_num_bits_refuses_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bool, torch.int32],
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bool, torch.int32]
 )
 def test_header_of_a_torch_file(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"x": torch.arange(6).reshape(2, 3).to(dtype), "scalar": torch.ones((), dtype=dtype)}
@@ -119,9 +118,7 @@ def test_header_of_a_torch_file(tmp_path: Path, dtype: torch.dtype) -> None:
         assert entry.shape == tuple(value.shape)
         want = bytes(value.reshape(-1).view(torch.uint8).tolist())
         assert raw[entry.offset_bytes : entry.offset_bytes + entry.num_bytes] == want
-    assert {entry.dtype for entry in entries.values()} == {
-        item[1]["dtype"] for item in safetensors.deserialize(raw)
-    }
+    assert {entry.dtype for entry in entries.values()} == {item[1]["dtype"] for item in safetensors.deserialize(raw)}
 
 
 BROKEN: list[tuple[str, bytes, str | None, str]] = [
@@ -145,12 +142,7 @@ BROKEN: list[tuple[str, bytes, str | None, str]] = [
     ("metadata twice", pack(b'{"__metadata__":{},"__metadata__":{}}'), None, "twice"),
     ("metadata key twice", pack(b'{"__metadata__":{"x":"1","x":"1"}}'), None, "twice"),
     ("name twice", pack(b'{"a":%s,"b":1,"a":%s}' % ((json.dumps(ONE).encode(),) * 2), b"xx"), "a", "twice"),
-    (
-        "field twice",
-        pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'),
-        "a",
-        "'dtype' twice",
-    ),
+    ("field twice", pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'), "a", "'dtype' twice"),
     ("entry is a list", pack({"a": ["U8", [2], [0, 2]]}, b"xx"), "a", "malformed"),
     ("no dtype", pack({"a": {"shape": [2], "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
     ("no shape", pack({"a": {"dtype": "U8", "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
@@ -160,12 +152,7 @@ BROKEN: list[tuple[str, bytes, str | None, str]] = [
     ("dtype list", pack({"a": {**ONE, "dtype": ["U8"]}}, b"xx"), "a", "dtype is unknown"),
     ("shape number", pack({"a": {**ONE, "shape": 2}}, b"xx"), "a", "shape is malformed"),
     ("negative dims", pack({"a": tensor("U8", [-1, -2], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    (
-        "minus zero",
-        pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
-        "a",
-        "shape is malformed",
-    ),
+    ("minus zero", pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'), "a", "shape is malformed"),
     ("bool dim", pack({"a": tensor("U8", [True, 2], 0, 2)}, b"xx"), "a", "shape is malformed"),
     ("float dim", pack({"a": tensor("U8", [2.0], 0, 2)}, b"xx"), "a", "shape is malformed"),
     ("text dim", pack({"a": tensor("U8", ["2"], 0, 2)}, b"xx"), "a", "shape is malformed"),
@@ -176,45 +163,20 @@ BROKEN: list[tuple[str, bytes, str | None, str]] = [
     ("half a byte", pack({"a": tensor("F4", [3], 0, 2)}, b"xx"), "a", "whole bytes"),
     ("six bits", pack({"a": tensor("F6_E2M3", [2], 0, 2)}, b"xx"), "a", "whole bytes"),
     ("one offset", pack({"a": {**ONE, "data_offsets": [2]}}, b"xx"), "a", "data_offsets are malformed"),
-    (
-        "three offsets",
-        pack({"a": {**ONE, "data_offsets": [0, 2, 2]}}, b"xx"),
-        "a",
-        "data_offsets are malformed",
-    ),
+    ("three offsets", pack({"a": {**ONE, "data_offsets": [0, 2, 2]}}, b"xx"), "a", "data_offsets are malformed"),
     ("float offset", pack({"a": tensor("U8", [2], 0, 2.0)}, b"xx"), "a", "data_offsets are malformed"),
     ("bool offset", pack({"a": tensor("U8", [1], False, True)}, b"x"), "a", "data_offsets are malformed"),
-    (
-        "minus zero offset",
-        pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'),
-        "a",
-        "are malformed",
-    ),
+    ("minus zero offset", pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), "a", "are malformed"),
     ("negative offset", pack({"a": tensor("U8", [2], -2, 0)}, b"xx"), "a", "out of order"),
     ("begin after end", pack({"a": tensor("U8", [0], 2, 0)}, b"xx"), "a", "out of order"),
     ("too many bytes", pack({"a": tensor("U8", [1], 0, 2)}, b"xx"), "a", "disagree"),
     ("too few bytes", pack({"a": tensor("F32", [1], 0, 2)}, b"xx"), "a", "disagree"),
-    (
-        "truncated",
-        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"),
-        "a",
-        "truncated",
-    ),
-    (
-        "overlap",
-        pack({"b": tensor("U8", [2], 0, 2), "a": tensor("U8", [2], 1, 3)}, b"xxx"),
-        "a",
-        "overlaps tensor 'b'",
-    ),
+    ("truncated", pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"), "a", "truncated"),
+    ("overlap", pack({"b": tensor("U8", [2], 0, 2), "a": tensor("U8", [2], 1, 3)}, b"xxx"), "a", "overlaps tensor 'b'"),
     ("same bytes", pack({"b": ONE, "a": ONE}, b"xx"), "a", "overlaps tensor 'b'"),
     ("empty inside", pack({"b": ONE, "a": tensor("U8", [0], 1, 1)}, b"xx"), "a", "overlaps tensor 'b'"),
     ("hole first", pack({"a": tensor("U8", [1], 1, 2)}, b"xx"), "a", "hole after the header"),
-    (
-        "hole",
-        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [1], 2, 3)}, b"xxx"),
-        "a",
-        "hole after tensor 'b'",
-    ),
+    ("hole", pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [1], 2, 3)}, b"xxx"), "a", "hole after tensor 'b'"),
     ("trailing", pack({"b": ONE}, b"xxx"), None, "after tensor 'b' belong to no tensor"),
     ("trailing, no tensors", pack({}, b"x"), None, "after the header belong to no tensor"),
 ]
@@ -379,9 +341,7 @@ def ours(raw: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]
 
 
 def theirs(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {
-        name: (t["dtype"], tuple(t["shape"]), bytes(t["data"])) for name, t in safetensors.deserialize(raw)
-    }
+    return {name: (t["dtype"], tuple(t["shape"]), bytes(t["data"])) for name, t in safetensors.deserialize(raw)}
 
 
 @pytest.fixture(scope="module")
@@ -391,9 +351,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=num_examples(300), deadline=None)
 @given(file=valid_files())
-def test_valid_files_read_as_the_library_reads_them(
-    scratch: Path, file: tuple[dict[str, Any], bytes]
-) -> None:
+def test_valid_files_read_as_the_library_reads_them(scratch: Path, file: tuple[dict[str, Any], bytes]) -> None:
     raw = pack(*file)
     assert ours(raw, scratch) == theirs(raw)
     assert read_header(scratch)[1] == file[0].get("__metadata__", {})
@@ -455,9 +413,7 @@ def test_single_file_wins_over_the_index_as_in_transformers(tmp_path: Path) -> N
 
 
 def test_shards_in_a_subfolder(tmp_path: Path) -> None:
-    root = write_folder(
-        tmp_path, {"sub/m.safetensors": {"a": np.arange(3)}, "n.safetensors": {"b": np.ones(1)}}
-    )
+    root = write_folder(tmp_path, {"sub/m.safetensors": {"a": np.arange(3)}, "n.safetensors": {"b": np.ones(1)}})
     checkpoint = open_source(root)
     assert [file.name for file in checkpoint.files] == ["n.safetensors", "sub/m.safetensors"]
     assert read_all(checkpoint, "a") == np.arange(3).tobytes()
@@ -620,16 +576,7 @@ def test_a_broken_shard_is_named(tmp_path: Path) -> None:
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "m", two_shards())
     file = root / "model-1-of-2.safetensors"
-    for src in (
-        str(tmp_path / "absent"),
-        str(file),
-        "absent",
-        "./org/name",
-        "../org/name",
-        "a/b/c",
-        "/absent",
-        "",
-    ):
+    for src in (str(tmp_path / "absent"), str(file), "absent", "./org/name", "../org/name", "a/b/c", "/absent", ""):
         with pytest.raises(RequestError):
             open_source(src)
     with pytest.raises(RequestError, match="revision"):
@@ -652,8 +599,7 @@ def big(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("start", "stop"),
-    [(0, 0), (0, 1), (1, 7), (39_999, 40_000), (40_000, 40_000), (123, 30_000), (0, 40_000)],
+    ("start", "stop"), [(0, 0), (0, 1), (1, 7), (39_999, 40_000), (40_000, 40_000), (123, 30_000), (0, 40_000)]
 )
 def test_partial_reads(big: Path, start: int, stop: int) -> None:
     with open_source(big) as checkpoint:
@@ -678,9 +624,7 @@ def test_reads_into_typed_buffers(tmp_path: Path) -> None:
         checkpoint.read_into(checkpoint.tensors["a"], b"read-only")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("start", "num_bytes"), [(-1, 1), (0, 40_001), (40_000, 1), (39_999, 2), (50_000, 0)]
-)
+@pytest.mark.parametrize(("start", "num_bytes"), [(-1, 1), (0, 40_001), (40_000, 1), (39_999, 2), (50_000, 0)])
 def test_reads_outside_the_tensor(big: Path, start: int, num_bytes: int) -> None:
     with open_source(big) as checkpoint, pytest.raises(ValueError, match=r"t1\.0"):
         checkpoint.read_into(checkpoint.tensors["t1.0"], bytearray(num_bytes), start)
@@ -700,9 +644,7 @@ def test_short_reads_are_continued(big: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == 41
 
 
-def test_threads_read_the_right_bytes_through_one_descriptor_a_file(
-    big: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_read_the_right_bytes_through_one_descriptor_a_file(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, real = [], os.open
 
     def slow_open(path: Path, flags: int) -> int:
@@ -738,9 +680,7 @@ def test_threads_read_the_right_bytes_through_one_descriptor_a_file(
 
 def test_descriptors_are_lazy_and_closed(big: Path) -> None:
     def num_open() -> int:
-        return sum(
-            "model-" in str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()
-        )
+        return sum("model-" in str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
 
     before = num_open()
     with open_source(big) as checkpoint:
@@ -833,9 +773,7 @@ def test_opens_a_cached_repo_by_environment(hub_cache: Path) -> None:
     code = "from hqconv.sources.opening import open_source; print(open_source('org/name').revision)"
     env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache.parents[2]), "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", code]
-    result = subprocess.run(
-        command, env=env, cwd=hub_cache.parent, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run(command, env=env, cwd=hub_cache.parent, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == COMMIT
 
 
@@ -852,9 +790,7 @@ def test_an_incomplete_cached_repo(hub_cache: Path, name: str) -> None:
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("src", "revision"), [("org/other", None), ("org/name", "v2"), ("org/name", "f" * 40)]
-)
+@pytest.mark.parametrize(("src", "revision"), [("org/other", None), ("org/name", "v2"), ("org/name", "f" * 40)])
 def test_offline_and_not_cached(hub_cache: Path, src: str, revision: str | None) -> None:
     with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as caught:
         open_source(src, revision)
@@ -873,20 +809,8 @@ def test_downloads_what_is_needed_and_nothing_else(tmp_path: Path, monkeypatch: 
     first, second = two_shards()
     write_index(repo, {"a": first, "b": first, "c": second, "empty": second, "o": "[odd].safetensors"})
     small = ["generation_config.json", "tokenizer/x.txt", "code.py"]
-    unwanted = [
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "original/params.json",
-        "original/w.safetensors",
-    ]
-    unwanted += [
-        "consolidated.safetensors",
-        "o.safetensors",
-        "w.gguf",
-        ".gitattributes",
-        "sub/.x/y",
-        "onnx/m.onnx",
-    ]
+    unwanted = ["pytorch_model.bin", "pytorch_model.bin.index.json", "original/params.json", "original/w.safetensors"]
+    unwanted += ["consolidated.safetensors", "o.safetensors", "w.gguf", ".gitattributes", "sub/.x/y", "onnx/m.onnx"]
     for name in small + unwanted:
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
         (repo / name).write_text(name)  # each of other bytes: the library downloads the same ones once
@@ -975,9 +899,7 @@ from hqconv.sources.opening import open_source
 from hqconv.sources.safetensors import SafetensorsSource
 open_source({str(root)!r})
 print([name for name in ("torch", "numpy", "huggingface_hub") if name in sys.modules])"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 

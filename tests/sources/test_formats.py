@@ -136,9 +136,7 @@ def test_int4_for_bfloat16_is_a_requantization_of_float16_scales(get: Get, tmp_p
 
 def test_a_block_scale_that_tp_cuts_is_repeated(get: Get, tmp_path: Path) -> None:
     written = get("fp8-block")
-    conversions.run(
-        written.folder, tmp_path / "out", "source", Grid(tp=4)
-    )  # 128 x 128 blocks, 64 columns a rank
+    conversions.run(written.folder, tmp_path / "out", "source", Grid(tp=4))  # 128 x 128 blocks, 64 columns a rank
     schema = conversions.manifest(tmp_path / "out")["weight_schema"]
     assert (schema["weight_scale_group_size_n"], schema["weight_scale_group_size"]) == (64, 64)
     assert_decodes_to(tmp_path / "out", written.truth)
@@ -385,9 +383,7 @@ def test_verify_notices_exchanged_projections(name: str, tmp_path: Path) -> None
 # --- where the tensors are ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8-block", "mxfp4-gpt-oss", "ct-int4-g128-zp", "modelopt-nvfp4", "gptq-int4-zp"]
-)
+@pytest.mark.parametrize("name", ["fp8-block", "mxfp4-gpt-oss", "ct-int4-g128-zp", "modelopt-nvfp4", "gptq-int4-zp"])
 def test_partners_may_lie_in_different_shards(name: str, tmp_path: Path) -> None:
     """Codes, scales and zero points dealt over three files give the bytes of one; without one file, an error."""
     whole = write(tmp_path / "whole", name, hidden=256, inner=256).folder
@@ -414,9 +410,7 @@ def test_partners_may_lie_in_different_shards(name: str, tmp_path: Path) -> None
         conversions.run(dealt, tmp_path / "lost", "source")
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8-block", "mxfp4-gpt-oss", "fused-fp8-projection", "ct-int4-g32", "bitnet"]
-)
+@pytest.mark.parametrize("name", ["fp8-block", "mxfp4-gpt-oss", "fused-fp8-projection", "ct-int4-g32", "bitnet"])
 def test_a_single_expert(name: str, tmp_path: Path) -> None:
     src, out = write(tmp_path / "src", name, hidden=256, inner=256, experts=1).folder, tmp_path / "out"
     conversions.run(src, out, "source")

@@ -246,10 +246,7 @@ def test_second_scales_of_nvfp4(tmp_path: Path) -> None:
     folder = without_experts(tmp_path / "model", num_layers=1)
     stacks = layer_of(0, same(Kind.NVFP4))
     scale = np.asarray([0.1, 0.5, 3.0, 1.0], np.float32)
-    more = {
-        "blk.0.ffn_down_exps.scale": (scale, Kind.F32),
-        "blk.0.ffn_down_exps.input_scale": (scale, Kind.F32),
-    }
+    more = {"blk.0.ffn_down_exps.scale": (scale, Kind.F32), "blk.0.ffn_down_exps.input_scale": (scale, Kind.F32)}
     write_gguf(folder / "m.gguf", {**stacks, **more})
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
@@ -270,10 +267,7 @@ def test_a_scale_that_may_be_the_routers(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **words}))
     prefix = "model.layers.0"
-    kept = {
-        f"{prefix}.router.proj.weight": torch.zeros(E, H),
-        f"{prefix}.input_layernorm.weight": torch.ones(H),
-    }
+    kept = {f"{prefix}.router.proj.weight": torch.zeros(E, H), f"{prefix}.input_layernorm.weight": torch.ones(H)}
     save_file(kept, folder / "model.safetensors")
     scale = {"blk.0.ffn_down_exps.scale": (np.ones(E, np.float32), Kind.F32)}
 
@@ -393,9 +387,7 @@ def test_another_source_is_noticed(converted: tuple[Path, Path], tmp_path: Path)
     done = call("verify", out, "--source", other, "--checks", "weights", "--json")
     assert done.exit_code == 1
     findings = [
-        finding["where"]
-        for result in json.loads(done.stdout)["checks"].values()
-        for finding in result["findings"]
+        finding["where"] for result in json.loads(done.stdout)["checks"].values() for finding in result["findings"]
     ]
     assert any("w3 of expert 2" in where or "expert 2, w3" in where for where in findings), findings
     assert not any("layers.0" in where for where in findings)
@@ -593,9 +585,7 @@ def test_a_file_that_changes_meanwhile(model: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [32, 8, 4096])
-def test_headers_read_as_the_library_reads_them(
-    tmp_path: Path, tensors: dict[str, Stack], alignment: int
-) -> None:
+def test_headers_read_as_the_library_reads_them(tmp_path: Path, tensors: dict[str, Stack], alignment: int) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, tensors, alignment)
     header, _ = read_header(path, 3)

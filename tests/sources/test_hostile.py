@@ -87,9 +87,7 @@ def quantization(**words: object) -> Change:
 
 def weights(**words: object) -> Change:
     """Words on a compressed-tensors scheme."""
-    return lambda tensors, config: config["quantization_config"]["config_groups"]["group_0"][
-        "weights"
-    ].update(words)
+    return lambda tensors, config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(words)
 
 
 def config(**words: object) -> Change:
@@ -191,11 +189,7 @@ DECLARED: dict[str, Case] = {
         quantization(modules_to_not_convert=["down_proj"]),
         r"no quantization(?s:.*)0\.down_proj\.weight\n",
     ),
-    "another fp8 type": (
-        "fp8_blocks",
-        quantization(fmt="e5m2"),
-        r"0\.\w+\.weight\n(?s:.*)e5m2(?s:.*)F8_E4M3",
-    ),
+    "another fp8 type": ("fp8_blocks", quantization(fmt="e5m2"), r"0\.\w+\.weight\n(?s:.*)e5m2(?s:.*)F8_E4M3"),
     "block size": (
         "fp8_blocks",
         quantization(weight_block_size=[64, 64]),
@@ -237,11 +231,7 @@ DECLARED: dict[str, Case] = {
         weights(symmetric=False),
         r"0\.\w+\.weight_\w+\n(?s:.*)weight_zero_point",
     ),
-    "gptq bits": (
-        "gptq",
-        quantization(bits=8),
-        r"0\.\w+\.qweight\n  expected: \[64, 256\]\n  found: \[32, 256\]",
-    ),
+    "gptq bits": ("gptq", quantization(bits=8), r"0\.\w+\.qweight\n  expected: \[64, 256\]\n  found: \[32, 256\]"),
     "gptq group size": ("gptq", quantization(group_size=128), r"0\.\w+\.(scales|qzeros)\n(?s:.*)\[4, "),
     "gptq as awq": ("gptq", quantization(quant_method="awq"), r"0\.\w+\.qweight\n"),
     "awq as gptq, without an order": (
@@ -256,11 +246,7 @@ DECLARED: dict[str, Case] = {
     ),
     "nvfp4 as fp8": ("nvfp4", quantization(quant_algo="FP8"), r"0\.\w+\.weight(_scale)?\n"),
     "nvfp4 group size": ("nvfp4", quantization(group_size=32), r"0\.\w+\.weight_scale\n|group_size"),
-    "sizes": (
-        "fp8_blocks",
-        config(moe_intermediate_size=512),
-        r"0\.\w+\.weight\n(?s:.*)moe_intermediate_size 512",
-    ),
+    "sizes": ("fp8_blocks", config(moe_intermediate_size=512), r"0\.\w+\.weight\n(?s:.*)moe_intermediate_size 512"),
     "sizes of a stack": (
         "gpt_oss_mxfp4",
         config(intermediate_size=512),
@@ -272,11 +258,7 @@ WORDS: dict[str, Case] = {
     # a quantization_config that is none
     "unknown method": ("fp8_blocks", quantization(quant_method="eetq"), r"'eetq' is not supported"),
     "no method": ("fp8_blocks", lambda t, c: c["quantization_config"].pop("quant_method"), "quant_method"),
-    "method of another type": (
-        "fp8_blocks",
-        quantization(quant_method=8),
-        r"quantization_config\.quant_method",
-    ),
+    "method of another type": ("fp8_blocks", quantization(quant_method=8), r"quantization_config\.quant_method"),
     "list": ("plain", config(quantization_config=[FP8]), r"not an object\.\n  where: quantization_config"),
     "empty list": ("plain", config(quantization_config=[]), r"not an object\.\n  where: quantization_config"),
     "string": ("plain", config(quantization_config="fp8"), r"not an object\.\n  where: quantization_config"),
@@ -286,11 +268,7 @@ WORDS: dict[str, Case] = {
     "nested list": ("plain", config(text_config={"quantization_config": []}), r"where: quantization_config"),
     "negative block size": ("fp8_blocks", quantization(weight_block_size=[-128, 128]), "weight_block_size"),
     "zero block size": ("fp8_blocks", quantization(weight_block_size=[0, 128]), "weight_block_size"),
-    "block size beyond all": (
-        "fp8_blocks",
-        quantization(weight_block_size=[10**30, 128]),
-        "weight_block_size",
-    ),
+    "block size beyond all": ("fp8_blocks", quantization(weight_block_size=[10**30, 128]), "weight_block_size"),
     "one block size": ("fp8_blocks", quantization(weight_block_size=[128]), "weight_block_size"),
     "block size in words": ("fp8_blocks", quantization(weight_block_size="128x128"), "weight_block_size"),
     "block size not whole": ("fp8_blocks", quantization(weight_block_size=[128.0, 128]), "weight_block_size"),
@@ -304,11 +282,7 @@ WORDS: dict[str, Case] = {
     "no schemes": ("packed_int4", quantization(config_groups=None), "config_groups"),
     "schemes in a list": ("packed_int4", quantization(config_groups=[]), "config_groups"),
     "unknown storage": ("packed_int4", quantization(format="zip"), r"quantization_config\.format"),
-    "names in a string": (
-        "fp8_blocks",
-        quantization(modules_to_not_convert="lm_head"),
-        "modules_to_not_convert",
-    ),
+    "names in a string": ("fp8_blocks", quantization(modules_to_not_convert="lm_head"), "modules_to_not_convert"),
     "no regex": ("packed_int4", quantization(ignore=["re:("]), r"quantization_config\.ignore"),
     "unknown algorithm": ("nvfp4", quantization(quant_algo="NVFP3"), "quant_algo"),
 }
@@ -327,21 +301,9 @@ PARTS: dict[str, Case] = {
         r"missing(?s:.*)0\.\w+\.weight\n(?s:.*)weight_scale_inv",
     ),
     "no weight of one expert": ("fp8_blocks", drop(f"{UP}.weight"), rf"{UP}\.weight"),
-    "no second scale": (
-        "nvfp4",
-        every("up_proj.weight_scale_2", drop),
-        r"0\.up_proj\.weight\n(?s:.*)weight_scale_2",
-    ),
-    "no scales of blocks": (
-        "gpt_oss_mxfp4",
-        drop(f"{BLOCK}.down_proj_scales"),
-        r"down_proj_blocks\n(?s:.*)scales",
-    ),
-    "no blocks of scales": (
-        "gpt_oss_mxfp4",
-        drop(f"{BLOCK}.down_proj_blocks"),
-        r"down_proj_\w+\n(?s:.*)blocks",
-    ),
+    "no second scale": ("nvfp4", every("up_proj.weight_scale_2", drop), r"0\.up_proj\.weight\n(?s:.*)weight_scale_2"),
+    "no scales of blocks": ("gpt_oss_mxfp4", drop(f"{BLOCK}.down_proj_scales"), r"down_proj_blocks\n(?s:.*)scales"),
+    "no blocks of scales": ("gpt_oss_mxfp4", drop(f"{BLOCK}.down_proj_blocks"), r"down_proj_\w+\n(?s:.*)blocks"),
     "no g_idx": ("gptq", every("g_idx", drop), r"missing(?s:.*)0\.\w+\.qweight\n(?s:.*)g_idx"),
     "no qzeros of one": ("gptq", drop(f"{UP}.qzeros"), rf"{UP}\.qzeros"),
     "two scales": (
@@ -349,16 +311,8 @@ PARTS: dict[str, Case] = {
         every("scale_inv", lambda n: put(n.removesuffix("_inv"), torch.ones(2, 2))),
         r"0\.\w+\.weight_scale(_inv)?\n",
     ),
-    "wrong group count": (
-        "packed_int4",
-        cut(f"{FIRST}.weight_scale"),
-        rf"{FIRST}\.weight_scale\n(?s:.*)\[256, 1\]",
-    ),
-    "wrong group count of one": (
-        "packed_int4",
-        cut(f"{UP}.weight_scale"),
-        rf"{UP}\.weight_scale\n(?s:.*)\[256, 1\]",
-    ),
+    "wrong group count": ("packed_int4", cut(f"{FIRST}.weight_scale"), rf"{FIRST}\.weight_scale\n(?s:.*)\[256, 1\]"),
+    "wrong group count of one": ("packed_int4", cut(f"{UP}.weight_scale"), rf"{UP}\.weight_scale\n(?s:.*)\[256, 1\]"),
     "too many groups": (
         "packed_int4",
         every("scale", lambda n: put(n, torch.ones(256, 3).bfloat16())),
@@ -391,11 +345,7 @@ PARTS: dict[str, Case] = {
         cut(f"{FIRST}.weight_packed"),
         rf"{FIRST}\.weight_packed\n(?s:.*)\[256, 31\]",
     ),
-    "odd blocks": (
-        "gpt_oss_mxfp4",
-        cut(f"{BLOCK}.down_proj_blocks"),
-        r"down_proj_blocks\n(?s:.*)\[4, 256, 8, 15\]",
-    ),
+    "odd blocks": ("gpt_oss_mxfp4", cut(f"{BLOCK}.down_proj_blocks"), r"down_proj_blocks\n(?s:.*)\[4, 256, 8, 15\]"),
     "no columns": (
         "nvfp4",
         put(f"{FIRST}.weight", torch.empty(256, 0, dtype=torch.uint8)),
@@ -456,11 +406,7 @@ PARTS: dict[str, Case] = {
         every(".weight", lambda n: put(n, lambda t: t.view(torch.uint8) if t.element_size() == 1 else t)),
         r"0\.\w+\.weight\n(?s:.*)U8",
     ),
-    "g_idx of floats": (
-        "gptq",
-        every("g_idx", lambda n: cast(n, torch.float32)),
-        r"0\.\w+\.g_idx\n(?s:.*)F32",
-    ),
+    "g_idx of floats": ("gptq", every("g_idx", lambda n: cast(n, torch.float32)), r"0\.\w+\.g_idx\n(?s:.*)F32"),
     "g_idx too short": ("gptq", cut(f"{FIRST}.g_idx"), rf"{FIRST}\.g_idx\n(?s:.*)\[255\]"),
     "bias of one expert": ("fp8_blocks", put(f"{UP}.bias", torch.ones(INNER)), rf"{UP}\.bias"),
     "bias of one projection": (
@@ -482,11 +428,7 @@ STACKS: dict[str, Case] = {
         cut(f"{BLOCK}.gate_up_proj", 0),
         r"gate_up_proj\n(?s:.*)\[3, 256, 512\] does not hold 4 experts",
     ),
-    "experts of the config": (
-        "gpt_oss_floats",
-        config(num_local_experts=8),
-        r"experts\.\w+\n(?s:.*)8 experts",
-    ),
+    "experts of the config": ("gpt_oss_floats", config(num_local_experts=8), r"experts\.\w+\n(?s:.*)8 experts"),
     "no experts in the config": (
         "gpt_oss_floats",
         config(num_local_experts=0),
@@ -503,16 +445,8 @@ STACKS: dict[str, Case] = {
         r"lacks(?s:.*)experts\.down_proj\n",
     ),
     "no weight but a bias": ("gpt_oss_floats", drop(f"{BLOCK}.down_proj"), r"down_proj_bias\n"),
-    "one bias missing": (
-        "gpt_oss_mxfp4",
-        drop(f"{BLOCK}.down_proj_bias"),
-        rf"mixes(?s:.*){BLOCK}\.gate_up_proj",
-    ),
-    "bias of the wrong size": (
-        "gpt_oss_mxfp4",
-        cut(f"{BLOCK}.down_proj_bias"),
-        r"down_proj_bias\n(?s:.*)\[255\]",
-    ),
+    "one bias missing": ("gpt_oss_mxfp4", drop(f"{BLOCK}.down_proj_bias"), rf"mixes(?s:.*){BLOCK}\.gate_up_proj"),
+    "bias of the wrong size": ("gpt_oss_mxfp4", cut(f"{BLOCK}.down_proj_bias"), r"down_proj_bias\n(?s:.*)\[255\]"),
     "odd bias": ("gpt_oss_mxfp4", cut(f"{BLOCK}.gate_up_proj_bias"), r"gate_up_proj_bias\n(?s:.*)511"),
     "unknown part": (
         "gpt_oss_mxfp4",
@@ -540,11 +474,7 @@ STACKS: dict[str, Case] = {
     ),
     "no orientation": ("qwen3_vl", config(hidden_size=None), r"orientation|unexpected shape"),
     "flat": ("qwen3_vl", put(f"{BLOCK}.down_proj", lambda t: t.flatten(0, 1)), r"experts\.\w+\n"),
-    "without dimensions": (
-        "qwen3_vl",
-        put(f"{BLOCK}.down_proj", torch.tensor(1.0).bfloat16()),
-        r"experts\.\w+\n",
-    ),
+    "without dimensions": ("qwen3_vl", put(f"{BLOCK}.down_proj", torch.tensor(1.0).bfloat16()), r"experts\.\w+\n"),
     "stacks of two dtypes": (
         "gpt_oss_floats",
         cast(f"{BLOCK}.down_proj", torch.float16),
@@ -568,11 +498,7 @@ VALUES: dict[str, Case] = {
         value(f"{UP}.weight_scale_inv", 0.0, 1, 1),
         rf"scale is zero(?s:.*){UP}\.weight_scale_inv",
     ),
-    "NaN scale": (
-        "fp8_blocks",
-        value(f"{UP}.weight_scale_inv", math.nan, 1, 1),
-        rf"NaN(?s:.*){UP}\.weight_scale_inv",
-    ),
+    "NaN scale": ("fp8_blocks", value(f"{UP}.weight_scale_inv", math.nan, 1, 1), rf"NaN(?s:.*){UP}\.weight_scale_inv"),
     "infinite scale": (
         "packed_int4",
         value(f"{UP}.weight_scale", math.inf, 3, 1),
@@ -584,16 +510,8 @@ VALUES: dict[str, Case] = {
         rf"negative(?s:.*){UP}\.weight_scale_inv",
     ),
     "NaN code": ("fp8_blocks", value(f"{UP}.weight", FP8_NAN, 3, 4), rf"NaN(?s:.*){UP}\.weight\n"),
-    "negative NaN code": (
-        "fp8_tensors",
-        value(f"{DOWN}.weight", FP8_NAN | 0x80, 3, 4),
-        rf"NaN(?s:.*){DOWN}\.weight\n",
-    ),
-    "NaN e4m3 scale": (
-        "nvfp4",
-        value(f"{UP}.weight_scale", FP8_NAN, 0, 0),
-        rf"NaN(?s:.*){UP}\.weight_scale\n",
-    ),
+    "negative NaN code": ("fp8_tensors", value(f"{DOWN}.weight", FP8_NAN | 0x80, 3, 4), rf"NaN(?s:.*){DOWN}\.weight\n"),
+    "NaN e4m3 scale": ("nvfp4", value(f"{UP}.weight_scale", FP8_NAN, 0, 0), rf"NaN(?s:.*){UP}\.weight_scale\n"),
     "zero second scale": (
         "nvfp4",
         put(f"{UP}.weight_scale_2", torch.tensor(0.0)),
@@ -624,11 +542,7 @@ VALUES: dict[str, Case] = {
         value(f"{UP}.g_idx", -1, 7),
         rf"group does not exist(?s:.*){UP}\.g_idx\n(?s:.*)found: -1",
     ),
-    "zero off the middle": (
-        "gptq",
-        value(f"{UP}.qzeros", 0x77777776, 0, 0),
-        rf"zero points(?s:.*){UP}\.qzeros",
-    ),
+    "zero off the middle": ("gptq", value(f"{UP}.qzeros", 0x77777776, 0, 0), rf"zero points(?s:.*){UP}\.qzeros"),
     "scales that are no powers of two": (
         "fp8_blocks",
         quantization(scale_fmt="ue8m0"),
@@ -738,10 +652,7 @@ def damage(draw: Callable[..., Any], refs: dict[str, TensorRef]) -> None:
     chosen = [n for n in refs if n.endswith(f".{part}")] if draw(st.booleans()) else [name]
     action = draw(st.sampled_from(["remove", "rename", "dtype", "shape"]))
     other = draw(st.sampled_from([*part_names(), "foo", "gate_up_proj_bias", "down_proj_scales"]))
-    dtype, sizes = (
-        draw(st.sampled_from(DTYPES)),
-        draw(st.lists(st.sampled_from([0, 1, 2, 4, 128, 256]), max_size=4)),
-    )
+    dtype, sizes = (draw(st.sampled_from(DTYPES)), draw(st.lists(st.sampled_from([0, 1, 2, 4, 128, 256]), max_size=4)))
     for each in chosen:
         ref = refs.pop(each)
         if action == "rename":

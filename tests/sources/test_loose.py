@@ -88,11 +88,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a folder named as the importance": (put("importance.safetensors/x"), "importance", "needs"),
     "a folder named as an unfinished file": (put("a.txt", "a.txt.partial/x"), "a.txt.partial/x", "needs"),
     "a folder named as an unfinished config": (put("config.json.partial/x"), "config.json.partial", "needs"),
-    "a link to a file of the system": (
-        link("tokenizer2.json", "/etc/hostname"),
-        "tokenizer2.json",
-        "leads out",
-    ),
+    "a link to a file of the system": (link("tokenizer2.json", "/etc/hostname"), "tokenizer2.json", "leads out"),
     "a link upwards": (link("tokenizer2.json", "../other/file"), "tokenizer2.json", "leads out"),
     "a link to a link": (links, "b.json", "leads out"),
     "a link to nothing": (link("a.json", "../blobs/absent"), "a.json", "a link to nothing"),
@@ -206,9 +202,7 @@ def test_a_manifest_of_64_mib(model: Path, tmp_path: Path) -> None:
     assert hqconv.inspect(tmp_path / "out")["kind"] == "artifact"
 
 
-def test_what_cannot_be_read_is_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def denied(path: Any, *more: Any, **options: Any) -> int:  # the tests may run as root

@@ -204,9 +204,7 @@ def test_changed_sources_and_manifests_are_found(mixed: Mixed, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("schema", ["int4", "fp8", "nvfp4"])
-def test_other_schemas_take_every_block_from_its_own_format(
-    mixed: Mixed, schema: str, tmp_path: Path
-) -> None:
+def test_other_schemas_take_every_block_from_its_own_format(mixed: Mixed, schema: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     conversions.run(mixed.folder, out, schema)
     words = conversions.manifest(out)

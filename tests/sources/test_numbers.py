@@ -56,10 +56,7 @@ def at_once(call: Callable[[], object]) -> HqconvError:
 @pytest.mark.parametrize("option", ["tp", "ep", "redundant_experts"])
 def test_options(option: str, number: Any, model: Path, tmp_path: Path) -> None:
     words = {**ON_CPU, option: number}
-    for call in (
-        lambda: hqconv.plan(model, **words),
-        lambda: hqconv.convert(model, tmp_path / "out", **words),
-    ):
+    for call in (lambda: hqconv.plan(model, **words), lambda: hqconv.convert(model, tmp_path / "out", **words)):
         error = at_once(call)
         assert (error.exit_code, error.where) == (2, f"--{option.replace('_', '-')}")
     assert not (tmp_path / "out").exists()

@@ -50,9 +50,7 @@ MORE = {
         pack.int8(asymmetric=True, dtype=F32), "int-quantized", 8, "channel", symmetric=False
     ),
     "ct-int8-channel": compressed(pack.pack_quantized(8, 0, dtype=F32), "pack-quantized", 8, "channel"),
-    "ct-int4-g128": compressed(
-        pack.pack_quantized(4, 128, dtype=F32), "pack-quantized", 4, "group", group_size=128
-    ),
+    "ct-int4-g128": compressed(pack.pack_quantized(4, 128, dtype=F32), "pack-quantized", 4, "group", group_size=128),
 }
 # The schema that has the source's codes; what `--schema source --round-scales` chooses, where that is another.
 CASES: dict[str, tuple[str, str]] = {
@@ -226,9 +224,7 @@ def test_every_format_that_is_rounded_is_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8-channel-f32", "ct-w8-channel-zp", "fused-fbgemm-fp8"])
-def test_judged_together_as_on_a_gpu(
-    name: str, get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_judged_together_as_on_a_gpu(name: str, get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stacks of experts whose figures are looked at in the end; the same bytes, and the manifest's."""
     folder, schema = get(name), CASES[name][0]
     conversions.run(folder, tmp_path / "alone", schema)

@@ -97,9 +97,7 @@ def test_copies_that_differ(src: Path, tmp_path: Path) -> None:
     ep_rank, local = COPIES.homes(4)[1][1]
     copy.flip(copy.rank_file(BLOCK, 1, ep_rank), f"{BLOCK}.w2_zero_point", local)
     for given in (src, None):
-        assert [f.what for f in both_ways(copy.root, given).findings] == [
-            "A redundant copy of an expert differs."
-        ]
+        assert [f.what for f in both_ways(copy.root, given).findings] == ["A redundant copy of an expert differs."]
 
 
 def test_a_good_expert_that_another_one_repeats(src: Path, tmp_path: Path) -> None:
@@ -163,9 +161,7 @@ def test_little_memory_means_small_batches_or_none(make: Callable[..., Path], sr
         assert staging.host_bytes <= limit
 
 
-def test_the_device_is_the_one_asked_for(
-    make: Callable[..., Path], src: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_is_the_one_asked_for(make: Callable[..., Path], src: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of any architecture by default, none with --device cpu."""
     used: list[torch.device | None] = []
 

@@ -42,8 +42,7 @@ def src(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("batch", [1, 1 << 30])
 @pytest.mark.parametrize(
-    ("source", "schema", "grid"),
-    [("plain", "nvfp4", Grid(2, 2)), ("uneven/gpt_oss_floats", "mxfp4", Grid(4))],
+    ("source", "schema", "grid"), [("plain", "nvfp4", Grid(2, 2)), ("uneven/gpt_oss_floats", "mxfp4", Grid(4))]
 )
 def test_experts_are_those_of_dequantize(
     source: str, schema: str, grid: Grid, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,16 +77,12 @@ def test_errors_of_decoded_weights_are_plain_arithmetic(src: Path, tmp_path: Pat
     run(src, tmp_path / "out", "mxfp4", Grid(2, 1))
     generator = torch.Generator().manual_seed(0)
     ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(16)])
-    batch = TokenBatch(
-        torch.randn(16, 128, generator=generator).bfloat16(), Routing(ids, torch.rand(16, 2)), "seeded"
-    )
+    batch = TokenBatch(torch.randn(16, 128, generator=generator).bfloat16(), Routing(ids, torch.rand(16, 2)), "seeded")
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
         block = source.map_experts().blocks[0]
         decoded = decoded_experts(artifact, artifact.expert_block(BLOCK), CPU, pool)
         found, _ = moe_forward(batch.x.double(), batch.routing, decoded, Activation("silu"))
-        measured = _compare_source(
-            Activation("silu"), batch, found, decoded, source_experts(source, block, CPU, pool)
-        )
+        measured = _compare_source(Activation("silu"), batch, found, decoded, source_experts(source, block, CPU, pool))
         exact = [source.read_expert(block, e, block.roles, CPU) for e in range(4)]
     values = hqconv.dequantize(tmp_path / "out", block=BLOCK)
     for role, error in measured["weights_against_source"].items():
@@ -103,9 +98,7 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
     run(src, tmp_path / "out", "int8")
     generator = torch.Generator().manual_seed(expert)
     ids = torch.full((16, 1), expert)
-    batch = TokenBatch(
-        torch.randn(16, 384, generator=generator).bfloat16(), Routing(ids, torch.ones(16, 1)), ""
-    )
+    batch = TokenBatch(torch.randn(16, 384, generator=generator).bfloat16(), Routing(ids, torch.ones(16, 1)), "")
     good = {"kernel": 0.0, "channel": 0.0, "batch": 0.0, "worst_rank": "-", "worst_channel": "-"}
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
         block = source.map_experts().blocks[0]

@@ -189,9 +189,7 @@ def test_a_tensor_with_another_name(copy: Damaged) -> None:
     found(result, f"{copy.path}, tensor {name}_", "does not belong here")
 
 
-def test_ranks_are_compared_with_each_other_without_humming(
-    copy: Damaged, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_compared_with_each_other_without_humming(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: Any) -> Any:
         raise ModuleNotFoundError("humming")
 
@@ -307,9 +305,7 @@ def test_a_config_that_is_no_json(copy: Damaged, text: str) -> None:
 # --- the source --------------------------------------------------------------------------------------------
 
 
-def other_source(
-    copy: Damaged, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]
-) -> CheckResult:
+def other_source(copy: Damaged, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> CheckResult:
     """The check against a source whose tensors were edited."""
     shutil.copytree(copy.source, tmp_path / "src")
     tensors = load_file(copy.source / "model.safetensors")

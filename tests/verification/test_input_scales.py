@@ -136,9 +136,7 @@ def test_another_sources_scales(copy: Damaged, tmp_path: Path) -> None:
             tensors[name] = tensors[name] * torch.tensor(1.5)
     other = Damaged(copy.root, save(tmp_path / "other", (tensors, config)), copy.schema)
     _, weights = checked(other)
-    assert {finding.what for finding in weights.findings} == {
-        "A static activation scale is not the source's."
-    }
+    assert {finding.what for finding in weights.findings} == {"A static activation scale is not the source's."}
     assert len(weights.findings) == 2 * (1 + 4)
 
 

@@ -165,6 +165,4 @@ def test_what_is_no_number_never_passes() -> None:
         assert findings(**{key: value}) == 1, key
     assert findings(against_source=float("nan")) == 1
     assert findings(weights_against_source={"w2": float("nan")}) == 1
-    assert (
-        findings(weights_against_source={"w2": 1.41}) == 1
-    )  # gate and up swapped, say: not excused by itself
+    assert findings(weights_against_source={"w2": 1.41}) == 1  # gate and up swapped, say: not excused by itself

@@ -49,14 +49,8 @@ def test_the_chain_is_carried(made: Path) -> None:
     for step, name in zip(steps, ("second", "first"), strict=True):
         words = manifest(made / name)
         assert step["source"] == words["source"]
-        assert (
-            step["manifest_sha256"] == hashlib.sha256((made / name / "hqconv.json").read_bytes()).hexdigest()
-        )
-        assert (step["schema_name"], step["tp"], step["ep"]) == (
-            words["schema_name"],
-            words["tp"],
-            words["ep"],
-        )
+        assert step["manifest_sha256"] == hashlib.sha256((made / name / "hqconv.json").read_bytes()).hexdigest()
+        assert (step["schema_name"], step["tp"], step["ep"]) == (words["schema_name"], words["tp"], words["ep"])
     shard = made / "src/model.safetensors"
     assert steps[-1]["source"]["files"][0]["sha256"] == hashlib.sha256(shard.read_bytes()).hexdigest()
     shown = hqconv.inspect(made / "third")
@@ -102,9 +96,7 @@ def test_through_the_checkpoint_layout(made: Path, tmp_path: Path) -> None:
     assert findings(tmp_path / "out", tmp_path / "packed") == []
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8_blocks", "gptq", "nvfp4", "gpt_oss_floats", "gpt_oss_mxfp4", "qwen3_vl"]
-)
+@pytest.mark.parametrize("name", ["fp8_blocks", "gptq", "nvfp4", "gpt_oss_floats", "gpt_oss_mxfp4", "qwen3_vl"])
 def test_other_families_and_formats(name: str, tmp_path: Path) -> None:
     source, schema = small.GOOD[name]
     src = small.save(tmp_path / "src", source())
@@ -145,9 +137,7 @@ def damaged(folder: Path, tensor: str) -> Path:
         ("model.layers.0.mlp.gate.weight", "tensor model.layers.0.mlp.gate.weight"),
     ],
 )
-def test_another_first_source_is_found(
-    made: Path, tmp_path: Path, tensor: str, where: str, has_digests: bool
-) -> None:
+def test_another_first_source_is_found(made: Path, tmp_path: Path, tensor: str, where: str, has_digests: bool) -> None:
     out = tmp_path / "out"
     if has_digests:
         out = made / "second"
@@ -175,8 +165,7 @@ def test_a_chain_that_is_none(made: Path, tmp_path: Path, edit: Callable[[dict[s
     edit(words)
     write_manifest(tmp_path / "out", words)
     assert any(
-        "derived_from" in one and "manifest is damaged" in one
-        for one in findings(tmp_path / "out", made / "first")
+        "derived_from" in one and "manifest is damaged" in one for one in findings(tmp_path / "out", made / "first")
     )
     with pytest.raises(VerificationError, match="derived_from"):
         hqconv.inspect(tmp_path / "out")

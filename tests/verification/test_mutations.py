@@ -32,11 +32,7 @@ from tests.make.qwen import write_qwen3_moe
 
 SCHEMAS = ("mxfp4", "int4-g64-zp", "nvfp4", "fp8")
 MTP = "mtp.layers.0.mlp.experts"
-HIDDEN, INNER, NUM_EXPERTS = (
-    128,
-    128,
-    4,
-)  # per TP rank: w13 128 of 256 rows, w2 64 of 128 columns, so both padded
+HIDDEN, INNER, NUM_EXPERTS = (128, 128, 4)  # per TP rank: w13 128 of 256 rows, w2 64 of 128 columns, so both padded
 
 
 def write_source(folder: Path, seed: int = 0, **sizes: int) -> Path:
@@ -95,9 +91,7 @@ def test_one_flipped_bit(copy: Damaged, gemm: str, tensor: str) -> None:
     copy.flip(copy.path, name, local=1)
     weights = raw_and_resealed(copy, [copy.path])
     if tensor == "weight_scale_2" or (copy.schema == "fp8" and (gemm, tensor) == ("w2", "weight_scale")):
-        found(
-            weights, f"{copy.path}, tensor {name}, expert 3 (local 1)", "TP ranks disagree", "as on tp rank 0"
-        )
+        found(weights, f"{copy.path}, tensor {name}, expert 3 (local 1)", "TP ranks disagree", "as on tp rank 0")
     else:
         found(weights, copy.path, name, "of expert 3 (local 1)", "1 of ")
     assert all("expert 3" in f.where or "quantization_error" in f.where for f in weights.findings)
@@ -210,13 +204,7 @@ def test_padding_that_is_not_zero(copy: Damaged) -> None:
     row_bytes = entries[name]["shape"][2] * 4  # of 16 columns: rows 128 to 255 are padding
     copy.flip(copy.path, name, byte=row_bytes - 1, mask=0x40)
     weights = raw_and_resealed(copy, [copy.path])
-    found(
-        weights,
-        copy.path,
-        f"{name}, expert 2 (local 0)",
-        "A value that no conversion writes",
-        "padding",
-    )
+    found(weights, copy.path, f"{name}, expert 2 (local 0)", "A value that no conversion writes", "padding")
     assert copy.check(with_source=False)[1].status == "fail"
 
 
@@ -238,13 +226,7 @@ def test_scales_labelled_with_another_dtype(copy: Damaged) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("sm_version", 80),
-        ("a_dtype", "float8e4m3"),
-        ("shape_k", 256),
-        ("c_dtype", "float16"),
-        ("num_experts", 3),
-    ],
+    [("sm_version", 80), ("a_dtype", "float8e4m3"), ("shape_k", 256), ("c_dtype", "float16"), ("num_experts", 3)],
 )
 def test_a_wrong_layer_config(copy: Damaged, key: str, value: Any) -> None:
     def edit(entries: dict[str, Any]) -> None:
@@ -292,9 +274,7 @@ def test_a_missing_block(make: Callable[..., Damaged], hidden: str) -> None:
         path.unlink()
     if hidden == "no":
         files, weights = copy.check(with_source=False)
-        assert [f.where for f in files.findings] == [
-            copy.rank_file(MTP, t, p) for t in range(2) for p in range(2)
-        ]
+        assert [f.where for f in files.findings] == [copy.rank_file(MTP, t, p) for t in range(2) for p in range(2)]
         assert {f.what for f in files.findings} == {"A file of the manifest is missing."}
         found(weights, MTP)
         return
@@ -311,12 +291,7 @@ def test_an_altered_copied_tensor(copy: Damaged) -> None:
     found(copy.check()[0], "model.safetensors", "bytes are not those")
     copy.reseal()
     files, weights = copy.check()
-    found(
-        files,
-        f"model.safetensors, tensor {name}",
-        "not the source's",
-        f"the first at byte {3 * HIDDEN * 2 + 10}",
-    )
+    found(files, f"model.safetensors, tensor {name}", "not the source's", f"the first at byte {3 * HIDDEN * 2 + 10}")
     assert len(files.findings) == 1
     assert weights.findings == []
 
@@ -455,9 +430,7 @@ def test_conversions_pass_both_checks(
     seed: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("wolf")
-    src = write_source(
-        folder / "src", seed, hidden_size=hidden, intermediate_size=inner, num_experts=num_experts
-    )
+    src = write_source(folder / "src", seed, hidden_size=hidden, intermediate_size=inner, num_experts=num_experts)
     tensors = load_file(src / "model.safetensors")
     for i, (name, tensor) in enumerate(tensors.items()):
         if hard and ".experts." in name:

@@ -157,9 +157,7 @@ def unsourced(copy: Damaged) -> CheckResult:
 
 
 @pytest.mark.parametrize(("gemm", "roles"), [("w13", ("w1", "w3")), ("w2", ("w2",))])
-def test_swapped_experts_are_named_without_the_source(
-    copy: Damaged, gemm: str, roles: tuple[str, ...]
-) -> None:
+def test_swapped_experts_are_named_without_the_source(copy: Damaged, gemm: str, roles: tuple[str, ...]) -> None:
     for tp_rank in range(2):
         copy.swap_experts(copy.rank_file(BLOCK, tp_rank, 1), (gemm,))
     weights = unsourced(copy)
@@ -180,9 +178,7 @@ def test_one_expert_swapped_on_one_rank_shows_without_the_source(copy: Damaged) 
     assert not any("are swapped" in finding.found for finding in weights.findings)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "name"), [("w2_weight", "w2: weight"), ("w13_weight_scale", "weight_scale")]
-)
+@pytest.mark.parametrize(("tensor", "name"), [("w2_weight", "w2: weight"), ("w13_weight_scale", "weight_scale")])
 def test_one_bit_shows_without_the_source(copy: Damaged, tensor: str, name: str) -> None:
     copy.flip(copy.path, f"{BLOCK}.{tensor}", local=1, byte=64)
     weights = unsourced(copy)
@@ -258,9 +254,7 @@ def test_why_the_family_was_chosen(copy: Damaged, with_source: bool) -> None:
     files, weights = copy.check(with_source)
     found(files, "hqconv.json: family_chosen_because", "qwen3_moe", "model_type mixtral")
     assert (len(files.findings), weights.findings) == (1, [])
-    copy.edit_manifest(
-        lambda words: words.update(hqconv_version="0.0.1")
-    )  # which may have said it in other words
+    copy.edit_manifest(lambda words: words.update(hqconv_version="0.0.1"))  # which may have said it in other words
     assert copy.check(with_source)[0].findings == []
 
 
@@ -312,20 +306,12 @@ def test_a_shard_without_its_metadata(copy: Damaged, metadata: dict[str, str] | 
     assert (len(files.findings), weights.findings) == (1, [])
 
 
-STRAYS = (
-    "more/model.safetensors",
-    "more/pytorch_model.bin",
-    "a.gguf",
-    "original/params.json",
-    "more/x.index.json",
-)
+STRAYS = ("more/model.safetensors", "more/pytorch_model.bin", "a.gguf", "original/params.json", "more/x.index.json")
 
 
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
 @pytest.mark.parametrize("path", [*STRAYS, f"experts/tp0-ep0/{BLOCK}.bin", "experts/tp0-ep0/x.safetensors"])
-def test_stray_weights_that_the_manifest_lists(
-    good: dict[str, Path], tmp_path: Path, layout: str, path: str
-) -> None:
+def test_stray_weights_that_the_manifest_lists(good: dict[str, Path], tmp_path: Path, layout: str, path: str) -> None:
     copy = copy_of(good, layout, tmp_path)
     (copy.root / path).parent.mkdir(parents=True, exist_ok=True)
     save_file({"x": torch.zeros(4)}, copy.root / path, {"format": "pt"})
@@ -358,9 +344,7 @@ def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: i
     """From now on, conversions write another value into one tensor's padding."""
     pad = rank_slices._pad
 
-    def damaged(
-        tensors: dict[str, Any], schema: WeightSchema, along: int, size: int, share: int
-    ) -> dict[str, Any]:
+    def damaged(tensors: dict[str, Any], schema: WeightSchema, along: int, size: int, share: int) -> dict[str, Any]:
         padded = pad(tensors, schema, along, size, share)
         one, length = padded[tensor], tensors[tensor].size(along) if tensors[tensor].ndim > along else 0
         if along == axis and one.size(along) > length > 0:
@@ -396,9 +380,7 @@ def test_padding_of_an_uneven_last_rank(
     dtype: str,
 ) -> None:
     if (tensor, gemm) == ("weight_scale_2", "w2") or (value, dtype) == (255, "float16"):
-        pytest.skip(
-            "second scales have no columns; Humming itself cannot make a NaN of e8m0 one of float16's"
-        )
+        pytest.skip("second scales have no columns; Humming itself cannot make a NaN of e8m0 one of float16's")
     src = small.save(tmp_path / "src", small.gpt_oss_floats(320))
     made_of = TWICE if schema == "twice" else schema_of(schema)
     for is_damaged in (False, True):
@@ -455,13 +437,7 @@ def test_any_words_of_a_layer_config_end_in_findings(one_copy: Damaged, data: st
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("shape_k", float("inf")),
-        ("pad_shape_n", float("-inf")),
-        ("a_dtype", {}),
-        ("a_dtype", [1]),
-        ("shape_k", 0),
-    ],
+    [("shape_k", float("inf")), ("pad_shape_n", float("-inf")), ("a_dtype", {}), ("a_dtype", [1]), ("shape_k", 0)],
 )
 def test_words_of_a_layer_config_that_were_an_internal_error(copy: Damaged, key: str, value: Any) -> None:
     def edit(entries: dict[str, Any]) -> None:
@@ -501,12 +477,8 @@ def test_another_dtype_in_all_words_is_another_artifact(tmp_path: Path, schema: 
     copy.reseal()
     for path in (tmp_path / "float16").rglob("*"):
         if path.is_file():
-            assert (copy.root / path.relative_to(tmp_path / "float16")).read_bytes() == path.read_bytes(), (
-                path
-            )
+            assert (copy.root / path.relative_to(tmp_path / "float16")).read_bytes() == path.read_bytes(), path
     assert [result.findings for result in copy.check()] == [[], []]
     data = (copy.root / "hqconv.json").read_bytes()
-    (copy.root / "hqconv.json").write_bytes(
-        data.replace(manifest(copy.root)["digest"].encode(), digest.encode())
-    )
+    (copy.root / "hqconv.json").write_bytes(data.replace(manifest(copy.root)["digest"].encode(), digest.encode()))
     assert [f.what for f in of_manifest(copy.root).findings] == [DIGEST]

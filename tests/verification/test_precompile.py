@@ -53,10 +53,7 @@ def name_of(case: object) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_only_a_compiler_of_the_same_layout_is_good(
-    case: tuple[int, str, str, str, tuple[str, ...], str],
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[int, str, str, str, tuple[str, ...], str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sm_version, cuda, schema, dtype, alike, other = case
     run(model, tmp_path / "out", schema, target=f"sm{sm_version}", cuda=cuda, dtype=dtype)

@@ -74,10 +74,7 @@ class Config:
         from humming.config import InputQuantizationMode
         from humming.dtypes import DataType
 
-        self.a_dtype, self.as_dtype = (
-            DataType.from_str(words["a_dtype"]),
-            DataType.from_str(words["as_dtype"]),
-        )
+        self.a_dtype, self.as_dtype = (DataType.from_str(words["a_dtype"]), DataType.from_str(words["as_dtype"]))
         self.input_quant_mode = InputQuantizationMode(words["input_quant_mode"])
         self.input_scale_group_size = words.get("input_scale_group_size", 0)
         self.shape_n, self.shape_k, self.pad_shape_n, self.pad_shape_k = n, k, 0, 0
@@ -93,9 +90,7 @@ def experts() -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def errors(
-    found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]
-) -> list[float]:
+def errors(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
     return [float((f.double() - w).norm() / w.norm()) for f, w in zip(found, wanted, strict=True)]
 
 
@@ -141,9 +136,7 @@ def small(tmp_path: Path, inputs: str, schema: str, grid: Grid) -> Artifact:
 Damage = Callable[[dict[str, Gemm]], dict[str, Gemm]]
 
 
-def checked(
-    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage = lambda gemms: gemms
-) -> CheckResult:
+def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage = lambda gemms: gemms) -> CheckResult:
     """`check_kernel` on the CPU, with weights that are made up, cut for each rank and maybe damaged."""
     standin.use(monkeypatch)
     generator = torch.Generator().manual_seed(2)
@@ -175,9 +168,7 @@ def checked(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("grid", [Grid(), Grid(2, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("inputs", "schema"), [("fp8", "mxfp4"), ("fp8-g128", "fp8-block"), ("int8", "int4")]
-)
+@pytest.mark.parametrize(("inputs", "schema"), [("fp8", "mxfp4"), ("fp8-g128", "fp8-block"), ("int8", "int4")])
 def test_the_check_knows_the_rounding(
     inputs: str, schema: str, grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,8 +209,7 @@ def test_a_kernel_that_rounds_otherwise_is_found(tmp_path: Path, monkeypatch: py
     def other(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
         words = {**QUANTIZED["fp8-g128"]}
         return {
-            g: replace(one, config=Config(words, one.config.shape_n, one.config.shape_k))
-            for g, one in gemms.items()
+            g: replace(one, config=Config(words, one.config.shape_n, one.config.shape_k)) for g, one in gemms.items()
         }
 
     with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
@@ -228,9 +218,7 @@ def test_a_kernel_that_rounds_otherwise_is_found(tmp_path: Path, monkeypatch: py
     assert [f.what for f in result.findings if "rounded activations" in f.what]
 
 
-def test_static_scales_are_read_and_what_they_cut_off_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_static_scales_are_read_and_what_they_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales that were measured beforehand lie in every rank's file; nothing is said of exact activations then."""
     with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
         path = artifact.root / "experts" / "tp0-ep0" / f"{BLOCK}.safetensors"
@@ -302,8 +290,7 @@ PAIRS = [
 
 @pytest.mark.cuda
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a CUDA device of sm90",
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a CUDA device of sm90"
 )
 @pytest.mark.parametrize(("inputs", "schema"), PAIRS)
 def test_the_production_kernel(inputs: str, schema: str, tmp_path: Path) -> None:

@@ -10,12 +10,7 @@ import transformers
 from torch import nn
 
 from hqconv.schemas.activation import Activation
-from hqconv.verification.reference import (
-    Routing,
-    cover_all_experts,
-    moe_forward,
-    route,
-)
+from hqconv.verification.reference import Routing, cover_all_experts, moe_forward, route
 
 COMMON: dict[str, Any] = {
     "hidden_size": 96,
@@ -42,13 +37,7 @@ DEEPSEEK = {
 }
 MODELS = {
     "mixtral": {**COMMON, "intermediate_size": 40, "num_local_experts": 7},
-    "qwen3_moe": {
-        **COMMON,
-        "moe_intermediate_size": 40,
-        "num_experts": 7,
-        "norm_topk_prob": True,
-        "head_dim": 24,
-    },
+    "qwen3_moe": {**COMMON, "moe_intermediate_size": 40, "num_experts": 7, "norm_topk_prob": True, "head_dim": 24},
     "qwen3_moe-unnormalised": {**COMMON, "moe_intermediate_size": 40, "num_experts": 7, "head_dim": 24},
     "olmoe": {**COMMON, "intermediate_size": 40, "num_experts": 7},
     "deepseek_v3": DEEPSEEK,
@@ -129,7 +118,5 @@ def test_biases_are_added_once_per_projection() -> None:
     x = torch.randn(1, 4)
     routing = Routing(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), 0.5))
     out, _ = moe_forward(x, routing, lambda _: expert, Activation("silu"))
-    hidden = torch.nn.functional.silu(expert["w1"] @ x[0] + expert["b1"]) * (
-        expert["w3"] @ x[0] + expert["b3"]
-    )
+    hidden = torch.nn.functional.silu(expert["w1"] @ x[0] + expert["b1"]) * (expert["w3"] @ x[0] + expert["b3"])
     assert torch.allclose(out[0], 0.5 * (expert["w2"] @ hidden + expert["b2"]), atol=1e-6)

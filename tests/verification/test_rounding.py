@@ -31,9 +31,7 @@ def every_decision(dtype: str) -> np.ndarray:
     middles = (numbers[1:] + numbers[:-1]) / 2
     points = np.concatenate([numbers, middles, [numbers[-1] * 1.01, numbers[0] * 1.01, 1e7, -1e7]])
     points = points.astype(np.float32)
-    return np.concatenate(
-        [points, np.nextafter(points, np.float32(9e9)), np.nextafter(points, np.float32(-9e9))]
-    )
+    return np.concatenate([points, np.nextafter(points, np.float32(9e9)), np.nextafter(points, np.float32(-9e9))])
 
 
 def test_the_types_are_all_tested() -> None:

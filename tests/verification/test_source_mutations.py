@@ -22,12 +22,7 @@ from tests.make.damage import Damaged, found, raw_and_resealed, swapped_experts_
 from tests.make.effort import num_examples
 from tests.make.small import BLOCK, GOOD, INNER, E, Source, save
 
-BASES = {
-    "fp8_blocks": "source",
-    "fp8_tensors": "fp8-tensor",
-    "gpt_oss_mxfp4": "source",
-    "gpt_oss_floats": "int4",
-}
+BASES = {"fp8_blocks": "source", "fp8_tensors": "fp8-tensor", "gpt_oss_mxfp4": "source", "gpt_oss_floats": "int4"}
 CODED = [base for base in BASES if base != "gpt_oss_floats"]
 FUSED = ["gpt_oss_mxfp4", "gpt_oss_floats"]
 GRID = Grid(2, 2)
@@ -120,9 +115,7 @@ def test_experts_of_a_stack_in_another_order(base: str, make: Make, tmp_path: Pa
 def gate_up(source: Source) -> list[tuple[str, int]]:
     """The tensors of gate and up, and the dimension of their rows."""
     return [
-        (name, 2 if name.endswith("gate_up_proj") else 1)
-        for name in source[0]
-        if name.startswith(f"{BLOCK}.gate_up")
+        (name, 2 if name.endswith("gate_up_proj") else 1) for name in source[0] if name.startswith(f"{BLOCK}.gate_up")
     ]
 
 
@@ -154,22 +147,14 @@ def test_gate_and_up_exchanged(base: str, make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", FUSED)
-@pytest.mark.parametrize(
-    ("stack", "gemm", "role"), [("gate_up_proj", "w13", "w3"), ("down_proj", "w2", "w2")]
-)
+@pytest.mark.parametrize(("stack", "gemm", "role"), [("gate_up_proj", "w13", "w3"), ("down_proj", "w2", "w2")])
 def test_another_bias(base: str, stack: str, gemm: str, role: str, make: Make, tmp_path: Path) -> None:
     def change(source: Source) -> None:
         source[0][f"{BLOCK}.{stack}_bias"][3, 5] += 1
 
     weights = graft(make(base), base, change, tmp_path)
     row = 2 if gemm == "w13" else 5  # gate and up in turns
-    found(
-        weights,
-        f"{BLOCK}.{gemm}_bias, {role} of expert 3",
-        "bias of the source",
-        f"at [{row}]",
-        "1 of 256 differ",
-    )
+    found(weights, f"{BLOCK}.{gemm}_bias, {role} of expert 3", "bias of the source", f"at [{row}]", "1 of 256 differ")
     assert len(weights.findings) == 1
 
 
@@ -220,36 +205,16 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "quantized": ("gpt_oss_mxfp4", block(lambda b: b.update(conversion="quantized")), "conversion"),
     "format name": ("fp8_blocks", block(lambda b: b["source_format"].update(name="x")), "source_format"),
     "format": ("fp8_blocks", block(lambda b: b["source_format"].update(decoder="int8")), "source_format"),
-    "read back": (
-        "fp8_blocks",
-        block(lambda b: b["source_format"].update(decoder="kernel")),
-        "source_format",
-    ),
-    "not quantized": (
-        "fp8_blocks",
-        block(lambda b: b["source_format"].update(decoder="float")),
-        "source_format",
-    ),
+    "read back": ("fp8_blocks", block(lambda b: b["source_format"].update(decoder="kernel")), "source_format"),
+    "not quantized": ("fp8_blocks", block(lambda b: b["source_format"].update(decoder="float")), "source_format"),
     "groups": ("fp8_blocks", block(lambda b: b["source_format"].update(group_k=64)), "source_format"),
-    "scales": (
-        "fp8_blocks",
-        block(lambda b: b["source_format"].update(scale_dtype="bfloat16")),
-        "source_format",
-    ),
+    "scales": ("fp8_blocks", block(lambda b: b["source_format"].update(scale_dtype="bfloat16")), "source_format"),
     "options": ("fp8_blocks", block(lambda b: b["source_format"]["options"].update(a=1)), "source_format"),
     "no options": ("fp8_blocks", block(lambda b: b["source_format"].pop("options")), "source_format"),
-    "options of another kind": (
-        "fp8_blocks",
-        block(lambda b: b["source_format"].update(options=[1])),
-        "source_format",
-    ),
+    "options of another kind": ("fp8_blocks", block(lambda b: b["source_format"].update(options=[1])), "source_format"),
     "unknown word": ("fp8_blocks", block(lambda b: b["source_format"].update(colour="red")), "source_format"),
     "empty format": ("fp8_blocks", block(lambda b: b.update(source_format={})), "source_format"),
-    "template": (
-        "fp8_blocks",
-        part("w1", "weight", template=f"{BLOCK}.{{expert}}.up_proj.weight"),
-        "converted",
-    ),
+    "template": ("fp8_blocks", part("w1", "weight", template=f"{BLOCK}.{{expert}}.up_proj.weight"), "converted"),
     "wild template": ("fp8_blocks", part("w1", "weight", template="{expert.__class__}"), "source_parts"),
     "wide template": ("fp8_blocks", part("w1", "weight", template="{expert:9999999999}"), "source_parts"),
     "number as template": ("fp8_blocks", part("w1", "weight", template=1), "source_parts"),
@@ -289,16 +254,8 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "no projection": ("fp8_blocks", block(lambda b: b["source_parts"].pop("w3")), "source_parts"),
     "parts in a list": ("fp8_blocks", block(lambda b: b["source_parts"].update(w1=[])), "source_parts"),
     "dropped": ("fp8_tensors", lambda w: w["tensors"]["dropped"].clear(), ""),
-    "source's config": (
-        "fp8_blocks",
-        lambda w: w["source"].update(quantization_config=FP8),
-        "quantization_config",
-    ),
-    "no source's config": (
-        "fp8_blocks",
-        lambda w: w["source"].update(quantization_config=None),
-        "quantization_config",
-    ),
+    "source's config": ("fp8_blocks", lambda w: w["source"].update(quantization_config=FP8), "quantization_config"),
+    "no source's config": ("fp8_blocks", lambda w: w["source"].update(quantization_config=None), "quantization_config"),
     "a source's config": (
         "gpt_oss_floats",
         lambda w: w["source"].update(quantization_config=FP8),
@@ -367,9 +324,7 @@ def test_an_edited_count(key: str, make: Make) -> None:
     copy = make("gpt_oss_mxfp4")
     copy.edit_manifest(lambda words: words["blocks"][BLOCK]["quantization_error"]["w2"].update({key: 1}))
     files, weights = copy.check()
-    assert {f.where for f in files.findings} <= {
-        "hqconv.json: files: README.md"
-    }  # which has one of the counts
+    assert {f.where for f in files.findings} <= {"hqconv.json: files: README.md"}  # which has one of the counts
     found(weights, f"quantization_error: w2: {key}", "recorded count")
 
 

@@ -175,9 +175,7 @@ def test_redundant_copies_are_identical(placement: str, src: Path, tmp_path: Pat
     for given in (src, None):
         result = weights_of(copy.root, given)
         assert len(result.findings) == 1
-        found(
-            result, path, f"w2_zero_point, expert 1 (local {local})", "A redundant copy of an expert differs"
-        )
+        found(result, path, f"w2_zero_point, expert 1 (local {local})", "A redundant copy of an expert differs")
 
 
 def piece(bias: torch.Tensor) -> DecodedStack:
@@ -253,8 +251,5 @@ def test_packed_tensors_of_another_shape(src: Path, tmp_path: Path) -> None:
 
 
 def test_scales_of_a_tensor_have_three_dimensions() -> None:
-    bits = {
-        "weight": torch.zeros(2, 4, 8, dtype=torch.int32),
-        "weight_scale": torch.ones(2, dtype=torch.int32),
-    }
+    bits = {"weight": torch.zeros(2, 4, 8, dtype=torch.int32), "weight_scale": torch.ones(2, dtype=torch.int32)}
     assert decode_packed(bits, resolve_schema("fp8-tensor"), "F32").scale.shape == (2, 1, 1)

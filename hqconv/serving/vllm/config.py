@@ -83,9 +83,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
             )
         return cls(config)
 
-    def maybe_update_config(
-        self, model_name: str, hf_config: Any = None, revision: str | None = None
-    ) -> None:
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the manifest and refuse artifacts that cannot be served; vLLM calls it with the model's folder or repo.
 
         Raises the errors of `open_artifact_view` and `check_machine`.

@@ -72,9 +72,7 @@ _UNARY = {
 
 def kernel_activation(activation: Activation, gated: bool) -> dict[str, str] | None:
     """Arguments of an activation as vLLM passes them to Humming's kernels, or None if vLLM has no such activation."""
-    text, kind = (
-        (_gated_text(activation), "binary_split") if gated else (_UNARY.get(activation.name), "unary")
-    )
+    text, kind = (_gated_text(activation), "binary_split") if gated else (_UNARY.get(activation.name), "unary")
     return None if text is None else {"activation_type": kind, "activation_impl": text}
 
 
@@ -85,9 +83,7 @@ def _gated_text(activation: Activation) -> str | None:
     number = {key: f"({value}f)" for key, value in found.numbers.items()}
     if found.name == "situ":
         linear = number.get("linear_beta")
-        return _SITU.format(
-            beta=number["beta"], up="b" if linear is None else f"{linear} * tanhf(b / {linear})"
-        )
+        return _SITU.format(beta=number["beta"], up="b" if linear is None else f"{linear} * tanhf(b / {linear})")
     if found.name == "swiglustep":
         return _SWIGLUSTEP
     if found.limit is not None:

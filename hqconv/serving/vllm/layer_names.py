@@ -20,9 +20,7 @@ _COUNTED_ON = (
 )
 
 
-def find_block(
-    prefix: str, renamed: Mapping[str, str], layers: Mapping[str, int] | None = None
-) -> str | None:
+def find_block(prefix: str, renamed: Mapping[str, str], layers: Mapping[str, int] | None = None) -> str | None:
     """Find the block whose experts belong into the layer that vLLM names `prefix`.
 
     `renamed` maps the names that vLLM's mappers gave to blocks, or their own, to the names in the artifact; an empty

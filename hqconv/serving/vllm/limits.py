@@ -28,18 +28,8 @@ _SILENT = "they stay as they were allocated, and no error says so"
 _FAMILIES: tuple[tuple[str, str, str, str], ...] = (
     ("gpt_oss", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
     ("openai_privacy_filter", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
-    (
-        "llama4",
-        "",
-        "",
-        "Llama 4's router weights scale the experts' inputs; its Humming method scales the outputs",
-    ),
-    (
-        "granitemoe",
-        "",
-        "",
-        "its experts are `block_sparse_moe.experts`, here `block_sparse_moe` (ValueError)",
-    ),
+    ("llama4", "", "", "Llama 4's router weights scale the experts' inputs; its Humming method scales the outputs"),
+    ("granitemoe", "", "", "its experts are `block_sparse_moe.experts`, here `block_sparse_moe` (ValueError)"),
     ("granitemoe_swa", "", "", f"it knows the projections by other names than w1, w2, w3: {_SILENT}"),
     ("dbrx", "", "", "its experts are `ffn`, here `ffn.experts.mlp` (KeyError)"),
     ("step3", "", "", "its experts are `moe.experts`, here `moe`"),
@@ -96,9 +86,7 @@ class VllmEngine:
         if grid.redundant:
             reasons.append("it has no redundant experts for Humming")
         if grid.tp > 1 and grid.ep > 1:
-            reasons.append(
-                "with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1"
-            )
+            reasons.append("with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1")
         if family in _WEIGHS_INPUTS:
             reasons.append(f"'{family}' weighs the experts' inputs, which its Humming layers do not")
         return reasons

@@ -10,10 +10,7 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
-from vllm.model_executor.layers.quantization.utils.humming import (
-    make_humming_moe_kernel,
-    select_humming_moe_experts,
-)
+from vllm.model_executor.layers.quantization.utils.humming import make_humming_moe_kernel, select_humming_moe_experts
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.utils import humming
@@ -48,9 +45,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     moe_kernel: Any
     supports_pre_processed_weights = True  # of vLLM's weight cache, whose tensors are these
 
-    def __init__(
-        self, config: HqconvConfig, view: ArtifactView, block: ArtifactLayer, layer: RoutedExperts
-    ) -> None:
+    def __init__(self, config: HqconvConfig, view: ArtifactView, block: ArtifactLayer, layer: RoutedExperts) -> None:
         """Check the layer against the artifact. Raises RequestError or VerificationError before loading any weight."""
         moe = layer.moe_config
         FusedMoEMethodBase.__init__(self, moe)  # Humming's own looks at a checkpoint's schema
@@ -106,10 +101,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         with remembered(self.config.loader.tuning):
             self.moe_kernel = make_humming_moe_kernel(
-                self.moe_quant_config,
-                self.moe,
-                self.experts_cls,
-                routing_tables=layer._expert_routing_tables(),
+                self.moe_quant_config, self.moe, self.experts_cls, routing_tables=layer._expert_routing_tables()
             )
 
     def targets(self) -> list[LoadTarget]:

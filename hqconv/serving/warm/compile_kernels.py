@@ -99,9 +99,7 @@ def _check_folder(folder: Path) -> Path:
     return folder
 
 
-def _warm(
-    artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]
-) -> dict[str, Any]:
+def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]) -> dict[str, Any]:
     from hqconv.humming_layout.compiler import identity, toolkit
     from hqconv.humming_layout.kernel_sources import standing_in
     from hqconv.serving.vllm.kernel_requests import compute_settings
@@ -112,9 +110,7 @@ def _warm(
         sources, unknown = _sources(artifact, settings)
         entries = _there(folder, agreed)
         missing = [source for name, source in sources.items() if name not in entries]
-        announce(
-            f"Compiling {len(missing)} of {len(sources)} kernels for {gpu.name} with {agreed['compiler']}."
-        )
+        announce(f"Compiling {len(missing)} of {len(sources)} kernels for {gpu.name} with {agreed['compiler']}.")
         num_bytes = _compile(missing, entries, folder, jobs)
         tables = _tables(artifact, settings, gpu, folder)
     lists = {"tuning": tables, "kernels": dict(sorted(entries.items()))}
