@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
-from huggingface_hub import constants, save_torch_state_dict
+from huggingface_hub import constants, get_session, save_torch_state_dict
 from safetensors.torch import load_file
 
 import hqconv
@@ -279,13 +279,14 @@ def test_a_cache_is_complete_with_all_weights(server: LocalHub, model: Path) -> 
 
 def test_a_transfer_that_dies_is_the_networks(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not an InputError: the file is good."""
+    library = importlib.import_module(type(get_session()).__module__.partition(".")[0])  # httpx or httpx2
 
     def die(*_: object, **__: object) -> Iterator[bytes]:
-        raise httpx2.ReadError("reset by peer")
+        raise library.ReadError("reset by peer")
         yield b""
 
     listing = hub.Listing.of(NAME, None)
-    monkeypatch.setattr(httpx2.Response, "iter_bytes", die)
+    monkeypatch.setattr(library.Response, "iter_bytes", die)
     with pytest.raises(NetworkError, match="download from the Hub failed") as caught:
         listing.read("config.json", 0, 4)
     assert "reset by peer" in caught.value.found
