@@ -1,11 +1,12 @@
-"""Plants faults in the product, one at a time, and counts the ones that `make test` and `make test-all` find.
+"""Plant faults in the product, one at a time, and count the ones that `make test` and `make test-all` find.
 
     python scripts/plant_faults.py [--num 48] [--seed 1] [--rooms planning,formats] [--log FILE]
 
 A fault is a small change of one expression: a comparison or a boolean turned round, a sum made a difference, a constant
 one larger. Expressions are drawn over all product modules that tests reach without a GPU and without vLLM. For each
-fault the tests of its room run first, then the tests of whole conversions, in the sample that `make test` runs. A fault
-that the sample misses meets the same files with all cases. The script changes a copy of the repository.
+fault the tests that import its module run first, then the others of its room, then tests of whole conversions, in the
+sample that `make test` runs. A fault that the sample misses meets the same files with all cases. The script changes a
+copy of the repository.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +41,7 @@ CONVERSIONS = [
     "tests/verification/test_weights.py",
     "tests/verification/test_files.py",
 ]
-LIMIT_S = 420  # of one run of tests; a fault that makes them hang is found
+LIMIT_S = 240  # of one test; a fault that makes it hang is found
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -125,21 +127,25 @@ def draw(root: Path, num: int, seed: int, rooms: list[str]) -> list[Fault]:
 
 
 def tests_of(fault: Fault, root: Path) -> list[list[str]]:
-    """Test files that run for a fault: of its room, then of whole conversions."""
+    """Test files that run for a fault: those that import its module, the others of its room, those of conversions."""
     room = fault.path.split("/")[1]
-    own = [x for x in ROOM_TESTS.get(room, [f"tests/{room}"]) if (root / x).exists()]
-    return [own, [x for x in CONVERSIONS if (root / x).exists() and x.split("/")[1] != room]]
+    module = fault.path.removesuffix(".py").replace("/", ".")
+    package, _, name = module.rpartition(".")
+    imports = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / "tests").rglob("test_*.py"))}
+    near = [x.relative_to(root).as_posix() for x, text in texts.items() if imports.search(text)]
+    folders = [x for x in ROOM_TESTS.get(room, [f"tests/{room}"]) if (root / x).exists()]
+    own = [x.relative_to(root).as_posix() for x in texts if any(x.is_relative_to(root / y) for y in folders)]
+    own = [x for x in own if x not in near]
+    return [near, own, [x for x in CONVERSIONS if x not in near and x not in own]]
 
 
 def is_found(root: Path, tests: list[str], *, whole: bool) -> bool:
     """Whether a test of some files fails on the changed copy."""
     environment = {**os.environ, "PYTHONPATH": str(root), "HQCONV_TESTS": "all" if whole else ""}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return True
-    return done.returncode not in (0, 5)
+    limits = ["-o", f"faulthandler_timeout={LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *limits, *tests]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, check=False).returncode not in (0, 5)
 
 
 def plant(fault: Fault, root: Path) -> str:
