@@ -5,8 +5,8 @@
 A fault is a small change of one expression: a comparison or a boolean turned round, a sum made a difference, a constant
 one larger. Expressions are drawn over all product modules that tests reach without a GPU and without vLLM. For each
 fault the tests that import its module run first, then the others of its room, then tests of whole conversions, in the
-sample that `make test` runs. A fault that the sample misses meets the same files with all cases. The script changes a
-copy of the repository.
+sample that `make test` runs. Then every fault that the sample missed meets the cases of the same files that `make test`
+leaves out (tests marked `full` or `sampled`). The script changes a copy of the repository.
 """
 
 from __future__ import annotations
@@ -144,12 +144,13 @@ def is_found(root: Path, tests: list[str], *, whole: bool) -> bool:
     """Whether a test of some files fails on the changed copy."""
     environment = {**os.environ, "PYTHONPATH": str(root), "HQCONV_TESTS": "all" if whole else ""}
     limits = ["-o", f"faulthandler_timeout={LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true"]
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *limits, *tests]
+    left_out = ["-m", "full or sampled"] if whole else []
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *limits, *left_out, *tests]
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, check=False).returncode not in (0, 5)
 
 
-def plant(fault: Fault, root: Path) -> str:
-    """Run the tests against one fault; returns quick, all or none: the suite that found the fault."""
+def is_caught(fault: Fault, root: Path, *, whole: bool) -> bool:
+    """Whether the tests of `make test`, or with `whole` the cases that it leaves out, fail with a fault."""
     path = root / fault.path
     original = path.read_text(encoding="utf-8")
     lines = original.encode().splitlines(keepends=True)
@@ -157,11 +158,7 @@ def plant(fault: Fault, root: Path) -> str:
     lines[fault.line - 1] = line[: fault.column] + fault.after.encode() + line[end:]
     path.write_bytes(b"".join(lines))
     try:
-        for suite in ("quick", "all"):
-            for tests in tests_of(fault, root):
-                if tests and is_found(root, tests, whole=suite == "all"):
-                    return suite
-        return "none"
+        return any(tests and is_found(root, tests, whole=whole) for tests in tests_of(fault, root))
     finally:
         path.write_text(original, encoding="utf-8")
 
@@ -180,18 +177,22 @@ def main() -> None:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             if (REPO / name).is_symlink() or (REPO / name).is_file():
                 shutil.copy2(REPO / name, root / name, follow_symlinks=False)
-        results = []
-        for fault in draw(root, options.num, options.seed, [x for x in options.rooms.split(",") if x]):
-            start_s = time.monotonic()
-            suite = plant(fault, root)
-            results.append({**asdict(fault), "found_by": suite})
-            seconds = time.monotonic() - start_s
-            print(f"{suite:5} {seconds:5.0f} s  {fault.path}:{fault.line}  {fault.before} -> {fault.after}", flush=True)
-            if options.log:
-                options.log.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    counts = {suite: sum(x["found_by"] == suite for x in results) for suite in ("quick", "all", "none")}
-    found = counts["quick"] + counts["all"]
-    print(f"{len(results)} faults: {found} found by make test-all, {counts['quick']} of them by make test")
+        found_by: dict[Fault, str] = dict.fromkeys(
+            draw(root, options.num, options.seed, [x for x in options.rooms.split(",") if x]), "none"
+        )
+        for suite in ("quick", "all"):
+            for fault in [x for x, by in found_by.items() if by == "none"]:
+                start_s = time.monotonic()
+                if is_caught(fault, root, whole=suite == "all"):
+                    found_by[fault] = suite
+                where = f"{fault.path}:{fault.line}  {fault.before} -> {fault.after}"
+                print(f"{suite:5} {found_by[fault]:5} {time.monotonic() - start_s:5.0f} s  {where}", flush=True)
+                if options.log:
+                    results = [{**asdict(x), "found_by": by} for x, by in found_by.items()]
+                    options.log.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    num_quick, num_all = (list(found_by.values()).count(suite) for suite in ("quick", "all"))
+    total = num_quick + num_all
+    print(f"{len(found_by)} faults: {total} found by make test-all, {num_quick} of them by make test")
 
 
 if __name__ == "__main__":
