@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,12 @@ from hqconv.verification.result import Finding
 from tests.make.effort import ALL
 
 SENTENCE = re.compile(r"[^a-z\s].*[.?!]", re.DOTALL)
+
+
+def pytest_configure() -> None:
+    """Restore SIGINT's default handler: shells start background jobs with SIGINT ignored, and children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -105,10 +105,11 @@ def forward(
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+@pytest.mark.parametrize("place", range(len(SIZES)))
 @pytest.mark.parametrize("name", ALL)
-def test_inverts_the_forward_path(name: str, param_dtype: str, size: tuple[int, int]) -> None:
+def test_inverts_the_forward_path(name: str, place: int) -> None:
+    """Every size; the two dtypes of parameters take turns, in another order for every other schema."""
+    size, param_dtype = SIZES[place], PARAM_DTYPES[(place + [*ALL].index(name)) % 2]
     case = forward(name, param_dtype, size)
     stack = decoded_both_ways(case.config, case.kernel)
     assert_is_packed(stack, case.packed, case.schema)
@@ -132,7 +133,7 @@ def test_array_operations_find_the_same_faults(name: str, param_dtype: str) -> N
     case = forward(name, param_dtype, SIZES[1])
     random = np.random.default_rng(len(name))
     for tensor in case.kernel:
-        for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 6):
+        for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 3):
             stack = decoded_both_ways(case.config, flipped(case.kernel, tensor, int(bit)))
             wrong = set(np.flatnonzero(stack.wrong.numpy()))
             assert wrong == bad_experts(stack)
@@ -217,7 +218,7 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
     is_centred = case.config["b_dtype"] in ("uint7", "uint8") and param_dtype == "bfloat16"
     for tensor in case.kernel:
         places = set()
-        for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 12):
+        for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 6):
             changed = decoded(case.config, flipped(case.kernel, tensor, int(bit)))
             found = differing(clean, changed)
             affected = tensor

@@ -169,6 +169,7 @@ def _of(out: Path, tree: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in tree.items() if name.startswith(f"{out.name}/") and not name.endswith(JOURNAL)}
 
 
-def is_begun(out: Path) -> bool:
-    """Whether there is something that `--resume` goes on with, or tidies up."""
-    return (out / JOURNAL).exists() or side_folder(out).exists()
+def is_begun(out: Path, new: dict[str, bytes]) -> bool:
+    """Whether there is something that `--resume` goes on with, or, beside the finished artifact `new`, tidies up."""
+    side = side_folder(out)
+    return (out / JOURNAL).exists() or (side / JOURNAL).exists() or (side.exists() and read_tree(out) == new)
