@@ -67,11 +67,11 @@ def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[Moe
         of_layer[layer].append((path, module))
     found = {}
     for block in wanted:
-        here = of_layer.pop(block.layer, [])
+        here = of_layer.pop(block.index, [])
         if len(here) != 1:
             raise RequestError(
                 "A block of experts has not one module in transformers' model.",
-                where=f"block {block.name}, layer {block.layer}",
+                where=f"block {block.name}, layer {block.index}",
                 expected="one module of routed experts in this layer",
                 found=", ".join(path for path, _ in here) or "none",
                 remedy="Layers that transformers does not run (multi-token prediction) cannot be measured so.",

@@ -180,7 +180,7 @@ def _layer(unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], 
     }
     return ManifestLayer(
         **_override(unit.name, spec),
-        layer=block.layer,
+        layer=block.index,
         num_experts=block.num_experts,
         hidden_size=block.hidden_size,
         intermediate_size=block.intermediate_size,

@@ -52,10 +52,10 @@ def _forms(
     artifact: Artifact, block: str, config: Mapping[str, Any], flags: Mapping[str, Any], shape: tuple[int, int]
 ) -> tuple[LayoutForm, LayoutForm]:
     """Return the layout of a stored layer config, and the one of the manifest; padding is the config's."""
-    layer = layout_entries(artifact.kernel_spec_of(block))
+    entries = layout_entries(artifact.kernel_spec_of(block))
     keys = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
     sizes = {key: config[key] for key in keys if key in config}
-    return read_config(config, flags), replace(read_config({**layer, **sizes}, layer), shape=shape)
+    return read_config(config, flags), replace(read_config({**entries, **sizes}, entries), shape=shape)
 
 
 def _check_entry(artifact: Artifact, path: str, name: str, dtype: str, num_local: int, note: Note) -> None:

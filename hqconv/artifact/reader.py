@@ -183,7 +183,7 @@ class ManifestFacts:
         return MoeLayer(
             name=name,
             family=family.name,
-            layer=layer.layer,
+            index=layer.layer,
             num_experts=layer.num_experts,
             hidden_size=layer.hidden_size,
             intermediate_size=layer.intermediate_size,

@@ -173,20 +173,20 @@ def map_experts(
             found=f"{len(tensors)} tensors, none of an expert ({because})",
             remedy="Convert a Mixture-of-Experts checkpoint; check that the folder holds all of its files.",
         )
-    layers = layer_indices(family, grouped, text)
-    dropped = _drop_zero_experts(family, grouped, layers, text)
+    indices = layer_indices(family, grouped, text)
+    dropped = _drop_zero_experts(family, grouped, indices, text)
     activation, origin = named_activation(choice, text)
     blocks = []
-    for name in sorted(grouped, key=lambda name: (layers[name], name)):
-        layer, found = layers[name], grouped.pop(name)  # a block has them in less memory
-        own = layer_config(family, layer, text)
+    for name in sorted(grouped, key=lambda name: (indices[name], name)):
+        index, found = indices[name], grouped.pop(name)  # a block has them in less memory
+        own = layer_config(family, index, text)
         facts = {
-            "layer": layer,
-            "activation": activation_of(choice, activation, layer, own),
-            "top_k": top_k(family, name, layer, own),
+            "index": index,
+            "activation": activation_of(choice, activation, index, own),
+            "top_k": top_k(family, name, index, own),
         }
-        format_of = _formats(declared, name, found, _is_extra(family, layer, text))
-        block, unused = build_block(family, name, found, config_sizes(family, layer, own), format_of, facts)
+        format_of = _formats(declared, name, found, _is_extra(family, index, text))
+        block, unused = build_block(family, name, found, config_sizes(family, index, own), format_of, facts)
         blocks.append(block)
         dropped |= unused
     converted = {name: block.name for block in blocks for name in _names(block)}

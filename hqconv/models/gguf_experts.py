@@ -109,16 +109,16 @@ class _Finder:
         the stacks for these rules.
         """
         layers, dropped = self._layers()
-        for layer, parts in layers.items():
-            check_layer(layer, parts, self._family, config_sizes(self._family, layer, self._text))
-        blocks = {self._block_name(layer): layer for layer in sorted(layers)}
-        self._check_routers(blocks)
+        for index, parts in layers.items():
+            check_layer(index, parts, self._family, config_sizes(self._family, index, self._text))
+        indices = {self._layer_name(index): index for index in sorted(layers)}
+        self._check_routers(indices)
         stand_ins: dict[str, TensorRef] = {}
-        for name, layer in blocks.items():
-            stand_ins |= self._stand_ins(name, layers[layer])
+        for name, index in indices.items():
+            stand_ins |= self._stand_ins(name, layers[index])
         mapped = map_experts({**self.safetensors, **stand_ins}, self.config)
-        found = tuple(_with_stacks(block, layers[blocks[block.name]]) for block in mapped.blocks)
-        assert {block.name: block.layer for block in found} == blocks, "a layer was mapped to another block"
+        found = tuple(_with_stacks(block, layers[indices[block.name]]) for block in mapped.blocks)
+        assert {block.name: block.index for block in found} == indices, "a layer was mapped to another block"
         return ExpertMap(
             family=mapped.family,
             chosen_because=f"{mapped.chosen_because}; experts from GGUF files",
@@ -192,7 +192,7 @@ class _Finder:
         """
         weight = self.tensors.get(f"blk.{layer}.{stack}.weight")
         is_second = weight is not None and weight.dtype == "NVFP4"
-        parent = self._block_name(layer).rpartition(".")[0]
+        parent = self._layer_name(layer).rpartition(".")[0]
         has_router = stack == "ffn_down_exps" and f"{parent}.router.per_expert_scale" in self.safetensors
         if has_router == is_second:
             raise _not_understood(ref)
@@ -235,7 +235,7 @@ class _Finder:
 
     # --- blocks ----------------------------------------------------------------------------------------------
 
-    def _block_name(self, layer: int) -> str:
+    def _layer_name(self, layer: int) -> str:
         """Return the path of a layer's experts: the MoE module of other tensors in the safetensors."""
         for template in self._family.blocks:
             number = self._mtp_index(layer) if template.startswith(_MTP_PREFIXES) else layer
@@ -268,17 +268,17 @@ class _Finder:
         return refs
 
 
-def _with_stacks(block: MoeLayer, layer: GgufLayer) -> MoeLayer:
+def _with_stacks(block: MoeLayer, gguf: GgufLayer) -> MoeLayer:
     """Return a mapped layer with the stacks instead of the placeholder tensors."""
     parts = {
         role: {
-            part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view) for part, one in layer[role].items()
+            part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view) for part, one in gguf[role].items()
         }
         for role in block.roles
     }
     types = dict.fromkeys(parts[role]["weight"].dtype for role in block.roles)
     sources = tuple(
-        {role: _shares(layer[role], expert, block.shape(role)) for role in block.roles}
+        {role: _shares(gguf[role], expert, block.shape(role)) for role in block.roles}
         for expert in range(block.num_experts)
     )
     own_format = SourceFormat(f"gguf {'+'.join(types)}", GGUF)

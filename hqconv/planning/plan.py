@@ -173,7 +173,7 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
     Raises RequestError or InputError for options, a source or their combination that no conversion can have.
     """
     experts = source.map_experts()
-    choices = assign(options.overrides, {block.name: block.layer for block in experts.blocks})
+    choices = assign(options.overrides, {block.name: block.index for block in experts.blocks})
     left = {name for name, choice in choices.items() if choice.is_left}
     if options.schema is None:
         left |= {name for name in plain_blocks(experts) if name not in choices or choices[name].schema is None}

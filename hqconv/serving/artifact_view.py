@@ -29,7 +29,7 @@ class ArtifactLayer:
     """
 
     name: str
-    layer: int
+    index: int
     num_experts: int
     hidden_size: int
     intermediate_size: int
@@ -105,17 +105,17 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
     )
 
 
-def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> ArtifactLayer:
-    gemms = {gemm: entry for gemm in names.GEMMS if (entry := layer.gemm(gemm)) is not None}
+def _layer(name: str, entry: ManifestLayer, manifest: Manifest) -> ArtifactLayer:
+    gemms = {gemm: stored for gemm in names.GEMMS if (stored := entry.gemm(gemm)) is not None}
     return ArtifactLayer(
         name=name,
-        layer=layer.layer,
-        num_experts=layer.num_experts,
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        activation=layer.activation_function,
-        gated=layer.gated,
+        index=entry.layer,
+        num_experts=entry.num_experts,
+        hidden_size=entry.hidden_size,
+        intermediate_size=entry.intermediate_size,
+        activation=entry.activation_function,
+        gated=entry.gated,
         kernel_spec=manifest.overrides.get(name, manifest.kernel_spec),
-        flags={gemm: dict(entry.flags) for gemm, entry in gemms.items()},
-        shapes={gemm: {key: getattr(entry, key) for key in _SHAPES} for gemm, entry in gemms.items()},
+        flags={gemm: dict(stored.flags) for gemm, stored in gemms.items()},
+        shapes={gemm: {key: getattr(stored, key) for key in _SHAPES} for gemm, stored in gemms.items()},
     )

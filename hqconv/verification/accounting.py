@@ -157,16 +157,16 @@ def compare_blocks(artifact: Artifact, experts: ExpertMap, origin: str, result: 
         if name not in mapped:
             result.add(f"{names.MANIFEST}: {name}", f"A block is not in {origin}.", "absent", "present")
     for name, block in mapped.items():
-        layer = artifact.blocks.get(name)
-        if layer is None:
-            expected = f"layer {block.layer}, {block.num_experts} experts"
+        entry = artifact.blocks.get(name)
+        if entry is None:
+            expected = f"layer {block.index}, {block.num_experts} experts"
             result.add(
                 f"block {name}", f"A MoE block of {origin} is missing in the artifact.", expected, "no such block"
             )
             continue
         facts = _facts(block, artifact)
-        ours = {key: getattr(layer, key) for key in facts}
-        ours |= layer.activation_function.to_dict(layer.gated)
+        ours = {key: getattr(entry, key) for key in facts}
+        ours |= entry.activation_function.to_dict(entry.gated)
         facts |= block.activation.to_dict(block.gated)
         what = f"A block's fact is not that of {origin}."
         compare_dicts(f"{names.MANIFEST}: {name}", what, facts, ours, result)

@@ -68,14 +68,14 @@ def check_kernel(
     unknown: list[str] = []
     with ThreadPoolExecutor(num_threads, "hqconv-verify", partial(_begin_thread, device)) as pool:
         for block in blocks:
-            layer, activation = artifact.blocks[block], artifact.activation_of(block)
-            if not is_known(activation, layer.gated):
+            entry, activation = artifact.blocks[block], artifact.activation_of(block)
+            if not is_known(activation, entry.gated):
                 unknown.append(f"{block}: {activation.describe()}")
                 continue
             batches = [make_batch(artifact, block, count, device) for count in tokens]
             measured = _measure(artifact, block, batches, source, of_source, pool)
             result.measured[block] = measured
-            recorded = {p: _recorded(e) for p, e in layer.quantization_error.items()}
+            recorded = {p: _recorded(e) for p, e in entry.quantization_error.items()}
             check_figures(result, block, measured, of_kind[artifact.kernel_spec_of(block).inputs], recorded)
             result.notes += [
                 f"{block}.{gemm}: its scale cuts off {share:.2%} of these tokens' activations"
@@ -137,22 +137,22 @@ def _compare_kernel(
 
     `expected`: outputs and intermediates of each reference for all batches together; one result for each reference.
     """
-    layer, activation = artifact.blocks[block], artifact.activation_of(block)
+    entry, activation = artifact.blocks[block], artifact.activation_of(block)
     counts = [b.x.size(0) for b in batches]
-    routes = [count * layer.top_k for count in counts]
+    routes = [count * entry.top_k for count in counts]
     split = [(torch.split(out, counts), torch.split(hidden, routes)) for out, hidden in expected]
     outputs = [torch.zeros_like(reference) for reference in split[0][0]]
     tallies = [{"output": ErrorStats()} for _ in expected]
     schema = artifact.schema_of(block)
-    slices = tp_slices(layer.intermediate_size, artifact.grid.tp, schema)
+    slices = tp_slices(entry.intermediate_size, artifact.grid.tp, schema)
     tuned_for_m = _tuned_for_m(artifact, block, counts)
     compile_kernels([config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device)
     for tp_rank, ep_rank in artifact.grid.ranks:
         gemms = _load_rank(artifact, block, tp_rank, ep_rank, device)
         _, begin, end, _ = slices[tp_rank]
         for index, (batch, out) in enumerate(zip(batches, outputs, strict=True)):
-            ids = local_ids(artifact, batch.routing.ids, layer.num_experts, ep_rank)
-            part, inner = fused_moe(gemms, batch.x, ids, batch.routing.weights, activation, layer.gated, tuned_for_m)
+            ids = local_ids(artifact, batch.routing.ids, entry.num_experts, ep_rank)
+            part, inner = fused_moe(gemms, batch.x, ids, batch.routing.weights, activation, entry.gated, tuned_for_m)
             out += part.double()
             mine = (ids >= 0).reshape(-1)
             for tally, (_, hiddens) in zip(tallies, split, strict=True):
@@ -180,19 +180,19 @@ def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
 
 def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device: torch.device) -> None:
     """Compile the kernels that `check_kernel` needs for one block, in any thread. Raises the same errors."""
-    layer, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
+    entry, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
     with torch.cuda.device(device):
         configs = gemm_configs(artifact, block)
     kernels = partial(
         compile_input_kernels,
         num_tokens=tokens,
-        top_k=layer.top_k,
+        top_k=entry.top_k,
         dtype=dtype,
         device=device,
         rotation=artifact.schema_of(block).rotation,
     )
     with ThreadPoolExecutor(1) as pool:
-        activation = pool.submit(kernels, *configs[0].values(), artifact.activation_of(block), layer.gated)
+        activation = pool.submit(kernels, *configs[0].values(), artifact.activation_of(block), entry.gated)
         both = [config for pair in configs for config in pair.values()]
         compile_kernels(both, _tuned_for_m(artifact, block, tokens), device)
         activation.result()

@@ -44,15 +44,15 @@ def kernel_tasks(
     """Compile the GEMMs of some blocks, one task for each kind of block."""
     kinds: dict[str, str] = {}
     for block in blocks:
-        layer = artifact.blocks[block]
+        entry = artifact.blocks[block]
         try:
             if not artifact.knows_activation(block):  # the check skips it
                 continue
             configs = [artifact.layer_config(block, gemm, 0, 0) for gemm in names.GEMMS]
         except (HqconvError, OSError):  # the check reports it
             continue
-        facts = [layer.top_k, layer.activation, layer.gated, layer.num_experts]
-        facts.append(layer.activation_parameters)
+        facts = [entry.top_k, entry.activation, entry.gated, entry.num_experts]
+        facts.append(entry.activation_parameters)
         kinds.setdefault(json.dumps([configs, facts], sort_keys=True), block)
     return [partial(compile_ahead, artifact, block, tokens, device) for block in kinds.values()]
 

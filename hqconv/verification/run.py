@@ -197,14 +197,14 @@ def _finding(name: str, error: HqconvError) -> CheckResult:
     return result
 
 
-def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[str]:
+def _chosen_blocks(artifact: Artifact, indices: Collection[int] | None) -> list[str]:
     """Blocks of the given layers, in order; all blocks for None."""
-    if layers is None:
+    if indices is None:
         return list(artifact.blocks)
     of_layer: dict[int, list[str]] = {}
-    for block, layer in artifact.blocks.items():
-        of_layer.setdefault(layer.layer, []).append(block)
-    missing = sorted(set(layers) - set(of_layer))
+    for name, entry in artifact.blocks.items():
+        of_layer.setdefault(entry.layer, []).append(name)
+    missing = sorted(set(indices) - set(of_layer))
     if missing:
         raise RequestError(
             "There is no MoE block in that layer.",
@@ -212,7 +212,7 @@ def _chosen_blocks(artifact: Artifact, layers: Collection[int] | None) -> list[s
             expected=f"layers of {', '.join(map(str, sorted(of_layer)))}",
             found=missing[0],
         )
-    return [block for number in sorted(layers) for block in of_layer[number]]
+    return [name for index in sorted(indices) for name in of_layer[index]]
 
 
 def _weights_device(wanted: torch.device | None) -> torch.device | None:

@@ -28,8 +28,8 @@ def worker_pool(num_workers: int) -> ThreadPoolExecutor:
 
 def block_bytes(artifact: Artifact, block: str) -> int:
     """Approximate bytes of a block's codes: number of weights times the schema's bits."""
-    layer = artifact.blocks[block]
-    weights = layer.num_experts * layer.hidden_size * layer.intermediate_size * (2 + layer.gated)
+    entry = artifact.blocks[block]
+    weights = entry.num_experts * entry.hidden_size * entry.intermediate_size * (2 + entry.gated)
     return int(weights) * artifact.schema_of(block).num_bits // 8
 
 

@@ -31,20 +31,20 @@ class TokenBatch:
 
 def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.device) -> TokenBatch:
     """Make seeded tokens, routed by the block's own router if the artifact holds it; every expert is hit."""
-    layer = artifact.blocks[block]
+    entry = artifact.blocks[block]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{block}/{num_tokens}".encode()))
-    x = torch.randn(num_tokens, layer.hidden_size, generator=generator)
+    x = torch.randn(num_tokens, entry.hidden_size, generator=generator)
     x = x.to(torch_dtype_of(artifact.param_dtype))
     config = _config(artifact)
     router, bias = _router(artifact, block)
-    if router is None or router.shape != (layer.num_experts, layer.hidden_size):
-        logits = torch.randn(num_tokens, layer.num_experts, generator=generator)
-        routing, routed_by = route(logits, layer.top_k, {"norm_topk_prob": True}), "seeded scores"
+    if router is None or router.shape != (entry.num_experts, entry.hidden_size):
+        logits = torch.randn(num_tokens, entry.num_experts, generator=generator)
+        routing, routed_by = route(logits, entry.top_k, {"norm_topk_prob": True}), "seeded scores"
     else:
         logits = x.float() @ router.float().t()
-        routing = route(logits, layer.top_k, config, None if bias is None else bias.float())
+        routing = route(logits, entry.top_k, config, None if bias is None else bias.float())
         routed_by = "the checkpoint's router"
-    routing = cover_all_experts(routing, layer.num_experts)
+    routing = cover_all_experts(routing, entry.num_experts)
     moved = Routing(routing.ids.to(device), routing.weights.float().to(device))
     return TokenBatch(x.to(device), moved, routed_by)
 

@@ -36,22 +36,22 @@ from hqconv.verification.scheduling import each_expert, in_batches, worker_pool
 def check_weights(
     artifact: Artifact,
     source: Source | None,
-    layers: Collection[int] | None,
+    indices: Collection[int] | None,
     num_threads: int,
     max_memory_bytes: int,
     device: torch.device | None = None,
     meter: Meter | None = None,
 ) -> CheckResult:
-    """Decode the blocks of `layers` (None: all) and compare them with the source, if it is given.
+    """Decode the blocks of `indices` (None: all) and compare them with the source, if it is given.
 
     With a `device`, experts are checked there in batches, and experts with faults again on the CPU; the findings are
     the same. `measured[block][projection]` holds the error figures, or without a source figures of the decoded
     weights. Raises RequestError if not even one expert fits into `max_memory_bytes`; every other fault is a finding.
     """
     result = CheckResult("weights")
-    blocks = _blocks(artifact, layers, result)
+    blocks = _blocks(artifact, indices, result)
     sources = _source_blocks(artifact, source, result)
-    for name in sorted((sources or {}).keys() - artifact.blocks.keys() - set(artifact.left)) if layers is None else ():
+    for name in sorted((sources or {}).keys() - artifact.blocks.keys() - set(artifact.left)) if indices is None else ():
         result.add(f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent")
     needs = (
         _working_bytes(b, artifact.schema_of(b.name), artifact.spec.encoding.quantizer) + folding_bytes(artifact, b)
@@ -103,8 +103,8 @@ def _obstacle(artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device
     return next(filter(None, reasons), "")
 
 
-def _blocks(artifact: Artifact, layers: Collection[int] | None, result: CheckResult) -> list[MoeLayer]:
-    chosen = [name for name, layer in artifact.blocks.items() if layers is None or layer.layer in layers]
+def _blocks(artifact: Artifact, indices: Collection[int] | None, result: CheckResult) -> list[MoeLayer]:
+    chosen = [name for name, entry in artifact.blocks.items() if indices is None or entry.layer in indices]
     blocks = []
     for name in chosen:
         try:
@@ -161,8 +161,8 @@ def _original(
         findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
         return None
     encoding = encoding_of(found.format, artifact.schema_of(block.name), spec.param_dtype, options, layer=block.name)
-    layer = lineage.made.blocks.get(block.name)
-    conversion = None if layer is None else layer.conversion
+    entry = lineage.made.blocks.get(block.name)
+    conversion = None if entry is None else entry.conversion
     if conversion != encoding.conversion:
         what = "The block was not converted as its source's format asks for."
         where = f"{names.MANIFEST}: {block.name}: conversion"

@@ -113,14 +113,14 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
             from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers
 
             assert self.view is not None, "vLLM did not say where the model is"
-            layers = {name: block.layer for name, block in self.view.blocks.items()}
-            block = find_block(prefix, self.renamed, layers)
-            if block in self.view.left:
+            indices = {name: known.index for name, known in self.view.blocks.items()}
+            name = find_block(prefix, self.renamed, indices)
+            if name in self.view.left:
                 found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
                 return found or UnquantizedFusedMoEMethod(layer.moe_config)
-            if not block or self.loader.claimed.setdefault(block, prefix) != prefix:
+            if not name or self.loader.claimed.setdefault(name, prefix) != prefix:
                 raise no_block(self.view, prefix)
-            return HqconvMoEMethod(self, self.view, self.view.blocks[block], layer)
+            return HqconvMoEMethod(self, self.view, self.view.blocks[name], layer)
         found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
         if found is None and isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()

@@ -45,7 +45,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     moe_kernel: Any
     supports_pre_processed_weights = True  # of vLLM's weight cache, whose tensors are these
 
-    def __init__(self, config: HqconvConfig, view: ArtifactView, block: ArtifactLayer, layer: RoutedExperts) -> None:
+    def __init__(self, config: HqconvConfig, view: ArtifactView, stored: ArtifactLayer, layer: RoutedExperts) -> None:
         """Check the layer against the artifact. Raises RequestError or VerificationError before loading any weight."""
         moe = layer.moe_config
         FusedMoEMethodBase.__init__(self, moe)  # Humming's own looks at a checkpoint's schema
@@ -53,36 +53,36 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         check_dtype(view, server_layer.dtype)
         check_ranks(view, server_layer)
         check_redundant_experts(view, server_layer)
-        check_layer(view, block, server_layer)
-        check_router(view, block, server_layer)
-        check_inputs(view, block)
-        _set_activation(view, block, layer)
-        self.config, self.view, self.block, self.layer = config, view, block, layer
+        check_layer(view, stored, server_layer)
+        check_router(view, stored, server_layer)
+        check_inputs(view, stored)
+        _set_activation(view, stored, layer)
+        self.config, self.view, self.stored, self.layer = config, view, stored, layer
         self.vllm_config = get_current_vllm_config_or_none()
         self.model = _model_of(self.vllm_config)
         ranks = moe.moe_parallel_config
-        name = names.rank_file(block.name, ranks.tp_rank, ranks.ep_rank)
+        name = names.rank_file(stored.name, ranks.tp_rank, ranks.ep_rank)
         path = config.loader.path(view, name, **_downloading(self.vllm_config))
-        self.file: RankFile = open_rank_file(view, path, block.name, name)
+        self.file: RankFile = open_rank_file(view, path, stored.name, name)
         self.humming_configs = {
-            gemm: _layer_config(view, block, gemm, document) for gemm, document in self.file.configs.items()
+            gemm: _layer_config(view, stored, gemm, document) for gemm, document in self.file.configs.items()
         }
         check_rank_file(view, self.file, server_layer, moe.num_local_experts)
         self.is_filled = False
         # vLLM's selection knows fewer weight types than the kernels, which are compiled from the stored layer config.
         self.experts_cls = select_humming_moe_experts(moe, kMxfp4Static, None)
         if self.experts_cls is None:
-            raise no_deployment(view, block, moe.moe_parallel_config)
+            raise no_deployment(view, stored, moe.moe_parallel_config)
 
     def create_weights(self, layer: RoutedExperts, **arguments: Any) -> None:
         """Register parameters of the shapes and dtypes of the rank's file, on the device that vLLM loads to.
 
         Raises RequestError if vLLM has padded the layer's sizes.
         """
-        check_layer(self.view, self.block, _server_layer(layer, hidden_size=arguments["hidden_size"]))
-        schema = humming.HummingWeightSchema(**_given(self.block.kernel_spec.schema.humming_fields()))
+        check_layer(self.view, self.stored, _server_layer(layer, hidden_size=arguments["hidden_size"]))
+        schema = humming.HummingWeightSchema(**_given(self.stored.kernel_spec.schema.humming_fields()))
         layer.weight_schemas = dict.fromkeys(names.GEMMS, schema)
-        inputs = humming.HummingInputSchema(**_given(self.block.kernel_spec.inputs.humming_fields()))
+        inputs = humming.HummingInputSchema(**_given(self.stored.kernel_spec.inputs.humming_fields()))
         layer.input_schemas = dict.fromkeys(names.GEMMS, inputs)
         layer.humming_configs = self.humming_configs
         for name, ref in self.file.tensors.items():
@@ -147,7 +147,7 @@ def _server_layer(layer: RoutedExperts, hidden_size: int | None = None) -> Serve
     )
 
 
-def _set_activation(view: ArtifactView, block: ArtifactLayer, layer: RoutedExperts) -> None:
+def _set_activation(view: ArtifactView, stored: ArtifactLayer, layer: RoutedExperts) -> None:
     """Set the layer's activation to the converted one. Raises RequestError if the model's activation differs."""
     moe, is_situ = layer.moe_config, layer.activation is MoEActivation.SITU
     requested = Activation(
@@ -157,7 +157,7 @@ def _set_activation(view: ArtifactView, block: ArtifactLayer, layer: RoutedExper
         moe.activation_situ_beta if is_situ else layer.swiglu_beta,
         moe.activation_situ_linear_beta if is_situ else None,
     )
-    found = agreed(f"{view.location.name}: {block.name}", block.activation, block.gated, requested)
+    found = agreed(f"{view.location.name}: {stored.name}", stored.activation, stored.gated, requested)
     layer.activation = moe.activation = MoEActivation(found.name)
     if is_situ:
         moe.activation_situ_beta, moe.activation_situ_linear_beta = found.beta, found.linear_beta
@@ -165,15 +165,15 @@ def _set_activation(view: ArtifactView, block: ArtifactLayer, layer: RoutedExper
         layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = found.limit, found.alpha, found.beta
 
 
-def _layer_config(view: ArtifactView, block: ArtifactLayer, gemm: str, document: dict[str, Any]) -> Any:
+def _layer_config(view: ArtifactView, stored: ArtifactLayer, gemm: str, document: dict[str, Any]) -> Any:
     """Humming's layer config of one GEMM. Raises RequestError if this Humming has another layout for it."""
-    where, here = f"{view.location.name}: {block.name}: {gemm}", version("humming-kernels")
+    where, here = f"{view.location.name}: {stored.name}: {gemm}", version("humming-kernels")
     try:
         config = load_layer_config(document)
-        found = {flag: bool(getattr(config, flag)) for flag in block.flags[gemm]}
+        found = {flag: bool(getattr(config, flag)) for flag in stored.flags[gemm]}
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         found = {f"{type(error).__name__}: {error}": True}
-    check_flags(where, view.humming_version, here, block.flags[gemm], found)
+    check_flags(where, view.humming_version, here, stored.flags[gemm], found)
     return config
 
 

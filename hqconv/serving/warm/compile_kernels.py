@@ -129,11 +129,11 @@ def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Calla
 
 def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, int, int, dict[str, Any]]]:
     """GEMM, activation, gated, top-k, rotation and LayerConfig of every block and rank."""
-    for block, layer in artifact.blocks.items():
-        rotation, activation = artifact.schema_of(block).rotation, artifact.activation_of(block)
+    for name, layer in artifact.blocks.items():
+        rotation, activation = artifact.schema_of(name).rotation, artifact.activation_of(name)
         for rank in artifact.grid.ranks:
             for gemm in names.GEMMS:
-                config = artifact.layer_config(block, gemm, *rank)
+                config = artifact.layer_config(name, gemm, *rank)
                 yield gemm, activation, layer.gated, layer.top_k, rotation, config
 
 
