@@ -258,33 +258,46 @@ def push(
 
 
 def load(
-    path: str | Path, *, block: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
+    path: str | Path,
+    *,
+    layer: str | None = None,
+    tp_rank: int = 0,
+    ep_rank: int = 0,
+    device: str = "cpu",
+    block: str | None = None,
 ) -> dict[str, RankGemm]:
     """Load one MoE layer of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
 
-    path: the artifact. block: its name, such as model.layers.0.mlp.experts. tp_rank, ep_rank: the rank. device: where
-    the tensors go: auto, cpu, cuda or cuda:N.
+    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts (`block` is the older spelling). tp_rank,
+    ep_rank: the rank. device: where the tensors go: auto, cpu, cuda or cuda:N.
 
     Returns tensors as in the file, experts of the rank first: `weight` int32 [E_local, …], `weight_scale`,
     where the schema has them `zero_point` and `weight_scale_2`, and `bias`; shapes and dtypes are Humming's for the
     target. Of static activations also `input_scale`, float32 [1], for all experts. Humming is not modified in
-    this process. Raises RequestError where `path` is no kernel artifact or has no such block or rank, or there is no
+    this process. Raises RequestError where `path` is no kernel artifact or has no such layer or rank, or there is no
     such device; VerificationError where a file is damaged.
     """
-    from hqconv.artifact.load import load_block
+    from hqconv.artifact.load import load_layer
 
-    return load_block(path, block, tp_rank, ep_rank, choose_device(device))
+    return load_layer(path, _one_name(layer, block), tp_rank, ep_rank, choose_device(device))
 
 
-def dequantize(path: str | Path, *, block: str) -> dict[str, torch.Tensor]:
+def dequantize(path: str | Path, *, layer: str | None = None, block: str | None = None) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
-    path: the artifact. block: its name, such as model.layers.0.mlp.experts.
+    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts (`block` is the older spelling).
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
-    there are biases. Raises RequestError where `path` is no kernel artifact or has no such block, VerificationError
+    there are biases. Raises RequestError where `path` is no kernel artifact or has no such layer, VerificationError
     where a file is damaged.
     """
     from hqconv.artifact.load import dequantize as run
 
-    return run(path, block)
+    return run(path, _one_name(layer, block))
+
+
+def _one_name(layer: str | None, block: str | None) -> str:
+    name = block if layer is None else layer
+    if name is None or (layer is not None and block is not None):
+        raise TypeError("one of `layer` and its older spelling `block` is needed: the name of an MoE layer")
+    return name

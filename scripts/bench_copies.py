@@ -1,6 +1,6 @@
 """How long a conversion takes that copies very many small tensors: `python scripts/bench_copies.py`.
 
-`[--tensors 1000000] [--runs 1] [--work /dev/shm]`. The model is DeepSeek-V3's by its names, with one small MoE block;
+`[--tensors 1000000] [--runs 1] [--work /dev/shm]`. The model is DeepSeek-V3's by its names, with one small MoE layer;
 all other tensors are small ones of the ordinary kind, with data, of 2 to 512 bytes, in shards of at most 250,000. It is
 converted by a whole `hqconv convert`, planned by `--dry-run` for comparison, and what was copied is compared with the
 source.
@@ -28,7 +28,7 @@ CONVERT = ("convert", "--json", "--device=cpu", "--target=sm90", "--schema=mxfp4
 
 
 def names(count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The experts of one block, and as many other tensors as make `count`."""
+    """The experts of one layer, and as many other tensors as make `count`."""
     at = "model.layers.0.mlp"
     shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     for expert in range(EXPERTS):

@@ -25,7 +25,7 @@ LOOKS: dict[str, list[str]] = {
     "dry-run, checkpoint layout": [*DRY_RUN, "--schema=int4", "--layout=checkpoint"],
 }
 FORMATS = {"bf16": 3, "fp8-block": 6}  # tensors of an expert
-EXPERTS, HIDDEN, INNER, BLOCK = 384, 7168, 2048, 128
+EXPERTS, HIDDEN, INNER, LAYER = 384, 7168, 2048, 128
 SHARD_BYTES = 5 * 10**9
 Entry = tuple[str, str, tuple[int, int]]  # name, dtype, shape
 
@@ -44,7 +44,7 @@ def tensors(layers: int, experts: int, fmt: str) -> Iterator[Entry]:
                     yield name, "BF16", (n, k)
                     continue
                 yield name, "F8_E4M3", (n, k)
-                yield f"{name}_scale_inv", "F32", (n // BLOCK, k // BLOCK)
+                yield f"{name}_scale_inv", "F32", (n // LAYER, k // LAYER)
 
 
 def config(layers: int, experts: int, fmt: str) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def config(layers: int, experts: int, fmt: str) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
     }
     if fmt != "bf16":
-        block = [BLOCK, BLOCK]
-        words["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block}
+        layer = [LAYER, LAYER]
+        words["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": layer}
     return words
 
 

@@ -58,13 +58,13 @@ def load_like_vllm(source: str, schema_name: str, device: str) -> dict[str, Any]
     opened: list[Any] = [safe_open(name, "pt") for name in names]
     place = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
     num_bytes = num_out = 0
-    for planned in plan.blocks:
-        block = planned.block
+    for planned in plan.layers:
+        layer = planned.layer
         parameters = {}
-        for role in block.roles:
+        for role in layer.roles:
             packed = []
-            for expert in range(block.num_experts):
-                name = block.sources[expert][role]["weight"].name
+            for expert in range(layer.num_experts):
+                name = layer.sources[expert][role]["weight"].name
                 matrix = place[name].get_tensor(name).to(where)
                 num_bytes += matrix.nbytes
                 with resident(where):

@@ -40,7 +40,7 @@ TOKENS = (64,)
 PACKAGES = ("torch", "humming-kernels", "safetensors", "numba", "bitsandbytes")
 ROUNDED = " with `--round-scales`"
 FORMAT_HEAD = "| format | recognised by | `--schema source` | checked | requantized to | checked | error |"
-FAMILY_HEAD = "| family | model types | form | names of the first kind of block |"
+FAMILY_HEAD = "| family | model types | form | names of the first kind of layer |"
 
 
 @dataclass
@@ -80,7 +80,7 @@ def attempt(
         return Outcome(failed=f"{type(error).__name__}: {error}".splitlines()[0])
     results = [*report.results, *alone.results]
     findings = [f"{r.name}: {f.where}: {f.what} ({f.expected}; {f.found})" for r in results for f in r.findings]
-    worst = max(error["relative_error"] for of_block in summary.errors.values() for error in of_block.values())
+    worst = max(error["relative_error"] for of_layer in summary.errors.values() for error in of_layer.values())
     passed = [result.name for result in report.results if not result.skipped]
     for result in report.results:
         if result.name in passed and result.name == "kernel":
@@ -142,7 +142,7 @@ requantized artifacts equal, byte for byte, those of a float32 checkpoint that h
 
 Not in the table: plain BF16, F16 and F32 checkpoints; artifacts of hqconv in both layouts, for other ranks or another
 schema (tests/artifact/test_source.py); experts in GGUF files, decoded by the `gguf` library
-(tests/sources/test_gguf.py). Mixed checkpoints are read block by block: a block that has the requested schema already
+(tests/sources/test_gguf.py). Mixed checkpoints are read layer by layer: a layer that has the requested schema already
 is kept.
 
 `--round-scales` keeps the codes and rounds float32 scales to the parameter dtype, as `--schema fp8` or `int8` does
@@ -179,15 +179,15 @@ def format_row(name: str, kept: Outcome, anew: Outcome) -> str:
 def family_rows() -> Iterator[str]:
     """One row a family: its model types, form and names."""
     for family in FAMILIES:
-        block = family.blocks[0].format(layer="N")
+        layer = family.modules[0].format(layer="N")
         forms = [f"per expert{'' if family.gated else ', no gate'}"]
-        names = [f"`{block}.E.{_words(family)}.weight`"]
+        names = [f"`{layer}.E.{_words(family)}.weight`"]
         if family.stacks:
             forms.append("stacks: " + "; ".join(dict.fromkeys(_form(stack) for stack in family.stacks)))
-            names.append(", ".join(f"`{block}.{stack.name}`" for stack in family.stacks))
+            names.append(", ".join(f"`{layer}.{stack.name}`" for stack in family.stacks))
         for stack in family.expert_stacks:
             forms.append("gate and up of an expert: " + _form(stack).replace("E, ", ""))
-            names.append(f"`{block}.E.{stack.name}.weight`")
+            names.append(f"`{layer}.E.{stack.name}.weight`")
         types = ", ".join(family.model_types)
         yield f"| {family.name} | {types} | {' / '.join(forms)} | {' / '.join(names)} |"
 

@@ -110,10 +110,10 @@ def are_close(left: Any, right: Any) -> bool:
 # --- damage ------------------------------------------------------------------------------------------------
 
 
-def places(out: Path, tensor: str, block: int) -> tuple[Path, int, int]:
-    """The file of a block's first rank, a tensor's first byte in it, and the bytes of one expert."""
+def places(out: Path, tensor: str, layer: int) -> tuple[Path, int, int]:
+    """The file of a layer's first rank, a tensor's first byte in it, and the bytes of one expert."""
     with Artifact(out) as artifact:
-        name = list(artifact.blocks)[block]
+        name = list(artifact.layers)[layer]
         path = names.rank_file(name, 0, 0)
         ref = artifact.header(path)[0][f"{name}.{tensor}"]
     return out / path, ref.offset_bytes, ref.num_bytes // ref.shape[0]

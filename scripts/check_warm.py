@@ -1,9 +1,9 @@
-"""Serve a block with kernels that were compiled beforehand, and with none, on a GPU: same bits, and nothing compiled.
+"""Serve a layer with kernels that were compiled beforehand, and with none, on a GPU: same bits, and nothing compiled.
 
     python scripts/check_warm.py [--work FOLDER] [--schemas mxfp4,int4]
 
 For each schema: convert a small model, `hqconv warm` it once for the GPU here and once as on a machine without one,
-then run the block in two fresh processes with empty caches of Humming's, through Humming's own entry with the tuning of
+then run the layer in two fresh processes with empty caches of Humming's, through Humming's own entry with the tuning of
 all sizes, as vLLM calls it. Nothing touches this user's cache. Exit 1 on a failure.
 """
 
@@ -29,7 +29,7 @@ from hqconv.serving.warm.kernel_store import MANIFEST, VARIABLE, kernels_folder,
 from scripts.shared import make_source
 
 SIZES = {"hidden": 2048, "intermediate": 768, "layers": 1, "experts": 16, "top_k": 4, "vocab": 512}
-BLOCK, TOP_K, TOKENS = "model.layers.0.mlp.experts", SIZES["top_k"], (1, 17, 256, 2048)
+LAYER, TOP_K, TOKENS = "model.layers.0.mlp.experts", SIZES["top_k"], (1, 17, 256, 2048)
 
 
 def check_facts() -> str | None:
@@ -72,14 +72,14 @@ def entry_for(tuning: list[Any], rows: int) -> dict[str, Any]:
 
 
 class Served:
-    """A block's GEMMs with tuning and compute config as vLLM's `HummingExpertsBase.init_humming_moe` makes them."""
+    """A layer's GEMMs with tuning and compute config as vLLM's `HummingExpertsBase.init_humming_moe` makes them."""
 
     def __init__(self, out: Path) -> None:
-        """Load rank 0's block."""
+        """Load rank 0's layer."""
         from humming.config import GemmType
         from humming.tune import get_heuristics_config
 
-        gemms = hqconv.load(out, block=BLOCK, device="cuda:0")
+        gemms = hqconv.load(out, layer=LAYER, device="cuda:0")
         self.tensors = {name: gemm.tensors for name, gemm in gemms.items()}
         self.configs = {name: gemm.layer_config() for name, gemm in gemms.items()}
         self.compute = json.dumps(
@@ -130,7 +130,7 @@ class Served:
 
 
 def serve(out: Path, result: Path) -> None:
-    """What a server does at its start: take the kernels, if the environment has it so, and run the block."""
+    """What a server does at its start: take the kernels, if the environment has it so, and run the layer."""
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
     import humming.kernel.humming  # noqa: F401 - its import is no part of what is measured
@@ -139,12 +139,12 @@ def serve(out: Path, result: Path) -> None:
     reason = use_warm_kernels(kernels_folder(out), 90)
     took_s, installed = time.monotonic() - started, num_cached()
     started = time.monotonic()
-    block, outputs = Served(out), []
+    layer, outputs = Served(out), []
     for tokens in TOKENS:
         generator = torch.Generator("cuda").manual_seed(tokens)
         x = torch.randn(tokens, SIZES["hidden"], generator=generator, device="cuda").bfloat16()
         scores = torch.rand(tokens, SIZES["experts"], generator=generator, device="cuda")
-        outputs.append(block.forward(x, scores.topk(TOP_K).indices))
+        outputs.append(layer.forward(x, scores.topk(TOP_K).indices))
     torch.cuda.synchronize()
     words = {"reason": reason, "took_s": took_s, "installed": installed, "compiled": num_cached() - installed}
     words |= {"first_forwards_s": time.monotonic() - started}

@@ -3,7 +3,7 @@
     python scripts/make_importance.py MODEL TEXT OUT [--tokens 65536] [--context 512] [--device cuda]
 
 MODEL is a folder or a Hub repo id, TEXT a text file of the kind that the model will be used on, OUT the file to write:
-per MoE block `<block>.w13` [H] and `<block>.w2` [I], the mean of x² over all tokens that an expert of the block takes,
+per MoE layer `<layer>.w13` [H] and `<layer>.w2` [I], the mean of x² over all tokens that an expert of the layer takes,
 in float32, under the names that `hqconv inspect` shows. The model runs in transformers as it is, in its own dtype, and
 must fit on the device. Legend: H hidden size, I expert intermediate size.
 """
@@ -60,7 +60,7 @@ def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
 
 
 def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[MoeLayer, nn.Module]]:
-    """Each block of the checkpoint by name, with its module. Raises RequestError unless each has one, by layer."""
+    """Each layer of the checkpoint by name, with its module. Raises RequestError unless each has one, by layer."""
     modules, wanted = experts_modules(model), list(blocks)
     of_layer = defaultdict(list)
     for layer, path, module in modules:
@@ -70,8 +70,8 @@ def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[Moe
         here = of_layer.pop(block.index, [])
         if len(here) != 1:
             raise RequestError(
-                "A block of experts has not one module in transformers' model.",
-                where=f"block {block.name}, layer {block.index}",
+                "A layer of experts has not one module in transformers' model.",
+                where=f"layer {block.name}, layer {block.index}",
                 expected="one module of routed experts in this layer",
                 found=", ".join(path for path, _ in here) or "none",
                 remedy="Layers that transformers does not run (multi-token prediction) cannot be measured so.",
@@ -79,7 +79,7 @@ def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[Moe
         found[block.name] = block, here[0][1]
     if of_layer:
         path = next(iter(of_layer.values()))[0][0]
-        raise RequestError("Experts of transformers' model are no block of the checkpoint.", where=path)
+        raise RequestError("Experts of transformers' model are no layer of the checkpoint.", where=path)
     return found
 
 
@@ -93,8 +93,8 @@ class Collector(TorchFunctionMode):
         self._sums: dict[str, torch.Tensor] = {}
         self._counts: dict[str, int] = defaultdict(int)
         places: dict[int, Place] = {}
-        for name, (block, module) in modules.items():
-            sizes = {f"{name}.w13": block.hidden_size, f"{name}.w2": block.intermediate_size}
+        for name, (layer, module) in modules.items():
+            sizes = {f"{name}.w13": layer.hidden_size, f"{name}.w2": layer.intermediate_size}
             self._sizes |= sizes
             for path, weight in module.named_parameters():
                 words = path.removesuffix(".weight").rpartition(".")[2]
@@ -137,7 +137,7 @@ class Collector(TorchFunctionMode):
         self._counts[place.name] += len(rows)
 
     def means(self) -> dict[str, torch.Tensor]:
-        """float32 [H] or [I] by `<block>.<gemm>`. RequestError where nothing was seen, InputError for no numbers."""
+        """float32 [H] or [I] by `<layer>.<gemm>`. RequestError where nothing was seen, InputError for no numbers."""
         found = {}
         for name in self._sizes:
             if not self._counts[name]:
@@ -150,16 +150,16 @@ class Collector(TorchFunctionMode):
         return found
 
 
-def collect(model: nn.Module, batches: Iterable[torch.Tensor], blocks: Iterable[MoeLayer]) -> dict[str, torch.Tensor]:
-    """The means of x² of a model that reads `batches` of token ids [B, T], under the blocks' names.
+def collect(model: nn.Module, batches: Iterable[torch.Tensor], layers: Iterable[MoeLayer]) -> dict[str, torch.Tensor]:
+    """The means of x² of a model that reads `batches` of token ids [B, T], under the layers' names.
 
-    Raises RequestError where model and blocks do not match, or how the experts are run is not understood.
+    Raises RequestError where model and layers do not match, or how the experts are run is not understood.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if config is not None:
             config._experts_implementation = "eager"  # one product after the other, not one kernel
-    collector = Collector(matched(model, blocks))
+    collector = Collector(matched(model, layers))
     with torch.inference_mode(), collector:
         for ids in batches:
             model(input_ids=ids, use_cache=False)
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     try:
         with open_source(args.model, is_lazy=True) as source:
-            blocks, architectures = source.map_experts().blocks, source.config.get("architectures") or []
+            layers, architectures = source.map_experts().layers, source.config.get("architectures") or []
         text = Path(args.text).read_text(encoding="utf-8")
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens]
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         auto = getattr(transformers, next(iter(architectures), ""), transformers.AutoModelForCausalLM)
         model = auto.from_pretrained(args.model, dtype="auto")
         model = model.to(args.device).eval()
-        means = collect(model, token_batches(ids, args.context, torch.device(args.device)), blocks)
+        means = collect(model, token_batches(ids, args.context, torch.device(args.device)), layers)
     except HqconvError as error:
         print(f"error: {error.message()}", file=sys.stderr)
         sys.exit(error.exit_code)

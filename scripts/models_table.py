@@ -19,7 +19,7 @@ from tests.make.published import load, paths
 from tests.make.published_outcome import outcome_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-HEAD = "| model | model_type | family | blocks × experts of [I, H] | source format | activation | twin |\n"
+HEAD = "| model | model_type | family | layers × experts of [I, H] | source format | activation | twin |\n"
 RULE = "| --- | --- | --- | --- | --- | --- | --- |\n"
 TITLES = {"real": "Published models", "families": "Families and config words, at small sizes"}
 

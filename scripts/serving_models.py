@@ -80,11 +80,11 @@ def decoded(a: argparse.Namespace, source: Path, artifact: Path) -> Path:
     out.mkdir()
     dtype, shards = getattr(torch, a.dtype), sorted(source.glob("*.safetensors"))
     tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
-    for block in json.loads((artifact / names.MANIFEST).read_text(encoding="utf-8"))["blocks"]:
-        experts = hqconv.dequantize(artifact, block=block)
+    for layer in json.loads((artifact / names.MANIFEST).read_text(encoding="utf-8"))["blocks"]:
+        experts = hqconv.dequantize(artifact, layer=layer)
         for role, word in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
             for index, matrix in enumerate(experts[role]):
-                name = f"{block}.{index}.{word}.weight"
+                name = f"{layer}.{index}.{word}.weight"
                 assert name in tensors
                 tensors[name] = matrix.to(dtype)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

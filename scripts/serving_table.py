@@ -86,8 +86,8 @@ def _model(model_type: str, found: Mapping[str, Json], read: Json) -> list[str]:
         return [answer["architecture"], f"refused: {_sentence(refused[0])}", "tried"]
     if model_type in read["blocked"]:
         return [parts[0]["class"], f"no: {read['blocked'][model_type]}", "read"]
-    blocks = sorted(layer["block"] for part in parts for layer in part["layers"])
-    if blocks != sorted(answer["blocks"]) or any(part.get("unlike") for part in parts):
+    layers = sorted(layer["block"] for part in parts for layer in part["layers"])
+    if layers != sorted(answer["blocks"]) or any(part.get("unlike") for part in parts):
         raise SystemExit(f"{model_type}: not loaded as tests/serving/test_served_models.py wants it")
     notes = ["yes", "with its draft"] if len(parts) > 1 else ["yes"]
     notes += [read["notes"][model_type]] if model_type in read["notes"] else []

@@ -20,7 +20,7 @@ from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 OPTIONS_OF: dict[str, Any] = {"schema": "int4", "target": "sm90", "device": "cpu"}
 
 
@@ -182,7 +182,7 @@ def test_the_types_are_public_and_come_when_asked_for(made: Path) -> None:
 @pytest.mark.parametrize("device", ["tpu", "cuda:77"])
 def test_no_such_device_to_load_to(device: str, made: Path) -> None:
     with pytest.raises(RequestError, match="no such"):
-        hqconv.load(made, block=BLOCK, device=device)
+        hqconv.load(made, layer=LAYER, device=device)
 
 
 @pytest.mark.parametrize("call", [hqconv.inspect, lambda out, **words: hqconv.convert(out, **OPTIONS_OF, **words)])

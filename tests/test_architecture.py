@@ -467,7 +467,7 @@ def test_names_beyond_the_seams_are_found(text: str, is_wrong: bool) -> None:
 LOOKUP = re.compile(
     r"""manifests?(\[\d\])?(\.\w+)*(\[["']|\.get\(["'])"""  # manifest["key"], manifest.source.get("key")
     r"""|read_manifest\([^()]*\)(\[|\.get\()"""
-    r"""|\.blocks\[[^][]*\](\[|\.get\()"""
+    r"""|\.(blocks|layers)\[[^][]*\](\[|\.get\()"""
 )
 
 
@@ -480,7 +480,7 @@ def test_manifests_are_typed_outside_their_room() -> None:
         if LOOKUP.search(line) and path != REPO / "hqconv/artifact/manifest.py"
     ]
     assert wrong == []
-    for line in ('artifact.manifest["files"]', 'manifest.get("warnings")', 'artifact.blocks[name]["top_k"]'):
+    for line in ('artifact.manifest["files"]', 'manifest.get("warnings")', 'artifact.layers[name]["top_k"]'):
         assert LOOKUP.search(line)
 
 

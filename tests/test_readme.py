@@ -18,7 +18,7 @@ from hqconv.cli.app import app
 from tests.make.places import REPO
 
 TEXT = (REPO / "README.md").read_text(encoding="utf-8")
-# Of any page: lines of its blocks that are a command of ours, with what follows it left out.
+# Of any page: lines of its layers that are a command of ours, with what follows it left out.
 COMMAND = re.compile(r"^    (?:\$ )?(hqconv [^#\n]+)", re.MULTILINE)
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")))]
 
@@ -44,12 +44,12 @@ def test_the_readme_shows_some() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the example is of a machine without a GPU")
 def test_the_example_is_what_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but times, which are another machine's."""
-    blocks = re.findall(r"^    \$ (.+)\n((?:    [^$\n].*\n|\n(?=    [^$]))*)", TEXT, re.MULTILINE)
-    made, converted, verified = (shlex.split(command) for command, _ in blocks)
+    layers = re.findall(r"^    \$ (.+)\n((?:    [^$\n].*\n|\n(?=    [^$]))*)", TEXT, re.MULTILINE)
+    made, converted, verified = (shlex.split(command) for command, _ in layers)
     made[1] = str(REPO / made[1])
     monkeypatch.chdir(tmp_path)
     subprocess.run([sys.executable, *made[1:]], check=True, capture_output=True)
-    for command, (_, shown) in ((converted, blocks[1]), (verified, blocks[2])):
+    for command, (_, shown) in ((converted, layers[1]), (verified, layers[2])):
         done = CliRunner().invoke(app, command[1:])
         assert done.exit_code == 0, done.output
         told = [plain(line) for line in done.stdout.splitlines()]

@@ -189,7 +189,7 @@ def broken(change: Callable[[dict[str, Any]], object], documents: Documents) -> 
     return list(Reference.read(PAGE).problems(words, "Manifest"))
 
 
-def block(words: dict[str, Any]) -> Any:
+def layer(words: dict[str, Any]) -> Any:
     return next(iter(words["blocks"].values()))
 
 
@@ -201,9 +201,9 @@ def block(words: dict[str, Any]) -> Any:
         (lambda words: words.update(tp=True), ".tp is no integer: True"),
         (lambda words: words.update(files=[]), ".files is no map: []"),
         (lambda words: words["source"].update(revision=1), ".source.revision is no text: 1"),
-        (lambda words: block(words)["w2"]["flags"].popitem(), "of Flags is missing"),
-        (lambda words: block(words).update(w13_order="gate"), "w13_order is no list: 'gate'"),
-        (lambda words: block(words)["quantization_error"]["w1"].update(worst_expert=0.5), "is no integer: 0.5"),
+        (lambda words: layer(words)["w2"]["flags"].popitem(), "of Flags is missing"),
+        (lambda words: layer(words).update(w13_order="gate"), "w13_order is no list: 'gate'"),
+        (lambda words: layer(words)["quantization_error"]["w1"].update(worst_expert=0.5), "is no integer: 0.5"),
     ],
 )
 def test_a_document_that_is_otherwise_is_seen(

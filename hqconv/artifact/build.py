@@ -43,7 +43,7 @@ class Measured:
 
 def is_mixed(plan: ConversionPlan) -> bool:
     """Return whether layers differ from each other, which readers of format version 1 do not expect."""
-    return bool(plan.spec.of_blocks or plan.experts.left)
+    return bool(plan.spec.of_layers or plan.experts.left)
 
 
 def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     spec = plan.spec
     document = copy.deepcopy(source.config)
     if spec.layout == artifact_names.CHECKPOINT:
-        names = [block.name for block in plan.experts.blocks]
+        names = [layer.name for layer in plan.experts.layers]
         document["quantization_config"] = ENGINE.checkpoint_config(spec.schema, names, plan.experts.left)
     else:
         document = artifact_names.refuse_transformers(document)
@@ -120,7 +120,7 @@ def build_manifest(
         derived_from=None if parent is None else [parent.as_ancestor(), *parent.ancestors],
         warnings=list(plan.warnings) or None,
         blocks={
-            unit.name: _layer(unit, measured[unit.name], scales.get(unit.name, {}), plan.spec) for unit in plan.blocks
+            unit.name: _layer(unit, measured[unit.name], scales.get(unit.name, {}), plan.spec) for unit in plan.layers
         },
         files=_files(files),
         tensors=TensorAccounting(converted=experts.converted, copied=list(experts.copied), dropped=experts.dropped),
@@ -147,7 +147,7 @@ def with_file(manifest: Manifest, record: FileRecord) -> Manifest:
 
 def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
     """Return the fields of a layer that is quantized in another way than the others."""
-    kind = spec.of_blocks.get(layer)
+    kind = spec.of_layers.get(layer)
     return {} if kind is None else {"schema_name": kind.schema.name, **artifact_names.kernel_spec_to_dict(kind)}
 
 
@@ -160,7 +160,7 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
             found = replace(found, files=[replace(f, sha256=None, hub_sha256=None) for f in found.files])
         if found != expected:
             return key
-    for unit in plan.blocks:
+    for unit in plan.layers:
         own, layer = _override(unit.name, plan.spec), manifest.blocks.get(unit.name)
         for key in OVERRIDE_KEYS:
             if getattr(layer, key, None) != own.get(key):
@@ -169,7 +169,7 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
 
 
 def _layer(unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], spec: ConversionSpec) -> ManifestLayer:
-    block = unit.block
+    layer = unit.layer
     gemms = {
         gemm: GemmEntry(
             **{key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")},
@@ -180,17 +180,17 @@ def _layer(unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], 
     }
     return ManifestLayer(
         **_override(unit.name, spec),
-        layer=block.index,
-        num_experts=block.num_experts,
-        hidden_size=block.hidden_size,
-        intermediate_size=block.intermediate_size,
-        **block.activation.to_dict(block.gated),
-        gated=block.gated,
-        top_k=block.top_k,
-        w13_order=["gate", "up"] if block.gated else ["up"],
-        source_dtype=block.dtype,
-        source_format=block.format.to_dict(),
-        source_parts=block.parts_to_dict(),
+        layer=layer.index,
+        num_experts=layer.num_experts,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        **layer.activation.to_dict(layer.gated),
+        gated=layer.gated,
+        top_k=layer.top_k,
+        w13_order=["gate", "up"] if layer.gated else ["up"],
+        source_dtype=layer.dtype,
+        source_format=layer.format.to_dict(),
+        source_parts=layer.parts_to_dict(),
         conversion=unit.encoding.conversion,
         quantization_error={role: ProjectionError.from_dict(one) for role, one in measured.errors.items()},
         content_sums=measured.sums,

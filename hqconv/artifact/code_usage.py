@@ -67,12 +67,12 @@ class CodeCounts:
 
 
 def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1) -> dict[str, Any]:
-    """Count over experts of every block; return the JSON document of docs/usage.md.
+    """Count over experts of every layer; return the JSON document of docs/usage.md.
 
-    num_experts: of each block, evenly spread; None: all, or so many that WEIGHTS_READ weights are read. num_threads:
+    num_experts: of each layer, evenly spread; None: all, or so many that WEIGHTS_READ weights are read. num_threads:
     experts read at once; the result does not depend on it.
 
-    Returns `schemas` (schema → projection → `CodeCounts.to_dict`), `rms` (block → projection → root mean square of each
+    Returns `schemas` (schema → projection → `CodeCounts.to_dict`), `rms` (layer → projection → root mean square of each
     expert's decoded weights, None for experts that were not read), `experts_read` and `experts` in all. Raises
     RequestError where `root` is no artifact or `num_experts` is invalid, VerificationError where a file is damaged.
     """
@@ -80,24 +80,24 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
         what, expected = "No expert would be read.", "a whole number from 1 on"
         raise RequestError(what, where="--sample", expected=expected, found=num_experts)
     with Artifact(root) as artifact:
-        blocks = [artifact.expert_block(name) for name in artifact.blocks]
-        counts = {block.name: _num_read(block, blocks, num_experts) for block in blocks}
+        layers = [artifact.moe_layer(name) for name in artifact.layers]
+        counts = {layer.name: _num_read(layer, layers, num_experts) for layer in layers}
         used: dict[str, dict[str, CodeCounts]] = {}
         rms: dict[str, dict[str, list[float | None]]] = {}
         schemas: dict[str, WeightSchema] = {}
         with ThreadPoolExecutor(num_threads, "hqconv-usage") as pool:
-            for block in blocks:
-                schema = artifact.schema_of(block.name)
+            for layer in layers:
+                schema = artifact.schema_of(layer.name)
                 schemas[schema.name] = schema
-                param, of_layout = artifact.param_dtype, _matrix_reader(artifact, block)
+                param, of_layout = artifact.param_dtype, _matrix_reader(artifact, layer)
                 read = partial(_count_expert, of_layout, schema, param)
-                chosen = _spread(block.num_experts, counts[block.name])
-                nothing: list[float | None] = [None] * block.num_experts
-                rms[block.name] = {role: list(nothing) for role in block.roles}
+                chosen = _spread(layer.num_experts, counts[layer.name])
+                nothing: list[float | None] = [None] * layer.num_experts
+                rms[layer.name] = {role: list(nothing) for role in layer.roles}
                 for expert, of_expert in zip(chosen, pool.map(read, chosen), strict=True):
                     for role, (one, size) in of_expert.items():
                         used.setdefault(schema.name, {}).setdefault(role, CodeCounts()).add(one)
-                        rms[block.name][role][expert] = size
+                        rms[layer.name][role][expert] = size
     return {
         "schemas": {
             name: {role: of_role.to_dict(schemas[name]) for role, of_role in sorted(roles.items())}
@@ -105,15 +105,15 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
         },
         "rms": rms,
         "experts_read": sum(counts.values()),
-        "experts": sum(block.num_experts for block in blocks),
+        "experts": sum(layer.num_experts for layer in layers),
     }
 
 
-def _num_read(block: MoeLayer, blocks: Sequence[MoeLayer], num_experts: int | None) -> int:
+def _num_read(layer: MoeLayer, layers: Sequence[MoeLayer], num_experts: int | None) -> int:
     if num_experts is None:
-        weights = sum(3 * b.num_experts * b.hidden_size * b.intermediate_size for b in blocks)
-        num_experts = max(1, block.num_experts * WEIGHTS_READ // max(weights, WEIGHTS_READ))
-    return min(num_experts, block.num_experts)
+        weights = sum(3 * b.num_experts * b.hidden_size * b.intermediate_size for b in layers)
+        num_experts = max(1, layer.num_experts * WEIGHTS_READ // max(weights, WEIGHTS_READ))
+    return min(num_experts, layer.num_experts)
 
 
 def _spread(total: int, count: int) -> list[int]:
@@ -121,16 +121,16 @@ def _spread(total: int, count: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
-def _matrix_reader(artifact: Artifact, block: MoeLayer) -> MatrixReader:
+def _matrix_reader(artifact: Artifact, layer: MoeLayer) -> MatrixReader:
     """Return a reader of one expert of a layer, for either layout."""
     if artifact.manifest.is_kernel:
-        reader = ExpertReader(artifact, block, refuse)
+        reader = ExpertReader(artifact, layer, refuse)
         return lambda expert: (one for gemm in names.GEMMS for one in reader.read(gemm, expert, refuse).items())
     shards = artifact.shards()
 
     def matrices(expert: int) -> Iterator[tuple[str, DecodedStack]]:
-        for role in block.roles:
-            matrix = read_packed_expert(artifact, block, role, expert, shards, refuse)
+        for role in layer.roles:
+            matrix = read_packed_expert(artifact, layer, role, expert, shards, refuse)
             assert matrix is not None  # `refuse` has raised
             yield role, matrix
 

@@ -21,11 +21,11 @@ _COUNTS = {
 def summarize_errors(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return projection → min, median and max over layers of the relative error, and the layer with the largest."""
     found: dict[str, dict[str, float]] = {}
-    for block, projections in errors.items():
+    for layer, projections in errors.items():
         for projection, measured in projections.items():
             value = measured.get("relative_error") if isinstance(measured, dict) else None
             if isinstance(value, int | float):
-                found.setdefault(projection, {})[block] = float(value)
+                found.setdefault(projection, {})[layer] = float(value)
     return {
         projection: {
             "min": min(values.values()),
@@ -75,8 +75,8 @@ def over_limit(errors: Mapping[str, Mapping[str, Any]], limit: float) -> list[di
     errors: layer → projection → the document of its error; projections without `relative_error` are passed over.
     """
     found = [
-        {"block": block, "projection": projection, "relative_error": document["relative_error"]}
-        for block, projections in errors.items()
+        {"block": layer, "projection": projection, "relative_error": document["relative_error"]}
+        for layer, projections in errors.items()
         for projection, document in projections.items()
         if isinstance(document, Mapping) and "relative_error" in document
     ]

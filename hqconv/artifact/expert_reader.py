@@ -41,16 +41,16 @@ _ALIGNMENT = 64
 _INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
-def roles_of(block: MoeLayer, gemm: str) -> list[str]:
+def roles_of(layer: MoeLayer, gemm: str) -> list[str]:
     """Return the projections of a GEMM: `w1` (if gated) and `w3`, or `w2`."""
-    return [role for role in (("w1", "w3") if gemm == "w13" else ("w2",)) if role in block.roles]
+    return [role for role in (("w1", "w3") if gemm == "w13" else ("w2",)) if role in layer.roles]
 
 
 @dataclass(frozen=True)
 class GemmLocation:
     """One GEMM of one expert on one EP rank, for notes."""
 
-    block: str
+    layer: str
     gemm: str
     expert: int
     ep_rank: int
@@ -58,11 +58,11 @@ class GemmLocation:
 
     def path(self, tp_rank: int) -> str:
         """Return the file of a TP rank."""
-        return names.rank_file(self.block, tp_rank, self.ep_rank)
+        return names.rank_file(self.layer, tp_rank, self.ep_rank)
 
     def where(self, tp_rank: int, tensor: str) -> str:
         """Return the position of the expert's part of a tensor on a TP rank."""
-        tensor = f"{self.block}.{self.gemm}_{tensor}"
+        tensor = f"{self.layer}.{self.gemm}_{tensor}"
         return f"{self.path(tp_rank)}, tensor {tensor}, expert {self.expert} (local {self.local})"
 
 
@@ -102,11 +102,11 @@ class StoredExperts:
 class ExpertReader:
     """Reads the experts of one MoE layer out of an opened artifact's rank files; any thread may call it."""
 
-    def __init__(self, artifact: Artifact, block: MoeLayer, note: Note) -> None:
+    def __init__(self, artifact: Artifact, layer: MoeLayer, note: Note) -> None:
         """Check the headers of all ranks, and note errors; `forms` has the sound ones: (GEMM, TP, EP rank) → form."""
-        self.artifact, self.block = artifact, block
-        self.schema = artifact.schema_of(block.name)
-        self.forms = check_rank_headers(artifact, block, note)
+        self.artifact, self.layer = artifact, layer
+        self.schema = artifact.schema_of(layer.name)
+        self.forms = check_rank_headers(artifact, layer, note)
 
     # --- one expert
 
@@ -115,8 +115,8 @@ class ExpertReader:
 
         Copies of a redundant expert are compared bit for bit with the first, which is decoded.
         """
-        ranks = self.artifact.grid.homes(self.block.num_experts)[expert]
-        home, *copies = (GemmLocation(self.block.name, gemm, expert, *rank) for rank in ranks)
+        ranks = self.artifact.grid.homes(self.layer.num_experts)[expert]
+        home, *copies = (GemmLocation(self.layer.name, gemm, expert, *rank) for rank in ranks)
         slices = []
         for tp_rank in range(self.artifact.grid.tp):
             form = self.forms.get((gemm, tp_rank, home.ep_rank))
@@ -137,7 +137,7 @@ class ExpertReader:
     def _read_slice(
         self, form: LayoutForm, tp_rank: int, home: GemmLocation, copies: Sequence[GemmLocation], note: Note
     ) -> DecodedStack:
-        read = functools.partial(self.artifact.read_expert, home.block, home.gemm, tp_rank)
+        read = functools.partial(self.artifact.read_expert, home.layer, home.gemm, tp_rank)
         first = read(home.ep_rank, home.local)
         for copy in copies:
             other = read(copy.ep_rank, copy.local)
@@ -149,12 +149,12 @@ class ExpertReader:
 
     def _assemble(self, gemm: str, slices: Sequence[DecodedStack]) -> dict[str, DecodedStack]:
         """Join the slices of all TP ranks to the projections of a GEMM."""
-        axis, roles = 2 if gemm == "w2" else 1, roles_of(self.block, gemm)
+        axis, roles = 2 if gemm == "w2" else 1, roles_of(self.layer, gemm)
         found = {}
         for index, role in enumerate(roles):
             parts = [_run_of_rows(one, index, len(roles)) for one in slices]
             whole = join(parts, axis, self.schema)
-            found[role] = _trim(whole, axis, self.block.intermediate_size, len(slices) - 1)
+            found[role] = _trim(whole, axis, self.layer.intermediate_size, len(slices) - 1)
         return found
 
     # --- many experts
@@ -172,18 +172,18 @@ class ExpertReader:
         return forms
 
     def _check_entries(self, gemm: str, form: LayoutForm, tp_rank: int, ep_rank: int) -> None:
-        prefix, found = f"{self.block.name}.{gemm}_", {}
-        for name, ref in self.artifact.header(names.rank_file(self.block.name, tp_rank, ep_rank))[0].items():
+        prefix, found = f"{self.layer.name}.{gemm}_", {}
+        for name, ref in self.artifact.header(names.rank_file(self.layer.name, tp_rank, ep_rank))[0].items():
             if name.startswith(prefix) and not names.is_input_scale(name):
                 found[name.removeprefix(prefix)] = (num_bits(ref.dtype), ref.shape)
-        num_local = len(self.artifact.grid.local_experts(self.block.num_experts, ep_rank))
+        num_local = len(self.artifact.grid.local_experts(self.layer.num_experts, ep_rank))
         expected = expected_tensors(form)
         if found != {n: (num_bits(code), (num_local, *shape)) for n, (code, shape) in expected.items()}:
             raise VerificationError("A rank's tensors are not those that its layer config asks for.")
 
     def plan(self, experts: Sequence[int]) -> StoredExperts:
         """Plan the positions of some experts' bytes in a buffer. Raises as `batch_forms`."""
-        homes = self.artifact.grid.homes(self.block.num_experts)
+        homes = self.artifact.grid.homes(self.layer.num_experts)
         firsts = [homes[expert][0] for expert in experts]
         copies = [(i, home) for i, expert in enumerate(experts) for home in homes[expert][1:]]
         start = 0
@@ -198,8 +198,8 @@ class ExpertReader:
         return StoredExperts(*regions, tuple(i for i, _ in copies), start)
 
     def _entry(self, gemm: str, tp_rank: int, name: str, ep_rank: int, local: int) -> tuple[str, TensorRef]:
-        path = names.rank_file(self.block.name, tp_rank, ep_rank)
-        return path, self.artifact.header(path)[0][f"{self.block.name}.{gemm}_{name}"].entry(local)
+        path = names.rank_file(self.layer.name, tp_rank, ep_rank)
+        return path, self.artifact.header(path)[0][f"{self.layer.name}.{gemm}_{name}"].entry(local)
 
     def fill(self, stored: StoredExperts, buffer: memoryview) -> None:
         """Read the bytes into a buffer on the host. Raises VerificationError or OSError."""
@@ -329,11 +329,11 @@ def hex_bits(value: torch.Tensor) -> str:
 
 
 def read_packed_expert(
-    artifact: Artifact, block: MoeLayer, role: str, expert: int, shards: Mapping[str, str], note: Note
+    artifact: Artifact, layer: MoeLayer, role: str, expert: int, shards: Mapping[str, str], note: Note
 ) -> DecodedStack | None:
     """Read one projection from the checkpoint layout; `shards` is tensor name → file. None if it cannot be read."""
-    base = block.module(expert, role) + "."
-    shape, schema = (block.hidden_size, block.intermediate_size), artifact.schema_of(block.name)
+    base = layer.module(expert, role) + "."
+    shape, schema = (layer.hidden_size, layer.intermediate_size), artifact.schema_of(layer.name)
     try:
         dtypes, arrays = artifact.read_module(base, shards)
     except (HqconvError, OSError) as error:

@@ -40,17 +40,17 @@ class RankGemm:
         return load_layer_config(self.config)
 
 
-def load_block(
-    path: str | Path, block: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
+def load_layer(
+    path: str | Path, layer: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
 ) -> dict[str, RankGemm]:
     """Load one layer of one rank of a kernel artifact: `w13`, `w2` → LayerConfig and tensors on `device`.
 
-    Raises RequestError where `path` is no kernel artifact or has no such block or rank, VerificationError where a file
+    Raises RequestError where `path` is no kernel artifact or has no such layer or rank, VerificationError where a file
     is damaged, or holds other numbers of experts, dtypes or a LayerConfig than the manifest implies.
     """
     with Artifact(Path(path), is_sealed=True) as artifact:
         _check_kernel_layout(artifact)
-        _check_block(artifact, block)
+        _check_layer(artifact, layer)
         if not (tp_rank in range(artifact.grid.tp) and ep_rank in range(artifact.grid.ep)):
             raise RequestError(
                 "The artifact has no such rank.",
@@ -58,21 +58,21 @@ def load_block(
                 expected=f"tp rank < {artifact.grid.tp}, ep rank < {artifact.grid.ep}",
                 found=f"tp {tp_rank!r}, ep {ep_rank!r}",
             )
-        check_rank_headers(artifact, artifact.expert_block(block), refuse, [(tp_rank, ep_rank)])
-        return load_rank(artifact, block, tp_rank, ep_rank, device)
+        check_rank_headers(artifact, artifact.moe_layer(layer), refuse, [(tp_rank, ep_rank)])
+        return load_rank(artifact, layer, tp_rank, ep_rank, device)
 
 
-def load_rank(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device: str) -> dict[str, RankGemm]:
+def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: str) -> dict[str, RankGemm]:
     """Load the GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
-    file_name = names.rank_file(block, tp_rank, ep_rank)
+    file_name = names.rank_file(layer, tp_rank, ep_rank)
     stored = artifact.header(file_name)[0]
     gemms = {}
     with safe_open(artifact.fetched(file_name), framework="pt", device=device) as file:
         for gemm in names.GEMMS:
-            prefix = f"{block}.{gemm}_"
+            prefix = f"{layer}.{gemm}_"
             tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in stored if n.startswith(prefix)}
-            config = artifact.layer_config(block, gemm, tp_rank, ep_rank)
-            gemms[gemm] = RankGemm(config, tensors, artifact.schema_of(block).rotation)
+            config = artifact.layer_config(layer, gemm, tp_rank, ep_rank)
+            gemms[gemm] = RankGemm(config, tensors, artifact.schema_of(layer).rotation)
     return gemms
 
 
@@ -82,25 +82,25 @@ def _check_kernel_layout(artifact: Artifact) -> None:
         raise RequestError(what, where=str(artifact.root), remedy=remedy)
 
 
-def _check_block(artifact: Artifact, block: str) -> None:
-    if block not in artifact.blocks:
-        what, expected = "The artifact has no such block.", ", ".join(artifact.blocks)
-        raise RequestError(what, where=str(artifact.root), expected=expected, found=block)
+def _check_layer(artifact: Artifact, layer: str) -> None:
+    if layer not in artifact.layers:
+        what, expected = "The artifact has no such layer.", ", ".join(artifact.layers)
+        raise RequestError(what, where=str(artifact.root), expected=expected, found=layer)
 
 
-def dequantize(path: str | Path, block: str) -> dict[str, torch.Tensor]:
+def dequantize(path: str | Path, layer: str) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
     Rotated weights are turned back, so that they compare with the source's.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
-    there are biases. Raises RequestError for an unknown block or the checkpoint layout, VerificationError where a
+    there are biases. Raises RequestError for an unknown layer or the checkpoint layout, VerificationError where a
     file is damaged.
     """
     with Artifact(Path(path), is_sealed=True) as artifact:
         _check_kernel_layout(artifact)
-        _check_block(artifact, block)
-        described = artifact.expert_block(block)
+        _check_layer(artifact, layer)
+        described = artifact.moe_layer(layer)
         reader = ExpertReader(artifact, described, refuse)
         experts = [expert_floats(reader, expert) for expert in range(described.num_experts)]
     return {name: torch.stack([one[name] for one in experts]) for name in experts[0]}

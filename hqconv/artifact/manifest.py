@@ -564,11 +564,11 @@ def _check_layers(manifest: Manifest) -> None:
     path, left = manifest.path, manifest.left
     for key, names in (("blocks", manifest.blocks), ("left_blocks", left)):
         for name in names:  # names become parts of file names
-            if not artifact_names.is_block_name(name):
+            if not artifact_names.is_layer_name(name):
                 raise damaged(f"{path}: {key}", "names of modules: words with dots between", repr(name)[:80])
     twice = [name for name, count in Counter([*left, *manifest.blocks]).items() if count > 1]
     if twice:
-        raise damaged(f"{path}: left_blocks", "each name once, and of no block that is there", repr(twice[0]))
+        raise damaged(f"{path}: left_blocks", "each name once, and of no layer that is there", repr(twice[0]))
     overridden = {
         name: layer
         for name, layer in manifest.blocks.items()
@@ -580,9 +580,9 @@ def _check_layers(manifest: Manifest) -> None:
         _check_layer(f"{path}: blocks: {name}", layer, manifest)
     version = artifact_names.MIXED_VERSION if left or overridden else artifact_names.FORMAT_VERSION
     if manifest.format_version != version:
-        raise damaged(f"{path}: format_version", f"{version}, by its blocks", manifest.format_version)
+        raise damaged(f"{path}: format_version", f"{version}, by its layers", manifest.format_version)
     if overridden and manifest.layout == artifact_names.CHECKPOINT:
-        raise damaged(f"{path}: layout", "kernel, where blocks differ", manifest.layout)
+        raise damaged(f"{path}: layout", "kernel, where layers differ", manifest.layout)
     if extra := manifest.tensors.to_dict().keys() - {"converted", "copied", "dropped"}:
         raise damaged(f"{path}: tensors", "converted, copied and dropped", ", ".join(map(repr, extra))[:80])
     manifest.kernel_spec, manifest.overrides  # noqa: B018 - raise where they cannot be built

@@ -19,7 +19,7 @@ RankForms = dict[tuple[str, int, int], LayoutForm]  # by GEMM, TP rank, EP rank
 
 
 def check_rank_headers(
-    artifact: Artifact, block: MoeLayer, note: Note, ranks: Iterable[tuple[int, int]] | None = None
+    artifact: Artifact, layer: MoeLayer, note: Note, ranks: Iterable[tuple[int, int]] | None = None
 ) -> RankForms:
     """Note what is wrong in the headers of `ranks` (None: all), and return the forms of the others.
 
@@ -27,14 +27,14 @@ def check_rank_headers(
     """
     good: RankForms = {}
     for tp_rank, ep_rank in artifact.grid.ranks if ranks is None else ranks:
-        path = names.rank_file(block.name, tp_rank, ep_rank)
-        num_local = len(artifact.grid.local_experts(block.num_experts, ep_rank))
-        for gemm, shape in gemm_shapes(block, artifact.grid.tp, artifact.schema_of(block.name)).items():
+        path = names.rank_file(layer.name, tp_rank, ep_rank)
+        num_local = len(artifact.grid.local_experts(layer.num_experts, ep_rank))
+        for gemm, shape in gemm_shapes(layer, artifact.grid.tp, artifact.schema_of(layer.name)).items():
             try:
-                config = artifact.layer_config(block.name, gemm, tp_rank, ep_rank)
-                found, expected = _forms(artifact, block.name, config, artifact.flags(block.name, gemm), shape)
+                config = artifact.layer_config(layer.name, gemm, tp_rank, ep_rank)
+                found, expected = _forms(artifact, layer.name, config, artifact.flags(layer.name, gemm), shape)
                 for name, (dtype, _) in expected_tensors(expected).items():
-                    _check_entry(artifact, path, f"{block.name}.{gemm}_{name}", dtype, num_local, note)
+                    _check_entry(artifact, path, f"{layer.name}.{gemm}_{name}", dtype, num_local, note)
             except (HqconvError, OSError) as error:
                 note_error(f"{path}, {gemm}", error, note)
                 continue
@@ -49,10 +49,10 @@ def check_rank_headers(
 
 
 def _forms(
-    artifact: Artifact, block: str, config: Mapping[str, Any], flags: Mapping[str, Any], shape: tuple[int, int]
+    artifact: Artifact, layer: str, config: Mapping[str, Any], flags: Mapping[str, Any], shape: tuple[int, int]
 ) -> tuple[LayoutForm, LayoutForm]:
     """Return the layout of a stored layer config, and the one of the manifest; padding is the config's."""
-    entries = layout_entries(artifact.kernel_spec_of(block))
+    entries = layout_entries(artifact.kernel_spec_of(layer))
     keys = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
     sizes = {key: config[key] for key in keys if key in config}
     return read_config(config, flags), replace(read_config({**entries, **sizes}, entries), shape=shape)

@@ -83,7 +83,7 @@ class ManifestFacts:
                 manifest.grid,
                 manifest.layout,
                 kind.inputs,
-                of_blocks=manifest.overrides,
+                of_layers=manifest.overrides,
                 encoding=EncodingOptions.from_dict(manifest.to_dict()),
             )
         except HqconvError as error:
@@ -124,7 +124,7 @@ class ManifestFacts:
     @cached_property
     def family(self) -> Family:
         """The family whose names the experts have. Raises VerificationError for an unknown one."""
-        known = {family.name: family for family in FAMILIES if family.blocks}
+        known = {family.name: family for family in FAMILIES if family.modules}
         if self.manifest.family not in known:
             what, found = "The manifest names a family that is not known.", self.manifest.family
             raise VerificationError(what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found)
@@ -150,18 +150,18 @@ class ManifestFacts:
 
     def activation_of(self, name: str) -> Activation:
         """Return the activation between the GEMMs of one layer's experts."""
-        return self.blocks[name].activation_function
+        return self.layers[name].activation_function
 
     def knows_activation(self, name: str) -> bool:
         """Return whether the formula of one layer's activation is known."""
-        return self.activation_of(name).is_known(self.blocks[name].gated)
+        return self.activation_of(name).is_known(self.layers[name].gated)
 
-    def expert_block(self, name: str) -> MoeLayer:
+    def moe_layer(self, name: str) -> MoeLayer:
         """Return one layer as the manifest's facts imply it, without `sources`.
 
         Raises VerificationError for impossible facts.
         """
-        layer, family = self.blocks[name], self.family
+        layer, family = self.layers[name], self.family
         if layer.top_k > layer.num_experts > 1:  # a single expert serves every token, whatever top_k says
             raise _impossible(name, f"{layer.num_experts} experts, {layer.top_k} experts per token")
         sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
@@ -198,7 +198,7 @@ class ManifestFacts:
             activation=self.activation_of(name),
         )
 
-    def kernel_forms(self, block: MoeLayer, target: GpuTarget | None = None) -> dict[str, KernelForm]:
+    def kernel_forms(self, layer: MoeLayer, target: GpuTarget | None = None) -> dict[str, KernelForm]:
         """Return the kernel form that Humming computes for each GEMM. target: in place of the artifact's own.
 
         Raises ModuleNotFoundError without Humming, else VerificationError.
@@ -209,23 +209,23 @@ class ManifestFacts:
         )
 
         spec = self.spec
-        kind = spec.kernel_spec_of(block.name)
+        kind = spec.kernel_spec_of(layer.name)
         kind = kind if target is None else replace(kind, target=target)
-        with _humming_errors(block.name):
+        with _humming_errors(layer.name):
             if not is_compatible(kind):
                 raise _impossible("weight_schema", f"no kernel for {kind}")
-            shapes = gemm_shapes(block, spec.grid.tp, kind.schema)
-            return {gemm: kernel_form(n, k, kind, block.has_bias) for gemm, (n, k) in shapes.items()}
+            shapes = gemm_shapes(layer, spec.grid.tp, kind.schema)
+            return {gemm: kernel_form(n, k, kind, layer.has_bias) for gemm, (n, k) in shapes.items()}
 
-    def packed_forms(self, block: MoeLayer) -> dict[str, dict[str, TensorSpec]]:
+    def packed_forms(self, layer: MoeLayer) -> dict[str, dict[str, TensorSpec]]:
         """Return the packed tensors of each projection in the checkpoint layout; errors as `kernel_forms`."""
         from hqconv.humming_layout.transform import packed_form
 
         schema_and_dtype = (self.spec.schema, self.spec.param_dtype)
-        with _humming_errors(block.name):
-            tall = packed_form(block.intermediate_size, block.hidden_size, *schema_and_dtype, block.has_bias)
-            wide = packed_form(block.hidden_size, block.intermediate_size, *schema_and_dtype, block.has_bias)
-        return {role: wide if role == "w2" else tall for role in block.roles}
+        with _humming_errors(layer.name):
+            tall = packed_form(layer.intermediate_size, layer.hidden_size, *schema_and_dtype, layer.has_bias)
+            wide = packed_form(layer.hidden_size, layer.intermediate_size, *schema_and_dtype, layer.has_bias)
+        return {role: wide if role == "w2" else tall for role in layer.roles}
 
     @property
     def param_dtype(self) -> str:
@@ -236,7 +236,7 @@ class ManifestFacts:
         return self.manifest.kernel_spec.target.sm_version
 
     @property
-    def blocks(self) -> dict[str, ManifestLayer]:
+    def layers(self) -> dict[str, ManifestLayer]:
         """The manifest's entry of each MoE layer, in its order."""
         return self.manifest.blocks
 
@@ -247,14 +247,14 @@ def _impossible(key: str, found: object) -> VerificationError:
 
 
 @contextmanager
-def _humming_errors(block: str) -> Iterator[None]:
+def _humming_errors(layer: str) -> Iterator[None]:
     """Turn Humming's errors about an impossible layout, mostly asserts, into VerificationError."""
     try:
         yield
     except ModuleNotFoundError:
         raise
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise _impossible(block, f"Humming: {type(error).__name__}: {error}") from error
+        raise _impossible(layer, f"Humming: {type(error).__name__}: {error}") from error
 
 
 Header = tuple[dict[str, TensorRef], dict[str, str]]
@@ -346,36 +346,36 @@ class Artifact(ManifestFacts):
 
     # --- tensors
 
-    def layer_config(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:
+    def layer_config(self, layer: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:
         """Return Humming's LayerConfig of one GEMM of one rank as a dict. Raises VerificationError if it is missing."""
-        path = names.rank_file(block, tp_rank, ep_rank)
+        path = names.rank_file(layer, tp_rank, ep_rank)
         metadata = self.header(path)[1]
         with self._lock:
             if (path, gemm) not in self._configs:
                 self._configs[path, gemm] = _layer_config(path, gemm, metadata)
             return self._configs[path, gemm]
 
-    def flags(self, block: str, gemm: str) -> dict[str, bool]:
+    def flags(self, layer: str, gemm: str) -> dict[str, bool]:
         """Return the manifest's layout flags of one GEMM; none in the checkpoint layout."""
-        entry = self.blocks[block].gemm(gemm)
+        entry = self.layers[layer].gemm(gemm)
         return {} if entry is None else entry.flags
 
-    def read_expert(self, block: str, gemm: str, tp_rank: int, ep_rank: int, local: int) -> Tensors:
+    def read_expert(self, layer: str, gemm: str, tp_rank: int, ep_rank: int, local: int) -> Tensors:
         """Read one expert's kernel tensors of one GEMM as raw bits, `[1, …]` each; keys without the layer's prefix."""
-        path = names.rank_file(block, tp_rank, ep_rank)
-        prefix = f"{block}.{gemm}_"
+        path = names.rank_file(layer, tp_rank, ep_rank)
+        prefix = f"{layer}.{gemm}_"
         return {
             name.removeprefix(prefix): self._read_slice(path, ref, local)
             for name, ref in self.header(path)[0].items()
             if name.startswith(prefix) and not names.is_input_scale(name)
         }
 
-    def read_input_scale(self, block: str, gemm: str, tp_rank: int, ep_rank: int) -> float | None:
+    def read_input_scale(self, layer: str, gemm: str, tp_rank: int, ep_rank: int) -> float | None:
         """Read the static scale of a GEMM's activations from one rank's file; None where the file has none.
 
         Raises VerificationError where it is no float32 [1].
         """
-        path, name = names.rank_file(block, tp_rank, ep_rank), names.input_scale(block, gemm)
+        path, name = names.rank_file(layer, tp_rank, ep_rank), names.input_scale(layer, gemm)
         ref = self.header(path)[0].get(name)
         if ref is None:
             return None

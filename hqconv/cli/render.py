@@ -127,35 +127,35 @@ def _tables(checks: Document) -> Iterable[tuple[str, TableRows]]:
 
 def _weight_rows(measured: Document) -> TableRows:
     rows = [
-        (block, PROJECTIONS.get(projection, projection), figures)
-        for block, projections in measured.items()
+        (layer, PROJECTIONS.get(projection, projection), figures)
+        for layer, projections in measured.items()
         for projection, figures in projections.items()
         if isinstance(figures, Mapping) and "relative_error" in figures
     ]
     rows.sort(key=lambda row: -row[2]["relative_error"])
-    headers = ("block", "projection", "relative error", "SQNR (dB)", "cosine", "worst group")
+    headers = ("layer", "projection", "relative error", "SQNR (dB)", "cosine", "worst group")
     return headers, [
-        (block, projection, *(_number(f.get(key)) for key in ("relative_error", "sqnr_db", "cosine", "worst_group")))
-        for block, projection, f in rows[:NUM_ROWS_SHOWN]
+        (layer, projection, *(_number(f.get(key)) for key in ("relative_error", "sqnr_db", "cosine", "worst_group")))
+        for layer, projection, f in rows[:NUM_ROWS_SHOWN]
     ]
 
 
 def _kernel_rows(measured: Document) -> TableRows:
-    blocks = sorted(measured, key=lambda block: -measured[block]["kernel"])
+    layers = sorted(measured, key=lambda layer: -measured[layer]["kernel"])
     headers = (
-        *("block", "kernel vs decoded", "vs rounded activations", "worst channel", "output vs source"),
+        *("layer", "kernel vs decoded", "vs rounded activations", "worst channel", "output vs source"),
         "tokens routed by",
     )
     return headers, [
         (
-            block,
-            _number(measured[block]["kernel"]),
-            _number(measured[block].get("rounded_kernel")),
-            _number(measured[block]["channel"]),
-            _number(measured[block].get("against_source")),
-            measured[block]["routed_by"],
+            layer,
+            _number(measured[layer]["kernel"]),
+            _number(measured[layer].get("rounded_kernel")),
+            _number(measured[layer]["channel"]),
+            _number(measured[layer].get("against_source")),
+            measured[layer]["routed_by"],
         )
-        for block in blocks[:NUM_ROWS_SHOWN]
+        for layer in layers[:NUM_ROWS_SHOWN]
     ]
 
 
@@ -169,7 +169,7 @@ _NUM_DIFFERENCES_SHOWN, _NUM_WORST_SHOWN = 8, 3
 
 
 def show_comparison(console: Console, document: Document) -> None:
-    """Print two artifacts side by side, their errors by projection, and the blocks that differ most."""
+    """Print two artifacts side by side, their errors by projection, and the layers that differ most."""
     left, right = document["artifacts"]
     rows: list[tuple[str, ...]] = [(label, of(left), of(right)) for label, of in _COMPARISON_ROWS]
     if document["measured_against_source"]:
@@ -195,7 +195,7 @@ def show_comparison(console: Console, document: Document) -> None:
             )
             for entry in document["blocks"][:_NUM_DIFFERENCES_SHOWN]
         ]
-        print_table(console, ("block", "projection", "first", "second"), rows)
+        print_table(console, ("layer", "projection", "first", "second"), rows)
     for note in document["notes"]:
         console.print(f"\nnote: {note}")
 
@@ -214,7 +214,7 @@ def _least(figures: Document, key: str) -> str:
 
 
 def _otherwise(artifact: Document) -> str:
-    return "; ".join(f"{len(names)} blocks {what}" for what, names in artifact["otherwise"].items())
+    return "; ".join(f"{len(names)} layers {what}" for what, names in artifact["otherwise"].items())
 
 
 def _ranks(artifact: Document) -> str:
@@ -226,7 +226,7 @@ def _ranks(artifact: Document) -> str:
 
 
 def _worst(artifact: Document) -> str:
-    """Blocks and projections with the largest errors."""
+    """Layers and projections with the largest errors."""
     listed = artifact["worst"][:_NUM_WORST_SHOWN]
     return "; ".join(f"{w['block']} {w['projection']} {_error_text(w['relative_error'])}" for w in listed)
 
@@ -241,7 +241,7 @@ _COMPARISON_ROWS: tuple[tuple[str, Any], ...] = (
     ("schema", lambda artifact: artifact["schema"]),
     ("description", lambda artifact: artifact["description"]),
     ("but", _otherwise),
-    ("left blocks", lambda artifact: str(len(artifact["left_blocks"]) or "")),
+    ("left layers", lambda artifact: str(len(artifact["left_blocks"]) or "")),
     ("bits per weight", lambda artifact: f"{artifact['bits_per_weight']:g}"),
     ("quantizer", lambda artifact: artifact["quantizer"]),
     ("conversion", lambda artifact: ", ".join(artifact["conversion"])),
@@ -252,7 +252,7 @@ _COMPARISON_ROWS: tuple[tuple[str, Any], ...] = (
     ("target", lambda artifact: artifact["target"] if artifact["layout"] == "kernel" else "every GPU"),
     ("ranks", _ranks),
     (f"{ENGINE.name} serves it", _served),
-    ("worst blocks", _worst),
+    ("worst layers", _worst),
 )
 _FIGURES = (("least SQNR (dB)", "least_sqnr_db"), ("least cosine", "least_cosine"))
 
@@ -278,8 +278,8 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
-    headers = ("blocks", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
+def _layers(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
+    headers = ("layers", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
     rows = (
         (
             run["name"],
@@ -299,7 +299,7 @@ def _blocks(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
 
 def _errors(console: Console, summary: Mapping[str, Mapping[str, Any]]) -> None:
     if summary:
-        headers = ("relative error", "min", "median", "max", "worst block")
+        headers = ("relative error", "min", "median", "max", "worst layer")
         rows = (
             (PROJECTIONS.get(p, p), f"{e['min']:.5f}", f"{e['median']:.5f}", f"{e['max']:.5f}", e["worst_block"])
             for p, e in summary.items()
@@ -330,7 +330,7 @@ def _show_plan(console: Console, document: Document) -> None:
             ("", ranks_text(document["rank_bytes"])),
         ),
     )
-    _blocks(console, document["blocks"])
+    _layers(console, document["blocks"])
     console.print()
     print_table(console, ("files", "count", "size"), _file_rows(document))
     for kind in ("warning", "note"):
@@ -363,7 +363,7 @@ def _show_summary(console: Console, document: Document) -> None:
             ("quantizer", quantizer_text(document)),
             ("requantized", requantized_text(document["requantized"])),
             ("scales", scale_changes_text(document["largest_scale_change"])),
-            ("blocks", f"{document['num_blocks']}, for {document['num_ranks']} rank(s)"),
+            ("layers", f"{document['num_blocks']}, for {document['num_ranks']} rank(s)"),
             (
                 "size",
                 f"{human_bytes(document['num_bytes_in'])} → {human_bytes(document['num_bytes_out'])} ({ratio:.3f})",
@@ -393,7 +393,7 @@ def _show_source(console: Console, document: Document) -> None:
     rows.append(("direct", ", ".join(document["direct_schemas"])))
     rows += [("tensors", tensors_text(document["tensors"])), ("dropped", dropped_text(document["tensors"]))]
     print_facts(console, rows)
-    _blocks(console, document["blocks"])
+    _layers(console, document["blocks"])
     by_sizes: dict[str, list[str]] = {}
     for name, sizes in document["tp_sizes"].items():
         by_sizes.setdefault(", ".join(map(str, sizes)) or "none", []).append(name)
@@ -428,7 +428,7 @@ def _show_artifact(console: Console, document: Document) -> None:
             ("altered", document["altered_manifest"] or ""),
         ),
     )
-    _blocks(console, document["blocks"])
+    _layers(console, document["blocks"])
     _errors(console, document["quantization_error"])
     for text in document["warnings"]:
         console.print(f"\nwarning: {text}")
@@ -529,10 +529,10 @@ def activation_text(run: Mapping[str, Any]) -> str:
 
 
 def otherwise_text(document: Mapping[str, Any]) -> str:
-    """`fp8, a16 activations in 2 blocks; 1 block left as in the source`; "" if all blocks have one schema."""
-    parts = [f"{what} in {_num_blocks(len(names))}" for what, names in document["otherwise"].items()]
+    """`fp8, a16 activations in 2 layers; 1 layer left as in the source`; "" if all layers have one schema."""
+    parts = [f"{what} in {_num_layers(len(names))}" for what, names in document["otherwise"].items()]
     if document["left_blocks"]:
-        parts.append(f"{_num_blocks(len(document['left_blocks']))} left as in the source")
+        parts.append(f"{_num_layers(len(document['left_blocks']))} left as in the source")
     return "; ".join(parts)
 
 
@@ -545,8 +545,8 @@ def input_scales_text(document: Mapping[str, Mapping[str, float]]) -> str:
     return f"static scales: {', '.join(each)}" if each else ""
 
 
-def _num_blocks(count: int) -> str:
-    return f"{count} block{'s' if count > 1 else ''}"
+def _num_layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def served_param_dtypes_text(document: Mapping[str, Any]) -> str:
@@ -615,7 +615,7 @@ def dropped_text(document: Mapping[str, Any]) -> str:
 
 
 def conversion_text(document: Document) -> str:
-    """`direct: codes and scales kept (58 blocks)` and the like."""
+    """`direct: codes and scales kept (58 layers)` and the like."""
     meaning = {
         "quantized": "quantized",
         "direct": "direct: codes and scales kept",
@@ -623,7 +623,7 @@ def conversion_text(document: Document) -> str:
         "requantized": "requantized from exactly decoded float32",
     }
     found = document["conversion"].items()
-    return "; ".join(f"{meaning.get(kind, kind)} ({n} block{'s' * (n != 1)})" for kind, n in found)
+    return "; ".join(f"{meaning.get(kind, kind)} ({n} layer{'s' * (n != 1)})" for kind, n in found)
 
 
 def requantized_text(counts: Mapping[str, int]) -> str:

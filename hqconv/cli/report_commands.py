@@ -87,9 +87,9 @@ def write_report(
 
     checks = None if verification is None else verification.to_dict()
     expert_errors = {
-        block: roles
+        layer: roles
         for result in ([] if verification is None else verification.results)
-        for block, roles in result.of_experts.items()
+        for layer, roles in result.of_experts.items()
         if roles
     }
     num_threads = threads or len(os.sched_getaffinity(0))

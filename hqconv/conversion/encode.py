@@ -51,7 +51,7 @@ class DeferredCheckError(Exception):
 
 def encode_batch(
     source: Source,
-    block: MoeLayer,
+    layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
     encoding: Encoding,
@@ -65,24 +65,24 @@ def encode_batch(
     DeferredCheckError, unless `is_careful`.
     """
     raw = None if raw is None else raw.on(device)
-    stacks = _float_stacks(block, raw)
+    stacks = _float_stacks(layer, raw)
     if stacks is not None:
         done: dict[str, QuantizedStack] = {}
-        for roles in _coupled_roles(block):
+        for roles in _coupled_roles(layer):
             floats = [stacks[role] for role in roles]
             quantizer = _quantizer(encoding, roles)
             results = quantize_stacks(floats, encoding.schema, encoding.param_dtype, quantizer=quantizer)
             done |= dict(zip(roles, results, strict=True))
-        return _check_later(block, experts, done, encoding)
+        return _check_later(layer, experts, done, encoding)
     if device.type in _ASYNCHRONOUS and not is_careful:
         with deferring_checks() as checks:
-            done = _encode_unchecked(source, block, experts, raw, encoding, device)
-        return _check_later(block, experts, done, encoding, checks.all())
-    return _encode_each(source, block, experts, raw, encoding, device)
+            done = _encode_unchecked(source, layer, experts, raw, encoding, device)
+        return _check_later(layer, experts, done, encoding, checks.all())
+    return _encode_each(source, layer, experts, raw, encoding, device)
 
 
 def _check_later(
-    block: MoeLayer,
+    layer: MoeLayer,
     experts: Sequence[int],
     done: Mapping[str, QuantizedStack],
     encoding: Encoding,
@@ -96,36 +96,36 @@ def _check_later(
             raise DeferredCheckError
         found = {role: stack.error_sums(one) for (role, stack), one in zip(done.items(), measured, strict=False)}
         for index, expert in enumerate(experts):
-            for roles in _coupled_roles(block):
-                _check_numbers({_tensor_name(block, expert, role): found[role][index] for role in roles}, encoding)
+            for roles in _coupled_roles(layer):
+                _check_numbers({_tensor_name(layer, expert, role): found[role][index] for role in roles}, encoding)
         return found
 
     measured = sums if failed_checks is None else [*sums, failed_checks.double()]
     return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, error_sums)
 
 
-def _tensor_name(block: MoeLayer, expert: int, role: str) -> str:
-    ref = block.sources[expert][role]["weight"]
-    return f"{ref.name}, expert {expert}" if block.parts[role]["weight"].is_stacked else ref.name
+def _tensor_name(layer: MoeLayer, expert: int, role: str) -> str:
+    ref = layer.sources[expert][role]["weight"]
+    return f"{ref.name}, expert {expert}" if layer.parts[role]["weight"].is_stacked else ref.name
 
 
-def _coupled_roles(block: MoeLayer) -> Iterator[list[str]]:
+def _coupled_roles(layer: MoeLayer) -> Iterator[list[str]]:
     """Yield the layer's roles in groups that share their tensor-level scale."""
     for coupled in COUPLED:
-        yield [role for role in coupled if role in block.roles]
+        yield [role for role in coupled if role in layer.roles]
 
 
-def _float_stacks(block: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
+def _float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
     """Return every projection of all experts as [E, N, K], where they are stored as floats; None otherwise."""
-    if raw is None or not block.format.is_float or block.has_bias:
+    if raw is None or not layer.format.is_float or layer.has_bias:
         return None
-    stacks = {role: raw.stack(role, "weight") for role in block.roles}
+    stacks = {role: raw.stack(role, "weight") for role in layer.roles}
     return None if None in stacks.values() else {role: s for role, s in stacks.items() if s is not None}
 
 
 def _encode_unchecked(
     source: Source,
-    block: MoeLayer,
+    layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
     encoding: Encoding,
@@ -133,8 +133,8 @@ def _encode_unchecked(
 ) -> dict[str, QuantizedStack]:
     """Decode expert by expert, quantize as stacks; inside `deferring_checks` nothing waits for the device."""
     done: dict[str, QuantizedStack] = {}
-    for roles in _coupled_roles(block):
-        each = [source.read_expert(block, expert, roles, device, raw) for expert in experts]
+    for roles in _coupled_roles(layer):
+        each = [source.read_expert(layer, expert, roles, device, raw) for expert in experts]
         kept = [pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
         direct = [one for one in kept if one is not None]
         if len(direct) == len(each):
@@ -150,17 +150,17 @@ def _encode_unchecked(
 
 def _encode_each(
     source: Source,
-    block: MoeLayer,
+    layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
     encoding: Encoding,
     device: torch.device,
 ) -> EncodedBatch:
     """Decode and encode expert by expert, with every check at once."""
-    each: dict[str, list[Quantized]] = {role: [] for role in block.roles}
+    each: dict[str, list[Quantized]] = {role: [] for role in layer.roles}
     for expert in experts:
-        for roles in _coupled_roles(block):
-            matrices = source.read_expert(block, expert, roles, device, raw)
+        for roles in _coupled_roles(layer):
+            matrices = source.read_expert(layer, expert, roles, device, raw)
             for role, one in encode(matrices, encoding).items():
                 each[role].append(one)
     return EncodedBatch(

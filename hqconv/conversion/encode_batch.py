@@ -31,12 +31,12 @@ class Batch:
     @cached_property
     def layout(self) -> RawLayout:
         """The positions of their bytes in a slot."""
-        return RawLayout(self.planned.block, self.experts)
+        return RawLayout(self.planned.layer, self.experts)
 
     @cached_property
     def num_bytes(self) -> int:
         """Source bytes of the experts."""
-        return sum(ref.num_bytes for expert in self.experts for ref in self.planned.block.refs(expert))
+        return sum(ref.num_bytes for expert in self.experts for ref in self.planned.layer.refs(expert))
 
 
 class CopiedRange(NamedTuple):
@@ -114,7 +114,7 @@ def split_runs(runs: Iterable[Run], num_bytes: int) -> list[list[Run]]:
 def split_unit(unit: OutputUnit, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
     """Split a unit into equal batches of at most `num_experts`, or into pieces of at most `piece_bytes`."""
     if isinstance(unit, MoeLayerPlan):
-        total = unit.block.num_experts
+        total = unit.layer.num_experts
         count = -(-total // num_experts)
         for number in range(count):
             yield Batch(unit, range(number * total // count, (number + 1) * total // count))
@@ -169,8 +169,8 @@ def encode_to_runs(
 
     The runs may be views of `slot`, which is free once they are written.
     """
-    planned, block = batch.planned, batch.planned.block
-    done = encode_batch(source, block, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful)
+    planned, layer = batch.planned, batch.planned.layer
+    done = encode_batch(source, layer, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful)
     runs = list(_kernel_runs(batch, done) if planned.forms else _packed_runs(batch, done))
     sums = expert_sums(done.tensors, planned.encoding.schema)
     host = lane.to_host([sums, *done.measured, *(run.data for run in runs)], slot)

@@ -75,9 +75,9 @@ class ShardUse:
 
 def _shards_of_unit(source: Source, unit: OutputUnit, whole: bool) -> tuple[str, ...]:
     if isinstance(unit, MoeLayerPlan):
-        block = unit.block
-        refs = [ref for expert in range(block.num_experts) for ref in block.refs(expert)]
-        refs += [ref for of_gemm in block.input_scales.refs.values() for ref in of_gemm]
+        layer = unit.layer
+        refs = [ref for expert in range(layer.num_experts) for ref in layer.refs(expert)]
+        refs += [ref for of_gemm in layer.input_scales.refs.values() for ref in of_gemm]
     else:
         refs = list(unit.refs) if whole else []
     return tuple(source.files[number].name for number in sorted({ref.file for ref in refs}))

@@ -15,7 +15,7 @@ from hqconv.errors import InputError
 from hqconv.formats.source_format import LAID_OUT
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.input_scales import static_blocks
+from hqconv.planning.input_scales import static_layers
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.schemas.dtypes import torch_dtype
@@ -29,24 +29,24 @@ _NUM_THREADS = 16  # for many small reads at once
 class _LazyScales(Mapping[str, InputScales]):
     """The scales of layers whose files are fetched from the Hub one by one: read at the first access."""
 
-    def __init__(self, source: Source, blocks: Iterable[MoeLayer]) -> None:
-        self._source, self._blocks = source, {block.name: block for block in blocks}
+    def __init__(self, source: Source, layers: Iterable[MoeLayer]) -> None:
+        self._source, self._layers = source, {layer.name: layer for layer in layers}
         self._scales: dict[str, InputScales] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> InputScales:
-        block = self._blocks[name]
+        layer = self._layers[name]
         with self._lock:
             if name not in self._scales:
                 with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:
-                    self._scales[name] = reduce_scales(self._source, block, pool)
+                    self._scales[name] = reduce_scales(self._source, layer, pool)
             return self._scales[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
+        return iter(self._layers)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._layers)
 
 
 def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, InputScales]:
@@ -54,27 +54,27 @@ def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, Inpu
 
     Of a source on the Hub they are read, and refused, at the first access.
     """
-    blocks = static_blocks(plan.experts, plan.spec)
+    layers = static_layers(plan.experts, plan.spec)
     if source.listing is not None:
-        return _LazyScales(source, blocks)
-    if not blocks:
+        return _LazyScales(source, layers)
+    if not layers:
         return {}
     with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:
-        return {block.name: reduce_scales(source, block, pool) for block in blocks}
+        return {layer.name: reduce_scales(source, layer, pool) for layer in layers}
 
 
-def reduce_scales(source: Source, block: MoeLayer, pool: ThreadPoolExecutor) -> InputScales:
+def reduce_scales(source: Source, layer: MoeLayer, pool: ThreadPoolExecutor) -> InputScales:
     """Return each GEMM's scale as Humming reduces it: the maximum over all experts of the layer, gate and up together.
 
     So the scale is the same for every TP and EP. Raises InputError for a scale that is not finite and positive, and
     where the ranks of an artifact have different scales.
     """
     reduced = {}
-    for gemm, refs in block.input_scales.refs.items():
+    for gemm, refs in layer.input_scales.refs.items():
         scales = list(pool.map(lambda ref: _read_scale(source, ref), refs))
-        if block.format.encoding == LAID_OUT and len(set(scales)) > 1:
+        if layer.format.encoding == LAID_OUT and len(set(scales)) > 1:
             what = "The ranks of an artifact have different scales of activations."
-            where = f"{block.name}: {gemm}"
+            where = f"{layer.name}: {gemm}"
             raise InputError(what, where=where, found=str(sorted(set(scales))), remedy="Verify the artifact.")
         reduced[gemm] = max(scales)
     return reduced

@@ -55,7 +55,7 @@ class Measurements:
         """Return the quantization error of each projection; {} for copied tensors."""
         if not isinstance(unit, MoeLayerPlan):
             return {}
-        each = [self._error_sums[expert] for expert in range(unit.block.num_experts)]
+        each = [self._error_sums[expert] for expert in range(unit.layer.num_experts)]
         return projection_errors(each, is_coded=unit.encoding.is_coded)
 
     def sums(self) -> dict[str, dict[str, str]]:

@@ -28,7 +28,7 @@ _SEARCH_GROUP_BYTES = 120  # and during a search
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may start
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
-# form, and the factor for memory that torch's allocator leaves unused between blocks.
+# form, and the factor for memory that torch's allocator leaves unused between layers.
 _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
 _GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (64, 1 << 20)  # for each weight that a search handles together
 
@@ -105,7 +105,7 @@ class Staging:
         return {**asdict(self), "num_slots": self.num_slots}
 
 
-def plan_staging(blocks: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True) -> Staging:
+def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True) -> Staging:
     """Choose the number of lanes that memory and threads allow, and then the number of experts in a batch.
 
     Raises RequestError if not even one expert fits.
@@ -122,20 +122,20 @@ def plan_staging(blocks: Sequence[MoeLayerPlan], resources: Resources, *, reads_
         wanted = _CUDA_LANES
 
     def num_fitting(num_experts: int) -> int:
-        return min(limit // max(need(b, num_experts) for b in blocks) for limit, need, _ in needs.values())
+        return min(limit // max(need(b, num_experts) for b in layers) for limit, need, _ in needs.values())
 
     for option, (limit, need, what) in needs.items():
-        _check_fits(option, max(need(block, 1) for block in blocks), limit, what)
+        _check_fits(option, max(need(layer, 1) for layer in layers), limit, what)
     target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES * min(4, resources.threads_per_lane)
-    largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in blocks)
-    num_experts = max(1, min(target // largest, max(b.block.num_experts for b in blocks)))
+    largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in layers)
+    num_experts = max(1, min(target // largest, max(b.layer.num_experts for b in layers)))
     while num_experts > 1 and num_fitting(num_experts) < wanted:
         num_experts //= 2
-    slot_bytes = max(RawLayout(b.block, range(min(num_experts, b.block.num_experts))).num_bytes for b in blocks)
+    slot_bytes = max(RawLayout(b.layer, range(min(num_experts, b.layer.num_experts))).num_bytes for b in layers)
     num_lanes = max(1, min(num_fitting(num_experts), wanted))
-    out_bytes = max(_bytes_out(b, num_experts) for b in blocks) if resources.is_cuda else 0
+    out_bytes = max(_bytes_out(b, num_experts) for b in layers) if resources.is_cuda else 0
     slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
-    lane_bytes = max(host(b, num_experts) for b in blocks)
+    lane_bytes = max(host(b, num_experts) for b in layers)
     return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
 
 
@@ -147,20 +147,20 @@ def gpu_staging_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
 
 def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return an upper bound of one lane's host memory for batches of this layer: slots and temporaries."""
-    block, encoding = planned.block, planned.encoding
-    numbers = block.intermediate_size * block.hidden_size
+    layer, encoding = planned.layer, planned.encoding
+    numbers = layer.intermediate_size * layer.hidden_size
     stored = _stored_bytes(planned)
-    is_viewed = any(not p.is_run for parts in block.parts.values() for p in parts.values())
+    is_viewed = any(not p.is_run for parts in layer.parts.values() for p in parts.values())
     if encoding.conversion == QUANTIZED:
-        widened = 0 if block.dtype == "BF16" else numbers * 4
+        widened = 0 if layer.dtype == "BF16" else numbers * 4
     elif encoding.is_direct and not encoding.schema.is_coupled:
         widened = stored + numbers  # codes in Humming's packing, maybe unpacked before
     else:  # and floats, since they are quantized anew, or may be where gate and up must share a scale
         widened = stored + numbers * 5
     if encoding.schema.rotation:
-        widened += numbers * (2 if encoding.conversion == QUANTIZED and block.dtype == "BF16" else 4)
+        widened += numbers * (2 if encoding.conversion == QUANTIZED and layer.dtype == "BF16" else 4)
     group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer == MSE)
-    groups = group_bytes / (encoding.schema.weight_scale_group_size or block.hidden_size) * numbers
+    groups = group_bytes / (encoding.schema.weight_scale_group_size or layer.hidden_size) * numbers
     num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
     packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
     # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
@@ -171,11 +171,11 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
 
 def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return an upper bound of one lane's GPU memory for a batch of this layer."""
-    block = planned.block
-    numbers = block.intermediate_size * block.hidden_size * num_experts
+    layer = planned.layer
+    numbers = layer.intermediate_size * layer.hidden_size * num_experts
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
     if planned.encoding.quantizer == MSE:
-        live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, block.hidden_size))
+        live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, layer.hidden_size))
     if planned.encoding.schema.rotation:
         live += _GPU_ROTATION_BYTES * numbers
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)
@@ -183,7 +183,7 @@ def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
 
 def _stored_bytes(planned: MoeLayerPlan) -> int:
     """Return the source bytes of an expert's largest projection."""
-    return max(sum(ref.num_bytes for ref in parts.values()) for parts in planned.block.sources[0].values())
+    return max(sum(ref.num_bytes for ref in parts.values()) for parts in planned.layer.sources[0].values())
 
 
 def _bytes_out(planned: MoeLayerPlan, num_experts: int) -> int:
@@ -198,12 +198,12 @@ def _pinned_bytes(num_bytes: int) -> int:
 
 def _num_weights(planned: MoeLayerPlan) -> int:
     """Return the number of an expert's weights."""
-    return len(planned.block.roles) * planned.block.intermediate_size * planned.block.hidden_size
+    return len(planned.layer.roles) * planned.layer.intermediate_size * planned.layer.hidden_size
 
 
 def _expert_bytes(planned: MoeLayerPlan) -> int:
     """Return the source bytes of an expert."""
-    return RawLayout(planned.block, range(1)).num_bytes
+    return RawLayout(planned.layer, range(1)).num_bytes
 
 
 def _check_fits(option: str, need: int, limit: int, what: str) -> None:

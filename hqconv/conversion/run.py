@@ -86,7 +86,7 @@ class ConversionReport:
             "tp": spec.grid.tp,
             "ep": spec.grid.ep,
             "warnings": list(self.warnings),
-            "conversion": dict(Counter(layer.encoding.conversion for layer in self.plan.blocks)),
+            "conversion": dict(Counter(layer.encoding.conversion for layer in self.plan.layers)),
             "requantized": requantized(self.errors),
             "largest_scale_change": scale_changes(self.errors),
             "serve_command": ENGINE.serve_command(str(self.out), spec.layout, spec.grid),
@@ -122,8 +122,8 @@ def convert(
     check_layouts(plan)
     input_scales = read_input_scales(source, plan)
     processes = ProcessGroup.of_environment() if in_team else None
-    staging = plan_staging(plan.blocks, resources, reads_ahead=source.reads_ahead)
-    if resources.is_cuda and any(_needs_kernels(layer.encoding) for layer in plan.blocks):
+    staging = plan_staging(plan.layers, resources, reads_ahead=source.reads_ahead)
+    if resources.is_cuda and any(_needs_kernels(layer.encoding) for layer in plan.layers):
         check_kernels(resources.device)
 
     count = None if processes is None else processes.count
@@ -195,7 +195,7 @@ class _Conversion:
                     folder.warnings.append("This file system has no locks: nothing keeps another process away.")
                 self._run_missing(folder)
                 self._finish(folder)
-                errors = {layer.name: folder.done[layer.name].measured for layer in plan.blocks}
+                errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
             else:
                 errors = _recorded_errors(source, plan, self.out)
             if processes is not None:
@@ -275,7 +275,7 @@ class _Conversion:
         return ConversionReport(
             out=self.out,
             plan=self.plan,
-            num_blocks=len(self.plan.blocks),
+            num_blocks=len(self.plan.layers),
             num_ranks=self.plan.num_ranks,
             num_bytes_in=self.source.total_bytes,
             num_bytes_out=self.plan.num_bytes_out,
@@ -297,12 +297,12 @@ def check_layouts(plan: ConversionPlan) -> None:
     """
     spec = plan.spec
     if all(is_compatible(kind) for kind in spec.kinds):
-        wrong = next((layer for layer in plan.blocks if not _is_as_planned(layer, spec)), None)
+        wrong = next((layer for layer in plan.layers if not _is_as_planned(layer, spec)), None)
         if wrong is None:
             return
         what, layers = "Humming lays out its tensors in another way than this version of hqconv.", wrong.name
     else:
-        what, layers = "Humming has no kernel for this combination.", "all blocks"
+        what, layers = "Humming has no kernel for this combination.", "all layers"
     request = f"{spec.schema.describe()}; {spec.inputs.describe()}; {spec.param_dtype}, {spec.target}"
     raise RequestError(
         what,
@@ -313,7 +313,7 @@ def check_layouts(plan: ConversionPlan) -> None:
 
 
 def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
-    layer = planned.block
+    layer = planned.layer
     if spec.layout == artifact_names.KERNEL:
         kind = spec.kernel_spec_of(layer.name)
         shapes = gemm_shapes(layer, spec.grid.tp, kind.schema)

@@ -91,8 +91,8 @@ def _file_numbers(item: Batch | Piece, reads_ahead: bool) -> set[int]:
     """Return the files of an item's tensors, and with a layer's first experts the files of its activation scales."""
     if isinstance(item, Piece):
         return {ref.file for ref, _, _ in item.spans}
-    block = item.planned.block
-    numbers = {ref.file for refs in block.input_scales.refs.values() for ref in refs if not item.experts.start}
+    layer = item.planned.layer
+    numbers = {ref.file for refs in layer.input_scales.refs.values() for ref in refs if not item.experts.start}
     if reads_ahead:
         return numbers | {ref.file for ref, _ in item.layout.ranges}
-    return numbers | {ref.file for expert in item.experts for ref in block.refs(expert)}
+    return numbers | {ref.file for expert in item.experts for ref in layer.refs(expert)}

@@ -16,7 +16,7 @@ FLOAT = "float"  # encoding of experts that are not quantized
 LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.sources.artifact` reads
 GGUF = "gguf"  # of experts in GGUF files, which `hqconv.sources.gguf` reads
 KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # tensor names alone do not identify experts
-QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a block is converted
+QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a layer is converted
 DIRECT_ROUNDED = "direct, scales rounded"  # codes kept, scales rounded to the parameter dtype
 ANY = -1  # a group size that the config leaves to the tensors' shapes
 

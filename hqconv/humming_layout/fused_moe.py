@@ -225,7 +225,7 @@ def fused_moe(
     gated: bool,
     tuned_for_m: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank's share of a MoE block on tokens `x` [T, H] of the parameter dtype.
+    """One rank's share of an MoE layer on tokens `x` [T, H] of the parameter dtype.
 
     `local_ids` int64 [T, k] are this rank's expert indices, -1 for routes of other ranks; `weights` float32
     [T, k]. Returns float32 partial sums [T, H] and the activated intermediate [T * k, I] as the second GEMM saw it,

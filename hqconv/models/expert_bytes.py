@@ -27,7 +27,7 @@ class RawLayout:
     ranges: each with its start in the buffer. starts: the same by (file, offset).
     """
 
-    block: MoeLayer
+    layer: MoeLayer
     experts: Sequence[int]
     ranges: list[tuple[TensorRef, int]] = field(init=False, repr=False)
     starts: dict[tuple[int, int], int] = field(init=False, repr=False)
@@ -39,8 +39,8 @@ class RawLayout:
         starts: dict[tuple[int, int], int] = {}
         stacks: dict[tuple[str, str], int] = {}
         at = 0
-        of_experts = [self.block.sources[expert] for expert in self.experts]
-        for role in self.block.roles:
+        of_experts = [self.layer.sources[expert] for expert in self.experts]
+        for role in self.layer.roles:
             for part in of_experts[0][role]:
                 at = -(-at // _ALIGNMENT) * _ALIGNMENT
                 first, num_new = at, 0
@@ -70,7 +70,7 @@ class RawLayout:
 
     def start_of_stack(self, role: str, part: str) -> int | None:
         """Return the buffer start of a part of all experts as one run; None if it is no run or has another form."""
-        return self._stacks.get((role, part)) if self.block.parts[role][part].is_run else None
+        return self._stacks.get((role, part)) if self.layer.parts[role][part].is_run else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class RawExperts:
         if start is None:
             return None
         num_experts = len(self.layout.experts)
-        ref = self.layout.block.sources[self.layout.experts[0]][role][part]
+        ref = self.layout.layer.sources[self.layout.experts[0]][role][part]
         return _typed(self.buffer[start : start + num_experts * ref.num_bytes], ref, (num_experts,))
 
 

@@ -21,14 +21,14 @@ from hqconv.models.config_facts import (
 )
 from hqconv.models.families import Config, Family, text_config
 from hqconv.models.family_choice import choose_family, looks_like_expert, name_pattern, unmatched_error
-from hqconv.models.layer_builder import LayerTensors, build_block, check_once
+from hqconv.models.layer_builder import LayerTensors, build_layer, check_once
 from hqconv.models.moe_layer import MoeLayer, Parts, PerExpertIndex
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
 
 def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, LayerTensors], list[str]]:
-    """Return the tensors of each block (experts module), and the expert-like names that match no template."""
+    """Return the tensors of each layer (experts module), and the expert-like names that match no template."""
     groups = NameGroups(family)
     unmatched = []
     for name, ref in tensors.items():
@@ -44,12 +44,12 @@ def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, L
 
 
 class NameGroups:
-    """Blocks (experts modules) and their tensors found so far.
+    """Layers (experts modules) and their tensors found so far.
 
-    A name of a single expert is a block, an index and an ending, with dots between. A match depends on each of these
+    A name of a single expert is a layer, an index and an ending, with dots between. A match depends on each of these
     three alone: a name whose three components have each matched before needs no regular expression.
 
-    found: block name → its tensors.
+    found: layer name → its tensors.
     """
 
     def __init__(self, family: Family) -> None:
@@ -59,11 +59,11 @@ class NameGroups:
         self._roles_of |= {stack.name: stack.roles for stack in family.expert_stacks}
         self._indices: dict[str, int] = {}
         self._endings: dict[str, tuple[tuple[str, ...], str]] = {}  # → roles and part
-        self._start = "\0"  # of the last block's names; no name begins like this
-        self._experts: dict[int, dict[str, dict[str, TensorRef]]] = {}  # of the last block
+        self._start = "\0"  # of the last layer's names; no name begins like this
+        self._experts: dict[int, dict[str, dict[str, TensorRef]]] = {}  # of the last layer
 
     def takes_known(self, name: str, ref: TensorRef) -> bool:
-        """Store a tensor of the last block if its index and ending are known; return True if it was stored."""
+        """Store a tensor of the last layer if its index and ending are known; return True if it was stored."""
         if not name.startswith(self._start):
             return False
         word, _, ending = name[len(self._start) :].partition(".")
@@ -86,15 +86,15 @@ class NameGroups:
         matched = self._match(name)
         if matched is None:
             return False
-        block, word, projection, part, *stack = matched.groups()
-        found = self.found.setdefault(block, LayerTensors())
+        layer, word, projection, part, *stack = matched.groups()
+        found = self.found.setdefault(layer, LayerTensors())
         if word is None:
             found.stacks.setdefault(stack[0], {})[stack[1] or "weight"] = ref
             return True
         roles = found.experts.setdefault(int(word), {})
         for role in self._roles_of[projection]:
-            check_once(block, ref, roles.setdefault(role, {}).setdefault(part, ref))
-        self._start, self._experts = f"{block}.", found.experts
+            check_once(layer, ref, roles.setdefault(role, {}).setdefault(part, ref))
+        self._start, self._experts = f"{layer}.", found.experts
         self._indices[word] = int(word)
         self._endings[f"{projection}.{part}"] = (self._roles_of[projection], part)
         return True
@@ -106,41 +106,41 @@ class ExpertMap:
 
     family: str
     chosen_because: str
-    blocks: tuple[MoeLayer, ...]
+    layers: tuple[MoeLayer, ...]
     converted: dict[str, str]
     copied: tuple[str, ...]
     dropped: dict[str, str]
-    left: tuple[str, ...] = ()  # blocks whose tensors are copied as they are
+    left: tuple[str, ...] = ()  # layers whose tensors are copied as they are
 
     def with_input_scales(self, names: Collection[str]) -> ExpertMap:
-        """Return the map with the activation scales of some blocks converted, which are dropped otherwise."""
-        blocks = [block for block in self.blocks if block.name in names]
-        moved = {name: block.name for block in blocks for name in block.input_scales.names}
+        """Return the map with the activation scales of some layers converted, which are dropped otherwise."""
+        layers = [layer for layer in self.layers if layer.name in names]
+        moved = {name: layer.name for layer in layers for name in layer.input_scales.names}
         dropped = {name: reason for name, reason in self.dropped.items() if name not in moved}
         return replace(self, converted={**self.converted, **moved}, dropped=dropped)
 
     def without(self, names: Collection[str], order: Iterable[str]) -> ExpertMap:
-        """Return the map with the tensors of some blocks copied, in the source's `order` of all tensors.
+        """Return the map with the tensors of some layers copied, in the source's `order` of all tensors.
 
-        Raises RequestError if no block is left to convert, and for sources whose experts are no tensors to copy.
+        Raises RequestError if no layer is left to convert, and for sources whose experts are no tensors to copy.
         """
-        kept = tuple(block for block in self.blocks if block.name not in names)
-        foreign = next((b for b in self.blocks if b.name in names and b.format.encoding in KNOWN_BY_SOURCE), None)
+        kept = tuple(layer for layer in self.layers if layer.name not in names)
+        foreign = next((b for b in self.layers if b.name in names and b.format.encoding in KNOWN_BY_SOURCE), None)
         if foreign is not None:
             what = "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files."
             raise RequestError(what, where=foreign.name, remedy="Convert the original checkpoint.")
         if not kept:
             raise RequestError("All experts would be left as they are: nothing to convert.", where="overrides")
-        moved = {name for name, block in self.converted.items() if block in names}
+        moved = {name for name, layer in self.converted.items() if layer in names}
         # Copied in full: tensors that a conversion would not need, such as scales of activations, are copied with them.
-        within = tuple(f"{block.name}." for block in self.blocks if block.name in names)
+        within = tuple(f"{layer.name}." for layer in self.layers if layer.name in names)
         moved |= {name for name in self.dropped if name.startswith(within)}
         copied = moved.union(self.copied)
-        converted = {name: block for name, block in self.converted.items() if name not in moved}
-        left = (*self.left, *(block.name for block in self.blocks if block.name in names))
+        converted = {name: layer for name, layer in self.converted.items() if name not in moved}
+        left = (*self.left, *(layer.name for layer in self.layers if layer.name in names))
         return replace(
             self,
-            blocks=kept,
+            layers=kept,
             converted=converted,
             copied=tuple(name for name in order if name in copied),
             dropped={name: reason for name, reason in self.dropped.items() if name not in moved},
@@ -176,9 +176,9 @@ def map_experts(
     indices = layer_indices(family, grouped, text)
     dropped = _drop_zero_experts(family, grouped, indices, text)
     activation, origin = named_activation(choice, text)
-    blocks = []
+    layers = []
     for name in sorted(grouped, key=lambda name: (indices[name], name)):
-        index, found = indices[name], grouped.pop(name)  # a block has them in less memory
+        index, found = indices[name], grouped.pop(name)  # a layer has them in less memory
         own = layer_config(family, index, text)
         facts = {
             "index": index,
@@ -186,25 +186,25 @@ def map_experts(
             "top_k": top_k(family, name, index, own),
         }
         format_of = _formats(declared, name, found, _is_extra(family, index, text))
-        block, unused = build_block(family, name, found, config_sizes(family, index, own), format_of, facts)
-        blocks.append(block)
+        layer, unused = build_layer(family, name, found, config_sizes(family, index, own), format_of, facts)
+        layers.append(layer)
         dropped |= unused
-    converted = {name: block.name for block in blocks for name in _names(block)}
+    converted = {name: layer.name for layer in layers for name in _names(layer)}
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
     assert set(copied).isdisjoint(candidates), "an expert tensor was lost"
-    return ExpertMap(family.name, f"{because}; {origin}", tuple(blocks), converted, copied, dropped)
+    return ExpertMap(family.name, f"{because}; {origin}", tuple(layers), converted, copied, dropped)
 
 
-def _names(block: MoeLayer) -> Iterable[str]:
-    """List a block's tensors; for experts with separate tensors, the checkpoint's own string objects."""
-    return block.sources.names() if isinstance(block.sources, PerExpertIndex) else block.tensor_names()
+def _names(layer: MoeLayer) -> Iterable[str]:
+    """List a layer's tensors; for experts with separate tensors, the checkpoint's own string objects."""
+    return layer.sources.names() if isinstance(layer.sources, PerExpertIndex) else layer.tensor_names()
 
 
 def _formats(
-    declared: DeclaredFormats, block: str, found: LayerTensors, is_extra: bool
+    declared: DeclaredFormats, layer: str, found: LayerTensors, is_extra: bool
 ) -> Callable[[str], SourceFormat]:
-    """Return a lookup of the declared format of a block's modules. Humming's rules name the experts module, as in vLLM.
+    """Return a lookup of the declared format of a layer's modules. Humming's rules name the experts module, as in vLLM.
 
     `is_extra`: a layer after the decoder's last one, for multi-token prediction. Servers skip these layers, so ignore
     lists often omit them although they are not quantized.
@@ -214,16 +214,16 @@ def _formats(
     if declared.undecided is not None:
         plain = _plain_modules(found)
         return lambda module: declared.of(module, is_stored_plain=module in plain)
-    return (lambda _module: declared.of(block)) if declared.method == "humming" else declared.of
+    return (lambda _module: declared.of(layer)) if declared.method == "humming" else declared.of
 
 
 def _is_plain(found: LayerTensors) -> bool:
-    """Return True if a block's tensors are all plain floats, which no quantized format has."""
+    """Return True if a layer's tensors are all plain floats, which no quantized format has."""
     return all(map(_are_floats, _modules(found)))
 
 
 def _modules(found: LayerTensors) -> Iterator[Parts]:
-    """Yield the parts of every module of a block."""
+    """Yield the parts of every module of a layer."""
     single = (parts for roles in found.experts.values() for parts in roles.values())
     return chain(single, found.stacks.values())
 
@@ -233,7 +233,7 @@ def _are_floats(parts: Parts) -> bool:
 
 
 def _plain_modules(found: LayerTensors) -> set[str]:
-    """Return the paths of a block's modules whose tensors are all plain floats."""
+    """Return the paths of a layer's modules whose tensors are all plain floats."""
     plain = (next(iter(parts.items())) for parts in _modules(found) if _are_floats(parts))
     return {ref.name.removesuffix(f".{key}") for key, ref in plain}
 

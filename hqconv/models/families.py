@@ -28,11 +28,11 @@ INDEX = r"(?:0|[1-9][0-9]{0,8})"
 
 @dataclass(frozen=True)
 class Stack:
-    """Fused tensor with the same projections of all experts of a block: `<block>.<name>` and a part's suffix.
+    """Fused tensor with the same projections of all experts of a layer: `<layer>.<name>` and a part's suffix.
 
     `roles` are the projections it holds along N, in this order, each `[I, H]` (w2: `[H, I]`); `interleaved` means
     that their rows alternate. The shape is `[E, out, in]`, or `[E, in, out]` where `transposed`; None leaves the
-    orientation to the shapes of the block's stacks, which must allow exactly one. `flat` merges the first two
+    orientation to the shapes of the layer's stacks, which must allow exactly one. `flat` merges the first two
     dimensions. Packed parts (`blocks`, `scales`) and biases are never transposed.
     """
 
@@ -47,9 +47,9 @@ class Stack:
 class Family:
     """Tensor names and config keys of a model family.
 
-    `<block>.<expert>.<projection>` is the module of one expert's matrix; its parts follow.
+    `<layer>.<expert>.<projection>` is the module of one expert's matrix; its parts follow.
 
-    `blocks` are anchored templates of the experts module's path, with `{layer}` for the layer index.
+    `modules` are anchored templates of the experts module's path, with `{layer}` for the layer index.
     `projections` maps the role (w1 gate, w3 up, w2 down) to its name; `stacks` are the fused tensors that the
     family has instead, or may have instead; `expert_stacks` are fused tensors of a single expert. Each `*_keys` lists
     config keys, the first one present wins; a list value holds one number per layer. `activation` is the default of the
@@ -61,7 +61,7 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    blocks: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     projections: Mapping[str, str] = field(default_factory=dict, hash=False)
     stacks: tuple[Stack, ...] = ()
     expert_stacks: tuple[Stack, ...] = ()
@@ -83,15 +83,15 @@ class Family:
         """True if an expert has a gate next to its up projection."""
         return "w1" in self.projections
 
-    def expert_stack(self, name: str, block: str) -> Stack | None:
-        """Return the single-expert stack that matches a tensor of the block's expert 0; None without a match."""
-        word = name.removeprefix(f"{block}.0.").partition(".")[0]
+    def expert_stack(self, name: str, layer: str) -> Stack | None:
+        """Return the single-expert stack that matches a tensor of the layer's expert 0; None without a match."""
+        word = name.removeprefix(f"{layer}.0.").partition(".")[0]
         return next((stack for stack in self.expert_stacks if stack.name == word), None)
 
     def example(self) -> str:
         """Return a tensor name of this family, for messages."""
-        block = self.blocks[0].format(layer="N")
-        return f"{block}.E.{next(iter(self.projections.values()))}.weight"
+        layer = self.modules[0].format(layer="N")
+        return f"{layer}.E.{next(iter(self.projections.values()))}.weight"
 
 
 def under_layers(module: str, *more_prefixes: str) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ FAMILIES: tuple[Family, ...] = (
             "bailing_hybrid",
             "bailing_moe_v3",
         ),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         top_k_keys=("num_experts_per_tok", "num_experts_per_token"),
@@ -198,7 +198,7 @@ FAMILIES: tuple[Family, ...] = (
             "unlimited_ocr",
             "unlimited_ocr_text",
         ),
-        blocks=under_layers("mlp.experts", "language_model.model.blocks.{layer}"),
+        modules=under_layers("mlp.experts", "language_model.model.blocks.{layer}"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
@@ -207,7 +207,7 @@ FAMILIES: tuple[Family, ...] = (
         # As deepseek, but gate and up are clamped before the activation. hy_v4 is released fused.
         name="glm5_next",
         model_types=("glm5_next", "glm5_next_text", "hy_v4"),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
@@ -215,7 +215,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="deepseek_v4",
         model_types=("deepseek_v4", "deepseek_v41", "deepseek_v41_text"),
-        blocks=under_layers("ffn.experts", "mtp.{layer}"),
+        modules=under_layers("ffn.experts", "mtp.{layer}"),
         projections=W1_W3_W2,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
@@ -223,14 +223,14 @@ FAMILIES: tuple[Family, ...] = (
         # Mistral's own format: neither mlp nor ffn between the layer and its experts.
         name="mistral_large4",
         model_types=("mistral_large4", "mistral_large4_text"),
-        blocks=under_layers("experts"),
+        modules=under_layers("experts"),
         projections=W1_W3_W2,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
         name="ernie4_5_moe",
         model_types=("ernie4_5_moe",),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         num_experts_keys=("moe_num_experts",),
@@ -241,7 +241,7 @@ FAMILIES: tuple[Family, ...] = (
         # sizes its experts by intermediate_size, vLLM prefers moe_intermediate_size where there is one.
         name="hunyuan_v1_moe",
         model_types=("hunyuan_v1_moe", "hunyuan"),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         top_k_keys=("moe_topk",),
@@ -253,7 +253,7 @@ FAMILIES: tuple[Family, ...] = (
         name="longcat_flash",
         model_types=("longcat_flash",),
         architectures=("LongcatFlashForCausalLM",),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         num_experts_keys=("n_routed_experts",),
         top_k_keys=("moe_topk",),
@@ -264,7 +264,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="olmoe",
         model_types=("olmoe", "flex_olmo", "cohere2_moe"),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         intermediate_size_keys=("intermediate_size",),
@@ -272,7 +272,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="mixtral",
         model_types=("mixtral", "phimoe", "minimax", "minimax_m2"),
-        blocks=under_layers("block_sparse_moe.experts"),
+        modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         num_experts_keys=("num_local_experts", "num_experts"),
         intermediate_size_keys=("intermediate_size",),
@@ -282,7 +282,7 @@ FAMILIES: tuple[Family, ...] = (
         name="grok",
         model_types=("grok-1",),
         architectures=("Grok1ForCausalLM", "Grok1ModelForCausalLM"),
-        blocks=under_layers("block_sparse_moe.experts"),
+        modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         activation="gelu",
         num_experts_keys=("num_local_experts", "num_experts"),
@@ -291,7 +291,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="minicpm",
         model_types=("minicpm",),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=W1_W3_W2,
         intermediate_size_keys=("intermediate_size",),
     ),
@@ -300,7 +300,7 @@ FAMILIES: tuple[Family, ...] = (
         # fused, with other names.
         name="minimax_m3",
         model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
-        blocks=(*under_layers("block_sparse_moe.experts"), *under_layers("mlp.experts")),
+        modules=(*under_layers("block_sparse_moe.experts"), *under_layers("mlp.experts")),
         projections=W1_W3_W2,
         stacks=FUSED,
         activation="swigluoai",
@@ -312,7 +312,7 @@ FAMILIES: tuple[Family, ...] = (
         # Kimi-K3's experts work in a space of their own size.
         name="kimi_linear",
         model_types=("kimi_linear",),
-        blocks=under_layers("block_sparse_moe.experts"),
+        modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         hidden_size_keys=("routed_expert_hidden_size", "hidden_size"),
         top_k_keys=("num_experts_per_token", "num_experts_per_tok"),
@@ -321,14 +321,14 @@ FAMILIES: tuple[Family, ...] = (
         # No hidden_act in the config: silu is fixed in the model's code.
         name="lfm2_moe",
         model_types=("lfm2_moe",),
-        blocks=under_layers("feed_forward.experts"),
+        modules=under_layers("feed_forward.experts"),
         projections=W1_W3_W2,
         stacks=FUSED,
     ),
     Family(
         name="jamba",
         model_types=("jamba",),
-        blocks=under_layers("feed_forward.experts"),
+        modules=under_layers("feed_forward.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         intermediate_size_keys=("intermediate_size",),
@@ -340,7 +340,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("nemotron_h", "nemotron_h_omni", "nemo_speechlm", "nemotron_h_puzzle"),
         architectures=("NemotronHPuzzleForCausalLM",),
         layer_configs_key="block_configs",
-        blocks=under_layers("mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"),
+        modules=under_layers("mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"),
         projections=UP_DOWN,
         stacks=(Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
         activation="relu2",
@@ -352,7 +352,7 @@ FAMILIES: tuple[Family, ...] = (
         # transformers 4 saved [E, in, out]; version 5 reads both by shape and saves [E, out, in].
         name="qwen3_vl_moe",
         model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=None),
     ),
@@ -360,7 +360,7 @@ FAMILIES: tuple[Family, ...] = (
         # Here the router's weights scale the experts' inputs, not their outputs (Llama4TextMoe).
         name="llama4",
         model_types=("llama4", "llama4_text"),
-        blocks=under_layers("feed_forward.experts"),
+        modules=under_layers("feed_forward.experts"),
         projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
         num_experts_keys=("num_local_experts",),
@@ -373,7 +373,7 @@ FAMILIES: tuple[Family, ...] = (
         name="gpt_oss",
         pads_last_rank=True,
         model_types=("gpt_oss",),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True, interleaved=True),
         expert_stacks=(Stack("gate_up_proj", ("w1", "w3"), interleaved=True),),
@@ -387,7 +387,7 @@ FAMILIES: tuple[Family, ...] = (
         # A gpt_oss whose gate and up are one after the other.
         name="openai_privacy_filter",
         model_types=("openai_privacy_filter",),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
         activation="swigluoai",
@@ -398,7 +398,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="granitemoe",
         model_types=("granitemoe", "granitemoeshared", "granitemoehybrid"),
-        blocks=under_layers("block_sparse_moe"),
+        modules=under_layers("block_sparse_moe"),
         projections=W1_W3_W2,
         stacks=fused_stacks("input_linear", "output_linear"),
         num_experts_keys=("num_local_experts",),
@@ -407,7 +407,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="granitemoe_swa",
         model_types=("granitemoe_swa",),
-        blocks=under_layers("block_sparse_moe.experts"),
+        modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         stacks=FUSED,
         num_experts_keys=("num_local_experts",),
@@ -416,7 +416,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="gemma4",
         model_types=("gemma4", "gemma4_text", "gemma4_unified", "diffusion_gemma", "diffusion_gemma_text"),
-        blocks=under_layers("experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"),
+        modules=under_layers("experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         activation="gelu_pytorch_tanh",
@@ -427,7 +427,7 @@ FAMILIES: tuple[Family, ...] = (
         # Its sizes lie in ffn_config, the activation too, as {"name": …}.
         name="dbrx",
         model_types=("dbrx",),
-        blocks=("transformer.blocks.{layer}.ffn.experts.mlp",),
+        modules=("transformer.blocks.{layer}.ffn.experts.mlp",),
         projections={"w1": "w1", "w3": "v1", "w2": "w2"},
         stacks=(
             Stack("w1", ("w1",), flat=True),
@@ -444,7 +444,7 @@ FAMILIES: tuple[Family, ...] = (
         # An embedding model: one flat stack of every projection, no gate, and a bias of the weighted sum.
         name="nomic_bert",
         model_types=("nomic_bert",),
-        blocks=("encoder.layers.{layer}.mlp.experts.mlp",),
+        modules=("encoder.layers.{layer}.mlp.experts.mlp",),
         projections={"w3": "w1", "w2": "w2"},
         stacks=(Stack("w1", ("w3",), flat=True), Stack("w2", ("w2",), transposed=True, flat=True)),
         activation="gelu",
@@ -458,7 +458,7 @@ FAMILIES: tuple[Family, ...] = (
         # Some layers of Step-3.7 bound silu(gate) and up; a 0 in the list means no bound.
         name="step3",
         model_types=(*("step3", "step3_text", "step3_vl", "step3p5", "step3p7", "step3p7_vl", "step3p7_text"), "step5"),
-        blocks=under_layers("moe"),
+        modules=under_layers("moe"),
         projections=GATE_UP_DOWN,
         stacks=(Stack("gate_proj", ("w1",)), Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
         num_experts_keys=("moe_num_experts", "n_routed_experts", "num_local_experts"),
@@ -467,7 +467,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="aria",
         model_types=("aria", "aria_text"),
-        blocks=under_layers("mlp.experts"),
+        modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=fused_stacks("fc1", "fc2", transposed=True),
         num_experts_keys=("moe_num_experts",),
@@ -478,7 +478,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="inkling",
         model_types=("inkling_mm_model",),
-        blocks=("model.llm.layers.{layer}.mlp.experts",),
+        modules=("model.llm.layers.{layer}.mlp.experts",),
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
         num_experts_keys=("n_routed_experts", "num_local_experts"),
@@ -487,7 +487,7 @@ FAMILIES: tuple[Family, ...] = (
         # Soft caps on gate and up, with numbers from the config: an activation that hqconv does not know.
         name="inkling2",
         model_types=("inkling2", "inkling2_text"),
-        blocks=("model.llm.layers.{layer}.mlp.experts",),
+        modules=("model.llm.layers.{layer}.mlp.experts",),
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
         activation="softcapped_swiglu",

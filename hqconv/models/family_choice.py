@@ -86,7 +86,7 @@ def _known_architecture(config: Config, text: Config) -> str | None:
 
 def _refuse_unknown_stacks(row: Family, candidates: list[str], templates: set[str], because: str) -> None:
     """Refuse stacks of unknown models: names tell neither the order of gate and up nor if their rows alternate."""
-    match = _name_pattern(row.blocks, tuple(row.projections.values()), (), part_names()).fullmatch
+    match = _name_pattern(row.modules, tuple(row.projections.values()), (), part_names()).fullmatch
     if not all(map(match, templates)):
         fused = [name for name in candidates if not match(name)]
         raise RequestError(
@@ -105,19 +105,19 @@ def _num_keys_found(row: Family, text: Config) -> int:
 
 
 def name_pattern(family: Family) -> re.Pattern[str]:
-    """Compile the pattern of whole tensor names; groups: block, expert and projection or else stack, part.
+    """Compile the pattern of whole tensor names; groups: layer, expert and projection or else stack, part.
 
     Equal rows share one pattern.
     """
     names = (*family.projections.values(), *(s.name for s in family.expert_stacks))
-    return _name_pattern(family.blocks, names, tuple(s.name for s in family.stacks), part_names())
+    return _name_pattern(family.modules, names, tuple(s.name for s in family.stacks), part_names())
 
 
 @cache
 def _name_pattern(
-    blocks: tuple[str, ...], projections: tuple[str, ...], stacks: tuple[str, ...], parts: tuple[str, ...]
+    modules: tuple[str, ...], projections: tuple[str, ...], stacks: tuple[str, ...], parts: tuple[str, ...]
 ) -> re.Pattern[str]:
-    paths = "|".join(re.escape(t).replace(re.escape("{layer}"), INDEX) for t in blocks)
+    paths = "|".join(re.escape(t).replace(re.escape("{layer}"), INDEX) for t in modules)
     names, part = _any_of(projections), _any_of(sorted(parts, key=len, reverse=True))
     single = rf"(?P<expert>{INDEX})\.(?P<projection>{names})\.(?P<part>{part})"
     fused = rf"(?P<stack>{_any_of(stacks)})(?:[._](?P<stack_part>{part}))?"

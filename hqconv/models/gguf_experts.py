@@ -117,13 +117,13 @@ class _Finder:
         for name, index in indices.items():
             stand_ins |= self._stand_ins(name, layers[index])
         mapped = map_experts({**self.safetensors, **stand_ins}, self.config)
-        found = tuple(_with_stacks(block, layers[indices[block.name]]) for block in mapped.blocks)
-        assert {block.name: block.index for block in found} == indices, "a layer was mapped to another block"
+        found = tuple(_with_stacks(layer, layers[indices[layer.name]]) for layer in mapped.layers)
+        assert {layer.name: layer.index for layer in found} == indices, "a layer was mapped to another index"
         return ExpertMap(
             family=mapped.family,
             chosen_because=f"{mapped.chosen_because}; experts from GGUF files",
-            blocks=found,
-            converted={name: block.name for block in found for name in block.tensor_names()},
+            layers=found,
+            converted={name: layer.name for layer in found for name in layer.tensor_names()},
             copied=mapped.copied,
             dropped=mapped.dropped | dropped,
         )
@@ -212,9 +212,9 @@ class _Finder:
 
     # --- checks ----------------------------------------------------------------------------------------------
 
-    def _check_routers(self, blocks: Collection[str]) -> None:
+    def _check_routers(self, layers: Collection[str]) -> None:
         """Check that every layer with a router has its experts: the files may not omit any."""
-        for template in self._family.blocks:
+        for template in self._family.modules:
             parent = re.escape(template.rpartition(".")[0]).replace(re.escape("{layer}"), f"({INDEX})")
             pattern = re.compile(rf"{parent}\.(.+)\.weight")
             for name, ref in self.safetensors.items():
@@ -222,22 +222,22 @@ class _Finder:
                 if not match or len(ref.shape) != 2 or not _ROUTER_WORDS.intersection(match[2].split(".")):
                     continue
                 count = config_sizes(self._family, int(match[1]), self._text).num_experts
-                block = template.format(layer=match[1])
-                if count and ref.shape[0] == count[1] and block not in blocks:
+                layer = template.format(layer=match[1])
+                if count and ref.shape[0] == count[1] and layer not in layers:
                     raise InputError(
                         "The GGUF files lack the experts of a layer.",
                         where=name,
                         expected="stacks of experts for every layer with a router",
-                        found=f"none for {block}",
+                        found=f"none for {layer}",
                         remedy="Get GGUF files with this layer (many leave out MTP layers), or take all of its tensors"
                         " out of the safetensors.",
                     )
 
-    # --- blocks ----------------------------------------------------------------------------------------------
+    # --- layers ----------------------------------------------------------------------------------------------
 
     def _layer_name(self, layer: int) -> str:
         """Return the path of a layer's experts: the MoE module of other tensors in the safetensors."""
-        for template in self._family.blocks:
+        for template in self._family.modules:
             number = self._mtp_index(layer) if template.startswith(_MTP_PREFIXES) else layer
             name = template.format(layer=number)
             if number >= 0 and self._modules.intersection((name, name.rpartition(".")[0])):
@@ -245,7 +245,7 @@ class _Finder:
         raise InputError(
             "The safetensors lack the other tensors of an MoE layer, such as its router.",
             where=f"blk.{layer}.ffn_down_exps.weight",
-            expected=f"tensors next to {self._family.blocks[0].format(layer=layer)}",
+            expected=f"tensors next to {self._family.modules[0].format(layer=layer)}",
             remedy="Put all of the original model's tensors but the experts into the folder.",
         )
 
@@ -268,21 +268,21 @@ class _Finder:
         return refs
 
 
-def _with_stacks(block: MoeLayer, gguf: GgufLayer) -> MoeLayer:
+def _with_stacks(layer: MoeLayer, gguf: GgufLayer) -> MoeLayer:
     """Return a mapped layer with the stacks instead of the placeholder tensors."""
     parts = {
         role: {
             part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view) for part, one in gguf[role].items()
         }
-        for role in block.roles
+        for role in layer.roles
     }
-    types = dict.fromkeys(parts[role]["weight"].dtype for role in block.roles)
+    types = dict.fromkeys(parts[role]["weight"].dtype for role in layer.roles)
     sources = tuple(
-        {role: _shares(gguf[role], expert, block.shape(role)) for role in block.roles}
-        for expert in range(block.num_experts)
+        {role: _shares(gguf[role], expert, layer.shape(role)) for role in layer.roles}
+        for expert in range(layer.num_experts)
     )
     own_format = SourceFormat(f"gguf {'+'.join(types)}", GGUF)
-    return replace(block, format=own_format, dtype=parts["w2"]["weight"].dtype, parts=parts, sources=sources)
+    return replace(layer, format=own_format, dtype=parts["w2"]["weight"].dtype, parts=parts, sources=sources)
 
 
 def _shares(parts: Mapping[str, GgufPart], expert: int, shape: tuple[int, int]) -> dict[str, TensorRef]:

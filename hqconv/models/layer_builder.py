@@ -38,7 +38,7 @@ _NEVER_TRANSPOSED = ("blocks", "scales", "bias")
 
 @dataclass
 class LayerTensors:
-    """Tensors of a block by name: of single experts, and of stacks; innermost key: part."""
+    """Tensors of a layer by name: of single experts, and of stacks; innermost key: part."""
 
     experts: dict[int, dict[str, Parts]] = field(default_factory=dict)
     stacks: dict[str, Parts] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def check_once(name: str, ref: TensorRef, first: TensorRef) -> None:
         raise contradiction(what, ref.name, "gate and up apart or in one tensor", f"also {first.name}")
 
 
-def build_block(
+def build_layer(
     family: Family,
     name: str,
     found: LayerTensors,
@@ -59,7 +59,7 @@ def build_block(
     format_of: Callable[[str], SourceFormat],
     facts: Mapping[str, Any],
 ) -> tuple[MoeLayer, dict[str, str]]:
-    """Build the layer of a block; return it and the block's unused tensors (name → reason).
+    """Build a layer; return it and the layer's unused tensors (name → reason).
 
     `format_of` maps a module's path to the format that the config declares; `facts` are the other fields of `MoeLayer`.
     Raises InputError, naming the tensor, if tensors and config contradict each other.
@@ -74,7 +74,7 @@ def build_block(
     done = _complete(declared, raw, count, (hidden, inner), sizes)
     parts = {role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections}
     check_cuts(parts, done["w2"].format, count, inner)
-    block = MoeLayer(
+    layer = MoeLayer(
         name=name,
         family=family.name,
         num_experts=count,
@@ -90,11 +90,11 @@ def build_block(
         input_scales=find_input_scales(family, name, found, count, [one.format for one in done.values()]),
         **facts,
     )
-    return block, _unused(done, raw, found, count)
+    return layer, _unused(done, raw, found, count)
 
 
 def _unused(done: Mapping[str, ResolvedFormat], raw: RoleParts, found: LayerTensors, count: int) -> dict[str, str]:
-    """Map a block's unused tensors to reasons. Not every expert need have them: calibration may have missed some."""
+    """Map a layer's unused tensors to reasons. Not every expert need have them: calibration may have missed some."""
     unused = {
         name: reason
         for role, one in done.items()
@@ -137,11 +137,11 @@ def raw_single(family: Family, name: str, found: LayerTensors) -> RoleParts:
 
 
 def raw_stacked(family: Family, name: str, found: LayerTensors, sizes: ConfigSizes, count: int) -> RoleParts:
-    """Collect the parts of every projection from the block's stacks."""
+    """Collect the parts of every projection from the layer's stacks."""
     for stack in family.stacks:
         if stack.name not in found.stacks:
             where = f"{name}.{stack.name}"
-            raise contradiction("A block lacks a stack of projections.", where, "present", "no such tensor")
+            raise contradiction("A layer lacks a stack of projections.", where, "present", "no such tensor")
     if all(stack.transposed is not None for stack in family.stacks):
         return _stacked_as(family, found, {s.name: bool(s.transposed) for s in family.stacks})
     fits = []
@@ -154,7 +154,7 @@ def raw_stacked(family: Family, name: str, found: LayerTensors, sizes: ConfigSiz
         ref = next(iter(found.stacks[family.stacks[0].name].values()))
         sides = f"{sizes.hidden[1] if sizes.hidden else '?'} and {sizes.intermediate[1] if sizes.intermediate else '?'}"
         expected = f"[E, out, in] or [E, in, out] with the config's hidden and intermediate size {sides}"
-        what = "The orientation of a block's stacks cannot be told." if fits else "A stack has an unexpected shape."
+        what = "The orientation of a layer's stacks cannot be told." if fits else "A stack has an unexpected shape."
         raise contradiction(what, ref.name, expected, list(ref.shape))
     return fits[0]
 
@@ -305,9 +305,9 @@ _GEMM_OF = {"w1": "w13", "w3": "w13", "w2": "w2"}
 def find_input_scales(
     family: Family, name: str, found: LayerTensors, count: int, formats: Iterable[SourceFormat]
 ) -> InputScales:
-    """Find the static activation scales from a block's tensors and its projections' formats.
+    """Find the static activation scales from a layer's tensors and its projections' formats.
 
-    Nothing is checked, as most requests do not need them. name: of the block. count: its experts.
+    Nothing is checked, as most requests do not need them. name: of the layer. count: its experts.
     """
     dtypes = {one.static_inputs for one in formats}
     refs: dict[str, list[TensorRef]] = {}
@@ -338,12 +338,12 @@ def find_input_scales(
 
 
 def check_one_form(found: LayerTensors) -> None:
-    """Check that a block has single experts or stacks, not both."""
+    """Check that a layer has single experts or stacks, not both."""
     if found.experts and found.stacks:
         expert = next(iter(found.experts.values()))
         forms = (next(iter(expert.values())), next(iter(found.stacks.values())))
         one, other = (next(iter(parts.values())).name for parts in forms)
-        raise contradiction("A block has its experts twice.", one, "single or fused experts", f"also {other}")
+        raise contradiction("A layer has its experts twice.", one, "single or fused experts", f"also {other}")
 
 
 def check_indices(name: str, experts: Mapping[int, object], count: Size | None) -> None:
@@ -355,7 +355,7 @@ def check_indices(name: str, experts: Mapping[int, object], count: Size | None) 
     first_missing = next(e for e in range(len(experts) + 1) if e not in experts)
     is_gap = first_missing < expected
     raise contradiction(
-        "The experts of a block are not complete." if is_gap else "A block has too many experts.",
+        "The experts of a layer are not complete." if is_gap else "A layer has too many experts.",
         f"{name}.{first_missing if is_gap else highest}",
         f"experts 0..{expected - 1}" + (f" ({count[0]} in config.json)" if count else ""),
         f"{len(experts)} experts, the highest is {highest}"
@@ -366,13 +366,13 @@ def check_indices(name: str, experts: Mapping[int, object], count: Size | None) 
 def check_counts(name: str, count: int, top_k: int) -> None:
     """Check that the layer has experts, and no fewer than serve a token."""
     if not 0 < count <= MAX_COUNT:
-        raise contradiction("A block has too many experts, or none.", name, f"1 to {MAX_COUNT}", count)
+        raise contradiction("A layer has too many experts, or none.", name, f"1 to {MAX_COUNT}", count)
     if top_k > count > 1:  # a single expert serves every token, whatever the config says
-        what = "More experts serve a token than a block has."
+        what = "More experts serve a token than a layer has."
         raise contradiction(what, name, f"at most {count} experts per token", top_k)
 
 
-_ONE_FORMAT = "Convert the original checkpoint that it was made from, or one with a format for each whole block."
+_ONE_FORMAT = "Convert the original checkpoint that it was made from, or one with a format for each whole layer."
 
 
 def one_declared(
@@ -391,7 +391,7 @@ def one_declared(
         usual = max((one for e, one in enumerate(formats) if one not in formats[:e]), key=formats.count)
         e, other = next((e, one) for e, one in enumerate(formats) if one != usual)
         raise RequestError(
-            "A block mixes formats: the config declares another one for some of its experts.",
+            "A layer mixes formats: the config declares another one for some of its experts.",
             where=module_of(role, e),
             expected=f"{usual.describe()}, as for {formats.count(usual)} of {count} experts: a kernel takes one",
             found=other.describe(),
@@ -401,7 +401,7 @@ def one_declared(
 
 
 def check_one_format(declared: Mapping[str, SourceFormat], done: Mapping[str, ResolvedFormat], raw: RoleParts) -> None:
-    """Check that all projections of a block have one format. Raises RequestError if the config declares several."""
+    """Check that all projections of a layer have one format. Raises RequestError if the config declares several."""
     first = done["w2"]
     for role, one in done.items():
         if (one.format, set(one.used)) != (first.format, set(first.used)):
@@ -409,13 +409,13 @@ def check_one_format(declared: Mapping[str, SourceFormat], done: Mapping[str, Re
             texts = [f"{c.format.describe()} ({', '.join(sorted(c.used))})" for c in (first, one)]
             expected = f"{texts[0]} as its w2"
             if declared[role] != declared["w2"]:
-                what = "A block mixes formats: the config declares another one for some of its projections."
+                what = "A layer mixes formats: the config declares another one for some of its projections."
                 raise RequestError(what, where=where, expected=expected, found=texts[1], remedy=_ONE_FORMAT)
-            raise contradiction("A block mixes formats.", where, expected, texts[1])
+            raise contradiction("A layer mixes formats.", where, expected, texts[1])
         dtypes = [r[role_].dtype for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))]
         if dtypes[0] != dtypes[1]:
             where = raw[role][one.used["weight"]].template.format(expert=0)
-            raise contradiction("A block mixes dtypes.", where, f"{dtypes[0]} as its w2", dtypes[1])
+            raise contradiction("A layer mixes dtypes.", where, f"{dtypes[0]} as its w2", dtypes[1])
 
 
 def check_cuts(parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFormat, count: int, inner: int) -> None:
@@ -452,7 +452,7 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
         like = {key: part for key, part in whole.items() if key not in UNUSED_PARTS}
         if like.keys() - refs.keys() and refs.keys() - like.keys():
             ref, texts = refs[min(refs.keys() - like.keys())], [_parts_of(one) for one in (like, refs)]
-            raise contradiction("A block mixes formats.", ref.name, f"{texts[0]} as in expert 0", texts[1])
+            raise contradiction("A layer mixes formats.", ref.name, f"{texts[0]} as in expert 0", texts[1])
         if refs.keys() != like.keys():
             for key in sorted(like.keys() - refs.keys()):
                 where = like[key].template.format(expert=expert)
@@ -467,7 +467,7 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
                 raise contradiction("An expert has an unexpected shape.", ref.name, expected, list(ref.shape))
             if ref.dtype != first.dtype:
                 expected = f"{first.dtype} as {first.template.format(expert=0)}"
-                raise contradiction("A block mixes dtypes.", ref.name, expected, ref.dtype)
+                raise contradiction("A layer mixes dtypes.", ref.name, expected, ref.dtype)
 
 
 def _parts_of(parts: Mapping[str, TensorRef | TensorSlice]) -> str:

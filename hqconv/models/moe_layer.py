@@ -58,7 +58,7 @@ IDENTITY = View()
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One part (codes, scales, bias …) of a projection, the same for every expert of a block.
+    """One part (codes, scales, bias …) of a projection, the same for every expert of a layer.
 
     `template` is the tensor's name with `{expert}` if experts have separate tensors (maybe of several
     projections, which `view` distinguishes); else the tensor holds all experts, along its first dimension (with the

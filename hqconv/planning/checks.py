@@ -11,7 +11,7 @@ from hqconv.humming_layout.layer_config import fuses_exponents, needs_cuda
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_blocks
+from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_layers
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.grid import Grid, check_grid
@@ -34,8 +34,8 @@ def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
         _check_scales(kind)
         if spec.layout == artifact_names.KERNEL:
             _check_kind(kind)
-    if spec.layout == artifact_names.CHECKPOINT and spec.of_blocks:
-        what, remedy = "The checkpoint layout has one schema for all blocks.", "Use --layout kernel."
+    if spec.layout == artifact_names.CHECKPOINT and spec.of_layers:
+        what, remedy = "The checkpoint layout has one schema for all layers.", "Use --layout kernel."
         found = "; ".join(f"{kind.schema.name}, {kind.inputs.name} activations" for kind in spec.kinds)
         raise RequestError(what, where="--layout checkpoint", found=found, remedy=remedy)
     if spec.layout == artifact_names.CHECKPOINT and spec.grid != Grid():
@@ -46,18 +46,18 @@ def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
         )
     if spec.layout == artifact_names.CHECKPOINT:
         _check_left(experts.left)
-    for block in experts.blocks:
-        _check_sizes(block, spec)
+    for layer in experts.layers:
+        _check_sizes(layer, spec)
 
 
 def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Raise RequestError for layers that no server computes with; one named server's limits are warnings."""
-    for block in experts.blocks:
-        kind = spec.kernel_spec_of(block.name)
+    for layer in experts.layers:
+        kind = spec.kernel_spec_of(layer.name)
         if (reason := why_overflow(kind)) is not None:
             raise RequestError(
                 "No server runs these weights.",
-                where=f"--schema {kind.schema.name} --dtype {kind.param_dtype}, {block.name}",
+                where=f"--schema {kind.schema.name} --dtype {kind.param_dtype}, {layer.name}",
                 expected="a schema and a dtype that Humming's kernels compute with",
                 found=reason,
                 remedy="Use --dtype bfloat16, or convert it all the same with --allow-unserved.",
@@ -111,14 +111,14 @@ def _check_kind(kind: KernelSpec) -> None:
         )
 
 
-def _check_sizes(block: MoeLayer, spec: ConversionSpec) -> None:
-    sizes = (block.num_experts, block.hidden_size, block.intermediate_size)
-    schema = spec.kernel_spec_of(block.name).schema
+def _check_sizes(layer: MoeLayer, spec: ConversionSpec) -> None:
+    sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
+    schema = spec.kernel_spec_of(layer.name).schema
     try:
-        check_grid(block.name, *sizes, schema, spec.grid, pads_last_rank=block.pads_last_rank)
+        check_grid(layer.name, *sizes, schema, spec.grid, pads_last_rank=layer.pads_last_rank)
     except RequestError as error:
         is_block = schema.weight_scale_type == "block"
-        if not is_block or why_not_direct(block.format, schema, spec.param_dtype):
+        if not is_block or why_not_direct(layer.format, schema, spec.param_dtype):
             raise
         hint = " With --schema source the source's scales are repeated into smaller blocks."
         fields = {"where": error.where, "expected": error.expected, "found": error.found}
@@ -152,11 +152,11 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...
     else:
         reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid)
         warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
-    kinds = dict.fromkeys(spec.kernel_spec_of(block.name) for block in experts.blocks)
+    kinds = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
     warnings += [reason for kind in kinds if (reason := why_overflow(kind)) is not None]
     if spec.layout == artifact_names.KERNEL:
         warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
-    warnings += missing_warnings(static_blocks(experts, spec))
+    warnings += missing_warnings(static_layers(experts, spec))
     return tuple(dict.fromkeys(warnings))
 
 
@@ -166,7 +166,7 @@ def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
         return []
     num_direct = {
         dtype: sum(
-            not why_not_direct(block.format, spec.kernel_spec_of(block.name).schema, dtype) for block in experts.blocks
+            not why_not_direct(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) for layer in experts.layers
         )
         for dtype in PARAM_DTYPES
     }
@@ -179,9 +179,9 @@ def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
 
 def _activation_warnings(experts: ExpertMap) -> list[str]:
     """Warn of activations of which only the name is known; weights do not depend on them."""
-    unknown = (block.activation.describe() for block in experts.blocks if not block.knows_activation)
+    unknown = (layer.activation.describe() for layer in experts.layers if not layer.knows_activation)
     return [
-        f"the experts' activation {name} is known by name only: verify's kernel check passes over these blocks, and "
+        f"the experts' activation {name} is known by name only: verify's kernel check passes over these layers, and "
         f"{ENGINE.name} refuses to serve them from the kernel layout."
         for name in dict.fromkeys(unknown)
     ]
@@ -212,10 +212,10 @@ def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Warn of scales that are rounded without `round_scales`: where the schema's codes are the source's."""
     dtype = spec.param_dtype
     kinds = {
-        block.format.scale_dtype
-        for block in experts.blocks
-        if not spec.keeps(block.name)
-        and conversion_of(block.format, spec.kernel_spec_of(block.name).schema, dtype) == DIRECT_ROUNDED
+        layer.format.scale_dtype
+        for layer in experts.layers
+        if not spec.keeps(layer.name)
+        and conversion_of(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) == DIRECT_ROUNDED
     }
     return [
         f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "
@@ -227,9 +227,9 @@ def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
 def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Warn if there is no scale to search for; where gate and up must share a scale, only the data show it."""
     options = spec.encoding
-    for block in experts.blocks:
-        is_coupled = spec.kernel_spec_of(block.name).schema.is_coupled and not spec.must_be_direct
-        if is_coupled or spec.conversion_of(block) not in (DIRECT, DIRECT_ROUNDED):
+    for layer in experts.layers:
+        is_coupled = spec.kernel_spec_of(layer.name).schema.is_coupled and not spec.must_be_direct
+        if is_coupled or spec.conversion_of(layer) not in (DIRECT, DIRECT_ROUNDED):
             return []
     if options.quantizer != MSE:
         return []
@@ -241,7 +241,7 @@ def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> lis
     """Return reasons why the engine without hqconv's plugin will not serve the checkpoint layout."""
     schema = spec.schema
     of_schema = ENGINE.checkpoint_layout_obstacle(schema, spec.param_dtype)
-    of_blocks = (ENGINE.checkpoint_family_obstacle(experts.family, block.name, schema) for block in experts.blocks)
-    of_family = next((reason for reason in of_blocks if reason), None)
+    of_layers = (ENGINE.checkpoint_family_obstacle(experts.family, layer.name, schema) for layer in experts.layers)
+    of_family = next((reason for reason in of_layers if reason), None)
     named = ((f"'{schema.name}' with {spec.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
     return [f"{ENGINE.release} cannot serve {name} from this layout: {reason}." for name, reason in named if reason]

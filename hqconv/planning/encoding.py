@@ -177,7 +177,7 @@ def encoding_of(
         must_be_direct,
         takes_powers_of_two(source, schema),
         not source.is_float,
-        None if options.importance is None else options.importance.of_block(layer),
+        None if options.importance is None else options.importance.of_layer(layer),
     )
 
 

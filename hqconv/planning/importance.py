@@ -18,7 +18,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.artifact_names import GEMMS, importance_to_dict
 from hqconv.schemas.tensors import TensorRef
 
-_MAX_BYTES = 1 << 28  # far more than the largest models need: 4 (H + I) bytes a block
+_MAX_BYTES = 1 << 28  # far more than the largest models need: 4 (H + I) bytes a layer
 _REMEDY = "Make it from this model with scripts/make_importance.py."
 
 
@@ -38,36 +38,36 @@ class Importance:
         """Return the entry of the file in the manifest and in reports."""
         return importance_to_dict(self.sha256)
 
-    def of_block(self, block: str) -> dict[str, bytes]:
+    def of_layer(self, layer: str) -> dict[str, bytes]:
         """Return GEMM → float32 values, [H] of w13 and [I] of w2, of a layer in a file that `check` has passed."""
-        return {gemm: self._bytes(self.tensors[f"{block}.{gemm}"]) for gemm in GEMMS}
+        return {gemm: self._bytes(self.tensors[f"{layer}.{gemm}"]) for gemm in GEMMS}
 
     def _bytes(self, ref: TensorRef) -> bytes:
         return self.data[ref.offset_bytes : ref.offset_bytes + ref.num_bytes]
 
-    def check(self, blocks: Iterable[MoeLayer], left: Iterable[str] = ()) -> None:
-        """Raise InputError unless each of `blocks` has two tensors of finite numbers >= 0.
+    def check(self, layers: Iterable[MoeLayer], left: Iterable[str] = ()) -> None:
+        """Raise InputError unless each of `layers` has two tensors of finite numbers >= 0.
 
         Other tensors must belong to the layers `left`, whose experts are not converted.
         """
         sizes = {
-            f"{block.name}.{gemm}": size
-            for block in blocks
-            for gemm, size in zip(GEMMS, (block.hidden_size, block.intermediate_size), strict=True)
+            f"{layer.name}.{gemm}": size
+            for layer in layers
+            for gemm, size in zip(GEMMS, (layer.hidden_size, layer.intermediate_size), strict=True)
         }
         for name, size in sizes.items():
             self._check_tensor(name, size)
         known = {*sizes, *(f"{name}.{gemm}" for name in left for gemm in GEMMS)}
         stray = next((name for name in self.tensors if name not in known), None)
         if stray is not None:
-            what, expected = ("The importance file has a tensor of no block.", f"names such as {next(iter(sizes))}")
+            what, expected = ("The importance file has a tensor of no layer.", f"names such as {next(iter(sizes))}")
             raise InputError(what, where=f"{self.where}, tensor {stray!r}", expected=expected, remedy=_REMEDY)
 
     def _check_tensor(self, name: str, size: int) -> None:
         where, ref = f"{self.where}, tensor {name!r}", self.tensors.get(name)
         expected = f"F32 [{size}], one number for each input column"
         if ref is None:
-            what, found = "The importance file has nothing on a block.", "no such tensor"
+            what, found = "The importance file has nothing on a layer.", "no such tensor"
             raise InputError(what, where=where, expected=expected, found=found, remedy=_REMEDY)
         if (ref.dtype, ref.shape) != ("F32", (size,)):
             what, found = "An importance tensor has another dtype or shape.", f"{ref.dtype} {list(ref.shape)}"

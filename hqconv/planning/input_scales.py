@@ -19,9 +19,9 @@ _MODE = "static_tensor"
 _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
 
 
-def static_blocks(experts: ExpertMap, spec: ConversionSpec) -> list[MoeLayer]:
+def static_layers(experts: ExpertMap, spec: ConversionSpec) -> list[MoeLayer]:
     """Return the layers whose activation scales are carried into the artifact."""
-    return [block for block in experts.blocks if spec.kernel_spec_of(block.name).inputs.is_static]
+    return [layer for layer in experts.layers if spec.kernel_spec_of(layer.name).inputs.is_static]
 
 
 def check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
@@ -32,11 +32,11 @@ def check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
     for kind in spec.kinds:
         if kind.inputs.is_static:
             _check_kind(kind, spec)
-    for block in static_blocks(experts, spec):
-        _check_source(block, spec.kernel_spec_of(block.name))
-        for gemm, refs in block.input_scales.refs.items():
+    for layer in static_layers(experts, spec):
+        _check_source(layer, spec.kernel_spec_of(layer.name))
+        for gemm, refs in layer.input_scales.refs.items():
             for ref in refs:
-                _check_tensor(ref, block.input_scales.max_values[gemm])
+                _check_tensor(ref, layer.input_scales.max_values[gemm])
 
 
 def _check_kind(kind: KernelSpec, spec: ConversionSpec) -> None:
@@ -62,21 +62,21 @@ def _check_kind(kind: KernelSpec, spec: ConversionSpec) -> None:
         )
 
 
-def _check_source(block: MoeLayer, kind: KernelSpec) -> None:
-    scales = block.input_scales
+def _check_source(layer: MoeLayer, kind: KernelSpec) -> None:
+    scales = layer.input_scales
     lacking = next((gemm for gemm in artifact_names.GEMMS if not scales.refs.get(gemm)), None)
     if lacking is not None:
         raise RequestError(
             "The source has no static activation scales.",
-            where=f"{block.name}: {lacking}, input schema {kind.inputs.name}",
-            expected=f"tensors such as {next(iter(scales.missing.get(lacking, ())), f'{block.name}.….input_scale')}",
+            where=f"{layer.name}: {lacking}, input schema {kind.inputs.name}",
+            expected=f"tensors such as {next(iter(scales.missing.get(lacking, ())), f'{layer.name}.….input_scale')}",
             found="none of them",
             remedy=_DYNAMIC,
         )
     if scales.a_dtype != kind.inputs.a_dtype:
         raise RequestError(
             "The source's static activation scales were not measured for these activations.",
-            where=f"{block.name}, input schema {kind.inputs.name}",
+            where=f"{layer.name}, input schema {kind.inputs.name}",
             expected=f"{kind.inputs.a_dtype} activations with a static scale per tensor, by the quantization config",
             found=scales.a_dtype or "none that the config declares",
             remedy=_DYNAMIC,
@@ -95,13 +95,13 @@ def _check_tensor(ref: TensorRef, max_values: int) -> None:
         )
 
 
-def missing_warnings(blocks: Iterable[MoeLayer]) -> list[str]:
+def missing_warnings(layers: Iterable[MoeLayer]) -> list[str]:
     """Warn of experts that calibration missed: the largest scale of the other experts serves these too."""
-    chosen = list(blocks)
-    of_all = [name for block in chosen for names in block.input_scales.missing.values() for name in names]
+    chosen = list(layers)
+    of_all = [name for layer in chosen for names in layer.input_scales.missing.values() for name in names]
     if not of_all:
         return []
     return [
         f"{len(of_all)} projections of experts have no input_scale, {of_all[0]} the first: calibration missed them. "
-        "The largest of each block's others is used for all."
+        "The largest of each layer's others is used for all."
     ]

@@ -64,7 +64,7 @@ class MoeLayerPlan:
     Checkpoint layout: ordinary shards; `forms` and `slices` are empty, and `expert_files` is each expert's file.
     """
 
-    block: MoeLayer
+    layer: MoeLayer
     encoding: Encoding
     files: tuple[OutFile, ...]
     forms: dict[str, KernelForm]
@@ -75,19 +75,19 @@ class MoeLayerPlan:
     @property
     def name(self) -> str:
         """The layer's name, which is also the output unit's."""
-        return self.block.name
+        return self.layer.name
 
     @property
     def num_bytes_read(self) -> int:
         """Source bytes of all experts."""
-        return self.block.num_bytes
+        return self.layer.num_bytes
 
     @cached_property
     def expert_bytes_out(self) -> int:
         """Upper bound of the bytes that are written of one expert, on all its ranks."""
         if not self.forms:
             total = sum(ref.num_bytes for file in self.files for ref in file.tensors.values())
-            return -(-total // self.block.num_experts)
+            return -(-total // self.layer.num_experts)
         of_rank = sum(spec.num_bytes for form in self.forms.values() for spec in form.tensors.values())
         return of_rank * len(self.slices) * max(len(homes) for homes in self.homes)
 
@@ -107,7 +107,7 @@ class MoeLayerPlan:
     @cached_property
     def homes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The (EP rank, local index) pairs of each expert."""
-        return self.grid.homes(self.block.num_experts)
+        return self.grid.homes(self.layer.num_experts)
 
     def rank_tensors(self, tp_rank: int, ep_rank: int) -> dict[str, TensorRef]:
         """Return the tensors of one rank's file: `w13_weight`, …, with its experts along the first dimension."""
@@ -136,7 +136,7 @@ class MoeLayerPlan:
     def packed_place(self, expert: int, role: str, tensor: str) -> TensorRef:
         """Return the position of one packed tensor of one expert's projection in the checkpoint layout."""
         file = self.files[self.expert_files[expert]]
-        return file.tensors[f"{self.block.module(expert, role)}.{tensor}"]
+        return file.tensors[f"{self.layer.module(expert, role)}.{tensor}"]
 
 
 def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
@@ -167,33 +167,33 @@ class CopiedShardPlan:
 OutputUnit = MoeLayerPlan | CopiedShardPlan
 
 
-def gemm_shapes(block: MoeLayer, tp: int, schema: WeightSchema) -> dict[str, tuple[int, int]]:
+def gemm_shapes(layer: MoeLayer, tp: int, schema: WeightSchema) -> dict[str, tuple[int, int]]:
     """Return (N, K) of each GEMM on every TP rank, before the kernel's padding."""
-    share = tp_share(block.intermediate_size, tp, schema)
-    return {"w13": ((2 if block.gated else 1) * share, block.hidden_size), "w2": (block.hidden_size, share)}
+    share = tp_share(layer.intermediate_size, tp, schema)
+    return {"w13": ((2 if layer.gated else 1) * share, layer.hidden_size), "w2": (layer.hidden_size, share)}
 
 
-def kernel_unit(block: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
+def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
     """Plan the rank files of one layer."""
-    kind = spec.kernel_spec_of(block.name)
+    kind = spec.kernel_spec_of(layer.name)
     forms = {
-        gemm: planned_kernel_form(n, k, kind, block.has_bias)
-        for gemm, (n, k) in gemm_shapes(block, spec.grid.tp, kind.schema).items()
+        gemm: planned_kernel_form(n, k, kind, layer.has_bias)
+        for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, kind.schema).items()
     }
-    files, scales = ([], [artifact_names.input_scale(block.name, gemm) for gemm in forms if kind.inputs.is_static])
+    files, scales = ([], [artifact_names.input_scale(layer.name, gemm) for gemm in forms if kind.inputs.is_static])
     for number, (tp_rank, ep_rank) in enumerate(spec.grid.ranks):
-        num_local = len(spec.grid.local_experts(block.num_experts, ep_rank))
+        num_local = len(spec.grid.local_experts(layer.num_experts, ep_rank))
         specs = [
-            TensorSpec(f"{block.name}.{gemm}_{name}", tensor.dtype, (num_local, *tensor.shape))
+            TensorSpec(f"{layer.name}.{gemm}_{name}", tensor.dtype, (num_local, *tensor.shape))
             for gemm, form in forms.items()
             for name, tensor in form.tensors.items()
         ]
         specs += [TensorSpec(name, "F32", (1,)) for name in scales]
         metadata = {"format": "pt", "rank": artifact_names.rank_name(tp_rank, ep_rank)}
         metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
-        files.append(build_file(artifact_names.rank_file(block.name, tp_rank, ep_rank), specs, metadata, number))
-    slices = tp_slices(block.intermediate_size, spec.grid.tp, kind.schema)
-    return MoeLayerPlan(block, spec.encoding_of(block), tuple(files), forms, spec.grid, slices)
+        files.append(build_file(artifact_names.rank_file(layer.name, tp_rank, ep_rank), specs, metadata, number))
+    slices = tp_slices(layer.intermediate_size, spec.grid.tp, kind.schema)
+    return MoeLayerPlan(layer, spec.encoding_of(layer), tuple(files), forms, spec.grid, slices)
 
 
 # --- ordinary shards ---------------------------------------------------------------------------------------
@@ -205,30 +205,30 @@ class Shard:
 
     specs: list[TensorSpec]
     refs: tuple[TensorRef, ...] = ()
-    block: MoeLayer | None = None
+    layer: MoeLayer | None = None
     num_experts: int = 0
 
 
-def expert_shards(block: MoeLayer, spec: ConversionSpec) -> list[Shard]:
+def expert_shards(layer: MoeLayer, spec: ConversionSpec) -> list[Shard]:
     """Return the checkpoint layout's shards of one layer, cut between experts."""
 
     def form(n: int, k: int) -> dict[str, TensorSpec]:
-        schema = spec.kernel_spec_of(block.name).schema
-        return planned_packed_form(n, k, schema, spec.param_dtype, block.has_bias)
+        schema = spec.kernel_spec_of(layer.name).schema
+        return planned_packed_form(n, k, schema, spec.param_dtype, layer.has_bias)
 
-    forms = {role: form(*block.shape(role)) for role in block.roles}
+    forms = {role: form(*layer.shape(role)) for role in layer.roles}
     expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
     per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
     shards = []
-    for start in range(0, block.num_experts, per_shard):
-        chosen = range(start, min(start + per_shard, block.num_experts))
+    for start in range(0, layer.num_experts, per_shard):
+        chosen = range(start, min(start + per_shard, layer.num_experts))
         specs = [
-            TensorSpec(f"{block.module(e, role)}.{name}", spec.dtype, spec.shape)
+            TensorSpec(f"{layer.module(e, role)}.{name}", spec.dtype, spec.shape)
             for e in chosen
             for role, tensors in forms.items()
             for name, spec in tensors.items()
         ]
-        shards.append(Shard(specs, block=block, num_experts=len(chosen)))
+        shards.append(Shard(specs, layer=layer, num_experts=len(chosen)))
     return shards
 
 
@@ -247,20 +247,20 @@ def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
 
 def shard_units(shards: list[Shard], spec: ConversionSpec) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:
     """Number ordinary shards; return the units of layers, all shards of a layer in one unit, and the copied shards."""
-    of_block: dict[str, list[tuple[Shard, OutFile]]] = {}
+    of_layer: dict[str, list[tuple[Shard, OutFile]]] = {}
     copies = []
     for index, shard in enumerate(shards, start=1):
         name = artifact_names.shard_name(index, len(shards))
-        siblings = [] if shard.block is None else of_block.setdefault(shard.block.name, [])
+        siblings = [] if shard.layer is None else of_layer.setdefault(shard.layer.name, [])
         file = build_file(name, shard.specs, {"format": "pt"}, len(siblings))
-        if shard.block is None:
+        if shard.layer is None:
             copies.append(CopiedShardPlan(name, (file,), shard.refs))
         siblings.append((shard, file))
-    blocks = []
-    for parts in of_block.values():
-        block = parts[0][0].block
-        assert block is not None
+    layers = []
+    for parts in of_layer.values():
+        layer = parts[0][0].layer
+        assert layer is not None
         expert_files = [number for number, (shard, _) in enumerate(parts) for _ in range(shard.num_experts)]
         files = tuple(file for _, file in parts)
-        blocks.append(MoeLayerPlan(block, spec.encoding_of(block), files, {}, expert_files=tuple(expert_files)))
-    return blocks, copies
+        layers.append(MoeLayerPlan(layer, spec.encoding_of(layer), files, {}, expert_files=tuple(expert_files)))
+    return layers, copies

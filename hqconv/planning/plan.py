@@ -14,7 +14,7 @@ from hqconv.io.front_matter import FrontMatter
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_copied, check_request, refuse_unserved, request_warnings
-from hqconv.planning.input_scales import static_blocks
+from hqconv.planning.input_scales import static_layers
 from hqconv.planning.options import ConversionOptions
 from hqconv.planning.output_units import (
     MoeLayerPlan,
@@ -26,7 +26,7 @@ from hqconv.planning.output_units import (
     shard_units,
 )
 from hqconv.planning.source_facts import SourceFacts, source_facts
-from hqconv.planning.source_schema import plain_blocks
+from hqconv.planning.source_schema import plain_layers
 from hqconv.planning.spec import ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GpuTarget
@@ -86,7 +86,7 @@ class ConversionPlan:
     warnings: tuple[str, ...]
 
     @property
-    def blocks(self) -> tuple[MoeLayerPlan, ...]:
+    def layers(self) -> tuple[MoeLayerPlan, ...]:
         """The output units of MoE layers."""
         return tuple(unit for unit in self.units if isinstance(unit, MoeLayerPlan))
 
@@ -141,8 +141,8 @@ class ConversionPlan:
         if self.spec.layout != artifact_names.KERNEL:
             return {}
         totals = {artifact_names.rank_folder(t, p): 0 for t, p in self.spec.grid.ranks}
-        for block in self.blocks:
-            for file in block.files:
+        for layer in self.layers:
+            for file in layer.files:
                 totals[file.path.rsplit("/", 1)[0]] += file.size_bytes
         return totals
 
@@ -161,7 +161,7 @@ class ConversionPlan:
             "--layout": spec.layout,
             "--input-schema": spec.inputs.humming_fields(),
             **spec.encoding.identity(),
-            "the overrides": {name: artifact_names.kernel_spec_to_dict(kind) for name, kind in spec.of_blocks.items()},
+            "the overrides": {name: artifact_names.kernel_spec_to_dict(kind) for name, kind in spec.of_layers.items()},
         }
         document = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
         return {**document, "layout of the output files": digest.hexdigest()}
@@ -173,10 +173,10 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
     Raises RequestError or InputError for options, a source or their combination that no conversion can have.
     """
     experts = source.map_experts()
-    choices = assign(options.overrides, {block.name: block.index for block in experts.blocks})
+    choices = assign(options.overrides, {layer.name: layer.index for layer in experts.layers})
     left = {name for name, choice in choices.items() if choice.is_left}
     if options.schema is None:
-        left |= {name for name in plain_blocks(experts) if name not in choices or choices[name].schema is None}
+        left |= {name for name in plain_layers(experts) if name not in choices or choices[name].schema is None}
     if left:
         experts = experts.without(left, source.tensors)
     spec = make_spec(options, experts, source.config, target, choices)
@@ -190,19 +190,19 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     """Plan a conversion. Raises RequestError where request, schema, grid and layers do not fit together."""
     check_request(experts, spec)
     check_copied(checkpoint, experts, spec)
-    experts = experts.with_input_scales({block.name for block in static_blocks(experts, spec)})
+    experts = experts.with_input_scales({layer.name for layer in static_layers(experts, spec)})
     if spec.encoding.importance is not None:
-        spec.encoding.importance.check(experts.blocks, experts.left)
-    blocks: list[MoeLayerPlan] = []
+        spec.encoding.importance.check(experts.layers, experts.left)
+    layers: list[MoeLayerPlan] = []
     shards: list[Shard] = []
-    for block in experts.blocks:
+    for layer in experts.layers:
         if spec.layout == artifact_names.KERNEL:
-            blocks.append(kernel_unit(block, spec))
+            layers.append(kernel_unit(layer, spec))
         else:
-            shards += expert_shards(block, spec)
+            shards += expert_shards(layer, spec)
     shards += copy_shards(checkpoint.tensors[name] for name in experts.copied)
     packed, copies = shard_units(shards, spec)
-    units: tuple[OutputUnit, ...] = (*packed, *blocks, *copies)
+    units: tuple[OutputUnit, ...] = (*packed, *layers, *copies)
     planned = {file.path for unit in units for file in unit.files}
     check_sidecar_files(checkpoint.other_files, planned, spec.layout)
     return ConversionPlan(

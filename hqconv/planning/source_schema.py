@@ -1,4 +1,4 @@
-"""`--schema source`: the target schemas that keep what a quantized source already holds, block by block.
+"""`--schema source`: the target schemas that keep what a quantized source already holds, layer by layer.
 
 Legend: I intermediate size, H hidden size; a block scale serves bn rows × bk columns.
 """
@@ -24,7 +24,7 @@ _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
 
 def source_schemas(
-    blocks: Iterable[MoeLayer], param_dtype: str, tp: int, options: EncodingOptions = _DEFAULTS
+    layers: Iterable[MoeLayer], param_dtype: str, tp: int, options: EncodingOptions = _DEFAULTS
 ) -> dict[str, WeightSchema]:
     """Return layer → the schema that keeps its codes and scales, cut for `tp` ranks.
 
@@ -34,50 +34,50 @@ def source_schemas(
     """
     found: dict[str, WeightSchema] = {}
     of_kind: dict[tuple[object, ...], WeightSchema] = {}
-    for block in blocks:
-        kind = (_kind(block.format), block.hidden_size, block.intermediate_size, block.gated)
+    for layer in layers:
+        kind = (_kind(layer.format), layer.hidden_size, layer.intermediate_size, layer.gated)
         if kind not in of_kind:
-            of_kind[kind] = _source_schema(block, param_dtype, tp, options.round_scales)
-        found[block.name] = of_kind[kind]
+            of_kind[kind] = _source_schema(layer, param_dtype, tp, options.round_scales)
+        found[layer.name] = of_kind[kind]
     return found
 
 
-def plain_blocks(experts: ExpertMap) -> set[str]:
+def plain_layers(experts: ExpertMap) -> set[str]:
     """Return the layers that are not quantized although others are: they have no schema, and are copied unchanged."""
-    plain = {block.name for block in experts.blocks if block.format.is_float}
-    return plain if len(plain) < len(experts.blocks) else set()
+    plain = {layer.name for layer in experts.layers if layer.format.is_float}
+    return plain if len(plain) < len(experts.layers) else set()
 
 
-def _source_schema(block: MoeLayer, param_dtype: str, tp: int, round_scales: bool) -> WeightSchema:
-    if block.format.is_float:
+def _source_schema(layer: MoeLayer, param_dtype: str, tp: int, round_scales: bool) -> WeightSchema:
+    if layer.format.is_float:
         raise RequestError(
             "The source's experts are not quantized: they have no schema of their own.",
-            where=f"--schema source, {block.name}",
-            found=block.dtype,
+            where=f"--schema source, {layer.name}",
+            found=layer.dtype,
             remedy="Name the schema to quantize to, such as mxfp4.",
         )
-    schema, obstacle = _keeping(block, param_dtype, tp, round_scales)
+    schema, obstacle = _keeping(layer, param_dtype, tp, round_scales)
     if schema is not None:
         return named(schema)
-    others = [t for t in _TP_SIZES if t != tp and _keeping(block, param_dtype, t, round_scales)[0]]
+    others = [t for t in _TP_SIZES if t != tp and _keeping(layer, param_dtype, t, round_scales)[0]]
     works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
     raise RequestError(
         "No schema of Humming keeps the source's experts exactly.",
-        where=f"--schema source, --tp {tp}, {block.name}",
+        where=f"--schema source, --tp {tp}, {layer.name}",
         expected=f"scales in {param_dtype}, an 8-bit dtype, or float32 for blocks",
-        found=f"{block.format.describe()}: {obstacle}",
-        remedy=_remedy(block, param_dtype, tp) + works,
+        found=f"{layer.format.describe()}: {obstacle}",
+        remedy=_remedy(layer, param_dtype, tp) + works,
     )
 
 
-def _keeping(block: MoeLayer, param_dtype: str, tp: int, round_scales: bool = False) -> tuple[WeightSchema | None, str]:
+def _keeping(layer: MoeLayer, param_dtype: str, tp: int, round_scales: bool = False) -> tuple[WeightSchema | None, str]:
     """Return the closest schema that keeps the layer's format when it is cut for `tp` ranks, or None and the reason."""
-    obstacle = "" if block.format.b_dtype else "no kernel reads codes of this kind"
-    if block.intermediate_size % tp and not block.pads_last_rank:
-        return None, f"{block.intermediate_size} columns are not {tp} equal slices"
+    obstacle = "" if layer.format.b_dtype else "no kernel reads codes of this kind"
+    if layer.intermediate_size % tp and not layer.pads_last_rank:
+        return None, f"{layer.intermediate_size} columns are not {tp} equal slices"
     rounded = ROUNDED_IF_ASKED if round_scales else ()
-    for schema in _candidates(block, tp, may_round=round_scales):
-        why = why_not_direct(block.format, schema, param_dtype, rounded=rounded)
+    for schema in _candidates(layer, tp, may_round=round_scales):
+        why = why_not_direct(layer.format, schema, param_dtype, rounded=rounded)
         if not why:
             return schema, ""
         obstacle = obstacle or why
@@ -89,7 +89,7 @@ def source_param_dtype(experts: ExpertMap) -> str | None:
 
     If layers differ, the dtype of the first layer that has one.
     """
-    sources = [block.format for block in experts.blocks]
+    sources = [layer.format for layer in experts.layers]
     made_for = (source.option("param_dtype", source.scale_dtype) for source in sources if not source.is_float)
     return next((str(dtype) for dtype in made_for if dtype in PARAM_DTYPES), None)
 
@@ -115,8 +115,8 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
         return [
             name
             for name, schema in PRESETS.items()
-            if all(not why_not_direct(b.format, schema, param_dtype, rounded=rounded) for b in experts.blocks)
-            and all(_fits(block, schema) for block in experts.blocks)
+            if all(not why_not_direct(b.format, schema, param_dtype, rounded=rounded) for b in experts.layers)
+            and all(_fits(layer, schema) for layer in experts.layers)
         ]
 
     exact = presets(())
@@ -129,8 +129,8 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
 def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOptions) -> str:
     """Describe the schema of `source`, with numbers of layers where they differ; "" where it is refused."""
-    dtype, left = source_param_dtype(experts) or param_dtype, plain_blocks(experts)
-    kept = [block for block in experts.blocks if block.name not in left]
+    dtype, left = source_param_dtype(experts) or param_dtype, plain_layers(experts)
+    kept = [layer for layer in experts.layers if layer.name not in left]
     try:
         own = source_schemas(kept, dtype, 1, options)
     except RequestError:
@@ -138,13 +138,13 @@ def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOpti
     counts = Counter(one.name if one.name != SOURCE else one.describe() for one in own.values())
     if len(counts) == 1 and not left:
         return next(iter(counts))
-    counted = [f"{name}: {number} block{'s' * (number > 1)}" for name, number in counts.items()]
+    counted = [f"{name}: {number} layer{'s' * (number > 1)}" for name, number in counts.items()]
     return "; ".join([*counted, *([f"left as they are: {len(left)}"] if left else [])])
 
 
-def _fits(block: MoeLayer, schema: WeightSchema) -> bool:
+def _fits(layer: MoeLayer, schema: WeightSchema) -> bool:
     """Return whether the layer's sizes are whole scale groups of the schema, uncut."""
-    return not (block.hidden_size % slice_unit(schema) or block.intermediate_size % slice_unit(schema))
+    return not (layer.hidden_size % slice_unit(schema) or layer.intermediate_size % slice_unit(schema))
 
 
 def _kind(source: SourceFormat) -> tuple[object, ...]:
@@ -152,14 +152,14 @@ def _kind(source: SourceFormat) -> tuple[object, ...]:
     return tuple(document[key] for key in sorted(document) if key not in ("name", "options", "decoder"))
 
 
-def _candidates(block: MoeLayer, tp: int, *, may_round: bool) -> Iterator[WeightSchema]:
+def _candidates(layer: MoeLayer, tp: int, *, may_round: bool) -> Iterator[WeightSchema]:
     """Yield schemas that may hold the layer's format, the closest first; schemas that no kernel loads are left out."""
-    source = block.format
+    source = layer.format
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
-    share = math.gcd(block.hidden_size, block.intermediate_size // tp)
+    share = math.gcd(layer.hidden_size, layer.intermediate_size // tp)
     makers: list[dict[str, object]] = []
-    # Gate and up have one scale in a laid out artifact; elsewhere only a block without a gate is sure to.
-    is_shared = source.encoding == LAID_OUT or not block.gated
+    # Gate and up have one scale in a laid out artifact; elsewhere only a layer without a gate is sure to.
+    is_shared = source.encoding == LAID_OUT or not layer.gated
     if is_shared and (source.group_n, source.group_k) == (0, 0):
         makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})
     if source.group_n == 1:
@@ -167,9 +167,9 @@ def _candidates(block: MoeLayer, tp: int, *, may_round: bool) -> Iterator[Weight
         makers.append({"weight_scale_type": kind, "weight_scale_group_size": source.group_k, "bs_dtype": small})
     else:
         rows, columns = (_power_of_two(math.gcd(g or _MAX_BLOCK, share)) for g in (source.group_n, source.group_k))
-        blocks = {"weight_scale_type": "block", "bs_dtype": "float32"}
+        block = {"weight_scale_type": "block", "bs_dtype": "float32"}
         if rows >= _MIN_BLOCK_N and columns >= _MIN_BLOCK_K:
-            makers.append({**blocks, "weight_scale_group_size_n": rows, "weight_scale_group_size": columns})
+            makers.append({**block, "weight_scale_group_size_n": rows, "weight_scale_group_size": columns})
         if source.group_k == 0 and (may_round or source.scale_dtype != "float32"):
             makers.append({"weight_scale_type": "channel"})
         if small == "float8e8m0":
@@ -193,11 +193,11 @@ def _power_of_two(number: int) -> int:
     return number & -number
 
 
-def _remedy(block: MoeLayer, param_dtype: str, tp: int) -> str:
+def _remedy(layer: MoeLayer, param_dtype: str, tp: int) -> str:
     ways = []
-    if block.format.scale_dtype in PARAM_DTYPES and block.format.scale_dtype != param_dtype:
-        ways.append(f"Use --dtype {block.format.scale_dtype}")
-    if _keeping(block, param_dtype, tp, round_scales=True)[0] is not None:
+    if layer.format.scale_dtype in PARAM_DTYPES and layer.format.scale_dtype != param_dtype:
+        ways.append(f"Use --dtype {layer.format.scale_dtype}")
+    if _keeping(layer, param_dtype, tp, round_scales=True)[0] is not None:
         ways.append(f"{'add' if ways else 'Add'} --round-scales: codes kept, scales rounded to {param_dtype}")
     if not ways:
         return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."

@@ -40,7 +40,7 @@ class ConversionSpec:
     layout: str = artifact_names.KERNEL
     inputs: InputSchema = A16
     must_be_direct: bool = False
-    of_blocks: Mapping[str, KernelSpec] = field(default_factory=dict)
+    of_layers: Mapping[str, KernelSpec] = field(default_factory=dict)
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     renamed: frozenset[str] = frozenset()
 
@@ -58,13 +58,13 @@ class ConversionSpec:
         """Kernel spec of the layers without an override."""
         return KernelSpec(self.schema, self.param_dtype, self.target, self.inputs)
 
-    def kernel_spec_of(self, block: str) -> KernelSpec:
+    def kernel_spec_of(self, layer: str) -> KernelSpec:
         """Return the kernel spec of one layer."""
-        return self.of_blocks.get(block, self.kind)
+        return self.of_layers.get(layer, self.kind)
 
-    def keeps(self, block: str) -> bool:
+    def keeps(self, layer: str) -> bool:
         """Return whether one layer must keep the source's codes and scales."""
-        return self.must_be_direct and block not in self.renamed
+        return self.must_be_direct and layer not in self.renamed
 
     def encoding_of(self, layer: MoeLayer) -> Encoding:
         """Return the encoding of one layer."""
@@ -85,7 +85,7 @@ class ConversionSpec:
     @property
     def kinds(self) -> list[KernelSpec]:
         """The distinct kernel specs, the first of them `kind`."""
-        return list(dict.fromkeys((self.kind, *self.of_blocks.values())))
+        return list(dict.fromkeys((self.kind, *self.of_layers.values())))
 
 
 def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
@@ -96,7 +96,7 @@ def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
                 return str(values[key])
             if values.get(key) == "float32":
                 return "bfloat16"
-    return "float16" if experts.blocks[0].dtype == "F16" else "bfloat16"
+    return "float16" if experts.layers[0].dtype == "F16" else "bfloat16"
 
 
 def make_spec(
@@ -117,7 +117,7 @@ def make_spec(
     renamed = frozenset(name for name, choice in choices.items() if choice.schema is not None)
     own: dict[str, WeightSchema] = {}
     if options.schema is None:
-        kept = [block for block in experts.blocks if block.name not in renamed]
+        kept = [layer for layer in experts.layers if layer.name not in renamed]
         own = source_schemas(kept, dtype, options.grid.tp, options.encoding)
     spec = ConversionSpec(
         schema=options.schema or _most_common(own),
@@ -130,14 +130,14 @@ def make_spec(
         encoding=options.encoding,
         renamed=renamed,
     )
-    spec = replace(spec, of_blocks=_of_blocks(experts, spec, choices, own))
+    spec = replace(spec, of_layers=_of_layers(experts, spec, choices, own))
     if target.cuda is not None and not any(needs_cuda(kind) for kind in spec.kinds):
         target = replace(target, cuda=None)  # equal bytes get equal manifests
-    layers = [(block.format, spec.kernel_spec_of(block.name).schema) for block in experts.blocks]
+    layers = [(layer.format, spec.kernel_spec_of(layer.name).schema) for layer in experts.layers]
     return replace(
         spec,
         target=target,
-        of_blocks={name: replace(kind, target=target) for name, kind in spec.of_blocks.items()},
+        of_layers={name: replace(kind, target=target) for name, kind in spec.of_layers.items()},
         encoding=spec.encoding.effective(layers, dtype),
     )
 
@@ -145,18 +145,18 @@ def make_spec(
 def _most_common(own: Mapping[str, WeightSchema]) -> WeightSchema:
     """Return the schema of most layers, the first one of equal counts."""
     if not own:
-        what, remedy = "Overrides leave no block to the source's own schema.", "Name a schema."
-        raise RequestError(what, where="--schema source", found="overrides of all blocks", remedy=remedy)
+        what, remedy = "Overrides leave no layer to the source's own schema.", "Name a schema."
+        raise RequestError(what, where="--schema source", found="overrides of all layers", remedy=remedy)
     return Counter(own.values()).most_common(1)[0][0]
 
 
-def _of_blocks(
+def _of_layers(
     experts: ExpertMap, spec: ConversionSpec, choices: Mapping[str, LayerChoice], own: Mapping[str, WeightSchema]
 ) -> dict[str, KernelSpec]:
     """Return the kernel specs of layers that differ from `spec.kind`; layers left out are not in `experts`."""
     kind, found = spec.kind, {}
-    for block in experts.blocks:
-        choice = choices.get(block.name, LayerChoice())
-        schema = choice.schema or own.get(block.name, kind.schema)
-        found[block.name] = replace(kind, schema=schema, inputs=choice.inputs or kind.inputs)
-    return {name: of_block for name, of_block in found.items() if of_block != kind}
+    for layer in experts.layers:
+        choice = choices.get(layer.name, LayerChoice())
+        schema = choice.schema or own.get(layer.name, kind.schema)
+        found[layer.name] = replace(kind, schema=schema, inputs=choice.inputs or kind.inputs)
+    return {name: of_layer for name, of_layer in found.items() if of_layer != kind}

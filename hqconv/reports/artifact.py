@@ -12,7 +12,7 @@ from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.formats.source_format import SourceFormat
 from hqconv.io.hub import Listing
 from hqconv.planning.encoding import EncodingOptions
-from hqconv.reports.documents import Words, block_runs, otherwise, quant_method, schema_to_dict
+from hqconv.reports.documents import Words, layer_runs, otherwise, quant_method, schema_to_dict
 from hqconv.schemas import artifact_names
 from hqconv.schemas.content_sums import SUMS
 from hqconv.schemas.untrusted_files import read_json
@@ -67,7 +67,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
             "copied": len(manifest.tensors.copied),
             "dropped": len(manifest.tensors.dropped),
         },
-        "blocks": block_runs({name: _layer_to_dict(layer) for name, layer in layers.items()}),
+        "blocks": layer_runs({name: _layer_to_dict(layer) for name, layer in layers.items()}),
         "conversion": dict(Counter(layer.conversion for layer in layers.values())),
         "quantization_error": summarize_errors(errors),
         "requantized": requantized(errors),

@@ -16,13 +16,13 @@ from hqconv.schemas import artifact_names as names
 from hqconv.serving.engine import ENGINE
 
 _SIZES = ("num_experts", "hidden_size", "intermediate_size", "gated")
-_NUM_WORST = 10  # blocks and projections of one artifact
+_NUM_WORST = 10  # layers and projections of one artifact
 _SAME = ("name", "revision", "index_sha256")
-Measured = Mapping[str, Mapping[str, Mapping[str, Any]]]  # block → projection → figures
+Measured = Mapping[str, Mapping[str, Mapping[str, Any]]]  # layer → projection → figures
 
 
 def compare(roots: Sequence[Path], measured: Sequence[Measured] | None = None) -> Words:
-    """Describe two artifacts, their errors by projection and block, and the blocks that differ most.
+    """Describe two artifacts, their errors by projection and layer, and the layers that differ most.
 
     roots: two artifacts. measured: for each, the errors that the check of weights measured against the source; None:
     the errors that the conversions recorded.
@@ -42,19 +42,19 @@ def compare(roots: Sequence[Path], measured: Sequence[Measured] | None = None) -
         "artifacts": [_artifact(*side, common) for side in sides],
         "notes": _notes(manifests, errors, common),
         "projections": _projections(errors, common, manifests[0]),
-        "blocks": _blocks(errors, common),
+        "blocks": _layers(errors, common),
         **({} if measured is None else {"figures": [_figures(one) for one in measured]}),
     }
 
 
 def _check_models(roots: Sequence[Path], manifests: Sequence[Manifest]) -> None:
-    """Refuse artifacts of different models: missing blocks, or blocks of other sizes."""
+    """Refuse artifacts of different models: missing layers, or layers of other sizes."""
     every = [{*one.blocks, *one.left} for one in manifests]
     where, remedy = f"{roots[0]}, {roots[1]}", "Compare two artifacts of one model."
     what = "The artifacts are of different models."
     if alone := sorted(every[0] ^ every[1]):
         found = f"only in one of them: {first_few(alone)}"
-        raise RequestError(what, where=where, expected="the same MoE blocks", found=found, remedy=remedy)
+        raise RequestError(what, where=where, expected="the same MoE layers", found=found, remedy=remedy)
     for name, layer in manifests[0].blocks.items():
         other = manifests[1].blocks.get(name)
         sizes = [{key: getattr(one, key) for key in _SIZES} for one in (layer, other) if one]
@@ -64,7 +64,7 @@ def _check_models(roots: Sequence[Path], manifests: Sequence[Manifest]) -> None:
             raise RequestError(what, where=inside, expected=texts[0], found=texts[1], remedy=remedy)
 
 
-Errors = dict[tuple[str, str], float]  # block and projection → relative error
+Errors = dict[tuple[str, str], float]  # layer and projection → relative error
 
 
 def _recorded(manifest: Manifest) -> Errors:
@@ -79,8 +79,8 @@ def _recorded(manifest: Manifest) -> Errors:
 
 def _measured(measured: Measured) -> Errors:
     return {
-        (block, role): math.nan if one["relative_error"] is None else float(one["relative_error"])
-        for block, roles in measured.items()
+        (layer, role): math.nan if one["relative_error"] is None else float(one["relative_error"])
+        for layer, roles in measured.items()
         for role, one in roles.items()
         if "relative_error" in one
     }
@@ -106,8 +106,8 @@ def _artifact(root: Path, manifest: Manifest, described: Words, errors: Errors, 
         "vllm_obstacles": _obstacles(root, manifest),
         "relative_error": _overall(errors, common, manifest),
         "worst": [
-            {"block": block, "projection": role, "relative_error": errors[block, role]}
-            for block, role in sorted(common, key=lambda key: -errors[key])[:_NUM_WORST]
+            {"block": layer, "projection": role, "relative_error": errors[layer, role]}
+            for layer, role in sorted(common, key=lambda key: -errors[key])[:_NUM_WORST]
         ],
     }
 
@@ -143,7 +143,7 @@ def _obstacles(root: Path, manifest: Manifest) -> list[str]:
 
 def _overall(errors: Errors, keys: Sequence[tuple[str, str]], manifest: Manifest) -> float | None:
     """Root mean square of relative errors, each weighted with its number of weights; None without errors."""
-    weights = [_num_weights(manifest.blocks[block]) for block, _ in keys]
+    weights = [_num_weights(manifest.blocks[layer]) for layer, _ in keys]
     total = sum(weights)
     squares = math.fsum(weight * errors[key] ** 2 for key, weight in zip(keys, weights, strict=True))
     return math.sqrt(squares / total) if total else None
@@ -154,28 +154,28 @@ def _num_weights(layer: ManifestLayer) -> int:
 
 
 def _projections(errors: Sequence[Errors], common: Sequence[tuple[str, str]], manifest: Manifest) -> Words:
-    """Error of each artifact by projection, over all blocks that both have."""
+    """Error of each artifact by projection, over all layers that both have."""
     roles = list(dict.fromkeys(role for _, role in common))
     of_role = {role: [key for key in common if key[1] == role] for role in roles}
     return {role: [_overall(one, keys, manifest) for one in errors] for role, keys in of_role.items()}
 
 
-def _blocks(errors: Sequence[Errors], common: Sequence[tuple[str, str]]) -> list[Words]:
-    """Errors of every block and projection that both have, sorted by difference, the largest first."""
+def _layers(errors: Sequence[Errors], common: Sequence[tuple[str, str]]) -> list[Words]:
+    """Errors of every layer and projection that both have, sorted by difference, the largest first."""
     found = [
         {
-            "block": block,
+            "block": layer,
             "projection": role,
-            "relative_errors": [one[block, role] for one in errors],
-            "difference": errors[1][block, role] - errors[0][block, role],
+            "relative_errors": [one[layer, role] for one in errors],
+            "difference": errors[1][layer, role] - errors[0][layer, role],
         }
-        for block, role in common
+        for layer, role in common
     ]
     return sorted(found, key=lambda one: -abs(one["difference"]))
 
 
 def _figures(measured: Measured) -> dict[str, Words]:
-    """Least SQNR and cosine of any block by projection, for one artifact; None without quantization error."""
+    """Least SQNR and cosine of any layer by projection, for one artifact; None without quantization error."""
     found: dict[str, Words] = {}
     for roles in measured.values():
         for role, one in roles.items():
@@ -195,6 +195,6 @@ def _notes(manifests: Sequence[Manifest], errors: Sequence[Errors], common: Sequ
         for key, pair in pairs.items()
         if pair[0] != pair[1]
     ]
-    if alone := sorted({block for one in errors for block, role in one if (block, role) not in set(common)}):
+    if alone := sorted({layer for one in errors for layer, role in one if (layer, role) not in set(common)}):
         notes.append(f"Left as they are in one of them, and not compared: {first_few(alone)}.")
     return notes

@@ -1,4 +1,4 @@
-"""Parts that several documents share: blocks of one kind in one entry, errors over blocks, schemas."""
+"""Parts that several documents share: layers of one kind in one entry, errors over layers, schemas."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SHAPE_KEYS = (
 )
 
 
-def block_runs(blocks: Mapping[str, Mapping[str, Any]]) -> list[Words]:
-    """Blocks of the same shape and naming, each set as one entry named like `model.layers.[3-60].mlp.experts`."""
+def layer_runs(layers: Mapping[str, Mapping[str, Any]]) -> list[Words]:
+    """Layers of the same shape and naming, each set as one entry named like `model.layers.[3-60].mlp.experts`."""
     runs: dict[tuple[str, str, str], list[int]] = {}
-    for name, document in blocks.items():
+    for name, document in layers.items():
         parts = re.split(r"\b(\d+)\b", name, maxsplit=1)
         before, number, after = parts if len(parts) == 3 else (name, "", "")
         key = (before, after, json.dumps({k: document[k] for k in SHAPE_KEYS if k in document}))
@@ -82,8 +82,8 @@ def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
 
 
 def otherwise(named: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
-    """Blocks (name, schema, input schema) whose schemas differ from the usual ones, grouped by schemas."""
+    """Layers (name, schema, input schema) whose schemas differ from the usual ones, grouped by schemas."""
     found: dict[str, list[str]] = {}
-    for block, schema, inputs in named:
-        found.setdefault(f"{schema}, {inputs} activations", []).append(block)
+    for layer, schema, inputs in named:
+        found.setdefault(f"{schema}, {inputs} activations", []).append(layer)
     return found

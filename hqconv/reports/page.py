@@ -56,17 +56,17 @@ def _weights(measured: Mapping[str, Any]) -> list[Part]:
     """Errors of decoded weights against the source, the largest first."""
     rows = [
         (
-            block,
+            layer,
             PROJECTIONS.get(role, role),
             *(_figure(one.get(key)) for key in ("relative_error", "sqnr_db", "cosine")),
             _figure((one.get("worst_group") or {}).get("relative_error")),
         )
-        for block, roles in measured.items()
+        for layer, roles in measured.items()
         for role, one in roles.items()
         if isinstance(one, Mapping) and "relative_error" in one
     ]
     rows.sort(key=lambda row: -row[2] if isinstance(row[2], float) else 0.0)
-    headers = ("block", "projection", "relative error", "SQNR (dB)", "cosine", "worst scale group")
+    headers = ("layer", "projection", "relative error", "SQNR (dB)", "cosine", "worst scale group")
     title = "Decoded weights against the source"
     if len(rows) <= _NUM_SHOWN:
         return [table(headers, rows, title)] if rows else []
@@ -75,13 +75,13 @@ def _weights(measured: Mapping[str, Any]) -> list[Part]:
 
 
 def _kernel(measured: Mapping[str, Any]) -> list[Part]:
-    """Errors of the GPU kernel, by block."""
+    """Errors of the GPU kernel, by layer."""
     keys = ("kernel", "rounded_kernel", "channel", "batch", "against_source")
     rows = [
-        (block, *(_figure(one.get(key)) for key in keys), one.get("routed_by", "")) for block, one in measured.items()
+        (layer, *(_figure(one.get(key)) for key in keys), one.get("routed_by", "")) for layer, one in measured.items()
     ]
     headers = (
-        "block",
+        "layer",
         "kernel against decoded weights",
         "against rounded activations",
         "worst channel",
@@ -104,24 +104,24 @@ _NO_ERROR = "No weight differs from the source: stored values were kept, or the 
 
 
 def errors_section(document: Document) -> Part | None:
-    """Relative errors by block and projection, as the conversion measured them."""
-    blocks = [block for block in document["blocks"] if any("relative_error" in e for e in block["errors"].values())]
-    if not blocks:
+    """Relative errors by layer and projection, as the conversion measured them."""
+    layers = [layer for layer in document["blocks"] if any("relative_error" in e for e in layer["errors"].values())]
+    if not layers:
         return None
-    names = [_short(block) for block in blocks]
+    names = [_short(layer) for layer in layers]
     summary = document["artifact"]["quantization_error"]
     rows = [
         (PROJECTIONS.get(role, role), float(e["min"]), float(e["median"]), float(e["max"]), e["worst_block"])
         for role, e in summary.items()
     ]
-    each = _each(blocks)
-    title = "Blocks with the largest errors"
+    each = _each(layers)
+    title = "Layers with the largest errors"
     title += f": {_NUM_SHOWN} of {len(each)} rows" if len(each) > _NUM_SHOWN else ""
     legend = (
         "Relative error of the decoded weights: the norm of the difference to the source over the norm of the source's "
         "weights, measured by the conversion. It is 0 for weights that were kept."
     )
-    plot = lines_plot("Relative error by layer", names, _series(blocks), "relative error by layer")
+    plot = lines_plot("Relative error by layer", names, _series(layers), "relative error by layer")
     if not any(row[3] for row in each):
         plot = note(_NO_ERROR)
     return section(
@@ -129,55 +129,55 @@ def errors_section(document: Document) -> Part | None:
         "Errors",
         note(legend),
         plot,
-        table(("projection", "smallest", "median", "largest", "worst block"), rows, "Over all blocks"),
+        table(("projection", "smallest", "median", "largest", "worst layer"), rows, "Over all layers"),
         table(
-            ("block", "schema", "projection", "relative error", "worst expert", "its error"), each[:_NUM_SHOWN], title
+            ("layer", "schema", "projection", "relative error", "worst expert", "its error"), each[:_NUM_SHOWN], title
         ),
     )
 
 
-def _series(blocks: list[Document]) -> dict[str, tuple[str, list[float | None]]]:
-    """Two lines for each projection: errors of the blocks, and errors of their worst experts."""
+def _series(layers: list[Document]) -> dict[str, tuple[str, list[float | None]]]:
+    """Two lines for each projection: errors of the layers, and errors of their worst experts."""
     series: dict[str, tuple[str, list[float | None]]] = {}
     for role in ROLES:
         for more, key, kind in (
             ("", "relative_error", role),
             (", worst expert", "worst_relative_error", f"{role} worst"),
         ):
-            values = [block["errors"].get(role, {}).get(key) for block in blocks]
+            values = [layer["errors"].get(role, {}).get(key) for layer in layers]
             if any(value is not None for value in values):
                 series[f"{PROJECTIONS[role]}{more}"] = (kind, values)
     return series
 
 
-def _each(blocks: list[Document]) -> list[tuple[Any, ...]]:
-    """Rows for each block and projection, the largest errors first."""
+def _each(layers: list[Document]) -> list[tuple[Any, ...]]:
+    """Rows for each layer and projection, the largest errors first."""
     rows = [
         (
-            block["name"],
-            block["schema"],
+            layer["name"],
+            layer["schema"],
             PROJECTIONS.get(role, role),
             float(error["relative_error"]),
             error.get("worst_expert", "–"),
             error.get("worst_relative_error", "–"),
         )
-        for block in blocks
-        for role, error in block["errors"].items()
+        for layer in layers
+        for role, error in layer["errors"].items()
         if "relative_error" in error
     ]
     return sorted(rows, key=lambda row: -row[3])
 
 
-def _short(block: Document) -> str:
-    """Short name of a block: its layer number if known."""
-    return f"layer {block['layer']}" if block["layer"] >= 0 else str(block["name"])
+def _short(layer: Document) -> str:
+    """Short name of a layer: its layer number if known."""
+    return f"layer {layer['layer']}" if layer["layer"] >= 0 else str(layer["name"])
 
 
 def experts_section(document: Document) -> Part | None:
-    """Heat maps with a row for each block and a cell for each expert, and the experts with the largest errors."""
+    """Heat maps with a row for each layer and a cell for each expert, and the experts with the largest errors."""
     found = document["experts"]
-    of_block = {block["name"]: block for block in document["blocks"]}
-    names = [_short(of_block[name]) if name in of_block else name for name in found["blocks"]]
+    of_layer = {layer["name"]: layer for layer in document["blocks"]}
+    names = [_short(of_layer[name]) if name in of_layer else name for name in found["blocks"]]
     is_error = found["measure"] == "relative error"
     if is_error and not any(value for rows in found["values"].values() for row in rows for value in row):
         return section("experts", "Experts", note(_NO_ERROR)) if found["values"] else None
@@ -188,7 +188,7 @@ def experts_section(document: Document) -> Part | None:
         "Each cell is the relative error of one expert against the source, measured on weights decoded from the files. "
         "Darker cells (brighter in dark mode) are larger."
         if is_error
-        else "Errors of single experts are not known without the source, except for the worst expert of each block. "
+        else "Errors of single experts are not known without the source, except for the worst expert of each layer. "
         "Each cell is the root mean square of the decoded weights of one expert. Darker cells (brighter in dark "
         "mode) are larger."
     )
@@ -196,8 +196,8 @@ def experts_section(document: Document) -> Part | None:
         (one["block"], PROJECTIONS.get(one["projection"], one["projection"]), one["expert"], one["relative_error"])
         for one in found["worst"]
     ]
-    title = "Worst experts" if is_error else "Worst experts, one of each block and projection"
-    worst = table(("block", "projection", "expert", "relative error"), rows, title) if rows else None
+    title = "Worst experts" if is_error else "Worst experts, one of each layer and projection"
+    worst = table(("layer", "projection", "expert", "relative error"), rows, title) if rows else None
     return section("experts", "Experts", note(legend) if maps else None, maps, worst)
 
 
@@ -210,12 +210,12 @@ def codes_section(document: Document) -> Part | None:
     legend = (
         f"Counted over all {total} experts."
         if read == total
-        else f"Counted over a sample: {read} of {total} experts, evenly spread over each block (option --sample)."
+        else f"Counted over a sample: {read} of {total} experts, evenly spread over each layer (option --sample)."
     )
     legend += " Bars are shares of all values; scales are grouped by their power of two."
-    if num_fused := sum(block["has_fused_scales"] for block in document["blocks"]):
+    if num_fused := sum(layer["has_fused_scales"] for layer in document["blocks"]):
         legend += (
-            f" In {num_fused} blocks the scales' exponents are fused into the codes: codes and scales are shown as the "
+            f" In {num_fused} layers the scales' exponents are fused into the codes: codes and scales are shown as the "
             "kernel reads them, not as in the source."
         )
     histograms = [
@@ -306,35 +306,35 @@ def _tiles(document: Document) -> list[tuple[str, str, str]]:
     if artifact is not None:
         errors = [
             error["relative_error"]
-            for block in document["blocks"]
-            for error in block["errors"].values()
+            for layer in document["blocks"]
+            for error in layer["errors"].values()
             if "relative_error" in error
         ]
         tiles += [
             (artifact["schema"]["name"], "weights", ""),
             (number(float(artifact["schema"]["bits_per_weight"])), "bits per weight", ""),
             (size(artifact["num_bytes"]), "on disk", ""),
-            (number(max(errors), 3) if errors else "–", "largest relative error of a block", ""),
+            (number(max(errors), 3) if errors else "–", "largest relative error of a layer", ""),
             (artifact["target"], "for the GPU", ""),
         ]
     return tiles
 
 
 def _made(document: Document) -> Part | None:
-    """Section with schema, layout and blocks of the artifact."""
+    """Section with schema, layout and layers of the artifact."""
     artifact = document["artifact"]
     if artifact is None:
         return None
     revision = artifact["source"]["revision"]
     conversion = "; ".join(
-        f"{_CONVERSION.get(kind, kind)} ({count} block{'s' * (count != 1)})"
+        f"{_CONVERSION.get(kind, kind)} ({count} layer{'s' * (count != 1)})"
         for kind, count in artifact["conversion"].items()
     )
     rows = (
         ("source", f"{artifact['source']['name']}{f' at {revision}' if revision else ''}"),
         ("family", artifact["family"]),
         ("weights", f"{artifact['schema']['name']}: {artifact['schema']['description']}"),
-        ("some blocks", "; ".join(f"{len(names)} are {what}" for what, names in artifact["otherwise"].items())),
+        ("some layers", "; ".join(f"{len(names)} are {what}" for what, names in artifact["otherwise"].items())),
         ("left as they were", ", ".join(artifact["left_blocks"])),
         ("conversion", conversion),
         ("scales chosen by", _quantizer(artifact)),
@@ -343,12 +343,12 @@ def _made(document: Document) -> Part | None:
         ("experts", _ranks(artifact["rank_bytes"])),
         ("serve with", artifact["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
     )
-    headers = ("blocks", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
+    headers = ("layers", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
     keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k", "activation")
     runs = [
         (*(run[key] for key in keys), f"{run['source_format']}, {run['source_dtype']}") for run in artifact["blocks"]
     ]
-    return section("made", "Overview", facts(rows), table(headers, runs, "MoE blocks"))
+    return section("made", "Overview", facts(rows), table(headers, runs, "MoE layers"))
 
 
 def _quantizer(artifact: Document) -> str:

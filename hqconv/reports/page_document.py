@@ -30,8 +30,8 @@ def page_document(
 ) -> Words:
     """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
-    verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: block → projection →
-    each expert's relative error against the source, as the check of weights measures it. sample: experts of each block
+    verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: layer → projection →
+    each expert's relative error against the source, as the check of weights measures it. sample: experts of each layer
     to read for `usage`, as in `hqconv.artifact.code_usage`; num_threads: at once.
 
     If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
@@ -46,7 +46,7 @@ def page_document(
     try:
         manifest = read_manifest(root)
         document["artifact"] = describe_artifact(root) | _at_home(document["name"], manifest)
-        document["blocks"] = [_block(name, layer, manifest) for name, layer in manifest.blocks.items()]
+        document["blocks"] = [_layer(name, layer, manifest) for name, layer in manifest.blocks.items()]
         document["provenance"] = _provenance(manifest)
         document["usage"] = read_usage(root, sample, num_threads)
     except (VerificationError, OSError) as error:
@@ -81,7 +81,7 @@ def _at_home(name: str, manifest: Manifest) -> Words:
     return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest.layout, manifest.grid)}
 
 
-def _block(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:
+def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:
     """Document of one layer: its number, its schema, and the errors that the conversion measured."""
     flags = [entry.flags for gemm in GEMMS if (entry := layer.gemm(gemm)) is not None]
     return {
@@ -112,12 +112,12 @@ def _provenance(manifest: Manifest) -> Words:
 def _experts(document: Words, of_experts: OfExperts) -> Words:
     """Document of single experts: errors if the source was given, else the size of their weights.
 
-    `values`: projection → a row for each block, a number for each expert, None if unknown.
+    `values`: projection → a row for each layer, a number for each expert, None if unknown.
     """
     usage = document["usage"] or {"rms": {}}
     measure = "relative error" if of_experts else "root mean square"
     table: Mapping[str, Mapping[str, list[Any]]] = of_experts or usage["rms"]
-    names = [block["name"] for block in document["blocks"] if table.get(block["name"])]
+    names = [layer["name"] for layer in document["blocks"] if table.get(layer["name"])]
     values = {
         role: [list(table[name].get(role, [])) for name in names]
         for role in ROLES
@@ -127,7 +127,7 @@ def _experts(document: Words, of_experts: OfExperts) -> Words:
 
 
 def _worst(document: Words, of_experts: OfExperts) -> list[Words]:
-    """Experts with the largest errors; without the source the worst one of each block and projection."""
+    """Experts with the largest errors; without the source the worst one of each layer and projection."""
     found: list[Words] = [
         {"block": name, "projection": role, "expert": expert, "relative_error": value}
         for name, roles in of_experts.items()
@@ -135,13 +135,13 @@ def _worst(document: Words, of_experts: OfExperts) -> list[Words]:
         for expert, value in enumerate(errors)
     ] or [
         {
-            "block": block["name"],
+            "block": layer["name"],
             "projection": role,
             "expert": error["worst_expert"],
             "relative_error": error["worst_relative_error"],
         }
-        for block in document["blocks"]
-        for role, error in block["errors"].items()
+        for layer in document["blocks"]
+        for role, error in layer["errors"].items()
         if "worst_expert" in error and "worst_relative_error" in error
     ]
     found = [one for one in found if one["relative_error"] != 0]

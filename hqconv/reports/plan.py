@@ -11,21 +11,21 @@ from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import OutputError
 from hqconv.io.durable_files import check_space, partial
 from hqconv.planning.plan import ConversionPlan
-from hqconv.reports.documents import Words, block_runs, otherwise, schema_to_dict
+from hqconv.reports.documents import Words, layer_runs, otherwise, schema_to_dict
 from hqconv.reports.source import layer_to_dict, source_to_dict, tensors_to_dict
 
 
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
     """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
     spec, experts = plan.spec, plan.experts
-    staging = plan_staging(plan.blocks, resources)
+    staging = plan_staging(plan.layers, resources)
     return {
         "kind": "plan",
         "source": source_to_dict(plan.source),
         "family": experts.family,
         "family_chosen_because": experts.chosen_because,
         "schema": schema_to_dict(spec.schema, spec.param_dtype),
-        "otherwise": otherwise((n, k.schema.name, k.inputs.name) for n, k in spec.of_blocks.items()),
+        "otherwise": otherwise((n, k.schema.name, k.inputs.name) for n, k in spec.of_layers.items()),
         "left_blocks": list(experts.left),
         "layout": spec.layout,
         "target": spec.target.name,
@@ -37,10 +37,10 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
         "expert_placement": spec.grid.placement,
         "redundant_experts": spec.grid.redundant,
         "tensors": tensors_to_dict(plan.source, experts),
-        "blocks": block_runs({block.name: layer_to_dict(block) for block in experts.blocks}),
+        "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for g in plan.units for f in g.files],
         "other_files": list(plan.other_files),
-        "conversion": dict(Counter(block.encoding.conversion for block in plan.blocks)),
+        "conversion": dict(Counter(layer.encoding.conversion for layer in plan.layers)),
         "num_bytes_in": plan.source.num_bytes,
         "num_bytes_out": plan.num_bytes_out,
         "rank_bytes": plan.rank_bytes(),

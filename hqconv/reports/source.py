@@ -12,13 +12,13 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.source_facts import SourceFacts, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
-from hqconv.reports.documents import SHAPE_KEYS, Words, block_runs, quant_method
+from hqconv.reports.documents import SHAPE_KEYS, Words, layer_runs, quant_method
 from hqconv.schemas.grid import slice_unit, working_tp_sizes
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema
 
 
 def describe_source(checkpoint: Source) -> Words:
-    """Describe a checkpoint: sizes, formats, family and blocks, or why it cannot be converted.
+    """Describe a checkpoint: sizes, formats, family and layers, or why it cannot be converted.
 
     Raises InputError if the checkpoint contradicts itself.
     """
@@ -36,9 +36,9 @@ def describe_source(checkpoint: Source) -> Words:
         "family_chosen_because": experts.chosen_because,
         "tensors": tensors_to_dict(facts, experts),
         "num_bytes_experts": facts.bytes_of["converted"],
-        "blocks": block_runs({block.name: layer_to_dict(block) for block in experts.blocks}),
+        "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
         "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
-        "tp_sizes": {name: _tp_sizes(experts.blocks, schema) for name, schema in PRESETS.items()},
+        "tp_sizes": {name: _tp_sizes(experts.layers, schema) for name, schema in PRESETS.items()},
     }
 
 
@@ -66,11 +66,11 @@ def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Words:
     return document
 
 
-def layer_to_dict(block: MoeLayer) -> Words:
-    """Facts of a block by which `block_runs` groups blocks."""
-    document = {key: getattr(block, key) for key in SHAPE_KEYS if hasattr(block, key)}
-    document |= block.activation.to_dict(block.gated)
-    return document | {"source_dtype": block.dtype, "source_format": block.format.describe()}
+def layer_to_dict(layer: MoeLayer) -> Words:
+    """Facts of a layer by which `layer_runs` groups layers."""
+    document = {key: getattr(layer, key) for key in SHAPE_KEYS if hasattr(layer, key)}
+    document |= layer.activation.to_dict(layer.gated)
+    return document | {"source_dtype": layer.dtype, "source_format": layer.format.describe()}
 
 
 def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
@@ -80,10 +80,10 @@ def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
     return dict(totals.most_common())
 
 
-def _tp_sizes(blocks: Iterable[MoeLayer], schema: WeightSchema) -> list[int]:
-    """TP sizes that work for every block."""
+def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema) -> list[int]:
+    """TP sizes that work for every layer."""
     sizes: list[set[int]] = []
-    for hidden, inner, pads in {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in blocks}:
+    for hidden, inner, pads in {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in layers}:
         works = working_tp_sizes(inner, schema, pads_last_rank=pads)
         sizes.append(set() if hidden % slice_unit(schema) else set(works))
     return sorted(set.intersection(*sizes)) if sizes else []

@@ -70,14 +70,14 @@ def is_member_journal(name: str) -> bool:
     return _MEMBER_JOURNAL.fullmatch(name) is not None
 
 
-def rank_file(block: str, tp_rank: int, ep_rank: int) -> str:
+def rank_file(layer: str, tp_rank: int, ep_rank: int) -> str:
     """Return one rank's file of one MoE layer."""
-    return f"{rank_folder(tp_rank, ep_rank)}/{block}.safetensors"
+    return f"{rank_folder(tp_rank, ep_rank)}/{layer}.safetensors"
 
 
-def input_scale(block: str, gemm: str) -> str:
+def input_scale(layer: str, gemm: str) -> str:
     """Return the tensor of a rank file for a GEMM's static activation scale: float32 [1], for all experts."""
-    return f"{block}.{gemm}_{INPUT_SCALE}"
+    return f"{layer}.{gemm}_{INPUT_SCALE}"
 
 
 def is_input_scale(name: str) -> bool:
@@ -85,7 +85,7 @@ def is_input_scale(name: str) -> bool:
     return name.endswith(f"_{INPUT_SCALE}")
 
 
-def is_block_name(name: str) -> bool:
+def is_layer_name(name: str) -> bool:
     """Return whether a layer's name can be part of a file name: parts joined by dots, no path."""
     return len(name) <= _MAX_NAME and re.fullmatch(r"\w[\w-]*(?:\.\w[\w-]*)*", name, re.ASCII) is not None
 

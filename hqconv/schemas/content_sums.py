@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-SUMS = "content_sums"  # of a block in the manifest: projection → tensor → 16 hexadecimal digits
+SUMS = "content_sums"  # of a layer in the manifest: projection → tensor → 16 hexadecimal digits
 _AXES = {"expert": 1, "row": 2, "column": 3}
 _MODULUS = 1 << 64
 

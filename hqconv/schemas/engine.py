@@ -37,13 +37,13 @@ class Engine(Protocol):
     def checkpoint_layout_obstacle(self, schema: WeightSchema, param_dtype: str) -> str | None:
         """Return the reason why the engine cannot serve the checkpoint layout of this schema, of any family."""
 
-    def checkpoint_family_obstacle(self, family: str, block: str, schema: WeightSchema) -> str | None:
+    def checkpoint_family_obstacle(self, family: str, layer: str, schema: WeightSchema) -> str | None:
         """Return the reason why the engine cannot serve an MoE layer of this family from the checkpoint layout."""
 
-    def layer_pattern(self, block: str) -> str | None:
+    def layer_pattern(self, layer: str) -> str | None:
         """Return an ignore list's pattern for the engine's name of an MoE layer, or None if that name is unknown."""
 
     def checkpoint_config(
-        self, schema: WeightSchema, block_names: Iterable[str], left: Iterable[str] = ()
+        self, schema: WeightSchema, layer_names_of: Iterable[str], left: Iterable[str] = ()
     ) -> dict[str, Any]:
         """Return `quantization_config` of the checkpoint layout; experts of the layers `left` stay unquantized."""

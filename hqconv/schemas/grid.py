@@ -130,7 +130,7 @@ def working_tp_sizes(intermediate_size: int, schema: WeightSchema, *, pads_last_
 
 
 def check_grid(
-    block: str,
+    layer: str,
     num_experts: int,
     hidden_size: int,
     intermediate_size: int,
@@ -146,7 +146,7 @@ def check_grid(
     if hidden_size % unit:
         raise RequestError(
             f"The schema '{schema.name}' does not fit the hidden size.",
-            where=block,
+            where=layer,
             expected=f"a multiple of {unit}",
             found=hidden_size,
             remedy=f"Choose a schema with {smaller}.",
@@ -156,7 +156,7 @@ def check_grid(
         works = ", ".join(map(str, sizes)) or f"none: choose a schema with {smaller}"
         raise RequestError(
             f"--tp {grid.tp} would cut a {what} of the experts.",
-            where=f"{block}, intermediate size {intermediate_size}, schema {schema.name}",
+            where=f"{layer}, intermediate size {intermediate_size}, schema {schema.name}",
             expected=f"slices that are whole runs of {unit}",
             found=f"{intermediate_size} / {grid.tp}",
             remedy=f"TP sizes that work: {works}.",
@@ -164,7 +164,7 @@ def check_grid(
     if grid.ep > num_experts + grid.redundant:
         raise RequestError(
             "There are more EP ranks than experts.",
-            where=block,
+            where=layer,
             expected=f"--ep <= {num_experts + grid.redundant}",
             found=grid.ep,
         )

@@ -34,7 +34,7 @@ class Override:
         last = max(layer_of.values(), default=0)
         found = [name for name in layer_of if self.blocks is not None and fnmatchcase(name, self.blocks)]
         if self.blocks is not None and not found:
-            raise self._no_match(self.blocks, f"a pattern of names such as {next(iter(layer_of), 'a block')}")
+            raise self._no_match(self.blocks, f"a pattern of names such as {next(iter(layer_of), 'a layer')}")
         for first, end in self.layers:
             run = range(_counted(first, last), _counted(end, last) + 1)
             in_run = [name for name, layer in layer_of.items() if layer in run]
@@ -44,7 +44,7 @@ class Override:
         return list(dict.fromkeys(found))
 
     def _no_match(self, found: str, expected: str) -> RequestError:
-        what = "An override is for no block."
+        what = "An override is for no layer."
         return RequestError(what, where=self.where, expected=expected, found=found)
 
 

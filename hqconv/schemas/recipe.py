@@ -10,7 +10,7 @@ layers = "0, -1"        # numbers as in the checkpoint, runs such as 3-5; negati
 schema = "fp8"
 
 [[override]]
-blocks = "mtp.*"        # a pattern of block names, as of files: * ? [ab]
+blocks = "mtp.*"        # a pattern of layer names, as of files: * ? [ab]
 schema = "none"         # left as they are
 """
 
@@ -84,7 +84,7 @@ def _override(path: Path, number: int, section: Mapping[str, Any]) -> Override:
             what, expected = "An override has a key that is unknown or no text.", ", ".join(_KEYS)
             raise RequestError(what, where=f"{where}: {key}", expected=expected, found=repr(value))
     if ("blocks" in section) == ("layers" in section):
-        what = "An override is for blocks or for layers."
+        what = "An override chooses its layers by one key."
         raise RequestError(what, where=where, expected="one of blocks and layers")
     if not {"schema", "input_schema"} & set(section):
         raise RequestError("An override changes nothing.", where=where, expected="schema or input_schema")

@@ -44,7 +44,7 @@ class ArtifactLayer:
 class ArtifactView:
     """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
 
-    kind: of a block without an entry of its own. left: blocks whose experts were copied unchanged.
+    kind: of a layer without an entry of its own. left: layers whose experts were copied unchanged.
     """
 
     location: ArtifactLocation
@@ -52,7 +52,7 @@ class ArtifactView:
     humming_version: str
     kernel_spec: KernelSpec
     grid: Grid
-    blocks: Mapping[str, ArtifactLayer]
+    layers: Mapping[str, ArtifactLayer]
     left: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
 
@@ -69,7 +69,7 @@ class ArtifactView:
     @property
     def is_mixed(self) -> bool:
         """True if the layers' schemas differ, so that no single `--schema` produces this artifact."""
-        return bool(self.left) or any(block.kernel_spec != self.kernel_spec for block in self.blocks.values())
+        return bool(self.left) or any(layer.kernel_spec != self.kernel_spec for layer in self.layers.values())
 
 
 def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
@@ -95,7 +95,7 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
         humming_version=manifest.humming_kernels_version,
         kernel_spec=manifest.kernel_spec,
         grid=manifest.grid,
-        blocks={name: _layer(name, layer, manifest) for name, layer in manifest.blocks.items()},
+        layers={name: _layer(name, layer, manifest) for name, layer in manifest.blocks.items()},
         left=manifest.left,
         files={
             path: (entry.size_bytes, entry.sha256)

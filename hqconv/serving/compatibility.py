@@ -116,7 +116,7 @@ def check_rank_file(view: ArtifactView, file: RankFile, layer: ServerLayer, num_
     }
     for what, (expected, found) in facts.items():
         if expected != found:
-            where = f"{view.location.name}: {file.block}: {what}"
+            where = f"{view.location.name}: {file.layer}: {what}"
             raise _other_layer(where, expected, found)
 
 
@@ -144,12 +144,12 @@ def check_flags(
         )
 
 
-def no_block(view: ArtifactView, prefix: str) -> HqconvError:
-    """Error for a layer of experts that the artifact lacks, or that fits several blocks."""
+def no_layer(view: ArtifactView, prefix: str) -> HqconvError:
+    """Error for a layer of experts that the artifact lacks, or that fits several layers."""
     return RequestError(
         "The artifact has no experts for a layer of the model.",
         where=f"{view.location.name}: layer {prefix}",
-        expected=", ".join(list(view.blocks)[:3]) + (" …" if len(view.blocks) > 3 else ""),
+        expected=", ".join(list(view.layers)[:3]) + (" …" if len(view.layers) > 3 else ""),
         found=prefix,
         remedy="Convert the whole model with this version of hqconv; if it was, please report the two names.",
     )
@@ -188,8 +188,8 @@ def _from_original(view: ArtifactView, dtype: str) -> list[str]:
 
 
 def _can_be_cut(view: ArtifactView) -> bool:
-    """Return whether the artifact can be a source with its own schemas, for the activations of all its blocks."""
-    kernel_specs = {view.kernel_spec, *(block.kernel_spec for block in view.blocks.values())}
+    """Return whether the artifact can be a source with its own schemas, for the activations of all its layers."""
+    kernel_specs = {view.kernel_spec, *(layer.kernel_spec for layer in view.layers.values())}
     is_lost = any(kernel_spec.schema.rotation or fuses_exponents(kernel_spec) for kernel_spec in kernel_specs)
     return not is_lost and len({kernel_spec.inputs for kernel_spec in kernel_specs}) == 1
 

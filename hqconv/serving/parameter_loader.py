@@ -233,7 +233,7 @@ class ParameterLoader:
 
     def __init__(self, log: logging.Logger = logger) -> None:
         self._log = log  # the engine's, for its handlers to print
-        self.claimed: dict[str, str] = {}  # block → its layer
+        self.claimed: dict[str, str] = {}  # name of an artifact's layer → prefix of vLLM's layer
         self.tuning: dict[str, Any] = {}  # tables of `hqconv warm`
         self._layers: list[Filled] = []
         self._filling: ParameterFiller | None = None

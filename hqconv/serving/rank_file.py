@@ -26,14 +26,14 @@ class RankFile:
 
     path: Path
     name: str
-    block: str
+    layer: str
     sha256: str
     tensors: dict[str, TensorRef]
     configs: dict[str, dict[str, Any]]
 
 
-def open_rank_file(view: ArtifactView, path: Path, block: str, name: str) -> RankFile:
-    """Read the header of the rank file `name` of a block, which lies at `path`.
+def open_rank_file(view: ArtifactView, path: Path, layer: str, name: str) -> RankFile:
+    """Read the header of the rank file `name` of a layer, which lies at `path`.
 
     Raises VerificationError if its size, tensors or LayerConfigs differ from the manifest.
     """
@@ -48,7 +48,7 @@ def open_rank_file(view: ArtifactView, path: Path, block: str, name: str) -> Ran
         raise _damaged(name, "a readable safetensors file", error) from error
     if (other := names.other_rank(name, metadata)) is not None:
         raise _damaged(name, f"the file of rank {name.split('/')[-2]}", f"that of {other}")
-    tensors, prefix = {}, f"{block}."
+    tensors, prefix = {}, f"{layer}."
     for full, ref in entries.items():
         own = full.removeprefix(prefix)
         if own == full or own.partition("_")[0] not in names.GEMMS:
@@ -56,10 +56,10 @@ def open_rank_file(view: ArtifactView, path: Path, block: str, name: str) -> Ran
         tensors[own] = ref
     configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
     for gemm, config in configs.items():
-        expected = {**view.blocks[block].shapes[gemm], **activation_entries(view.blocks[block].kernel_spec)}
-        _check_input_scale(name, gemm, view.blocks[block].kernel_spec, tensors)
+        expected = {**view.layers[layer].shapes[gemm], **activation_entries(view.layers[layer].kernel_spec)}
+        _check_input_scale(name, gemm, view.layers[layer].kernel_spec, tensors)
         _check_config(name, gemm, config, expected, tensors)
-    return RankFile(path, name, block, sha256, tensors, configs)
+    return RankFile(path, name, layer, sha256, tensors, configs)
 
 
 def check_digest(file: RankFile) -> None:

@@ -97,7 +97,7 @@ class ArtifactSource(SafetensorsSource):
     @as_input_error()
     def map_experts(self) -> ExpertMap:
         """Map the artifact's MoE layers, and every tensor to its use. Raises InputError for inconsistent files."""
-        layers = tuple(self._layer(name) for name in self.artifact.blocks)
+        layers = tuple(self._layer(name) for name in self.artifact.layers)
         converted = {name: layer.name for layer in layers for name in layer.tensor_names()}
         scales = [name for layer in layers for name in layer.input_scales.names]
         dropped = dict.fromkeys(scales, UNUSED_PARTS[names.INPUT_SCALE])
@@ -111,7 +111,7 @@ class ArtifactSource(SafetensorsSource):
         return ExpertMap(self.artifact.family.name, because, layers, converted, copied, dropped, left)
 
     def _layer(self, name: str) -> MoeLayer:
-        layer = self.artifact.expert_block(name)
+        layer = self.artifact.moe_layer(name)
         parts = {role: self._parts(name, "w2" if role == "w2" else "w13") for role in layer.roles}
         homes = self.artifact.grid.homes(layer.num_experts)
         sources = tuple(
@@ -251,7 +251,7 @@ def _refuse_fused_exponents(artifact: Artifact) -> None:
     """Refuse mxfp4 for fp8 or int8 activations: its codes differ on every TP rank; the original codes are lost."""
     if not artifact.manifest.is_kernel:
         return
-    for layer in artifact.blocks:
+    for layer in artifact.layers:
         if fuses_exponents(artifact.kernel_spec_of(layer)):
             raise RequestError(
                 "The exponents were folded into the codes: the artifact cannot be a source.",

@@ -1,4 +1,4 @@
-"""The `files` check against the source: its identity, its blocks and accounting, the tensors copied from it."""
+"""The `files` check against the source: its identity, its layers and accounting, the tensors copied from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
-from hqconv.verification.accounting import Placed, as_converted, compare_blocks
+from hqconv.verification.accounting import Placed, as_converted, compare_layers
 from hqconv.verification.lineage import Lineage
 from hqconv.verification.result import CheckResult, compare_names
 
@@ -29,9 +29,9 @@ CHUNK_BYTES = 8 << 20
 def check_source(
     artifact: Artifact, source: Source, copied: Mapping[str, Placed], pool: ThreadPoolExecutor, result: CheckResult
 ) -> None:
-    """Check source identity, blocks and accounting, copied tensors byte for byte, and the other files.
+    """Check source identity, layers and accounting, copied tensors byte for byte, and the other files.
 
-    For the source of an ancestor artifact, blocks and tensors are compared as far as they are the same.
+    For the source of an ancestor artifact, layers and tensors are compared as far as they are the same.
     """
     lineage = Lineage.of(artifact, source)
     _check_identity(lineage.made.source, source, pool, result)
@@ -42,7 +42,7 @@ def check_source(
         result.add(f"source: {error.where}", what, error.expected, error.found)
         return
     if lineage.is_own:
-        compare_blocks(artifact, experts, "the source", result)
+        compare_layers(artifact, experts, "the source", result)
         _check_card(artifact, source, result)
     else:
         result.notes.append(f"the source is that of the artifact {len(lineage.between)} steps before")
@@ -133,11 +133,11 @@ def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckRes
     for kind in ("converted", "copied", "dropped"):
         what = f"{names.MANIFEST}: tensors: {kind} (against the source)"
         compare_names(what, "tensor", getattr(tensors, kind), getattr(experts, kind), result)
-    for name, block in experts.converted.items():
-        found = tensors.converted.get(name, block)
-        if found != block:
+    for name, layer in experts.converted.items():
+        found = tensors.converted.get(name, layer)
+        if found != layer:
             where = f"{names.MANIFEST}: tensors: converted, tensor {name}"
-            result.add(where, "A tensor was converted for another block.", block, found)
+            result.add(where, "A tensor was converted for another layer.", layer, found)
 
 
 def _compare_copied(

@@ -88,7 +88,7 @@ def _in_short(error: Exception) -> str:
 
 @dataclass
 class SharedState:
-    """State shared by the blocks of one check: lock of the device, each thread's memory, errors of failed batches."""
+    """State shared by the layers of one check: lock of the device, each thread's memory, errors of failed batches."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     slots: threading.local = field(default_factory=threading.local)
@@ -96,17 +96,17 @@ class SharedState:
 
 
 class BatchedJob:
-    """Check of one block in batches. `run` may be called from any thread; the device works for one thread at a time."""
+    """Check of one layer in batches. `run` may be called from any thread; the device works for one thread at a time."""
 
     def __init__(self, job: Job, staging: BatchStaging, shared: SharedState) -> None:
-        """shared: one object for all blocks of a check."""
+        """shared: one object for all layers of a check."""
         self.job, self._staging, self._shared = job, staging, shared
         self._reader = _batch_reader(job)
         self._batch = self._num_experts_at_once()
 
     def batches(self) -> Iterator[range]:
-        """The block's experts."""
-        total, size = self.job.block.num_experts, self._batch or self.job.block.num_experts
+        """The layer's experts."""
+        total, size = self.job.layer.num_experts, self._batch or self.job.layer.num_experts
         for begin in range(0, total, size):
             yield range(begin, min(begin + size, total))
 
@@ -114,11 +114,11 @@ class BatchedJob:
         """Experts in a batch, 0 if not even one fits. The first expert has as many copies as any."""
         if self._reader is None:
             return 0
-        block, original = self.job.block, self.job.original
+        layer, original = self.job.layer, self.job.original
         expert_bytes = self._reader.plan(range(1)).num_bytes
         if original is not None:
-            expert_bytes += RawLayout(original.block, range(1)).num_bytes
-        weights = len(block.roles) * block.hidden_size * block.intermediate_size
+            expert_bytes += RawLayout(original.layer, range(1)).num_bytes
+        weights = len(layer.roles) * layer.hidden_size * layer.intermediate_size
         gpu_bytes = self._staging.gpu_bytes // (_GPU_BYTES_PER_WEIGHT * weights)
         return max(0, min((self._staging.slot_bytes - _SLACK_BYTES) // expert_bytes, gpu_bytes))
 
@@ -137,7 +137,7 @@ class BatchedJob:
     def _check(self, reader: ExpertReader, experts: range) -> list[Outcome | None]:
         original, device = self.job.original, self._staging.device
         stored = reader.plan(experts)
-        raw_layout = None if original is None else RawLayout(original.block, experts)
+        raw_layout = None if original is None else RawLayout(original.layer, experts)
         begin = 0 if raw_layout is None else -(-raw_layout.num_bytes // 64) * 64
         host = self._slot(begin + stored.num_bytes)
         reader.fill(stored, host.numpy().data[begin:])
@@ -164,11 +164,11 @@ class BatchedJob:
     def _compare(self, experts: range, raw: RawExperts | None, stacks: dict[str, DecodedStack]) -> list[Outcome | None]:
         """Launch all the work of a batch, and wait once for its sums."""
         job, original = self.job, self.job.original
-        schema, param = job.artifact.schema_of(job.block.name), job.artifact.param_dtype
+        schema, param = job.artifact.schema_of(job.layer.name), job.artifact.param_dtype
         done: EncodedBatch | None = None
         if original is not None:
             device = self._staging.device
-            done = encode_batch(original.source, original.block, experts, raw, original.encoding, device)
+            done = encode_batch(original.source, original.layer, experts, raw, original.encoding, device)
         expected = {} if done is None else job.expected(done.tensors)
         columns, totals = [], {}
         for role, stack in stacks.items():
@@ -205,7 +205,7 @@ class BatchedJob:
         if not all(map(math.isfinite, row)):
             return None
         outcome = Outcome(expected={role: of_role[index] for role, of_role in hashes.items()})
-        group = self.job.artifact.schema_of(self.job.block.name).weight_scale_group_size
+        group = self.job.artifact.schema_of(self.job.layer.name).weight_scale_group_size
         for number, (role, stack) in enumerate(stacks.items()):
             *sums, wrong = row[number * _NUM_COLUMNS : (number + 1) * _NUM_COLUMNS]
             if wrong:
@@ -235,8 +235,8 @@ def _batch_reader(job: Job) -> ExpertReader | None:
 
 def _values(original: Original, experts: range, role: str, raw: RawExperts) -> torch.Tensor:
     """The source's weights [E, N, K] as numbers."""
-    stack = raw.stack(role, "weight") if original.block.format.is_float else None
+    stack = raw.stack(role, "weight") if original.layer.format.is_float else None
     if stack is not None:
         return stack
-    source, block, device = original.source, original.block, raw.buffer.device
-    return torch.stack([source.read_expert(block, e, [role], device, raw)[role].values() for e in experts])
+    source, layer, device = original.source, original.layer, raw.buffer.device
+    return torch.stack([source.read_expert(layer, e, [role], device, raw)[role].values() for e in experts])

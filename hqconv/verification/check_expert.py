@@ -53,34 +53,34 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """A block of the source, and the encoding that turns it into the artifact's block."""
+    """A layer of the source, and the encoding that turns it into the artifact's layer."""
 
     source: Source
-    block: MoeLayer
+    layer: MoeLayer
     encoding: Encoding
 
 
 class Job:
-    """Check of one block: `run` is called once per expert, from any thread. `findings` concern the block as a whole."""
+    """Check of one layer: `run` is called once per expert, from any thread. `findings` concern the layer as a whole."""
 
     def __init__(
-        self, artifact: Artifact, block: MoeLayer, original: Original | None, shards: Mapping[str, str]
+        self, artifact: Artifact, layer: MoeLayer, original: Original | None, shards: Mapping[str, str]
     ) -> None:
         """Check the headers of all ranks. shards: tensor name → file, of the checkpoint layout."""
-        self.artifact, self.block, self.original = artifact, block, original
-        self.shards, self.schema = shards, artifact.schema_of(block.name)
+        self.artifact, self.layer, self.original = artifact, layer, original
+        self.shards, self.schema = shards, artifact.schema_of(layer.name)
         self.findings: list[Finding] = []
         is_kernel = artifact.spec.layout == names.KERNEL
-        self.reader = ExpertReader(artifact, block, self._note) if is_kernel else None
+        self.reader = ExpertReader(artifact, layer, self._note) if is_kernel else None
         self.folding = self._folding()
-        self.misread = misread_code(artifact, block.name)
+        self.misread = misread_code(artifact, layer.name)
 
     def _folding(self) -> FusedExponents | None:
         """Fusion of exponents into codes; None without good headers, since nothing is compared then."""
         if self.original is None or self.reader is None or not self.reader.forms:
             return None
         try:
-            return folding_of(self.artifact, self.block)
+            return folding_of(self.artifact, self.layer)
         except (HqconvError, KeyError, OSError):  # noted by the reader
             return None
 
@@ -91,7 +91,7 @@ class Job:
         """Check one expert."""
         outcome = Outcome()
         for gemm in names.GEMMS:
-            roles = roles_of(self.block, gemm)
+            roles = roles_of(self.layer, gemm)
             found = self._read(gemm, roles, expert, outcome)
             for role, matrix in found.items():
                 is_flushed = matrix.flushed is not None and bool(matrix.flushed.any())
@@ -108,7 +108,7 @@ class Job:
                 figures = measure(matrix, source, self.schema, self.artifact.param_dtype, self.misread)
                 outcome.figures[role] = figures
                 if not math.isfinite(figures.decoded_power):
-                    where = f"block {self.block.name}, {role} of expert {expert}"
+                    where = f"layer {self.layer.name}, {role} of expert {expert}"
                     outcome.note(where, "Decoded weights are not finite.", "numbers", "NaN or infinity")
                 if role in results:
                     figures.quantizer = results[role].error_sums
@@ -119,14 +119,14 @@ class Job:
     def _read(self, gemm: str, roles: Sequence[str], expert: int, outcome: Outcome) -> dict[str, DecodedStack]:
         if self.reader is not None:
             return self.reader.read(gemm, expert, outcome.note)
-        read = partial(read_packed_expert, self.artifact, self.block, shards=self.shards, note=outcome.note)
+        read = partial(read_packed_expert, self.artifact, self.layer, shards=self.shards, note=outcome.note)
         found = {role: read(role, expert) for role in roles}
         return {role: matrix for role, matrix in found.items() if matrix is not None}
 
     def _read_source(self, roles: Sequence[str], expert: int) -> dict[str, SourceMatrix]:
         if self.original is None:
             return {}
-        return self.original.source.read_expert(self.original.block, expert, roles, _CPU)
+        return self.original.source.read_expert(self.original.layer, expert, roles, _CPU)
 
     def _compare(
         self,
@@ -140,7 +140,7 @@ class Job:
             role: {name: tensor.unsqueeze(0) for name, tensor in one.tensors.items()} for role, one in results.items()
         }
         expected = self.expected(quantized)
-        position = GemmPosition(self.artifact, self.block, gemm, expert, self.shards)
+        position = GemmPosition(self.artifact, self.layer, gemm, expert, self.shards)
         for role, matrix in expected.items():
             [outcome.expected[role]] = fingerprints(matrix.codes)
             if role in found and not compare(found, expected, role, position, outcome.note):

@@ -24,7 +24,7 @@ class GemmPosition:
     """Position of one GEMM of one expert in the artifact."""
 
     artifact: Artifact
-    block: MoeLayer
+    layer: MoeLayer
     gemm: str
     expert: int
     shards: Mapping[str, str]
@@ -40,17 +40,17 @@ class GemmPosition:
 
     def describe(self, role: str, tensor: str, shape: Sequence[int], index: Sequence[int]) -> str:
         """Name file, tensor and expert of one value of the whole matrix."""
-        base = self.block.module(self.expert, role) + "."
+        base = self.layer.module(self.expert, role) + "."
         if not self.artifact.manifest.is_kernel:
             return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
-        size = self.block.intermediate_size
-        share = tp_share(size, self.tp, self.artifact.schema_of(self.block.name))
+        size = self.layer.intermediate_size
+        share = tp_share(size, self.tp, self.artifact.schema_of(self.layer.name))
         # A value's index in its tensor, as a row or column of the matrix.
         is_cut = self.axis < len(shape) and shape[self.axis] > 1
         tp_rank = index[self.axis] * size // shape[self.axis] // share if is_cut else 0
-        ep_rank, local = self.artifact.grid.homes(self.block.num_experts)[self.expert][0]
-        path = names.rank_file(self.block.name, tp_rank, ep_rank)
-        return f"{path}, tensor {self.block.name}.{self.gemm}_{tensor}, {role} of expert {self.expert} (local {local})"
+        ep_rank, local = self.artifact.grid.homes(self.layer.num_experts)[self.expert][0]
+        path = names.rank_file(self.layer.name, tp_rank, ep_rank)
+        return f"{path}, tensor {self.layer.name}.{self.gemm}_{tensor}, {role} of expert {self.expert} (local {local})"
 
 
 def unequal_fields(found: DecodedStack, expected: DecodedStack) -> dict[str, torch.Tensor | None]:
@@ -145,7 +145,7 @@ def diagnose(
     if gated in found and _is_interleaved(found, expected, field, position.tp):
         return ": gate and up rows are interleaved instead of stacked"
     size = left.shape[position.axis]
-    if size % position.tp or position.block.intermediate_size % position.tp:
+    if size % position.tp or position.layer.intermediate_size % position.tp:
         return ""
     slices = [_slice(position.axis, t * size // position.tp, (t + 1) * size // position.tp) for t in range(position.tp)]
     wrong = [t for t, part in enumerate(slices) if not np.array_equal(left[part], right[part])]
@@ -153,7 +153,7 @@ def diagnose(
         for other, part in enumerate(slices):
             if other != t and np.array_equal(left[slices[t]], right[part]):
                 return f": tp rank {t} holds the slice of tp rank {other}"
-        group = position.artifact.schema_of(position.block.name).weight_scale_group_size or 32
+        group = position.artifact.schema_of(position.layer.name).weight_scale_group_size or 32
         for axis, step in ((0, 1), (0, -1), (1, 1), (1, -1), (1, group), (1, -group)):
             if _is_shifted(left, right, slices[t], axis, step):
                 return f": tp rank {t} is shifted by {step:+d} {'columns' if axis else 'rows'}"

@@ -101,35 +101,35 @@ def _sum_values(values: torch.Tensor) -> torch.Tensor:
     return ((values * columns).sum(2) * rows).sum(1)
 
 
-# --- a block -----------------------------------------------------------------------------------------------
+# --- a layer -----------------------------------------------------------------------------------------------
 
 
-def has_sums(artifact: Artifact, block: str) -> bool:
-    """True if a block's recorded sums can be recomputed: older artifacts have none, fused exponents change codes."""
-    return artifact.blocks[block].content_sums is not None and not is_folded(artifact, block)
+def has_sums(artifact: Artifact, layer: str) -> bool:
+    """True if a layer's recorded sums can be recomputed: older artifacts have none, fused exponents change codes."""
+    return artifact.layers[layer].content_sums is not None and not is_folded(artifact, layer)
 
 
-def against(artifact: Artifact, blocks: Sequence[MoeLayer], source: object | None) -> str:
-    """Note for the report: the reference that the blocks are compared with."""
+def against(artifact: Artifact, layers: Sequence[MoeLayer], source: object | None) -> str:
+    """Note for the report: the reference that the layers are compared with."""
     if source is not None:
         return "compared with the source"
-    count = sum(has_sums(artifact, block.name) for block in blocks)
+    count = sum(has_sums(artifact, layer.name) for layer in layers)
     if not count:
         return "decoded; without a source no value can be wrong"
-    return f"decoded, {'all' if count == len(blocks) else count} held to the conversion's content sums"
+    return f"decoded, {'all' if count == len(layers) else count} held to the conversion's content sums"
 
 
-def check_content(artifact: Artifact, block: str, found: Sequence[Mapping[str, Totals]], result: CheckResult) -> None:
-    """Compare a block's sums with the manifest's; `found`: by expert and role. Adds nothing if a sum is missing."""
+def check_content(artifact: Artifact, layer: str, found: Sequence[Mapping[str, Totals]], result: CheckResult) -> None:
+    """Compare a layer's sums with the manifest's; `found`: by expert and role. Adds nothing if a sum is missing."""
     roles = sorted({role for one in found for role in one})
-    if not has_sums(artifact, block) or any(one.keys() != set(roles) for one in found):
+    if not has_sums(artifact, layer) or any(one.keys() != set(roles) for one in found):
         return
-    recorded = artifact.blocks[block].content_sums
+    recorded = artifact.layers[layer].content_sums
     if recorded is None or sorted(recorded) != roles:
-        _add(result, f"{names.MANIFEST}: {block}: {SUMS}", roles, str(recorded)[:80])
+        _add(result, f"{names.MANIFEST}: {layer}: {SUMS}", roles, str(recorded)[:80])
         return
     for role in roles:
-        where = f"{names.MANIFEST}: {block}: {SUMS}: {role}"
+        where = f"{names.MANIFEST}: {layer}: {SUMS}: {role}"
         of_role, of_tensor = [one[role] for one in found], recorded[role]
         held = {name for totals in of_role for name in totals}
         if not held <= of_tensor.keys() <= held | {"weight_scale"}:
@@ -139,7 +139,7 @@ def check_content(artifact: Artifact, block: str, found: Sequence[Mapping[str, T
             each = [totals[name] for totals in of_role if name in totals]
             if len(each) == len(of_role) and (total := _sum(each)) != of_tensor[name]:
                 because = _because(each, of_tensor[name])
-                _add(result, f"block {block}, {role}: {name}", of_tensor[name], f"{total}{because}")
+                _add(result, f"layer {layer}, {role}: {name}", of_tensor[name], f"{total}{because}")
 
 
 def _add(result: CheckResult, where: str, expected: object, found: object) -> None:

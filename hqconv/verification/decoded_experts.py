@@ -53,7 +53,7 @@ class InOrder(Generic[T]):
 
 
 def decoded_experts(
-    artifact: Artifact, block: MoeLayer, device: torch.device, pool: ThreadPoolExecutor
+    artifact: Artifact, layer: MoeLayer, device: torch.device, pool: ThreadPoolExecutor
 ) -> InOrder[Expert]:
     """Experts of the artifact on the device: `w1` (if gated), `w3` [I, H], `w2` [H, I], and biases; float32.
 
@@ -61,7 +61,7 @@ def decoded_experts(
 
     Raises VerificationError, here or when an expert is read, for values that no conversion writes.
     """
-    reader = ExpertReader(artifact, block, refuse)
+    reader = ExpertReader(artifact, layer, refuse)
 
     def load_one(expert: int) -> Expert:
         return {name: values.to(device) for name, values in expert_floats(reader, expert).items()}
@@ -73,8 +73,8 @@ def decoded_experts(
             found, wrong = {}, experts
         return found | {expert: load_one(expert) for expert in wrong}
 
-    weights = len(block.roles) * block.hidden_size * block.intermediate_size
-    return InOrder(pool, load, block.num_experts, max(1, _BATCH_WEIGHTS // weights))
+    weights = len(layer.roles) * layer.hidden_size * layer.intermediate_size
+    return InOrder(pool, load, layer.num_experts, max(1, _BATCH_WEIGHTS // weights))
 
 
 def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> tuple[dict[int, Expert], Sequence[int]]:
@@ -92,11 +92,11 @@ def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> t
 
 
 def source_experts(
-    source: Source, block: MoeLayer, device: torch.device, pool: ThreadPoolExecutor
+    source: Source, layer: MoeLayer, device: torch.device, pool: ThreadPoolExecutor
 ) -> InOrder[dict[str, SourceMatrix]]:
     """Experts of the source, as `Source.read_expert` returns them."""
 
     def load(experts: range) -> dict[int, dict[str, SourceMatrix]]:
-        return {expert: source.read_expert(block, expert, block.roles, device) for expert in experts}
+        return {expert: source.read_expert(layer, expert, layer.roles, device) for expert in experts}
 
-    return InOrder(pool, load, block.num_experts, 1)
+    return InOrder(pool, load, layer.num_experts, 1)

@@ -40,19 +40,19 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int, met
         _check_disk(artifact, result, pool, meter)
         check_beside(artifact, result)
         headers = _read_headers(artifact, result)
-        blocks = _blocks(artifact, result)
+        layers = _layers(artifact, result)
         _note_versions(artifact, result)
         if artifact.manifest.is_kernel:
-            check_ranks(artifact, blocks, headers, result)
-            check_rank_scales(artifact, blocks.values(), result)
-        _check_importance(artifact, blocks, result)
+            check_ranks(artifact, layers, headers, result)
+            check_rank_scales(artifact, layers.values(), result)
+        _check_importance(artifact, layers, result)
         shards = {path: header for path, header in headers.items() if artifact.is_shard(path)}
         _check_shards(artifact, shards, result)
         inside = _placed(shards, result)
-        experts = check_packed(artifact, blocks, inside, result)
+        experts = check_packed(artifact, layers, inside, result)
         copied = {name: place for name, place in inside.items() if name not in experts}
         config = _check_config(artifact, source, result)
-        check_accounting(artifact, blocks, copied, config if source is None else None, result)
+        check_accounting(artifact, layers, copied, config if source is None else None, result)
         if source is None:
             result.notes.append("copied tensors and files were not compared with the source: it was not given")
         else:
@@ -108,22 +108,22 @@ def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecuto
 # --- the layout that the manifest's facts imply ------------------------------------------------------------
 
 
-def _blocks(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
-    """Blocks of the manifest whose entries are consistent."""
-    blocks = {}
-    for name in artifact.blocks:
+def _layers(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
+    """Layers of the manifest whose entries are consistent."""
+    layers = {}
+    for name in artifact.layers:
         try:
-            blocks[name] = artifact.expert_block(name)
+            layers[name] = artifact.moe_layer(name)
         except VerificationError as error:
             result.add(error.where, error.what, error.expected, error.found)
-    if blocks:
+    if layers:
         what, fields = "The manifest does not spell out its schema.", artifact.schema.humming_fields()
         where = f"{names.MANIFEST}: weight_schema"
         compare_dicts(where, what, fields, artifact.manifest.weight_schema, result)
-    return blocks
+    return layers
 
 
-def _check_importance(artifact: Artifact, blocks: Mapping[str, MoeLayer], result: CheckResult) -> None:
+def _check_importance(artifact: Artifact, layers: Mapping[str, MoeLayer], result: CheckResult) -> None:
     """Check that the importance file of the search is the recorded one, and is valid."""
     recorded = artifact.manifest.importance
     if recorded is None:
@@ -137,7 +137,7 @@ def _check_importance(artifact: Artifact, blocks: Mapping[str, MoeLayer], result
     try:
         importance = artifact.importance
         if importance is not None:
-            importance.check(blocks.values(), artifact.blocks.keys() | set(artifact.left))
+            importance.check(layers.values(), artifact.layers.keys() | set(artifact.left))
     except HqconvError as error:
         result.add(error.where, error.what, error.expected, error.found)
 
@@ -218,8 +218,8 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     own = artifact.manifest.source.quantization_config
     expected = names.hqconv_quantization_config(spec.kind, own, is_mixed=artifact.is_mixed)
     if spec.layout == names.CHECKPOINT:
-        blocks = list(artifact.blocks)
-        expected = ENGINE.checkpoint_config(spec.schema, blocks, artifact.left)
+        layers = list(artifact.layers)
+        expected = ENGINE.checkpoint_config(spec.schema, layers, artifact.left)
     what = "The config does not describe the manifest's quantization."
     compare_dicts(where, what, expected, config.get("quantization_config"), result)
     plain = config

@@ -29,26 +29,26 @@ _MINUS_ZERO = 8
 _CHUNK_NUMBERS = 1 << 20  # shifted at once
 
 
-def is_folded(artifact: Artifact, block: str) -> bool:
-    """Return whether exponents of the scales are fused into a block's codes."""
+def is_folded(artifact: Artifact, layer: str) -> bool:
+    """Return whether exponents of the scales are fused into a layer's codes."""
     is_kernel = artifact.spec.layout == names.KERNEL
-    return is_kernel and fuses_exponents(artifact.kernel_spec_of(block))
+    return is_kernel and fuses_exponents(artifact.kernel_spec_of(layer))
 
 
-def misread_code(artifact: Artifact, block: str) -> int | None:
-    """Return the code that a block's kernels misread, if any: minus zero of e2m1 under int8 activations.
+def misread_code(artifact: Artifact, layer: str) -> int | None:
+    """Return the code that a layer's kernels misread, if any: minus zero of e2m1 under int8 activations.
 
     Humming 0.1.19 (`dequant_fused.cuh`) negates four int8 weights at once by a subtraction over the whole word: for a
     minus zero it takes one from the next weight of its word. Its own conversion replaces the source's minus zeros, but
     not those that arise where a small negative weight is folded. See docs/kernels.md.
     """
-    is_int8 = artifact.kernel_spec_of(block).a_dtype == "int8"
-    return _MINUS_ZERO if is_int8 and is_folded(artifact, block) else None
+    is_int8 = artifact.kernel_spec_of(layer).a_dtype == "int8"
+    return _MINUS_ZERO if is_int8 and is_folded(artifact, layer) else None
 
 
 @dataclass(frozen=True)
 class FusedExponents:
-    """Fusion in one block: largest distance of exponents in one row or in a rank's expert, and padding of ranks' rows.
+    """Fusion in one layer: largest distance of exponents in one row or in a rank's expert, and padding of ranks' rows.
 
     is_padded: GEMM → one flag for each TP rank.
     """
@@ -97,24 +97,24 @@ class FusedExponents:
         return dict.fromkeys(slices, largest - self.max_range)
 
 
-def folding_of(artifact: Artifact, block: MoeLayer) -> FusedExponents | None:
-    """Fusion of a block's exponents into its codes, None without it. Raises VerificationError for a damaged file."""
-    if not is_folded(artifact, block.name):
+def folding_of(artifact: Artifact, layer: MoeLayer) -> FusedExponents | None:
+    """Fusion of a layer's exponents into its codes, None without it. Raises VerificationError for a damaged file."""
+    if not is_folded(artifact, layer.name):
         return None
     ranks = range(artifact.grid.tp)
     is_padded = {
-        gemm: tuple(bool(artifact.layer_config(block.name, gemm, tp_rank, 0)["pad_shape_n"]) for tp_rank in ranks)
+        gemm: tuple(bool(artifact.layer_config(layer.name, gemm, tp_rank, 0)["pad_shape_n"]) for tp_rank in ranks)
         for gemm in names.GEMMS
     }
-    is_int8 = artifact.kernel_spec_of(block.name).a_dtype == "int8"
-    slices = tp_slices(block.intermediate_size, artifact.grid.tp, artifact.schema_of(block.name))
+    is_int8 = artifact.kernel_spec_of(layer.name).a_dtype == "int8"
+    slices = tp_slices(layer.intermediate_size, artifact.grid.tp, artifact.schema_of(layer.name))
     return FusedExponents(3 if is_int8 else 11, is_int8, slices, is_padded)
 
 
-def folding_bytes(artifact: Artifact, block: MoeLayer) -> int:
+def folding_bytes(artifact: Artifact, layer: MoeLayer) -> int:
     """Memory for folding one expert, in bytes: new codes of gate and up, and the table's indices of a chunk."""
-    weights = 2 * block.hidden_size * block.intermediate_size
-    return weights + 16 * _CHUNK_NUMBERS if is_folded(artifact, block.name) else 0
+    weights = 2 * layer.hidden_size * layer.intermediate_size
+    return weights + 16 * _CHUNK_NUMBERS if is_folded(artifact, layer.name) else 0
 
 
 def _cut(values: torch.Tensor, axis: int, part: TpSlice, codes: torch.Tensor) -> torch.Tensor:

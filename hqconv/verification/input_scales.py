@@ -20,50 +20,50 @@ from hqconv.verification.result import CheckResult
 _WHAT = "A static activation scale is not the {}."
 
 
-def is_static(artifact: Artifact, block: str) -> bool:
-    """Return whether a block's activations have static scales; False for an invalid manifest."""
+def is_static(artifact: Artifact, layer: str) -> bool:
+    """Return whether a layer's activations have static scales; False for an invalid manifest."""
     try:
-        return artifact.kernel_spec_of(block).inputs.is_static
+        return artifact.kernel_spec_of(layer).inputs.is_static
     except HqconvError:  # reported by the check of the manifest
         return False
 
 
-def check_rank_scales(artifact: Artifact, blocks: Iterable[MoeLayer], result: CheckResult) -> None:
+def check_rank_scales(artifact: Artifact, layers: Iterable[MoeLayer], result: CheckResult) -> None:
     """Check for `files` that the manifest's numbers are valid scales, and that all ranks have them."""
-    for block in blocks:
-        if not is_static(artifact, block.name):
+    for layer in layers:
+        if not is_static(artifact, layer.name):
             continue
-        recorded = _recorded(artifact, block.name)
+        recorded = _recorded(artifact, layer.name)
         for gemm, found in recorded.items():
             if not _is_scale(found):
-                where = f"{names.MANIFEST}: {block.name}: {gemm}: {names.INPUT_SCALE}"
+                where = f"{names.MANIFEST}: {layer.name}: {gemm}: {names.INPUT_SCALE}"
                 result.add(where, _WHAT.format("one a conversion writes"), "a float32 above zero", repr(found))
-        _compare(artifact, block.name, recorded, "manifest's", result)
+        _compare(artifact, layer.name, recorded, "manifest's", result)
 
 
 def check_source_scales(
-    artifact: Artifact, blocks: Iterable[MoeLayer], source: Source, sources: Mapping[str, MoeLayer], result: CheckResult
+    artifact: Artifact, layers: Iterable[MoeLayer], source: Source, sources: Mapping[str, MoeLayer], result: CheckResult
 ) -> None:
     """Check for `weights` that manifest and ranks have the scales that follow from the source's."""
     with ThreadPoolExecutor(8, "hqconv-verify") as pool:
-        for block in blocks:
-            if block.name not in sources or not is_static(artifact, block.name):
-                continue  # a missing block is reported by the check of its weights
+        for layer in layers:
+            if layer.name not in sources or not is_static(artifact, layer.name):
+                continue  # a missing layer is reported by the check of its weights
             try:
-                expected = reduce_scales(source, sources[block.name], pool)
+                expected = reduce_scales(source, sources[layer.name], pool)
             except HqconvError as error:
                 result.add(f"source: {error.where}", error.what, error.expected, error.found)
                 continue
-            for gemm, found in _recorded(artifact, block.name).items():
+            for gemm, found in _recorded(artifact, layer.name).items():
                 if found != expected.get(gemm):
-                    where = f"{names.MANIFEST}: {block.name}: {gemm}: {names.INPUT_SCALE}"
+                    where = f"{names.MANIFEST}: {layer.name}: {gemm}: {names.INPUT_SCALE}"
                     result.add(where, _WHAT.format("source's"), expected.get(gemm, "none"), repr(found))
-            _compare(artifact, block.name, expected, "source's", result)
+            _compare(artifact, layer.name, expected, "source's", result)
 
 
-def _recorded(artifact: Artifact, block: str) -> dict[str, float | None]:
+def _recorded(artifact: Artifact, layer: str) -> dict[str, float | None]:
     """Recorded static scale of each GEMM in the manifest."""
-    entries = {gemm: artifact.blocks[block].gemm(gemm) for gemm in names.GEMMS}
+    entries = {gemm: artifact.layers[layer].gemm(gemm) for gemm in names.GEMMS}
     return {gemm: None if entry is None else entry.input_scale for gemm, entry in entries.items()}
 
 
@@ -72,14 +72,14 @@ def _is_scale(number: Any) -> bool:
 
 
 def _compare(
-    artifact: Artifact, block: str, expected: InputScales | Mapping[str, Any], whose: str, result: CheckResult
+    artifact: Artifact, layer: str, expected: InputScales | Mapping[str, Any], whose: str, result: CheckResult
 ) -> None:
     """Compare every rank's scale of each GEMM with the expected one."""
     for tp_rank, ep_rank in artifact.grid.ranks:
         for gemm in names.GEMMS:
-            where = f"{names.rank_file(block, tp_rank, ep_rank)}, tensor {names.input_scale(block, gemm)}"
+            where = f"{names.rank_file(layer, tp_rank, ep_rank)}, tensor {names.input_scale(layer, gemm)}"
             try:
-                found = artifact.read_input_scale(block, gemm, tp_rank, ep_rank)
+                found = artifact.read_input_scale(layer, gemm, tp_rank, ep_rank)
             except (HqconvError, OSError) as error:
                 result.add(where, "An activation scale cannot be read.", "F32 [1]", str(error))
                 continue

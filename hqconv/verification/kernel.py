@@ -33,8 +33,8 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.grid import tp_slices
-from hqconv.verification.block_inputs import BlockInputs
 from hqconv.verification.decoded_experts import decoded_experts, source_experts
+from hqconv.verification.layer_inputs import LayerInputs
 from hqconv.verification.reference import EXACT, Expert, is_known, moe_forward, moe_forwards
 from hqconv.verification.result import CheckResult
 from hqconv.verification.token_batches import TokenBatch, local_ids, make_batch, together
@@ -46,39 +46,39 @@ KNOWN_BY_NAME = "an activation that is known by name only: nothing to hold the k
 def check_kernel(
     artifact: Artifact,
     source: Source | None,
-    blocks: Iterable[str],
+    layers: Iterable[str],
     tokens: Iterable[int],
     device: torch.device,
     num_threads: int = 1,
 ) -> CheckResult:
-    """Run the kernel on the chosen blocks; `num_threads` threads prefetch experts.
+    """Run the kernel on the chosen layers; `num_threads` threads prefetch experts.
 
-    `measured[block]` gets `kernel` (relative error against the decoded weights over all batches: the worst of the
+    `measured[layer]` gets `kernel` (relative error against the decoded weights over all batches: the worst of the
     summed output and each rank's activated intermediate), `channel` (the same for the worst single channel),
     `batch` (for the worst single batch), where activations are quantized the same three after `rounded_` (against the
     decoded weights with activations that the reference rounds), `clipped` for static scales and, with a
-    source, `against_source` (decoded weights in the same block against the source's) and `weights_against_source`
-    (per projection). Blocks whose activation is known by name only are skipped, with a note; if all
+    source, `against_source` (decoded weights in the same layer against the source's) and `weights_against_source`
+    (per projection). Layers whose activation is known by name only are skipped, with a note; if all
     are, the check is skipped.
     """
     result = CheckResult("kernel")
     of_kind = {k.inputs: Tolerances.of(k.inputs, artifact.param_dtype) for k in artifact.spec.kinds}
     result.notes += [limits.note() for limits in of_kind.values()]
-    of_source = {} if source is None else {block.name: block for block in source.map_experts().blocks}
+    of_source = {} if source is None else {layer.name: layer for layer in source.map_experts().layers}
     unknown: list[str] = []
     with ThreadPoolExecutor(num_threads, "hqconv-verify", partial(_begin_thread, device)) as pool:
-        for block in blocks:
-            entry, activation = artifact.blocks[block], artifact.activation_of(block)
+        for layer in layers:
+            entry, activation = artifact.layers[layer], artifact.activation_of(layer)
             if not is_known(activation, entry.gated):
-                unknown.append(f"{block}: {activation.describe()}")
+                unknown.append(f"{layer}: {activation.describe()}")
                 continue
-            batches = [make_batch(artifact, block, count, device) for count in tokens]
-            measured = _measure(artifact, block, batches, source, of_source, pool)
-            result.measured[block] = measured
+            batches = [make_batch(artifact, layer, count, device) for count in tokens]
+            measured = _measure(artifact, layer, batches, source, of_source, pool)
+            result.measured[layer] = measured
             recorded = {p: _recorded(e) for p, e in entry.quantization_error.items()}
-            check_figures(result, block, measured, of_kind[artifact.kernel_spec_of(block).inputs], recorded)
+            check_figures(result, layer, measured, of_kind[artifact.kernel_spec_of(layer).inputs], recorded)
             result.notes += [
-                f"{block}.{gemm}: its scale cuts off {share:.2%} of these tokens' activations"
+                f"{layer}.{gemm}: its scale cuts off {share:.2%} of these tokens' activations"
                 for gemm, share in measured.get("clipped", {}).items()
             ]
     result.notes += [f"skipped: {one}, {KNOWN_BY_NAME}" for one in unknown]
@@ -100,25 +100,25 @@ def _begin_thread(device: torch.device) -> None:
 
 def _measure(
     artifact: Artifact,
-    block: str,
+    layer: str,
     batches: list[TokenBatch],
     source: Source | None,
     of_source: Mapping[str, MoeLayer],
     pool: ThreadPoolExecutor,
 ) -> dict[str, Any]:
-    """Measure one block: all its figures."""
-    device, activation = batches[0].x.device, artifact.activation_of(block)
-    decoded = decoded_experts(artifact, artifact.expert_block(block), device, pool)
+    """Measure one layer: all its figures."""
+    device, activation = batches[0].x.device, artifact.activation_of(layer)
+    decoded = decoded_experts(artifact, artifact.moe_layer(layer), device, pool)
     everything = together(batches)
-    inputs = BlockInputs.of(artifact, block, device)
+    inputs = LayerInputs.of(artifact, layer, device)
     roundings = [EXACT] if inputs is None else [EXACT, inputs.reference()]
     expected = moe_forwards(everything.x.double(), everything.routing, decoded, activation, roundings)
-    exact, *rounded = _compare_kernel(artifact, block, batches, expected, device)
+    exact, *rounded = _compare_kernel(artifact, layer, batches, expected, device)
     measured = exact | {f"rounded_{key}": value for figures in rounded for key, value in figures.items()}
     if inputs is not None and inputs.static:
         measured["clipped"] = inputs.clipped({"w13": everything.x, "w2": expected[0][1]})
     if source is not None:
-        original = source_experts(source, of_source[block], device, pool)
+        original = source_experts(source, of_source[layer], device, pool)
         measured |= _compare_source(activation, everything, expected[0][0], decoded, original)
     return {**measured, "routed_by": batches[0].routed_by}
 
@@ -128,7 +128,7 @@ def _measure(
 
 def _compare_kernel(
     artifact: Artifact,
-    block: str,
+    layer: str,
     batches: list[TokenBatch],
     expected: list[tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
@@ -137,18 +137,18 @@ def _compare_kernel(
 
     `expected`: outputs and intermediates of each reference for all batches together; one result for each reference.
     """
-    entry, activation = artifact.blocks[block], artifact.activation_of(block)
+    entry, activation = artifact.layers[layer], artifact.activation_of(layer)
     counts = [b.x.size(0) for b in batches]
     routes = [count * entry.top_k for count in counts]
     split = [(torch.split(out, counts), torch.split(hidden, routes)) for out, hidden in expected]
     outputs = [torch.zeros_like(reference) for reference in split[0][0]]
     tallies = [{"output": ErrorStats()} for _ in expected]
-    schema = artifact.schema_of(block)
+    schema = artifact.schema_of(layer)
     slices = tp_slices(entry.intermediate_size, artifact.grid.tp, schema)
-    tuned_for_m = _tuned_for_m(artifact, block, counts)
-    compile_kernels([config for pair in gemm_configs(artifact, block) for config in pair.values()], tuned_for_m, device)
+    tuned_for_m = _tuned_for_m(artifact, layer, counts)
+    compile_kernels([config for pair in gemm_configs(artifact, layer) for config in pair.values()], tuned_for_m, device)
     for tp_rank, ep_rank in artifact.grid.ranks:
-        gemms = _load_rank(artifact, block, tp_rank, ep_rank, device)
+        gemms = _load_rank(artifact, layer, tp_rank, ep_rank, device)
         _, begin, end, _ = slices[tp_rank]
         for index, (batch, out) in enumerate(zip(batches, outputs, strict=True)):
             ids = local_ids(artifact, batch.routing.ids, entry.num_experts, ep_rank)
@@ -168,38 +168,38 @@ def _compare_kernel(
     return [worst(tally) for tally in tallies]
 
 
-def gemm_configs(artifact: Artifact, block: str) -> list[dict[str, Any]]:
+def gemm_configs(artifact: Artifact, layer: str) -> list[dict[str, Any]]:
     """LayerConfigs of both GEMMs from one rank for each number of local experts, which is compiled into the kernel."""
-    num_experts = artifact.blocks[block].num_experts
+    num_experts = artifact.layers[layer].num_experts
     of_count = {len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)}
     return [
-        {gemm: layer_config(artifact.layer_config(block, gemm, *rank)) for gemm in names.GEMMS}
+        {gemm: layer_config(artifact.layer_config(layer, gemm, *rank)) for gemm in names.GEMMS}
         for rank in of_count.values()
     ]
 
 
-def compile_ahead(artifact: Artifact, block: str, tokens: Sequence[int], device: torch.device) -> None:
-    """Compile the kernels that `check_kernel` needs for one block, in any thread. Raises the same errors."""
-    entry, dtype = artifact.blocks[block], torch_dtype_of(artifact.param_dtype)
+def compile_ahead(artifact: Artifact, layer: str, tokens: Sequence[int], device: torch.device) -> None:
+    """Compile the kernels that `check_kernel` needs for one layer, in any thread. Raises the same errors."""
+    entry, dtype = artifact.layers[layer], torch_dtype_of(artifact.param_dtype)
     with torch.cuda.device(device):
-        configs = gemm_configs(artifact, block)
+        configs = gemm_configs(artifact, layer)
     kernels = partial(
         compile_input_kernels,
         num_tokens=tokens,
         top_k=entry.top_k,
         dtype=dtype,
         device=device,
-        rotation=artifact.schema_of(block).rotation,
+        rotation=artifact.schema_of(layer).rotation,
     )
     with ThreadPoolExecutor(1) as pool:
-        activation = pool.submit(kernels, *configs[0].values(), artifact.activation_of(block), entry.gated)
+        activation = pool.submit(kernels, *configs[0].values(), artifact.activation_of(layer), entry.gated)
         both = [config for pair in configs for config in pair.values()]
-        compile_kernels(both, _tuned_for_m(artifact, block, tokens), device)
+        compile_kernels(both, _tuned_for_m(artifact, layer, tokens), device)
         activation.result()
 
 
-def _tuned_for_m(artifact: Artifact, block: str, tokens: Sequence[int]) -> int:
-    top_k: int = artifact.blocks[block].top_k
+def _tuned_for_m(artifact: Artifact, layer: str, tokens: Sequence[int]) -> int:
+    top_k: int = artifact.layers[layer].top_k
     return math.ceil(max(tokens) * top_k / artifact.grid.ep)
 
 
@@ -232,7 +232,7 @@ def _compare_source(
     }
 
 
-def _load_rank(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
+def _load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
     """Load one rank's kernel tensors to the device, as a server holds them."""
-    gemms = load_rank(artifact, block, tp_rank, ep_rank, str(device))
+    gemms = load_rank(artifact, layer, tp_rank, ep_rank, str(device))
     return {name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size) for name, gemm in gemms.items()}

@@ -60,7 +60,7 @@ class Lineage:
             return "the first conversion searched with another version of the search"
         if self.made.dtype != artifact.param_dtype:
             return f"its parameters were {self.made.dtype} at first, and are {artifact.param_dtype} now"
-        for name in artifact.blocks:
+        for name in artifact.layers:
             for step in self.between:
                 layer = step.blocks.get(name)
                 conversion = None if layer is None else layer.conversion

@@ -39,22 +39,22 @@ def begun(tasks: Sequence[Callable[[], object]]) -> Iterator[Callable[[], None]]
 
 
 def kernel_tasks(
-    artifact: Artifact, blocks: Iterable[str], tokens: Sequence[int], device: torch.device
+    artifact: Artifact, layers: Iterable[str], tokens: Sequence[int], device: torch.device
 ) -> list[Callable[[], object]]:
-    """Compile the GEMMs of some blocks, one task for each kind of block."""
+    """Compile the GEMMs of some layers, one task for each kind of layer."""
     kinds: dict[str, str] = {}
-    for block in blocks:
-        entry = artifact.blocks[block]
+    for layer in layers:
+        entry = artifact.layers[layer]
         try:
-            if not artifact.knows_activation(block):  # the check skips it
+            if not artifact.knows_activation(layer):  # the check skips it
                 continue
-            configs = [artifact.layer_config(block, gemm, 0, 0) for gemm in names.GEMMS]
+            configs = [artifact.layer_config(layer, gemm, 0, 0) for gemm in names.GEMMS]
         except (HqconvError, OSError):  # the check reports it
             continue
         facts = [entry.top_k, entry.activation, entry.gated, entry.num_experts]
         facts.append(entry.activation_parameters)
-        kinds.setdefault(json.dumps([configs, facts], sort_keys=True), block)
-    return [partial(compile_ahead, artifact, block, tokens, device) for block in kinds.values()]
+        kinds.setdefault(json.dumps([configs, facts], sort_keys=True), layer)
+    return [partial(compile_ahead, artifact, layer, tokens, device) for layer in kinds.values()]
 
 
 def other_layout(artifact: Artifact) -> str:
@@ -63,7 +63,7 @@ def other_layout(artifact: Artifact) -> str:
     If the layout depends on the compiler, Humming computes it for the installed one. Raises VerificationError
     for invalid facts.
     """
-    firsts = {artifact.kernel_spec_of(name): name for name in reversed(artifact.blocks)}
+    firsts = {artifact.kernel_spec_of(name): name for name in reversed(artifact.layers)}
     for kind, name in firsts.items():
         if not needs_cuda(kind):
             continue
@@ -71,8 +71,8 @@ def other_layout(artifact: Artifact) -> str:
             here = GpuTarget(kind.target.sm_version, compiler_version())
         except (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             return f"its layout depends on the CUDA compiler, and Humming finds none here ({error})"
-        block = artifact.expert_block(name)
-        own, found = (artifact.kernel_forms(block, target) for target in (None, here))
+        layer = artifact.moe_layer(name)
+        own, found = (artifact.kernel_forms(layer, target) for target in (None, here))
         for gemm, form in own.items():
             if (flags := form.flags) != found[gemm].flags:
                 differing = ", ".join(flag for flag in flags if flags[flag] != found[gemm].flags[flag])

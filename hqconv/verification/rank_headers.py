@@ -21,10 +21,10 @@ T = TypeVar("T")
 Stored = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
-def _forms(of_block: Callable[[MoeLayer], T], block: MoeLayer, result: CheckResult) -> T | None:
-    """Layout of a block by Humming; None without Humming (noted), or if it has no such layout (a finding)."""
+def _forms(of_layer: Callable[[MoeLayer], T], layer: MoeLayer, result: CheckResult) -> T | None:
+    """Layout of a layer by Humming; None without Humming (noted), or if it has no such layout (a finding)."""
     try:
-        return of_block(block)
+        return of_layer(layer)
     except ModuleNotFoundError:
         note = "rank files were compared with each other only: Humming cannot be imported"
         if note not in result.notes:
@@ -35,37 +35,37 @@ def _forms(of_block: Callable[[MoeLayer], T], block: MoeLayer, result: CheckResu
 
 
 def check_ranks(
-    artifact: Artifact, blocks: Mapping[str, MoeLayer], headers: Mapping[str, Header], result: CheckResult
+    artifact: Artifact, layers: Mapping[str, MoeLayer], headers: Mapping[str, Header], result: CheckResult
 ) -> None:
-    """Check that every rank has one file of every block, with the tensors and LayerConfigs that the facts imply."""
+    """Check that every rank has one file of every layer, with the tensors and LayerConfigs that the facts imply."""
     expected_paths: set[str] = set()
-    for block in blocks.values():
-        grid, form = artifact.grid, _forms(artifact.kernel_forms, block, result)
+    for layer in layers.values():
+        grid, form = artifact.grid, _forms(artifact.kernel_forms, layer, result)
         if form is not None:
-            _check_gemm_metadata(artifact, block, form, result)
+            _check_gemm_metadata(artifact, layer, form, result)
         for tp_rank, ep_rank in grid.ranks:
-            path = names.rank_file(block.name, tp_rank, ep_rank)
-            num_local = len(grid.local_experts(block.num_experts, ep_rank))
+            path = names.rank_file(layer.name, tp_rank, ep_rank)
+            num_local = len(grid.local_experts(layer.num_experts, ep_rank))
             expected_paths.add(path)
             if path not in artifact.manifest.files:
-                result.add(path, "A rank has no file of a block.", "listed in the manifest", "not listed")
+                result.add(path, "A rank has no file of a layer.", "listed in the manifest", "not listed")
             elif path in headers:
-                form = form if form is not None else _form_of_file(block.name, headers[path])
-                scales = names.GEMMS if is_static(artifact, block.name) else ()
-                extra = {names.input_scale(block.name, gemm): ("F32", (1,)) for gemm in scales}
-                _compare_with_form(path, headers[path], block.name, form, num_local, extra, result)
+                form = form if form is not None else _form_of_file(layer.name, headers[path])
+                scales = names.GEMMS if is_static(artifact, layer.name) else ()
+                extra = {names.input_scale(layer.name, gemm): ("F32", (1,)) for gemm in scales}
+                _compare_with_form(path, headers[path], layer.name, form, num_local, extra, result)
                 _check_rank(path, headers[path][1], artifact.manifest.digest is not None, result)
     for path in artifact.manifest.files:
-        if blocks and "/" in path and path.endswith(SUFFIX) and path not in expected_paths:
-            what = "A weight file belongs to no rank and block of the manifest."
+        if layers and "/" in path and path.endswith(SUFFIX) and path not in expected_paths:
+            what = "A weight file belongs to no rank and layer of the manifest."
             result.add(path, what, "not listed", "listed")
 
 
-def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
+def _form_of_file(layer: str, header: Header) -> dict[str, KernelForm]:
     """Kernel forms of the first rank's file, which the other files must match if there is no Humming."""
     forms = {}
     for gemm in names.GEMMS:
-        prefix = f"{block}.{gemm}_"
+        prefix = f"{layer}.{gemm}_"
         tensors = {
             name.removeprefix(prefix): TensorSpec(name, ref.dtype, ref.shape[1:])
             for name, ref in header[0].items()
@@ -79,24 +79,24 @@ def _form_of_file(block: str, header: Header) -> dict[str, KernelForm]:
 
 
 def _check_gemm_metadata(
-    artifact: Artifact, block: MoeLayer, form: Mapping[str, KernelForm], result: CheckResult
+    artifact: Artifact, layer: MoeLayer, form: Mapping[str, KernelForm], result: CheckResult
 ) -> None:
     sizes = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
     for gemm, one in form.items():
         expected = {**{key: one.config[key] for key in sizes}, **one.flags}
-        entry = artifact.blocks[block.name].gemm(gemm)
+        entry = artifact.layers[layer.name].gemm(gemm)
         found = {} if entry is None else {**entry.to_dict(), **entry.flags}
         found.pop("flags", None)
-        if is_static(artifact, block.name):  # its scale is checked separately
+        if is_static(artifact, layer.name):  # its scale is checked separately
             found.pop(names.INPUT_SCALE, None)
-        where = f"{names.MANIFEST}: {block.name}: {gemm}"
+        where = f"{names.MANIFEST}: {layer.name}: {gemm}"
         compare_dicts(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
 
 
 def _compare_with_form(
     path: str,
     header: Header,
-    block: str,
+    layer: str,
     form: Mapping[str, KernelForm],
     num_local: int,
     extra: Mapping[str, Stored],
@@ -104,7 +104,7 @@ def _compare_with_form(
 ) -> None:
     """Compare a file's header with a form; `extra`: dtype and shape of tensors that the form does not know."""
     expected: dict[str, Stored] = {
-        f"{block}.{gemm}_{name}": (tensor.dtype, (num_local, *tensor.shape))
+        f"{layer}.{gemm}_{name}": (tensor.dtype, (num_local, *tensor.shape))
         for gemm, one in form.items()
         for name, tensor in one.tensors.items()
     }
@@ -142,26 +142,26 @@ def _compare_tensors(path: str, header: Header, expected: Mapping[str, Stored], 
 
 
 def check_packed(
-    artifact: Artifact, blocks: Mapping[str, MoeLayer], inside: Mapping[str, tuple[str, Any]], result: CheckResult
+    artifact: Artifact, layers: Mapping[str, MoeLayer], inside: Mapping[str, tuple[str, Any]], result: CheckResult
 ) -> set[str]:
     """Check the experts' packed tensors of the checkpoint layout; return their names (none in the kernel layout)."""
     found: set[str] = set()
     if artifact.manifest.is_kernel:
         return found
-    for block in blocks.values():
-        prefix, form = f"{block.name}.", _forms(artifact.packed_forms, block, result)
-        of_block = {name for name in inside if name.startswith(prefix) and name[len(prefix) :][:1].isdigit()}
-        found |= of_block
+    for layer in layers.values():
+        prefix, form = f"{layer.name}.", _forms(artifact.packed_forms, layer, result)
+        of_layer = {name for name in inside if name.startswith(prefix) and name[len(prefix) :][:1].isdigit()}
+        found |= of_layer
         if form is None:
             continue
         expected = {
-            f"{block.module(expert, role)}.{name}": (tensor.dtype, tensor.shape)
-            for expert in range(block.num_experts)
-            for role in block.roles
+            f"{layer.module(expert, role)}.{name}": (tensor.dtype, tensor.shape)
+            for expert in range(layer.num_experts)
+            for role in layer.roles
             for name, tensor in form[role].items()
         }
-        compare_names(f"block {block.name}", "tensor", of_block, expected, result)
-        for name in sorted(of_block & expected.keys()):
+        compare_names(f"layer {layer.name}", "tensor", of_layer, expected, result)
+        for name in sorted(of_layer & expected.keys()):
             path, entry = inside[name]
             _compare_tensors(path, ({name: entry}, {}), {name: expected[name]}, result)
     return found

@@ -23,7 +23,7 @@ _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms i
 
 
 def check_recorded(
-    block: MoeLayer,
+    layer: MoeLayer,
     recorded: Mapping[str, ProjectionError],
     figures: Mapping[str, Sequence[Figures]],
     is_coded: bool,
@@ -31,12 +31,12 @@ def check_recorded(
 ) -> None:
     """Compare the manifest's error figures with the measured ones, if every expert was measured."""
     for role in sorted(recorded.keys() | figures.keys()):
-        where = f"{names.MANIFEST}: {block.name}: quantization_error: {role}"
+        where = f"{names.MANIFEST}: {layer.name}: quantization_error: {role}"
         of_role, error = figures.get(role, []), recorded.get(role)
         if role not in figures or error is None:
-            what = "The recorded errors are not those of the block's projections."
+            what = "The recorded errors are not those of the layer's projections."
             result.add(where, what, list(figures), error and error.to_dict())
-        elif len(of_role) == block.num_experts:
+        elif len(of_role) == layer.num_experts:
             each = [one.recorded_error() for one in of_role]
             # Experts that were kept unchanged have no error; the total is of the others.
             changed = [one for one in of_role if one.quantizer is None or not one.quantizer.is_exact]

@@ -11,7 +11,7 @@ from typing import Any
 from hqconv.schemas import untrusted_files
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
-MAX_PER_KIND = 50  # listed findings of one kind; a damaged block has as many as it has experts
+MAX_PER_KIND = 50  # listed findings of one kind; a damaged layer has as many as it has experts
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """Result of one check. `measured`: block → figures; `notes`: the extent of the check, and what it left out.
+    """Result of one check. `measured`: layer → figures; `notes`: the extent of the check, and what it left out.
 
-    `of_experts`: block → projection → each expert's relative error against the source, where the check measures it.
+    `of_experts`: layer → projection → each expert's relative error against the source, where the check measures it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Verification of an artifact: choice of checks, blocks and devices, and the limit on relative errors."""
+"""Verification of an artifact: choice of checks, layers and devices, and the limit on relative errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hqconv.verification.kernel import check_kernel
 from hqconv.verification.lineage import Lineage
 from hqconv.verification.precompile import begun, kernel_tasks, other_layout
 from hqconv.verification.result import CheckResult, VerificationReport
-from hqconv.verification.scheduling import block_bytes
+from hqconv.verification.scheduling import layer_bytes
 from hqconv.verification.tolerances import kind_of_inputs
 from hqconv.verification.weights import check_weights
 
@@ -42,10 +42,10 @@ def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: flo
     result = CheckResult(MAX_ERROR)
     recorded = artifact.manifest.errors()
     measured = {} if weights is None else weights.measured
-    result.notes.append(f"the manifest's errors of {len(recorded)} blocks")
-    figures = [measures for block in measured.values() for measures in block.values() if isinstance(measures, Mapping)]
+    result.notes.append(f"the manifest's errors of {len(recorded)} layers")
+    figures = [measures for layer in measured.values() for measures in layer.values() if isinstance(measures, Mapping)]
     if any("relative_error" in measures for measures in figures):
-        result.notes.append(f"and those measured against the source, of {len(measured)} blocks")
+        result.notes.append(f"and those measured against the source, of {len(measured)} layers")
     for errors, kind in ((recorded, "recorded"), (measured, "measured")):
         for one in over_limit(errors, limit):
             where = f"{one['block']}, {one['projection']}"
@@ -95,7 +95,7 @@ def verify(
     with opened as artifact:
         report.manifest_sha256 = artifact.manifest.sha256
         report.warnings = tuple(artifact.manifest.warnings or ())
-        layers = _chosen_blocks(artifact, options.layers)
+        layers = _chosen_layers(artifact, options.layers)
         with begun(_tasks(artifact, source, options, asked, layers)) as finish:
             runs: dict[str, Callable[[], CheckResult]] = {
                 "files": lambda: check_files(artifact, source, options.num_threads, _meter("files", artifact, options)),
@@ -139,25 +139,25 @@ def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | No
     listed = artifact.manifest.files.items()
     sizes = {path: entry.size_bytes for path, entry in listed if path != names.CARD}  # which is not hashed
     if check == "weights":
-        names_ = _chosen_blocks(artifact, options.layers)
-        return Meter(sum(block_bytes(artifact, name) for name in names_), len(names_), partial(listener, check))
+        names_ = _chosen_layers(artifact, options.layers)
+        return Meter(sum(layer_bytes(artifact, name) for name in names_), len(names_), partial(listener, check))
     return Meter(sum(sizes.values()), len(sizes), partial(listener, check))
 
 
-def _sample(artifact: Artifact, blocks: list[str], options: VerifyOptions) -> list[str]:
-    """Default blocks for the kernel check: the first, middle and last, and one of each kind."""
-    if options.layers is not None or len(blocks) <= 3:
-        return blocks
-    chosen = {blocks[0], blocks[len(blocks) // 2], blocks[-1]}
+def _sample(artifact: Artifact, layers: list[str], options: VerifyOptions) -> list[str]:
+    """Default layers for the kernel check: the first, middle and last, and one of each kind."""
+    if options.layers is not None or len(layers) <= 3:
+        return layers
+    chosen = {layers[0], layers[len(layers) // 2], layers[-1]}
     with suppress(VerificationError):  # the `files` check reports it
-        firsts = {_kind_of(artifact, name): name for name in reversed(blocks)}
+        firsts = {_kind_of(artifact, name): name for name in reversed(layers)}
         known = {_kind_of(artifact, name) for name in chosen}
         chosen.update(name for kind, name in firsts.items() if kind not in known)
-    return [name for name in blocks if name in chosen]
+    return [name for name in layers if name in chosen]
 
 
-def _kind_of(artifact: Artifact, block: str) -> tuple[KernelSpec, Activation]:
-    return artifact.kernel_spec_of(block), artifact.activation_of(block)
+def _kind_of(artifact: Artifact, layer: str) -> tuple[KernelSpec, Activation]:
+    return artifact.kernel_spec_of(layer), artifact.activation_of(layer)
 
 
 def _check_options(options: VerifyOptions) -> None:
@@ -197,17 +197,17 @@ def _finding(name: str, error: HqconvError) -> CheckResult:
     return result
 
 
-def _chosen_blocks(artifact: Artifact, indices: Collection[int] | None) -> list[str]:
-    """Blocks of the given layers, in order; all blocks for None."""
+def _chosen_layers(artifact: Artifact, indices: Collection[int] | None) -> list[str]:
+    """Names of the MoE layers with the given indices, in order; all for None."""
     if indices is None:
-        return list(artifact.blocks)
+        return list(artifact.layers)
     of_layer: dict[int, list[str]] = {}
-    for name, entry in artifact.blocks.items():
+    for name, entry in artifact.layers.items():
         of_layer.setdefault(entry.layer, []).append(name)
     missing = sorted(set(indices) - set(of_layer))
     if missing:
         raise RequestError(
-            "There is no MoE block in that layer.",
+            "The model has no MoE layer of this number.",
             where="--layers",
             expected=f"layers of {', '.join(map(str, sorted(of_layer)))}",
             found=missing[0],
@@ -237,7 +237,7 @@ def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) 
 
 
 def _kernel(
-    artifact: Artifact, source: Source | None, options: VerifyOptions, blocks: list[str], finish: Callable[[], None]
+    artifact: Artifact, source: Source | None, options: VerifyOptions, layers: list[str], finish: Callable[[], None]
 ) -> CheckResult:
     """Run the kernel check; `finish` waits for the kernels that are being compiled."""
     device, obstacle = _kernel_device(artifact, options.device)
@@ -245,12 +245,12 @@ def _kernel(
         if options.checks and "kernel" in options.checks:
             raise RequestError("The kernel check cannot run here.", where="--checks kernel", found=obstacle)
         return CheckResult("kernel", skipped=obstacle)
-    chosen = _sample(artifact, blocks, options)
+    chosen = _sample(artifact, layers, options)
     finish()
     with torch.cuda.device(device):
         result = check_kernel(artifact, source, chosen, options.tokens, device, options.num_threads)
     result.notes.append(
-        f"{len(chosen)} of {len(blocks)} blocks, batches of {', '.join(map(str, options.tokens))} tokens"
+        f"{len(chosen)} of {len(layers)} layers, batches of {', '.join(map(str, options.tokens))} tokens"
     )
     return result
 
@@ -273,7 +273,7 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
                 return None, f"there is no reference for {kind.inputs.a_dtype} activations"
         if obstacle := other_layout(artifact):
             return None, obstacle
-        if not any(artifact.knows_activation(block) for block in artifact.blocks):
-            found = dict.fromkeys(artifact.activation_of(block).describe() for block in artifact.blocks)
+        if not any(artifact.knows_activation(layer) for layer in artifact.layers):
+            found = dict.fromkeys(artifact.activation_of(layer).describe() for layer in artifact.layers)
             return None, f"the experts' activation is known by name only: {', '.join(found)}"
     return device, ""

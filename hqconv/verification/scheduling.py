@@ -26,11 +26,11 @@ def worker_pool(num_workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_workers, "hqconv-verify", initializer=partial(torch.set_num_threads, 1))
 
 
-def block_bytes(artifact: Artifact, block: str) -> int:
-    """Approximate bytes of a block's codes: number of weights times the schema's bits."""
-    entry = artifact.blocks[block]
+def layer_bytes(artifact: Artifact, layer: str) -> int:
+    """Approximate bytes of a layer's codes: number of weights times the schema's bits."""
+    entry = artifact.layers[layer]
     weights = entry.num_experts * entry.hidden_size * entry.intermediate_size * (2 + entry.gated)
-    return int(weights) * artifact.schema_of(block).num_bits // 8
+    return int(weights) * artifact.schema_of(layer).num_bits // 8
 
 
 def _told(done: Iterable[Done], meter: Meter | None, count: Callable[[Done], tuple[Job, int]]) -> Iterator[Done]:
@@ -38,7 +38,7 @@ def _told(done: Iterable[Done], meter: Meter | None, count: Callable[[Done], tup
 
     def name_and_count(one: Done) -> tuple[str, int]:
         job, num_experts = count(one)
-        return job.block.name, block_bytes(job.artifact, job.block.name) * num_experts // job.block.num_experts
+        return job.layer.name, layer_bytes(job.artifact, job.layer.name) * num_experts // job.layer.num_experts
 
     return metered(done, meter, name_and_count)
 
@@ -47,12 +47,12 @@ def each_expert(
     jobs: Iterable[Job], pool: ThreadPoolExecutor, num_workers: int, meter: Meter | None
 ) -> Iterator[Judged]:
     """Check experts one by one; yield each job with the outcomes of its experts."""
-    tasks = ((job, expert) for job in jobs for expert in range(job.block.num_experts))
+    tasks = ((job, expert) for job in jobs for expert in range(job.layer.num_experts))
     done = _told(
         ahead(pool, lambda task: task[0].run(task[1]), tasks, 2 * num_workers), meter, lambda one: (one[0][0], 1)
     )
-    for job, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
-        yield job, [outcome for _, outcome in of_block]
+    for job, of_layer in itertools.groupby(done, key=lambda found: found[0][0]):
+        yield job, [outcome for _, outcome in of_layer]
 
 
 def in_batches(
@@ -65,8 +65,8 @@ def in_batches(
     with worker_pool(staging.num_readers) as readers:
         found_ahead = ahead(readers, lambda task: task[0].run(task[1]), tasks, 2 * staging.num_readers)
         done = _told(found_ahead, meter, lambda one: (one[0][0].job, len(one[0][1])))
-        for one, of_block in itertools.groupby(done, key=lambda found: found[0][0]):
-            first = [outcome for _, outcomes in of_block for outcome in outcomes]
+        for one, of_layer in itertools.groupby(done, key=lambda found: found[0][0]):
+            first = [outcome for _, outcomes in of_layer for outcome in outcomes]
             again = pool.map(one.job.run, [expert for expert, found in enumerate(first) if found is None])
             outcomes = [found if found is not None else next(again) for found in first]
             num_again, num_all = num_again + first.count(None), num_all + len(first)

@@ -52,7 +52,7 @@ def check_manifest(artifact: Artifact, result: CheckResult) -> None:
             worst = error.worst_expert
             if worst is None or not 0 <= worst < layer.num_experts:
                 where = f"{names.MANIFEST}: {name}: quantization_error: {role}: worst_expert"
-                result.add(where, "The worst expert is none of the block's.", "one of them", repr(worst)[:80])
+                result.add(where, "The worst expert is none of the layer's.", "one of them", repr(worst)[:80])
 
 
 def _check_digest(artifact: Artifact, result: CheckResult) -> None:
@@ -66,7 +66,7 @@ def _check_digest(artifact: Artifact, result: CheckResult) -> None:
 
 
 def _check_listed(artifact: Artifact, result: CheckResult) -> None:
-    """Check that weights are only in shards, rank files (checked with the blocks) and the importance file."""
+    """Check that weights are only in shards, rank files (checked with the layers) and the importance file."""
     for path in artifact.manifest.files:
         is_weights = path.endswith((*WEIGHT_SUFFIXES, ".index.json")) or path.split("/")[0] in WEIGHT_FOLDERS
         is_own = path in (names.INDEX, names.IMPORTANCE) or artifact.is_shard(path)

@@ -29,14 +29,14 @@ class TokenBatch:
     routed_by: str
 
 
-def make_batch(artifact: Artifact, block: str, num_tokens: int, device: torch.device) -> TokenBatch:
-    """Make seeded tokens, routed by the block's own router if the artifact holds it; every expert is hit."""
-    entry = artifact.blocks[block]
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{block}/{num_tokens}".encode()))
+def make_batch(artifact: Artifact, layer: str, num_tokens: int, device: torch.device) -> TokenBatch:
+    """Make seeded tokens, routed by the layer's own router if the artifact holds it; every expert is hit."""
+    entry = artifact.layers[layer]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{layer}/{num_tokens}".encode()))
     x = torch.randn(num_tokens, entry.hidden_size, generator=generator)
     x = x.to(torch_dtype_of(artifact.param_dtype))
     config = _config(artifact)
-    router, bias = _router(artifact, block)
+    router, bias = _router(artifact, layer)
     if router is None or router.shape != (entry.num_experts, entry.hidden_size):
         logits = torch.randn(num_tokens, entry.num_experts, generator=generator)
         routing, routed_by = route(logits, entry.top_k, {"norm_topk_prob": True}), "seeded scores"
@@ -54,9 +54,9 @@ def _config(artifact: Artifact) -> dict[str, Any]:
     return dict(text_config(document))
 
 
-def _router(artifact: Artifact, block: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _router(artifact: Artifact, layer: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Router weight [E, H] and correction bias [E], if they have their usual names."""
-    parent = block.rpartition(".")[0]
+    parent = layer.rpartition(".")[0]
     found = [_copied(artifact, f"{parent}.{name}") for name in ("gate.weight", "router.weight")]
     biases = [_copied(artifact, f"{parent}.{name}") for name in ("gate.e_score_correction_bias",)]
     return next((t for t in found if t is not None), None), next((t for t in biases if t is not None), None)

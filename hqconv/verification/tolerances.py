@@ -102,37 +102,37 @@ class Tolerances:
 
 
 def check_figures(
-    result: CheckResult, block: str, measured: dict[str, Any], limits: Tolerances, recorded: dict[str, float]
+    result: CheckResult, layer: str, measured: dict[str, Any], limits: Tolerances, recorded: dict[str, float]
 ) -> None:
-    """Add findings for the figures of one block that are too large. NaN never passes.
+    """Add findings for the figures of one layer that are too large. NaN never passes.
 
     Every comparison is written so that it fails for NaN. `recorded`: the projections' errors by the manifest.
     """
-    _judge_kernel(result, block, measured, ("", "decoded weights"), (limits.kernel, limits.channel))
+    _judge_kernel(result, layer, measured, ("", "decoded weights"), (limits.kernel, limits.channel))
     if limits.rounded is not None and limits.rounded_channel is not None:
         what = ("rounded_", "decoded weights and rounded activations")
-        _judge_kernel(result, block, measured, what, (limits.rounded, limits.rounded_channel))
+        _judge_kernel(result, layer, measured, what, (limits.rounded, limits.rounded_channel))
     if "against_source" in measured:
-        _judge_source(result, block, measured, recorded)
+        _judge_source(result, layer, measured, recorded)
 
 
 def _judge_kernel(
-    result: CheckResult, block: str, measured: dict[str, Any], what: tuple[str, str], limits: tuple[float, float]
+    result: CheckResult, layer: str, measured: dict[str, Any], what: tuple[str, str], limits: tuple[float, float]
 ) -> None:
     """Check the kernel against one reference: over all, in the worst channel, in the worst batch."""
     prefix, reference = what
     rank, channel = measured[f"{prefix}worst_rank"], measured[f"{prefix}worst_channel"]
     for key, where, what_differs, limit in (
-        ("kernel", block, f"The kernel's output is off the {reference}' (rank {rank}).", limits[0]),
-        ("channel", f"{block}, {channel}", f"One channel of the output is off the {reference}'.", limits[1]),
-        ("batch", block, f"One batch of the output is off the {reference}'.", limits[1]),
+        ("kernel", layer, f"The kernel's output is off the {reference}' (rank {rank}).", limits[0]),
+        ("channel", f"{layer}, {channel}", f"One channel of the output is off the {reference}'.", limits[1]),
+        ("batch", layer, f"One batch of the output is off the {reference}'.", limits[1]),
     ):
         found = measured[f"{prefix}{key}"]
         if not found <= limit:
             result.add(where, what_differs, f"relative error <= {limit:.4f}", f"{found:.4g}")
 
 
-def _judge_source(result: CheckResult, block: str, measured: dict[str, Any], recorded: dict[str, float]) -> None:
+def _judge_source(result: CheckResult, layer: str, measured: dict[str, Any], recorded: dict[str, float]) -> None:
     """Check the errors of the decoded weights and of their output against the errors of the conversion."""
     errors = list(recorded.values())
     random, alike = SOURCE_FACTOR * math.hypot(*errors), SUM_FACTOR * sum(errors)
@@ -140,11 +140,11 @@ def _judge_source(result: CheckResult, block: str, measured: dict[str, Any], rec
     measured["limit_against_source"] = limit
     if not measured["against_source"] <= limit:
         found = f"{measured['against_source']:.4g}"
-        result.add(block, "The output is off the source's.", f"relative error <= {limit:.4f}", found)
+        result.add(layer, "The output is off the source's.", f"relative error <= {limit:.4f}", found)
     for projection, error in measured["weights_against_source"].items():
         limit = max(WEIGHT_FACTOR * recorded.get(projection, 0.0), DIRECT_ERROR)
         if not error <= limit:
-            where = f"{block}, {projection}"
+            where = f"{layer}, {projection}"
             expected = f"relative error <= {limit:.4f}"
             result.add(where, "The decoded weights are off the source's.", expected, f"{error:.4g}")
 

@@ -42,30 +42,30 @@ def check_weights(
     device: torch.device | None = None,
     meter: Meter | None = None,
 ) -> CheckResult:
-    """Decode the blocks of `indices` (None: all) and compare them with the source, if it is given.
+    """Decode the MoE layers of `indices` (None: all) and compare them with the source, if it is given.
 
     With a `device`, experts are checked there in batches, and experts with faults again on the CPU; the findings are
-    the same. `measured[block][projection]` holds the error figures, or without a source figures of the decoded
+    the same. `measured[layer][projection]` holds the error figures, or without a source figures of the decoded
     weights. Raises RequestError if not even one expert fits into `max_memory_bytes`; every other fault is a finding.
     """
     result = CheckResult("weights")
-    blocks = _blocks(artifact, indices, result)
-    sources = _source_blocks(artifact, source, result)
-    for name in sorted((sources or {}).keys() - artifact.blocks.keys() - set(artifact.left)) if indices is None else ():
-        result.add(f"block {name}", "A MoE block of the source is missing in the artifact.", "present", "absent")
+    layers = _layers(artifact, indices, result)
+    sources = _source_layers(artifact, source, result)
+    for name in sorted((sources or {}).keys() - artifact.layers.keys() - set(artifact.left)) if indices is None else ():
+        result.add(f"layer {name}", "An MoE layer of the source is missing in the artifact.", "present", "absent")
     needs = (
         _working_bytes(b, artifact.schema_of(b.name), artifact.spec.encoding.quantizer) + folding_bytes(artifact, b)
-        for b in blocks
+        for b in layers
     )
     if source is not None:
-        check_source_scales(artifact, blocks, source, sources or {}, result)
+        check_source_scales(artifact, layers, source, sources or {}, result)
     need = max(needs, default=1)
     _check_memory(need, max_memory_bytes)
     shards = artifact.shards()
     if device is not None and (obstacle := _obstacle(artifact, sources, device)):
         result.notes.append(f"{device} cannot be used: {obstacle}")
         device = None
-    jobs = (_job(artifact, block, source, sources, shards) for block in blocks)
+    jobs = (_job(artifact, layer, source, sources, shards) for layer in layers)
     staging = None if device is None else plan_staging(device, num_threads, max_memory_bytes - need)
     left_bytes = max_memory_bytes - (0 if staging is None else staging.host_bytes)
     num_workers = max(1, min(num_threads, left_bytes // need))
@@ -75,8 +75,8 @@ def check_weights(
         for job, outcomes in judged:
             _conclude(job, outcomes, result)
     result.notes += [*(["on the CPU"] if staging is None else []), *_misread_notes(result)]
-    looked_at = f"{len(blocks)} of {len(artifact.blocks)} blocks"
-    result.notes.insert(0, f"{looked_at} {against(artifact, blocks, source)}")
+    looked_at = f"{len(layers)} of {len(artifact.layers)} layers"
+    result.notes.insert(0, f"{looked_at} {against(artifact, layers, source)}")
     return result
 
 
@@ -103,24 +103,24 @@ def _obstacle(artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device
     return next(filter(None, reasons), "")
 
 
-def _blocks(artifact: Artifact, indices: Collection[int] | None, result: CheckResult) -> list[MoeLayer]:
-    chosen = [name for name, entry in artifact.blocks.items() if indices is None or entry.layer in indices]
-    blocks = []
+def _layers(artifact: Artifact, indices: Collection[int] | None, result: CheckResult) -> list[MoeLayer]:
+    chosen = [name for name, entry in artifact.layers.items() if indices is None or entry.layer in indices]
+    layers = []
     for name in chosen:
         try:
-            blocks.append(artifact.expert_block(name))
+            layers.append(artifact.moe_layer(name))
         except VerificationError as error:
             result.add(error.where, error.what, error.expected, error.found)
-    return blocks
+    return layers
 
 
-def _source_blocks(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, MoeLayer] | None:
+def _source_layers(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, MoeLayer] | None:
     if source is None:
         return None
     if Lineage.of(artifact, source).is_own:
         check_search(artifact, result)
     try:
-        return {block.name: block for block in source.map_experts().blocks}
+        return {layer.name: layer for layer in source.map_experts().layers}
     except HqconvError as error:
         result.add(f"source: {error.where}", f"The source cannot be mapped: {error.what}", error.expected, error.found)
         return None
@@ -128,59 +128,59 @@ def _source_blocks(artifact: Artifact, source: Source | None, result: CheckResul
 
 def _job(
     artifact: Artifact,
-    block: MoeLayer,
+    layer: MoeLayer,
     source: Source | None,
     sources: Mapping[str, MoeLayer] | None,
     shards: Mapping[str, str],
 ) -> Job:
-    """Make the check of a block: against the source's block, if it exists and the artifact records its conversion."""
+    """Make the check of a layer: against the source's layer, if it exists and the artifact records its conversion."""
     findings: list[Finding] = []
     original = None
     if source is not None and sources is not None:
-        original = _original(artifact, block, source, sources.get(block.name), findings)
-    job = Job(artifact, block, original, shards)
+        original = _original(artifact, layer, source, sources.get(layer.name), findings)
+    job = Job(artifact, layer, original, shards)
     job.findings[:0] = findings
     return job
 
 
 def _original(
-    artifact: Artifact, block: MoeLayer, source: Source, found: MoeLayer | None, findings: list[Finding]
+    artifact: Artifact, layer: MoeLayer, source: Source, found: MoeLayer | None, findings: list[Finding]
 ) -> Original | None:
     sizes = ("num_experts", "hidden_size", "intermediate_size", "gated")
-    if found is None or any(getattr(found, size) != getattr(block, size) for size in sizes):
-        described = [", ".join(f"{s} {getattr(b, s)}" for s in sizes) if b else "no such block" for b in (found, block)]
-        findings.append(Finding(f"block {block.name}", "The source has no such block.", *described))
+    if found is None or any(getattr(found, size) != getattr(layer, size) for size in sizes):
+        described = [", ".join(f"{s} {getattr(b, s)}" for s in sizes) if b else "no such layer" for b in (found, layer)]
+        findings.append(Finding(f"layer {layer.name}", "The source has no such layer.", *described))
         return None
     spec, lineage = artifact.spec, Lineage.of(artifact, source)
     try:
         importance = artifact.importance if lineage.is_own else None
         if importance is not None:
-            importance.check([block], artifact.blocks.keys() | set(artifact.left))
+            importance.check([layer], artifact.layers.keys() | set(artifact.left))
         options = lineage.encoding_options(importance)
     except HqconvError as error:
         findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
         return None
-    encoding = encoding_of(found.format, artifact.schema_of(block.name), spec.param_dtype, options, layer=block.name)
-    entry = lineage.made.blocks.get(block.name)
+    encoding = encoding_of(found.format, artifact.schema_of(layer.name), spec.param_dtype, options, layer=layer.name)
+    entry = lineage.made.blocks.get(layer.name)
     conversion = None if entry is None else entry.conversion
     if conversion != encoding.conversion:
-        what = "The block was not converted as its source's format asks for."
-        where = f"{names.MANIFEST}: {block.name}: conversion"
+        what = "The layer was not converted as its source's format asks for."
+        where = f"{names.MANIFEST}: {layer.name}: conversion"
         findings.append(Finding(where, what, str(encoding.conversion), str(conversion)))
         return None
     return Original(source, found, encoding)
 
 
-def _working_bytes(block: MoeLayer, schema: WeightSchema, quantizer: str) -> int:
+def _working_bytes(layer: MoeLayer, schema: WeightSchema, quantizer: str) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
-    numbers = block.intermediate_size * block.hidden_size
+    numbers = layer.intermediate_size * layer.hidden_size
     # Read, and widened to float32; a fused tensor's part is read as a whole, codes are unpacked on the way.
-    source = 2 if block.dtype == "BF16" else 8 if block.dtype == "F32" else 6
-    weights = [parts["weight"] for parts in block.parts.values()]
-    source += 6 if not block.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
+    source = 2 if layer.dtype == "BF16" else 8 if layer.dtype == "F32" else 6
+    weights = [parts["weight"] for parts in layer.parts.values()]
+    source += 6 if not layer.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
     source += 8 if schema.rotation else 0  # twice: to be quantized, and to be measured
     packed = schema.num_bits / 8
-    scales = (56 if quantizer == RTN else 176) / (schema.weight_scale_group_size or block.hidden_size)
+    scales = (56 if quantizer == RTN else 176) / (schema.weight_scale_group_size or layer.hidden_size)
     # Gate and up together: sources, codes decoded (padded, then joined) and expected, packed codes on both sides.
     return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + (16 << 20)
 
@@ -189,43 +189,43 @@ def _working_bytes(block: MoeLayer, schema: WeightSchema, quantizer: str) -> int
 
 
 def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> None:
-    """Combine the outcomes of a block's experts into the result."""
+    """Combine the outcomes of a layer's experts into the result."""
     for finding in (*job.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
     is_good = not job.findings and not any(outcome.findings for outcome in outcomes)
     if job.original is None or is_good:  # the comparison with the source names faults better
-        check_content(job.artifact, job.block.name, [one.content for one in outcomes], result)
-    _name_swapped(job.block, outcomes, result)
+        check_content(job.artifact, job.layer.name, [one.content for one in outcomes], result)
+    _name_swapped(job.layer, outcomes, result)
     figures = {
-        role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures] for role in job.block.roles
+        role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures] for role in job.layer.roles
     }
-    result.measured[job.block.name] = {role: summarize(of_role) for role, of_role in figures.items() if of_role}
+    result.measured[job.layer.name] = {role: summarize(of_role) for role, of_role in figures.items() if of_role}
     if job.original is not None:
-        result.of_experts[job.block.name] = {
+        result.of_experts[job.layer.name] = {
             role: [relative_error(one.error, one.power) for one in of_role]
             for role, of_role in figures.items()
-            if len(of_role) == job.block.num_experts  # otherwise experts cannot be identified
+            if len(of_role) == job.layer.num_experts  # otherwise experts cannot be identified
         }
     if job.original is not None and Lineage.of(job.artifact, job.original.source).is_own:
-        recorded = job.artifact.blocks[job.block.name].quantization_error
-        check_recorded(job.block, recorded, figures, not job.block.format.is_float, result)
+        recorded = job.artifact.layers[job.layer.name].quantization_error
+        check_recorded(job.layer, recorded, figures, not job.layer.format.is_float, result)
 
 
 def _misread_notes(result: CheckResult) -> list[str]:
     """Notes about codes that the kernels are known to misread; the bytes are Humming's own."""
-    figures = [one for of_block in result.measured.values() for one in of_block.values()]
+    figures = [one for of_layer in result.measured.values() for one in of_layer.values()]
     count = sum(one.get("num_misread_codes", 0) for one in figures)
     what = "codes are minus zero, which Humming's kernels for mxfp4 under int8 activations misread (docs/kernels.md)"
     return [f"{count} {what}"] if count else []
 
 
-def _name_swapped(block: MoeLayer, outcomes: Sequence[Outcome], result: CheckResult) -> None:
+def _name_swapped(layer: MoeLayer, outcomes: Sequence[Outcome], result: CheckResult) -> None:
     """Add findings that name the expert whose weights another expert has."""
     owners = {(role, print_): e for e, o in enumerate(outcomes) for role, print_ in o.expected.items()}
     for expert, outcome in enumerate(outcomes):
         for role, print_ in outcome.found.items():
             owner = owners.get((role, print_), expert)
             if owner != expert:
-                where = f"block {block.name}, {role} of expert {expert}"
+                where = f"layer {layer.name}, {role} of expert {expert}"
                 what = "An expert has another one's weights: experts are swapped."
                 result.add(where, what, f"expert {expert}'s", f"expert {owner}'s")

@@ -146,7 +146,7 @@ def _convert(made: Path, out: Path, *, must_fail: bool) -> str:
 def _load(made: Path, out: Path, *, must_fail: bool) -> str:
     del out, must_fail
     try:
-        hqconv.load(made, block="model.layers.0.mlp.experts")
+        hqconv.load(made, layer="model.layers.0.mlp.experts")
     except HqconvError:
         return ""
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding

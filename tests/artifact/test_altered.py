@@ -26,8 +26,8 @@ from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
-RANK_FILE = f"experts/tp1-ep0/{BLOCK}.safetensors"
+LAYER = "model.layers.0.mlp.experts"
+RANK_FILE = f"experts/tp1-ep0/{LAYER}.safetensors"
 ON_CPU: dict[str, Any] = {"schema": "source", "target": "sm90", "device": "cpu"}
 ALTERED = "The manifest's bytes are not those that its digest was made of"
 
@@ -114,8 +114,8 @@ def test_exit_codes(words: tuple[str, ...], code: int, made: dict[str, Path], tm
 def test_an_altered_manifest_is_neither_loaded_nor_served(made: dict[str, Path], tmp_path: Path) -> None:
     out = copied(made, tmp_path)
     calls: tuple[Callable[[], object], ...] = (
-        lambda: hqconv.load(out, block=BLOCK),
-        lambda: hqconv.dequantize(out, block=BLOCK),
+        lambda: hqconv.load(out, layer=LAYER),
+        lambda: hqconv.dequantize(out, layer=LAYER),
         lambda: open_artifact_view(ArtifactLocation(str(out))),
     )
     for call in calls:
@@ -133,12 +133,12 @@ def test_an_older_manifest_has_no_digest_and_is_as_good(made: dict[str, Path], t
     words = manifest(out)
     del words["digest"]
     (out / "hqconv.json").write_text(json.dumps(words, indent=2) + "\n")
-    assert hqconv.load(out, block=BLOCK)
-    assert open_artifact_view(ArtifactLocation(str(out))).blocks
+    assert hqconv.load(out, layer=LAYER)
+    assert open_artifact_view(ArtifactLocation(str(out))).layers
     run(out, tmp_path / "again", "source")
     (out / "hqconv.json").write_text(json.dumps({**words, "more": 1}))
     with pytest.raises(VerificationError, match="does not end as one does"):
-        hqconv.load(out, block=BLOCK)
+        hqconv.load(out, layer=LAYER)
 
 
 # --- sizes in a source's manifest
@@ -189,16 +189,16 @@ def edit_header(out: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 def fewer_experts(header: dict[str, Any]) -> None:
     """Another number of experts, and wider ones: the bytes are all there."""
     for name, entry in header.items():
-        if name.startswith(BLOCK):
+        if name.startswith(LAYER):
             experts, second, *more = entry["shape"]
             entry["shape"] = [experts // 2, second * 2, *more]
 
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "fewer experts": (fewer_experts, "holds another number of experts"),
-    "another dtype": (lambda h: h[f"{BLOCK}.w2_weight"].update(dtype="F32"), "another dtype"),
+    "another dtype": (lambda h: h[f"{LAYER}.w2_weight"].update(dtype="F32"), "another dtype"),
     "no LayerConfig": (lambda h: h["__metadata__"].pop("w13"), "holds no layer config"),
-    "no weight": (lambda h: h.update({f"{BLOCK}.w2_w": h.pop(f"{BLOCK}.w2_weight")}), "tensor is missing"),
+    "no weight": (lambda h: h.update({f"{LAYER}.w2_w": h.pop(f"{LAYER}.w2_weight")}), "tensor is missing"),
 }
 
 
@@ -208,18 +208,18 @@ def test_load_holds_a_file_to_the_manifest(what: str, made: dict[str, Path], tmp
     out = copied(made, tmp_path)
     edit_header(out, edit)
     with pytest.raises(VerificationError, match=message):
-        hqconv.load(out, block=BLOCK, tp_rank=1)
-    assert hqconv.load(out, block=BLOCK, tp_rank=0)  # whose file is as it was
+        hqconv.load(out, layer=LAYER, tp_rank=1)
+    assert hqconv.load(out, layer=LAYER, tp_rank=0)  # whose file is as it was
 
 
 @pytest.mark.parametrize("key", ["num_experts", "hidden_size", "intermediate_size"])
 def test_load_holds_a_block_of_the_manifest_to_the_file(key: str, made: dict[str, Path], tmp_path: Path) -> None:
     out = copied(made, tmp_path)
     words = manifest(out)
-    words["blocks"][BLOCK][key] *= 2
+    words["blocks"][LAYER][key] *= 2
     write_manifest(out, words)
     with pytest.raises(HqconvError) as caught:
-        hqconv.load(out, block=BLOCK)
+        hqconv.load(out, layer=LAYER)
     assert caught.value.exit_code == 1
 
 

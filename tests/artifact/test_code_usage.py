@@ -18,7 +18,7 @@ from hqconv.errors import RequestError, VerificationError
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -75,7 +75,7 @@ def test_a_sample_is_spread_evenly(packed: Path) -> None:
     found = read_usage(packed, 2)
     codes = sum(counted(packed, "w1", range(one, one + 1))[0] for one in (0, 2))
     assert [count for _, count in found["schemas"]["int8"]["w1"]["codes"]] == codes.tolist()
-    assert [value is None for value in found["rms"][BLOCK]["w1"]] == [False, True, False, True, True]
+    assert [value is None for value in found["rms"][LAYER]["w1"]] == [False, True, False, True, True]
     assert (found["experts_read"], found["experts"]) == (4, 10)
 
 
@@ -97,10 +97,10 @@ def test_both_layouts_and_all_ranks_count_the_same(schema: str, model: Path, tmp
     (roles,) = kernel["schemas"].values()
     for used in roles.values():
         assert sum(count for _, count in used["codes"]) == 10 * 128 * 256
-    decoded = hqconv.dequantize(tmp_path / "kernel", block=BLOCK)
+    decoded = hqconv.dequantize(tmp_path / "kernel", layer=LAYER)
     for role in NAMES:
         expected = decoded[role].double().square().mean((1, 2)).sqrt().tolist()
-        assert kernel["rms"][BLOCK][role] == pytest.approx(expected, rel=1e-12)
+        assert kernel["rms"][LAYER][role] == pytest.approx(expected, rel=1e-12)
 
 
 def test_integer_zero_points_are_counted(model: Path, tmp_path: Path) -> None:

@@ -207,8 +207,8 @@ def test_an_older_artifact_is_as_good(own: dict[str, str], tmp_path: Path) -> No
     conversions.assert_verified(old, src)
     assert hqconv.inspect(old)["missing_or_resized_files"] == []
     assert conversions.run(src, old, SCHEMA, Grid(tp=2, ep=2), resume=True).was_finished
-    block = "model.layers.1.mlp.experts"
-    found, expected = (hqconv.dequantize(one, block=block) for one in (old, new))
+    layer = "model.layers.1.mlp.experts"
+    found, expected = (hqconv.dequantize(one, layer=layer) for one in (old, new))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     again = convert(old, tmp_path / "again", schema="source")
     for path in paths_in(new):

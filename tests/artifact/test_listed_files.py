@@ -22,7 +22,7 @@ from tests.make.conversions import run, write_manifest
 from tests.make.hub_upload import UploadHub, serve_uploads
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 LINK = "tokenizer_config.json"  # a listed file in whose place a link lies
 NAMES = {
     "../secret": False,
@@ -85,8 +85,8 @@ def listed_elsewhere(made: Path, tmp_path: Path, how: str) -> Path:
 READERS: dict[str, Callable[[Path], object]] = {
     "read_manifest": read_manifest,
     "push": lambda out: push(out, "org/name"),
-    "load": lambda out: hqconv.load(out, block=BLOCK),
-    "dequantize": lambda out: hqconv.dequantize(out, block=BLOCK),
+    "load": lambda out: hqconv.load(out, layer=LAYER),
+    "dequantize": lambda out: hqconv.dequantize(out, layer=LAYER),
     "serving": lambda out: open_artifact_view(ArtifactLocation(str(out))),
     "inspect": hqconv.inspect,
     "plan": lambda out: hqconv.plan(out, schema="source", target="sm90"),

@@ -17,23 +17,23 @@ from tests.make.conversions import run
 from tests.make.models import save_model
 from tests.make.tensors import load_file
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 FAMILIES = {"mixtral": "w1 w3 w2", "qwen3_moe": "gate_proj up_proj down_proj"}
 FAMILIES |= dict.fromkeys(("olmoe", "deepseek_v3"), FAMILIES["qwen3_moe"])
 
 
 def put_back(model: torch.nn.Module, out: Path) -> dict[str, float]:
-    """Replace a model's experts by the artifact's; returns each block's relative weight error."""
+    """Replace a model's experts by the artifact's; returns each layer's relative weight error."""
     errors = {}
     for name, module in model.named_modules():
         if not hasattr(module, "gate_up_proj"):
             continue
-        block = name.replace(".mlp.", ".block_sparse_moe.") if model.config.model_type == "mixtral" else name
-        experts = hqconv.dequantize(out, block=block)
+        layer = name.replace(".mlp.", ".block_sparse_moe.") if model.config.model_type == "mixtral" else name
+        experts = hqconv.dequantize(out, layer=layer)
         with torch.no_grad():
             found = torch.cat([torch.cat([experts["w1"], experts["w3"]], 1).flatten(), experts["w2"].flatten()])
             wanted = torch.cat([module.gate_up_proj.flatten(), module.down_proj.flatten()])
-            errors[block] = float((found - wanted).norm() / wanted.norm())
+            errors[layer] = float((found - wanted).norm() / wanted.norm())
             module.gate_up_proj.copy_(torch.cat([experts["w1"], experts["w3"]], dim=1))
             module.down_proj.copy_(experts["w2"])
     return errors
@@ -80,16 +80,16 @@ def test_load_gives_each_rank_its_file_and_humming_its_config(tmp_path: Path) ->
     out = tmp_path / "out"
     run(source, out, "int4-g64", Grid(tp=2, ep=2))
     for tp_rank, ep_rank in Grid(2, 2).ranks:
-        for block in (f"model.layers.{i}.mlp.experts" for i in range(2)):
-            stored = load_file(out / "experts" / f"tp{tp_rank}-ep{ep_rank}" / f"{block}.safetensors")
-            gemms = hqconv.load(out, block=block, tp_rank=tp_rank, ep_rank=ep_rank)
+        for layer in (f"model.layers.{i}.mlp.experts" for i in range(2)):
+            stored = load_file(out / "experts" / f"tp{tp_rank}-ep{ep_rank}" / f"{layer}.safetensors")
+            gemms = hqconv.load(out, layer=layer, tp_rank=tp_rank, ep_rank=ep_rank)
             config = gemms["w13"].layer_config()
             assert config.num_experts == gemms["w13"].tensors["weight"].shape[0] == (3, 2)[ep_rank]
             assert gemms["w2"].layer_config().shape_k - gemms["w2"].layer_config().pad_shape_k == 64
             assert sum(len(gemm.tensors) for gemm in gemms.values()) == len(stored)
             for gemm, loaded in gemms.items():
                 for name, tensor in loaded.tensors.items():
-                    assert torch.equal(tensor, stored[f"{block}.{gemm}_{name}"])
+                    assert torch.equal(tensor, stored[f"{layer}.{gemm}_{name}"])
 
 
 def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
@@ -97,19 +97,30 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(source, out, "int4-g64")
     with pytest.raises(RequestError, match="no such rank"):
-        hqconv.load(out, block=BLOCK, tp_rank=1)
-    with pytest.raises(RequestError, match="no such block"):
-        hqconv.dequantize(out, block="model.layers.7.mlp.experts")
+        hqconv.load(out, layer=LAYER, tp_rank=1)
+    with pytest.raises(RequestError, match="no such layer"):
+        hqconv.dequantize(out, layer="model.layers.7.mlp.experts")
     with pytest.raises(RequestError, match="not an hqconv artifact"):
-        hqconv.load(source, block=BLOCK)
+        hqconv.load(source, layer=LAYER)
     run(source, tmp_path / "packed", "int4-g64", layout="checkpoint")
     with pytest.raises(RequestError, match="no ranks"):
-        hqconv.load(tmp_path / "packed", block=BLOCK)
+        hqconv.load(tmp_path / "packed", layer=LAYER)
     with pytest.raises(AttributeError, match="no attribute 'x'"):
         _ = hqconv.x
 
     with pytest.raises(RequestError, match="checkpoint layout"):
-        hqconv.dequantize(tmp_path / "packed", block=BLOCK)
+        hqconv.dequantize(tmp_path / "packed", layer=LAYER)
+
+
+def test_block_is_the_older_spelling_of_layer(tmp_path: Path) -> None:
+    source, out = save_model(tmp_path / "source", "qwen3_moe"), tmp_path / "out"
+    run(source, out, "int4-g64")
+    old, new = hqconv.dequantize(out, block=LAYER), hqconv.dequantize(out, layer=LAYER)
+    assert all(torch.equal(old[role], values) for role, values in new.items())
+    assert hqconv.load(out, block=LAYER)["w13"].config == hqconv.load(out, layer=LAYER)["w13"].config
+    for words in ({}, {"block": LAYER, "layer": LAYER}):
+        with pytest.raises(TypeError, match="older spelling"):
+            hqconv.load(out, **words)
 
 
 def test_loading_changes_nothing_about_humming(tmp_path: Path) -> None:
@@ -118,9 +129,9 @@ def test_loading_changes_nothing_about_humming(tmp_path: Path) -> None:
     run(source, tmp_path / "out", "int4-g64")
     script = f"""
 import sys, hqconv
-gemms = hqconv.load({str(tmp_path / "out")!r}, block={BLOCK!r})
+gemms = hqconv.load({str(tmp_path / "out")!r}, block={LAYER!r})
 assert not [name for name in sys.modules if name.startswith("humming")]
-experts = hqconv.dequantize({str(tmp_path / "out")!r}, block={BLOCK!r})
+experts = hqconv.dequantize({str(tmp_path / "out")!r}, block={LAYER!r})
 assert not [name for name in sys.modules if name.startswith("humming")]
 config = gemms["w13"].layer_config()
 import humming.config.config as module, humming.device

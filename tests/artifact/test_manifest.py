@@ -12,12 +12,12 @@ import pytest
 import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.schemas.artifact_names import is_block_name
+from hqconv.schemas.artifact_names import is_layer_name
 from tests.make.conversions import run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ NAMES = {
     "a\n": False,
     "é": False,
     "x" * 201: False,
-    BLOCK: True,
+    LAYER: True,
     "language_model.model.layers.0.mlp-moe.experts": True,
 }
 
@@ -60,18 +60,18 @@ NAMES = {
 @pytest.mark.parametrize(("name", "is_good"), NAMES.items(), ids=[repr(name)[:20] for name in NAMES])
 def test_block_names_cannot_lead_elsewhere(name: str, is_good: bool, good: Path, tmp_path: Path) -> None:
     """They become names of files: of rank files when an artifact is a source, or is read."""
-    assert is_block_name(name) == is_good
+    assert is_layer_name(name) == is_good
     if is_good:
         return
-    out = edited(good, tmp_path / "in", lambda words: words["blocks"].update({name: words["blocks"].pop(BLOCK)}))
+    out = edited(good, tmp_path / "in", lambda words: words["blocks"].update({name: words["blocks"].pop(LAYER)}))
     with pytest.raises(VerificationError, match="manifest is damaged"):
         read_manifest(out)
     before = snapshot(tmp_path)
     for call in (
         lambda: run(out, tmp_path / "again", "source"),
-        lambda: hqconv.load(out, block=name),
+        lambda: hqconv.load(out, layer=name),
         lambda: hqconv.inspect(out),
-        lambda: hqconv.dequantize(out, block=name),
+        lambda: hqconv.dequantize(out, layer=name),
     ):
         with pytest.raises(HqconvError):
             call()
@@ -86,11 +86,11 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no version": (lambda w: w.pop("format_version"), "format_version"),
     "version of truth": (lambda w: w.update(format_version=True), "format_version"),
     "old version": (lambda w: w.update(format_version=0), "format_version"),
-    "block without sizes": (lambda w: w["blocks"][BLOCK].pop("hidden_size"), "hidden_size"),
-    "block that is none": (lambda w: w["blocks"].update({BLOCK: 3}), BLOCK),
+    "layer without sizes": (lambda w: w["blocks"][LAYER].pop("hidden_size"), "hidden_size"),
+    "layer that is none": (lambda w: w["blocks"].update({LAYER: 3}), LAYER),
     "file without digest": (lambda w: w["files"]["config.json"].pop("sha256"), "config.json"),
-    "block without a format": (lambda w: w["blocks"][BLOCK].update(source_format=None), "source_format"),
-    "parts that are a list": (lambda w: w["blocks"][BLOCK].update(source_parts=[]), "source_parts"),
+    "layer without a format": (lambda w: w["blocks"][LAYER].update(source_format=None), "source_format"),
+    "parts that are a list": (lambda w: w["blocks"][LAYER].update(source_parts=[]), "source_parts"),
     "size in words": (lambda w: w["files"]["config.json"].update(size_bytes="many"), "size_bytes"),
     "source's config": (lambda w: w["source"].update(quantization_config=[1]), "quantization_config"),
 }
@@ -109,8 +109,8 @@ def test_what_is_not_as_it_must_be_is_named(name: str, good: Path, tmp_path: Pat
 
 DETAILS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "tensors that are none": (lambda w: w["tensors"].update(converted=None), "converted"),
-    "errors that are none": (lambda w: w["blocks"][BLOCK]["quantization_error"].update(w1=None), "w1"),
-    "format without a name": (lambda w: w["blocks"][BLOCK]["source_format"].update(name=[]), "name"),
+    "errors that are none": (lambda w: w["blocks"][LAYER]["quantization_error"].update(w1=None), "w1"),
+    "format without a name": (lambda w: w["blocks"][LAYER]["source_format"].update(name=[]), "name"),
 }
 
 
@@ -141,7 +141,7 @@ def test_a_source_whose_manifest_lists_no_rank_files(good: Path, tmp_path: Path)
 @pytest.mark.parametrize("fields", [{"b_dtype": "uint77"}, {}])
 def test_a_schema_that_is_none(fields: dict[str, Any], good: Path, tmp_path: Path) -> None:
     out = edited(good, tmp_path / "out", lambda words: words.update(weight_schema=fields))
-    for call in (hqconv.inspect, lambda out: hqconv.dequantize(out, block=BLOCK)):
+    for call in (hqconv.inspect, lambda out: hqconv.dequantize(out, layer=LAYER)):
         with pytest.raises(VerificationError, match="manifest is damaged") as caught:
             call(out)
         assert "weight_schema" in caught.value.where

@@ -1,4 +1,4 @@
-"""Manifests of artifacts whose blocks differ, changed by somebody: what cannot be is said to every reader."""
+"""Manifests of artifacts whose layers differ, changed by somebody: what cannot be is said to every reader."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def readers(out: Path) -> dict[str, Callable[[], object]]:
     return {
         "inspect": lambda: hqconv.inspect(out),
-        "dequantize": lambda: hqconv.dequantize(out, block=PLAIN),
-        "load": lambda: hqconv.load(out, block=PLAIN),
+        "dequantize": lambda: hqconv.dequantize(out, layer=PLAIN),
+        "load": lambda: hqconv.load(out, layer=PLAIN),
         "the plugin": lambda: open_artifact_view(ArtifactLocation(str(out))),
         "as a source": lambda: hqconv.plan(out, schema="int4", target="sm90"),
     }
@@ -74,7 +74,7 @@ def with_own(**fields: Any) -> Callable[[dict[str, Any]], object]:
 
 
 def nothing_own(words: dict[str, Any]) -> None:
-    """No block differs, and none is left: of the first version, whatever it says."""
+    """No layer differs, and none is left: of the first version, whatever it says."""
     for key in ("schema_name", "weight_schema", "input_schema", "activation_schema", "target"):
         del own(words)[key]
     del words["left_blocks"]
@@ -89,7 +89,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "left: an object": (with_left({LEFT: 1}), "left_blocks"),
     "left: a name that leads elsewhere": (with_left(["../x"]), "left_blocks"),
     "left: twice": (with_left([LEFT, LEFT]), "left_blocks"),
-    "left: a block that is there": (with_left([LEFT, PLAIN]), "left_blocks"),
+    "left: a layer that is there": (with_left([LEFT, PLAIN]), "left_blocks"),
     "own: no name of a schema": (lambda w: own(w).pop("schema_name"), f"{OWN}: schema_name"),
     "own: a number for a name": (with_own(schema_name=8), f"{OWN}: schema_name"),
     "own: no input schema": (lambda w: own(w).pop("input_schema"), f"{OWN}: input_schema"),

@@ -25,7 +25,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.artifacts import make_source
 from tests.make.conversions import assert_verified, check, open_plan, run
-from tests.make.damage import BLOCK, Damaged, check_both_ways
+from tests.make.damage import LAYER, Damaged, check_both_ways
 from tests.make.kernel_tensors import field_codes, raw
 from tests.make.qwen import write_qwen3_moe
 
@@ -69,7 +69,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         tensors = load_file(folder / "model.safetensors")
         generator = torch.Generator().manual_seed(7)
         for name, tensor in tensors.items():
-            if name.startswith(BLOCK):
+            if name.startswith(LAYER):
                 groups = torch.randint(-20, -2, (tensor.size(0), tensor.size(1) // 32), generator=generator)
                 tensors[name] = (tensor * 2.0 ** groups.repeat_interleave(32, 1)).bfloat16()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -101,7 +101,7 @@ def packed_of(src: Path, schema: str, dtype: str) -> dict[str, dict[str, torch.T
     """The source's experts, quantized: role → packed tensors [E, …]."""
     tensors, found = load_file(src / "model.safetensors"), {role: [] for role in WORDS}
     for expert in range(NUM_EXPERTS):
-        of_role = {role: tensors[f"{BLOCK}.{expert}.{word}.weight"] for role, word in WORDS.items()}
+        of_role = {role: tensors[f"{LAYER}.{expert}.{word}.weight"] for role, word in WORDS.items()}
         for roles in (("w1", "w3"), ("w2",)):
             done = quantize([of_role[role] for role in roles], resolve_schema(schema), dtype)
             for role, one in zip(roles, done, strict=True):
@@ -127,7 +127,7 @@ def test_artifacts_decode_to_the_quantized_source(
 ) -> None:
     out, dtype = make(pair, grid), dtype_of(pair)
     src = source(inner_of(pair[0]))
-    found, expected = hqconv.dequantize(out, block=BLOCK), decoded_of(src, pair[0], dtype)
+    found, expected = hqconv.dequantize(out, layer=LAYER), decoded_of(src, pair[0], dtype)
     for role, values in expected.items():
         if (pair[0], dtype) == ("mxfp8", "float16"):  # its smallest scales are zeros there
             values = torch.where(found[role] == 0, found[role], values)
@@ -177,7 +177,7 @@ def test_fused_artifacts_decode_to_the_shifted_source(
 ) -> None:
     src, out = source(inner_of(pair[0])), make(pair, grid, dtype)
     expected = fused_values(packed_of(src, pair[0], dtype), grid.tp, pair[1])
-    unfused, found = decoded_of(src, pair[0], dtype), hqconv.dequantize(out, block=BLOCK)
+    unfused, found = decoded_of(src, pair[0], dtype), hqconv.dequantize(out, layer=LAYER)
     for role, values in expected.items():
         assert torch.equal(found[role], values), role
         assert not torch.equal(found[role], unfused[role])
@@ -218,7 +218,7 @@ def test_faults_are_found(
     """One bit of a weight, of a scale, and two experts exchanged: in batches and one by one."""
     for index, (gemm, tensor) in enumerate((g, t) for g in ("w13", "w2") for t in ("weight", "weight_scale")):
         copy = damaged(pair, make, source, tmp_path / str(index))
-        copy.flip(copy.path, f"{BLOCK}.{gemm}_{tensor}", local=1, byte=5, mask=2)
+        copy.flip(copy.path, f"{LAYER}.{gemm}_{tensor}", local=1, byte=5, mask=2)
         weights = copy.check()[1]
         assert weights.findings
         assert any("expert 3" in f.where for f in weights.findings), weights.findings
@@ -235,7 +235,7 @@ def test_every_bit_of_a_fused_second_scale_counts(
     pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], tmp_path: Path
 ) -> None:
     copy = damaged(pair, make, source, tmp_path / "copy")
-    name = f"{BLOCK}.w2_weight_scale_2"
+    name = f"{LAYER}.w2_weight_scale_2"
     for bit in range(copy.expert_bytes(copy.path, name, 1).size * 8)[:32]:
         copy.flip(copy.path, name, local=1, byte=bit // 8, mask=1 << bit % 8)
         findings = copy.check()[1].findings
@@ -259,7 +259,7 @@ def test_whole_experts_exchanged_are_named(make: Make, source: Callable[[int], P
     for pair in (FUSED[0], FUSED[2], PAIRS[0]):
         copy = damaged(pair, make, source, tmp_path / "-".join(pair))
         for tp_rank in range(2):
-            copy.swap_experts(copy.rank_file(BLOCK, tp_rank, 1), ("w13", "w2"))
+            copy.swap_experts(copy.rank_file(LAYER, tp_rank, 1), ("w13", "w2"))
         findings = copy.check()[1].findings
         assert any("swapped" in f.what and f.found == "expert 3's" for f in findings), findings
 

@@ -16,7 +16,7 @@ from tests.make import conversions, models
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import assert_same, load_all, raw
 
-BLOCK = "model.layers.1.mlp.experts"
+LAYER = "model.layers.1.mlp.experts"
 SCHEMAS = [
     *("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "fp8-tensor", "fp6-e3m2", "int8", "int4-g32"),
     *("int4-g32-zp", "int4-g32-fpzp", "int3-g32", "int7-c"),
@@ -54,7 +54,7 @@ def test_another_grid_gives_the_bytes_of_the_original_model(
         assert rank_files(found) == rank_files(tmp_path / "expected")
         words = conversions.manifest(found)
         assert (words["schema_name"], words["dtype"]) == (schema if schema != "int4-g32" else "int4-g32", dtype)
-        assert {block["conversion"] for block in words["blocks"].values()} == {"direct"}
+        assert {layer["conversion"] for layer in words["blocks"].values()} == {"direct"}
 
 
 @pytest.mark.parametrize("schema", ["mxfp4", "fp8-block", "int4-g32", "int8", "fp8", "int4-g32-zp"])
@@ -80,11 +80,11 @@ def test_another_schema_is_quantized_from_the_decoded_weights(source: Path, tmp_
     conversions.run(source, tmp_path / "first", "mxfp4", Grid(tp=2))
     found = again(tmp_path / "first", tmp_path / "found", "mxfp8", Grid())
     words = conversions.manifest(found)
-    assert {block["conversion"] for block in words["blocks"].values()} == {"requantized"}
+    assert {layer["conversion"] for layer in words["blocks"].values()} == {"requantized"}
     # Each e2m1 value times a power of two is an e4m3 value times a power of two.
-    before, after = dequantize(tmp_path / "first", block=BLOCK), dequantize(found, block=BLOCK)
+    before, after = dequantize(tmp_path / "first", layer=LAYER), dequantize(found, layer=LAYER)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    errors = words["blocks"][BLOCK]["quantization_error"]["w1"]
+    errors = words["blocks"][LAYER]["quantization_error"]["w1"]
     assert errors["num_exact_groups"] == errors["num_groups"] > 0
     assert errors["relative_error"] == 0
 
@@ -103,7 +103,7 @@ def test_the_config_and_the_other_tensors_stay(source: Path, tmp_path: Path) -> 
 
 def test_a_damaged_artifact_is_no_source(source: Path, tmp_path: Path) -> None:
     conversions.run(source, tmp_path / "first", "mxfp4", Grid(tp=2))
-    path = tmp_path / f"first/experts/tp1-ep0/{BLOCK}.safetensors"
+    path = tmp_path / f"first/experts/tp1-ep0/{LAYER}.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(HqconvError):
         again(tmp_path / "first", tmp_path / "out", "source", Grid())
@@ -130,6 +130,6 @@ def test_a_scale_that_float16_underflowed_is_a_zero_for_everyone(tmp_path: Path)
     for layout in ("kernel", "checkpoint"):
         conversions.run(src, tmp_path / layout, "int4-g32", layout=layout, dtype="float16")
         found = again(tmp_path / layout, tmp_path / f"{layout}-2", "source", Grid(2), dtype="float16")
-        gate = dequantize(found, block="model.layers.0.mlp.experts")["w1"][0, 0]
+        gate = dequantize(found, layer="model.layers.0.mlp.experts")["w1"][0, 0]
         assert not gate[:32].any()
         assert gate[32:].any()

@@ -267,7 +267,7 @@ def test_scales_are_rounded_where_asked_and_said_so(tmp_path: Path) -> None:
     assert "warning" not in done.stderr
     for said in (done, call("inspect", tmp_path / "out")):
         text = " ".join(said.stdout.split())
-        assert "direct, scales rounded: codes kept, scales in the parameter dtype (1 block)" in text
+        assert "direct, scales rounded: codes kept, scales in the parameter dtype (1 layer)" in text
         assert re.search(r"scales rounded, changed by at most 0\.3\d\d% \(w1\), 0\.3", text), text
     by_itself = call(*request[:3], "int8", *request[4:], "-o", tmp_path / "int8")
     assert "warning: the source's codes are kept, and its float32 scales rounded to bfloat16" in by_itself.stderr
@@ -567,9 +567,9 @@ def test_elsewhere_plain_lines_come_every_few_seconds(
     with ShownProgress(quiet=False) as progress:
         for step in range(1, 5):
             now += 2
-            progress.update(Progress("block.0", step * 500_000_000, 4_000_000_000, 0, 0, 2))
-        progress.update(Progress("block.0", 2_000_000_000, 4_000_000_000, 0, 1, 2))
-    assert capsys.readouterr().err == "1.50 GB of 4.00 GB  0.25 GB/s  10.0 s left  (0/2) block.0\n"
+            progress.update(Progress("layer.0", step * 500_000_000, 4_000_000_000, 0, 0, 2))
+        progress.update(Progress("layer.0", 2_000_000_000, 4_000_000_000, 0, 1, 2))
+    assert capsys.readouterr().err == "1.50 GB of 4.00 GB  0.25 GB/s  10.0 s left  (0/2) layer.0\n"
 
 
 def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
@@ -659,7 +659,7 @@ def test_verify_names_the_damage_and_exits_with_1(model: Path, made: Path, tmp_p
     ("options", "text"),
     [
         (("--checks", "file"), "no such check"),
-        (("--layers", "7"), "no MoE block in that layer"),
+        (("--layers", "7"), "no MoE layer of this number"),
         (("--layers", "3-1"), "--layers"),
         (("--tokens", "0"), "--tokens"),
         (("--checks", "kernel", "--device", "cpu"), "cannot run here"),

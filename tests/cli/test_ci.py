@@ -284,7 +284,7 @@ def test_a_finished_artifact_is_resumed_with_0(model: Path, made: Path) -> None:
 
 @pytest.fixture(scope="module")
 def largest(made: Path) -> dict[str, float]:
-    """Projection → the relative error that the artifact records, of its one block."""
+    """Projection → the relative error that the artifact records, of its one layer."""
     words = json.loads((made / "hqconv.json").read_bytes())["blocks"]["model.layers.0.mlp.experts"]
     return {name: float(one["relative_error"]) for name, one in words["quantization_error"].items()}
 

@@ -177,7 +177,7 @@ def test_a_finished_conversion_is_0_whatever_becomes_of_stdout(stream: str, summ
     done = subprocess.run(["bash", "-c", shell], **run)  # type: ignore[call-overload]
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
     if more == "":
-        assert b"model.layers.1" in done.stdout or b"quantized (2 blocks)" in done.stdout
+        assert b"model.layers.1" in done.stdout or b"quantized (2 layers)" in done.stdout
     if stream == "full":
         assert b"warning: The report could not be written to stdout: " in done.stderr
 

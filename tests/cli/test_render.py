@@ -26,7 +26,7 @@ from tests.make.conversions import run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 
 
 def strictly(text: str) -> Any:
@@ -58,7 +58,7 @@ def test_verify_prints_json_whatever_it_measures(tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     path = next((tmp_path / "out/experts").rglob("*.safetensors"))
     kernel = load_file(path)
-    kernel[f"{BLOCK}.w2_weight_scale"].view(dtype=kernel[f"{BLOCK}.w2_weight"].dtype)[:] = -1  # NaN in e8m0
+    kernel[f"{LAYER}.w2_weight_scale"].view(dtype=kernel[f"{LAYER}.w2_weight"].dtype)[:] = -1  # NaN in e8m0
     words = ["verify", str(tmp_path / "out"), "--source", str(model), "--device", "cpu", "--json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 1, done.stderr

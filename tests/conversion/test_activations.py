@@ -40,7 +40,7 @@ def two_layers(**words: Any) -> Any:
     return tensors | again, {**config, "num_hidden_layers": 2}
 
 
-# A source, and what the manifest says of the activation of each block.
+# A source, and what the manifest says of the activation of each layer.
 CASES: dict[str, tuple[Callable[[], Any], list[Words]]] = {
     "bailing": (
         lambda: two_layers(model_type="bailing_moe_v3", expert_swiglu_limit_list=[0.0, 7.0]),
@@ -82,9 +82,9 @@ _KEYS = ("activation", "activation_parameters", "activation_is_known")
 
 
 def activations(words: Words) -> list[Words]:
-    blocks = words["blocks"]
-    of_each = blocks.values() if isinstance(blocks, dict) else blocks
-    return [{key: block[key] for key in _KEYS if key in block} for block in of_each]
+    layers = words["blocks"]
+    of_each = layers.values() if isinstance(layers, dict) else layers
+    return [{key: layer[key] for key in _KEYS if key in layer} for layer in of_each]
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 def edit(out: Path, change: Callable[[Words], object]) -> None:
     words = manifest(out)
-    for block in words["blocks"].values():
-        change(block)
+    for layer in words["blocks"].values():
+        change(layer)
     write_manifest(out, words)
 
 
@@ -124,9 +124,9 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
         for w13, w2 in zip(weights["w13"], weights["w2"], strict=True)
     ]
 
-    def load(artifact: Artifact, block: str, tp_rank: int, ep_rank: int, _: object) -> dict[str, Gemm]:
+    def load(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, _: object) -> dict[str, Gemm]:
         return {
-            gemm: Gemm(layer_config(artifact.layer_config(block, gemm, tp_rank, ep_rank)), {"weight": stored})
+            gemm: Gemm(layer_config(artifact.layer_config(layer, gemm, tp_rank, ep_rank)), {"weight": stored})
             for gemm, stored in weights.items()
         }
 
@@ -139,7 +139,7 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
             module, "fused_moe", lambda gemms, x, ids, weights, _, *rest: real(gemms, x, ids, weights, other, *rest)
         )
     with Artifact(out) as artifact:
-        return module.check_kernel(artifact, None, list(artifact.blocks), [24], torch.device("cpu"))
+        return module.check_kernel(artifact, None, list(artifact.layers), [24], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -220,7 +220,7 @@ def test_one_block_of_each_activation_is_looked_at(tmp_path: Path) -> None:
     run(source, tmp_path / "out", "mxfp4")
     with Artifact(tmp_path / "out") as artifact:
         options: Any = type("Options", (), {"layers": None})
-        chosen = _sample(artifact, list(artifact.blocks), options)
+        chosen = _sample(artifact, list(artifact.layers), options)
     assert chosen == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1, 2, 4)]
 
 
@@ -235,14 +235,14 @@ def copied(made: Callable[[str], tuple[Path, Path]], case: str, tmp_path: Path) 
 def test_older_manifests_say_the_name_only(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     """Where that says all, they are as good as before; where config.json has other numbers, verify finds it."""
     source, out = copied(made, "bailing", tmp_path)
-    edit(out, lambda block: block.pop("activation_parameters", None))
+    edit(out, lambda layer: layer.pop("activation_parameters", None))
     assert_verified(out, source)
     with Artifact(out) as artifact:
-        found = [artifact.activation_of(block) for block in artifact.blocks]
+        found = [artifact.activation_of(layer) for layer in artifact.layers]
         assert found == [Activation("silu"), Activation("silu_clamp", 7.0)]
     assert activations(hqconv.inspect(out)) == CASES["bailing"][1]
     source, out = copied(made, "gpt_oss", tmp_path / "gpt_oss")
-    edit(out, lambda block: block.pop("activation_parameters"))
+    edit(out, lambda layer: layer.pop("activation_parameters"))
     report = check(out, source, "files")
     assert [finding.where.rpartition(": ")[2] for finding in report.results[0].findings] == ["activation_parameters"]
 
@@ -252,7 +252,7 @@ def test_numbers_that_are_none_are_a_damaged_manifest(
     parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     _, out = copied(made, "gpt_oss", tmp_path)
-    edit(out, lambda block: block.update(activation_parameters=parameters))
+    edit(out, lambda layer: layer.update(activation_parameters=parameters))
     with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"):
         hqconv.inspect(out)
     with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*activation_parameters"):
@@ -265,6 +265,6 @@ def test_numbers_that_are_none_are_a_damaged_manifest(
 def test_other_numbers_are_found(parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     for against in (None, 0):
         source, out = copied(made, "gpt_oss", tmp_path / str(against))
-        edit(out, lambda block: block.update(activation_parameters=parameters))
+        edit(out, lambda layer: layer.update(activation_parameters=parameters))
         report = check(out, source if against == 0 else None, "files")
         assert any("activation_parameters" in f.where + f.found for f in report.results[0].findings)

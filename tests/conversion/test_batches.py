@@ -24,9 +24,9 @@ from tests.make.qwen import write_qwen3_moe
 def test_batches_are_about_as_large_as_each_other(tmp_path: Path) -> None:
     source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=13), "mxfp4")
     source.close()
-    block = plan.blocks[0]
+    layer = plan.layers[0]
     for at_most, sizes in ((13, [13]), (12, [6, 7]), (5, [4, 4, 5]), (1, [1] * 13), (100, [13])):
-        batches = list(split_unit(block, at_most, 1 << 20))
+        batches = list(split_unit(layer, at_most, 1 << 20))
         assert [len(batch.experts) for batch in batches if isinstance(batch, Batch)] == sizes
         assert [expert for batch in batches if isinstance(batch, Batch) for expert in batch.experts] == list(range(13))
 
@@ -116,7 +116,7 @@ def test_shares_are_the_runs(sizes: list[int], num_bytes: int) -> None:
 def test_ranges_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
     source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=6), "mxfp4")
     source.close()
-    layout = RawLayout(plan.blocks[0].block, range(1, 5))
+    layout = RawLayout(plan.layers[0].layer, range(1, 5))
     pieces = layout.pieces(1 << 16)
     assert len(pieces) > 1
     ranges = [one for piece in pieces for one in piece]

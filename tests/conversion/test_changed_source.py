@@ -22,7 +22,7 @@ from tests.make import models
 from tests.make.conversions import run
 from tests.make.qwen import read_tree, write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 JOURNAL = ".hqconv-progress.jsonl"
 
 
@@ -114,12 +114,12 @@ def test_a_shard_that_changes_while_a_block_is_made_of_it(
     src: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     index = json.loads((src / "model.safetensors.index.json").read_text())["weight_map"]
-    path, out = src / index[f"{BLOCK}.0.gate_proj.weight"], tmp_path / "out"
+    path, out = src / index[f"{LAYER}.0.gate_proj.weight"], tmp_path / "out"
     with pytest.raises(InputError, match="changed") as caught:
-        run(src, out, "mxfp4", progress=when(lambda at: at.group == BLOCK, lambda: change(path)))
+        run(src, out, "mxfp4", progress=when(lambda at: at.group == LAYER, lambda: change(path)))
     assert_noticed(caught, path, out)
     groups = [json.loads(line).get("group") for line in (out / JOURNAL).read_text().splitlines()]
-    assert BLOCK not in groups
+    assert LAYER not in groups
 
 
 def test_an_artifact_that_would_be_replaced_stays(src: Path, tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_an_artifacts_rank_file(tmp_path: Path) -> None:
     write_qwen3_moe(tmp_path / "model")
     src, out = tmp_path / "src", tmp_path / "out"
     run(tmp_path / "model", src, "fp8", Grid(tp=2))
-    path = src / f"experts/tp1-ep0/{BLOCK}.safetensors"
+    path = src / f"experts/tp1-ep0/{LAYER}.safetensors"
     with pytest.raises(InputError, match="changed") as caught:
-        run(src, out, "source", progress=when(lambda at: at.group == BLOCK, lambda: rewrite(path)))
+        run(src, out, "source", progress=when(lambda at: at.group == LAYER, lambda: rewrite(path)))
     assert_noticed(caught, path, out)
 
 
@@ -188,7 +188,7 @@ def test_a_shard_that_cannot_be_read(src: Path, tmp_path: Path, short: bool, mon
 def test_a_rank_file_that_cannot_be_read(tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     src, out = tmp_path / "src", tmp_path / "out"
     run(write_qwen3_moe(tmp_path / "model"), src, "fp8", Grid(tp=2))
-    path = src / f"experts/tp1-ep0/{BLOCK}.safetensors"
+    path = src / f"experts/tp1-ep0/{LAYER}.safetensors"
     fail_reads(monkeypatch, path, short=short)
     with pytest.raises(InputError, match="ends too early" if short else "Input/output") as caught:
         run(src, out, "source")

@@ -59,7 +59,7 @@ def family_of(src: Path) -> str:
 
 
 def expert_stacks(src: Path) -> dict[str, dict[str, list[torch.Tensor]]]:
-    """block → role → the experts' matrices, found by a pattern of our own."""
+    """layer → role → the experts' matrices, found by a pattern of our own."""
     names = PROJECTIONS.get(family_of(src), GATE_UP_DOWN)
     roles = dict(zip(names, ("w1", "w3", "w2"), strict=True))
     found: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
@@ -69,8 +69,8 @@ def expert_stacks(src: Path) -> dict[str, dict[str, list[torch.Tensor]]]:
             of_role = found.setdefault(match[1], {}).setdefault(roles[match[3]], {})
             of_role[int(match[2])] = tensor
     return {
-        block: {role: [stack[e] for e in range(len(stack))] for role, stack in parts.items()}
-        for block, parts in found.items()
+        layer: {role: [stack[e] for e in range(len(stack))] for role, stack in parts.items()}
+        for layer, parts in found.items()
     }
 
 
@@ -193,27 +193,27 @@ def humming_kernel(loose: Loose, schema: WeightSchema, dtype: str) -> tuple[str,
 def expected_kernel(
     src: Path, schema: WeightSchema, dtype: str, tp: int
 ) -> dict[tuple[str, int, str], tuple[str, Tensors]]:
-    """(block, tp rank, gemm) → what Humming makes of all experts at once."""
+    """(layer, tp rank, gemm) → what Humming makes of all experts at once."""
     expected = {}
-    for block, parts in expert_stacks(src).items():
+    for layer, parts in expert_stacks(src).items():
         loose = quantized_stack(parts, schema, dtype)
         for rank in range(tp):
             gate, up = (loose[role].cut(1, rank, tp) for role in ("w1", "w3"))
             fields = ("codes", "scale", "zero", "scale_2")
             both = Loose(*(_join(getattr(gate, f), getattr(up, f)) for f in fields))
-            expected[block, rank, "w13"] = humming_kernel(both, schema, dtype)
-            expected[block, rank, "w2"] = humming_kernel(loose["w2"].cut(2, rank, tp), schema, dtype)
+            expected[layer, rank, "w13"] = humming_kernel(both, schema, dtype)
+            expected[layer, rank, "w2"] = humming_kernel(loose["w2"].cut(2, rank, tp), schema, dtype)
     return expected
 
 
 def check_against_humming(src: Path, out: Path, schema: WeightSchema, dtype: str, grid: Grid) -> None:
     """Every byte and every LayerConfig of every rank file."""
-    for (block, tp_rank, gemm), (config, kernel) in expected_kernel(src, schema, dtype, grid.tp).items():
+    for (layer, tp_rank, gemm), (config, kernel) in expected_kernel(src, schema, dtype, grid.tp).items():
         num_experts = kernel["weight"].size(0)
         for ep_rank in range(grid.ep):
-            path = out / f"experts/tp{tp_rank}-ep{ep_rank}/{block}.safetensors"
+            path = out / f"experts/tp{tp_rank}-ep{ep_rank}/{layer}.safetensors"
             local = list(grid.local_experts(num_experts, ep_rank))
-            prefix = f"{block}.{gemm}_"
+            prefix = f"{layer}.{gemm}_"
             ours = {k.removeprefix(prefix): v for k, v in load_file(path).items() if k.startswith(prefix)}
             assert ours.keys() == kernel.keys(), path
             for name, tensor in kernel.items():
@@ -302,8 +302,8 @@ def test_float16_with_exponents_that_need_a_second_scale(name: str, model: Model
     grid = Grid(2, 2)
     run(src, tmp_path / "out", name, grid, dtype="float16")
     check_against_humming(src, tmp_path / "out", schema_of(name), "float16", grid)
-    block = "model.layers.0.mlp.experts"
-    scales = load_file(tmp_path / f"out/experts/tp0-ep0/{block}.safetensors")[f"{block}.w13_weight_scale_2"]
+    layer = "model.layers.0.mlp.experts"
+    scales = load_file(tmp_path / f"out/experts/tp0-ep0/{layer}.safetensors")[f"{layer}.w13_weight_scale_2"]
     assert scales.tolist()[0] == 1
     assert scales.tolist()[1] < 1 < scales.tolist()[2]
 
@@ -372,12 +372,12 @@ def check_checkpoint_layout(src: Path, out: Path, schema: WeightSchema, dtype: s
     source, target = load_all(src), humming_schema(schema)
     expected: Tensors = {}
     roles = PROJECTIONS.get(family_of(src), GATE_UP_DOWN)
-    for block, parts in expert_stacks(src).items():
+    for layer, parts in expert_stacks(src).items():
         for e in range(len(parts["w2"])):
             for group in (("w1", "w3"), ("w2",)):
                 results = quantize([parts[role][e] for role in group], schema, dtype)
                 for role, result in zip(group, results, strict=True):
-                    prefix = f"{block}.{e}.{roles[('w1', 'w3', 'w2').index(role)]}"
+                    prefix = f"{layer}.{e}.{roles[('w1', 'w3', 'w2').index(role)]}"
                     n, k = parts[role][e].shape
                     attrs = target.get_tensors_attrs(n, k, torch_dtype_of(dtype))
                     assert attrs.keys() == result.tensors.keys()
@@ -469,14 +469,14 @@ def test_the_artifact_is_complete_and_says_what_it_is(
     assert (words["tp"], words["ep"], words["layout"]) == (grid.tp, grid.ep, layout)
     assert (words["target"], words["input_schema"], words["schema_name"]) == ("sm90", "a16", "mxfp4")
     assert {f["name"] for f in words["source"]["files"]} == {p.name for p in src.glob("*.safetensors")}
-    blocks = expert_stacks(src)
-    assert list(words["blocks"]) == list(blocks)
-    for name, parts in blocks.items():
-        block = words["blocks"][name]
-        assert block["num_experts"] == len(parts["w1"])
-        assert [block["intermediate_size"], block["hidden_size"]] == list(parts["w1"][0].shape)
+    layers = expert_stacks(src)
+    assert list(words["blocks"]) == list(layers)
+    for name, parts in layers.items():
+        layer = words["blocks"][name]
+        assert layer["num_experts"] == len(parts["w1"])
+        assert [layer["intermediate_size"], layer["hidden_size"]] == list(parts["w1"][0].shape)
     assert summary.num_bytes_out == sum(p.stat().st_size for p in out.rglob("*.safetensors"))
-    assert summary.num_blocks == len(blocks)
+    assert summary.num_blocks == len(layers)
     assert not list(out.rglob(".*"))
     assert not list(out.rglob("*.partial"))
 
@@ -486,18 +486,18 @@ def test_the_errors_in_the_manifest_are_true(name: str, model: ModelOf, tmp_path
     src = model("qwen3_moe")
     run(src, tmp_path / "out", name, layout="checkpoint")
     stored, target = load_all(tmp_path / "out"), humming_schema(schema_of(name))
-    for block, parts in expert_stacks(src).items():
+    for layer, parts in expert_stacks(src).items():
         for role, projection in zip(("w1", "w3", "w2"), GATE_UP_DOWN, strict=True):
             sums = []
             for expert, matrix in enumerate(parts[role]):
-                prefix = f"{block}.{expert}.{projection}."
+                prefix = f"{layer}.{expert}.{projection}."
                 tensors = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
                 with resident(CPU):
                     decoded = target.dequant_tensors(tensors).double()
                 sums.append(((matrix.double() - decoded).square().sum(), matrix.double().square().sum()))
             each = [float((error / power).sqrt()) for error, power in sums]
             total = float((sum(e for e, _ in sums) / sum(p for _, p in sums)).sqrt())
-            words = manifest(tmp_path / "out")["blocks"][block]["quantization_error"][role]
+            words = manifest(tmp_path / "out")["blocks"][layer]["quantization_error"][role]
             assert words["relative_error"] == pytest.approx(total, rel=1e-9)
             assert words["worst_relative_error"] == pytest.approx(max(each), rel=1e-9)
             assert words["worst_expert"] == int(np.argmax(each))

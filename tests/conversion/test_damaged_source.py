@@ -22,7 +22,7 @@ from tests.make.damage import Damaged
 from tests.make.qwen import read_tree, write_qwen3_moe
 
 LAYER_0, LAYER_1 = "model.layers.0.mlp.experts", "model.layers.1.mlp.experts"
-RANK_FILES = [f"experts/tp{rank}-ep0/{block}.safetensors" for block in (LAYER_0, LAYER_1) for rank in (0, 1)]
+RANK_FILES = [f"experts/tp{rank}-ep0/{layer}.safetensors" for layer in (LAYER_0, LAYER_1) for rank in (0, 1)]
 JOURNAL = ".hqconv-progress.jsonl"
 
 
@@ -108,7 +108,7 @@ def test_a_flipped_bit_of_the_checkpoint_layout(good: dict[str, Path], tmp_path:
 @pytest.mark.parametrize(("left", "right"), [(0, 1), (2, 3), (0, 2)])
 def test_exchanged_rank_files(damaged: Damaged, tmp_path: Path, left: int, right: int, as_their_own: bool) -> None:
     names = [RANK_FILES[left], RANK_FILES[right]]
-    if left % 2 == right % 2:  # of two blocks, with the names that belong there
+    if left % 2 == right % 2:  # of two layers, with the names that belong there
         for name, old, new in ((names[0], LAYER_0, LAYER_1), (names[1], LAYER_1, LAYER_0)):
             path = damaged.root / name
             path.write_bytes(path.read_bytes().replace(old.encode(), new.encode()))

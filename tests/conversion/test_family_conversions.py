@@ -40,18 +40,18 @@ def check_conversion(model_type: str, tmp_path: Path, hidden: int, **words: int)
     with open_source(src) as source:
         experts = source.map_experts()
         assert experts.chosen_because.startswith(f"model_type {model_type}")
-        assert len(experts.blocks) == spec.num_blocks
+        assert len(experts.layers) == spec.num_blocks
         top_k = spec.words.get(spec.keys.top_k, SIZES["top_k"])
-        for block in experts.blocks:
-            assert (block.num_experts, block.top_k, block.dtype) == (SIZES["experts"], top_k, "BF16")
-            assert (block.hidden_size, block.intermediate_size) == (hidden, 64)
-            found = dequantize(out, block=block.name)
-            for e in range(block.num_experts):
-                matrices = source.read_expert(block, e, block.roles, torch.device("cpu"))
+        for layer in experts.layers:
+            assert (layer.num_experts, layer.top_k, layer.dtype) == (SIZES["experts"], top_k, "BF16")
+            assert (layer.hidden_size, layer.intermediate_size) == (hidden, 64)
+            found = dequantize(out, layer=layer.name)
+            for e in range(layer.num_experts):
+                matrices = source.read_expert(layer, e, layer.roles, torch.device("cpu"))
                 for role, matrix in matrices.items():
                     expected = matrix.values().float()
                     error = (found[role][e] - expected).norm() / expected.norm()
-                    assert error < ERROR, (block.name, e, role, float(error))
+                    assert error < ERROR, (layer.name, e, role, float(error))
                     if matrix.bias is not None:
                         assert torch.equal(found[f"b{role[1:]}"][e], matrix.bias.float())
 
@@ -64,7 +64,7 @@ def _capability() -> tuple[int, int] | None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("model_type", KERNELS)
 def test_the_kernel_serves_a_family(model_type: str, tmp_path: Path) -> None:
-    """Activation, biases and routes of the production kernel against a plain block with the source's weights."""
+    """Activation, biases and routes of the production kernel against a plain layer with the source's weights."""
     if _capability() != (9, 0):
         pytest.skip("needs a CUDA device of the target architecture, sm90")
     src, out = tmp_path / "src", tmp_path / "out"

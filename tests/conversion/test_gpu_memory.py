@@ -41,7 +41,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_schema_takes_more_than_planned(plain: Path, schema: str, tmp_path: Path) -> None:
     source, plan = open_plan(plain, schema)
     source.close()
-    bound = LANES * gpu_working_bytes(plan.blocks[0])
+    bound = LANES * gpu_working_bytes(plan.layers[0])
     taken = peak(plain, tmp_path / "out", schema, bound)
     print(f"{schema}: {taken / 2**20:.0f} of {bound / 2**20:.0f} MiB")
     assert 0 < taken <= bound
@@ -53,7 +53,7 @@ def test_no_format_takes_more_than_planned(name: str, schema: str, tmp_path: Pat
     src = write(tmp_path / name, name, hidden=1024, inner=1024).folder
     source, plan = open_plan(src, schema)
     source.close()
-    bound = LANES * gpu_working_bytes(plan.blocks[0])
+    bound = LANES * gpu_working_bytes(plan.layers[0])
     taken = peak(src, tmp_path / "out", schema, bound)
     print(f"{name} to {schema}: {taken / 2**20:.0f} of {bound / 2**20:.0f} MiB")
     assert taken <= bound

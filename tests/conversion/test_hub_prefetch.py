@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, namedtuple
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,13 @@ def shards(cache: Path) -> set[str]:
 
 
 def blob_bytes(cache: Path) -> int:
-    """Of all weights in the cache, those on their way too."""
-    return sum(p.stat().st_size for p in cache.glob("models--*/blobs/*") if p.stat().st_size > 100_000)
+    """Of all weights in the cache, those on their way too; a file may go while it is looked at."""
+    total = 0
+    for path in cache.glob("models--*/blobs/*"):
+        with suppress(FileNotFoundError):
+            size = path.stat().st_size
+            total += size if size > 100_000 else 0
+    return total
 
 
 def size_of(server: LocalHub, *layers: int) -> int:
@@ -394,8 +400,8 @@ def test_static_scales_are_read_when_their_files_are_there(server: LocalHub, cac
     server.folder = src
     conversions.run(NAME, tmp_path / "of-hub", "source", **words)  # type: ignore[arg-type]
     assert without_manifest(tmp_path / "of-hub") == without_manifest(tmp_path / "of-folder")
-    blocks = [conversions.manifest(tmp_path / name)["blocks"] for name in ("of-hub", "of-folder")]
-    assert blocks[0] == blocks[1]
+    layers = [conversions.manifest(tmp_path / name)["blocks"] for name in ("of-hub", "of-folder")]
+    assert layers[0] == layers[1]
     assert not shards(cache)
 
 

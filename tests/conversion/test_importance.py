@@ -22,7 +22,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import assert_verified, check, manifest, run
-from tests.make.damage import BLOCK, Damaged
+from tests.make.damage import LAYER, Damaged
 from tests.make.formats import write
 from tests.make.importance import columns_of, write_importance
 from tests.make.qwen import write_qwen3_moe
@@ -52,15 +52,15 @@ def rank_bytes(out: Path) -> dict[str, bytes]:
 def group_errors(
     out: Path, src: Path, schema: str, importance: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """Of each projection of the first block, what is lost under every scale, in an order of this test's own."""
+    """Of each projection of the first layer, what is lost under every scale, in an order of this test's own."""
     rows, columns = resolve_schema(schema).scale_group()
     found = {}
     with safe_open(src / "model.safetensors", "pt") as source:
-        for role, values in hqconv.dequantize(out, block=BLOCK).items():
-            names = [f"{BLOCK}.{e}.{WORDS[role]}.weight" for e in range(len(values))]
+        for role, values in hqconv.dequantize(out, layer=LAYER).items():
+            names = [f"{LAYER}.{e}.{WORDS[role]}.weight" for e in range(len(values))]
             lost = (torch.stack([source.get_tensor(n) for n in names]).double() - values.double()).square()
             if importance is not None:
-                lost = lost * importance[f"{BLOCK}.{GEMM_OF[role]}"].double()
+                lost = lost * importance[f"{LAYER}.{GEMM_OF[role]}"].double()
             e, n, k = lost.shape
             r, c = rows or n, columns or k
             found[role] = lost.view(e, n // r, r, k // c, c).sum((2, 4))
@@ -78,7 +78,7 @@ def columns(draw: st.DrawFn) -> dict[str, torch.Tensor]:
         values = torch.tensor(pool)[torch.randint(len(pool), (128,), generator=order)]
         for group in draw(st.sets(st.integers(0, 3), max_size=3)):
             values[32 * group : 32 * group + 32] = 0
-        found[f"{BLOCK}.{gemm}"] = values
+        found[f"{LAYER}.{gemm}"] = values
     return found
 
 
@@ -149,7 +149,7 @@ def test_nothing_but_the_request_decides_the_bytes(src: Path, file: Path, tmp_pa
     for name, options in ways.items():
         run(src, tmp_path / name, "int4-g32", quantizer="mse", importance=file, **options)
     assert rank_bytes(tmp_path / "one") == rank_bytes(tmp_path / "many")
-    whole, cut = (hqconv.dequantize(tmp_path / name, block=BLOCK) for name in ("one", "cut"))
+    whole, cut = (hqconv.dequantize(tmp_path / name, layer=LAYER) for name in ("one", "cut"))
     for role, values in whole.items():
         assert_same(cut[role], values, role)
     assert_verified(tmp_path / "packed", src)
@@ -186,7 +186,7 @@ def test_a_changed_copy_is_found(layout: str, src: Path, file: Path, tmp_path: P
     write_importance(out / FILE, swapped)
     assert (out / FILE).stat().st_size == size
     assert findings(out, None, "weights") == []
-    assert any(BLOCK in where for where, _ in findings(out, src, "weights"))
+    assert any(LAYER in where for where, _ in findings(out, src, "weights"))
     Damaged(out, src, "int4-g32").reseal()
     assert [where for where, _ in findings(out, None, "files")] == ["hqconv.json: importance"]
 
@@ -196,9 +196,9 @@ def test_a_copy_that_is_none_is_found(src: Path, file: Path, tmp_path: Path) -> 
     run(src, out, "mxfp4", quantizer="mse", importance=file)
     copy = Damaged(out, src, "mxfp4")
     for damaged, what in (
-        ({**values, f"{BLOCK}.w2": -values[f"{BLOCK}.w2"]}, "no number from 0 on"),
-        ({n: v for n, v in values.items() if n != f"{BLOCK}.w13"}, "nothing on a block"),
-        ({**values, "other.w13": values[f"{BLOCK}.w13"]}, "a tensor of no block"),
+        ({**values, f"{LAYER}.w2": -values[f"{LAYER}.w2"]}, "no number from 0 on"),
+        ({n: v for n, v in values.items() if n != f"{LAYER}.w13"}, "nothing on a layer"),
+        ({**values, "other.w13": values[f"{LAYER}.w13"]}, "a tensor of no layer"),
     ):
         write_importance(out / FILE, damaged)
         copy.reseal()
@@ -292,7 +292,7 @@ def test_requantized_sources_are_weighted_too(src: Path, file: Path, tmp_path: P
 
 
 def test_where_all_codes_are_kept_it_has_no_effect_and_that_is_said(src: Path, file: Path, tmp_path: Path) -> None:
-    """And nowhere else: one block with something to search for is enough."""
+    """And nowhere else: one layer with something to search for is enough."""
 
     def warned(source: Path, schema: str, **options: Any) -> list[str]:
         plan = hqconv.plan(source, schema=schema, target="sm90", **options)

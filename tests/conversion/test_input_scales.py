@@ -22,9 +22,9 @@ from hqconv.schemas.recipe import load_recipe
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.formats import write
 from tests.make.input_scales import STATIC, as_stored, expected, fp8, scale_names, scale_of
-from tests.make.small import BLOCK, GOOD, E, Source, save
+from tests.make.small import GOOD, LAYER, E, Source, save
 
-EXPERT_3 = f"{BLOCK}.3.up_proj.input_scale"
+EXPERT_3 = f"{LAYER}.3.up_proj.input_scale"
 
 
 def scales_in(out: Path) -> dict[str, dict[str, float]]:
@@ -32,7 +32,7 @@ def scales_in(out: Path) -> dict[str, dict[str, float]]:
     found = {}
     for path in sorted((out / "experts").rglob("*.safetensors")):
         tensors = load_file(path)
-        one = {gemm: tensors[f"{BLOCK}.{gemm}_input_scale"] for gemm in ("w13", "w2")}
+        one = {gemm: tensors[f"{LAYER}.{gemm}_input_scale"] for gemm in ("w13", "w2")}
         assert all(tensor.dtype == torch.float32 and tensor.shape == (1,) for tensor in one.values())
         found[path.parent.name] = {gemm: tensor.item() for gemm, tensor in one.items()}
     return found
@@ -60,9 +60,9 @@ def test_every_rank_has_the_largest_scale_of_all_experts(kind: str, grid: Grid, 
     words = manifest(tmp_path / "out")
     assert words["input_schema"] == inputs
     assert words["activation_schema"]["input_quant_mode"] == "static_tensor"
-    assert {gemm: words["blocks"][BLOCK][gemm]["input_scale"] for gemm in ("w13", "w2")} == expected()
+    assert {gemm: words["blocks"][LAYER][gemm]["input_scale"] for gemm in ("w13", "w2")} == expected()
     of_scales = {name for name, _, _ in scale_names()}
-    assert {name: words["tensors"]["converted"].get(name) for name in of_scales} == dict.fromkeys(of_scales, BLOCK)
+    assert {name: words["tensors"]["converted"].get(name) for name in of_scales} == dict.fromkeys(of_scales, LAYER)
     assert not words["tensors"]["dropped"]
     assert_verified(tmp_path / "out", source)
 
@@ -75,7 +75,7 @@ def test_hummings_own_reduction_gives_the_same(kind: str) -> None:
     words |= words.get("config_groups", {}).get("group_0", {}).get("input_activations", {})
     schema = humming().schema.BaseInputSchema.from_config(words)
     for gemm, roles in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
-        each = [[tensors[f"{BLOCK}.{e}.{role}.input_scale"].view(()) for role in roles] for e in range(E)]
+        each = [[tensors[f"{LAYER}.{e}.{role}.input_scale"].view(()) for role in roles] for e in range(E)]
         stacked = torch.stack([torch.stack(of_expert) for of_expert in each])
         found, made = schema._convert_humming({"input_scale": stacked}, [], [], torch.bfloat16, E)
         ours = NAMED_INPUTS[STATIC[kind][2]].humming_fields()
@@ -87,13 +87,13 @@ def test_the_codes_are_those_of_scales_found_while_serving(tmp_path: Path) -> No
     source = save(tmp_path / "src", fp8())
     for name in ("fp8", "fp8-static"):
         run(source, tmp_path / name, "fp8-tensor", input_schema=name)
-    path = f"experts/tp0-ep0/{BLOCK}.safetensors"
+    path = f"experts/tp0-ep0/{LAYER}.safetensors"
     dynamic, static = (load_file(tmp_path / name / path) for name in ("fp8", "fp8-static"))
-    assert static.keys() - dynamic.keys() == {f"{BLOCK}.{gemm}_input_scale" for gemm in ("w13", "w2")}
+    assert static.keys() - dynamic.keys() == {f"{LAYER}.{gemm}_input_scale" for gemm in ("w13", "w2")}
     assert all(torch.equal(static[name].view(torch.uint8), one.view(torch.uint8)) for name, one in dynamic.items())
     words = manifest(tmp_path / "fp8")
     assert {name for name, _, _ in scale_names()} == set(words["tensors"]["dropped"])
-    assert "input_scale" not in words["blocks"][BLOCK]["w13"]
+    assert "input_scale" not in words["blocks"][LAYER]["w13"]
 
 
 def test_stacks_of_scales(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_stacks_of_scales(tmp_path: Path) -> None:
             tensors[f"{name}.{stack}_input_scale"] = scales
     save_file(tensors, path, {"format": "pt"})
     report = run(source, tmp_path / "out", "fp8-block", Grid(2), input_schema="fp8-static")
-    for block, words in manifest(report.out)["blocks"].items():
+    for layer, words in manifest(report.out)["blocks"].items():
         for gemm, stack in (("w13", "gate_up_proj"), ("w2", "down_proj")):
-            stored = tensors[f"{block}.{stack}_input_scale"]
+            stored = tensors[f"{layer}.{stack}_input_scale"]
             assert words[gemm]["input_scale"] == stored.max().item()
     assert_verified(report.out, source)
 
@@ -127,12 +127,12 @@ def test_small_floats_are_read_as_they_are(tmp_path: Path) -> None:
 def test_experts_that_calibration_missed_are_told_and_passed_over(tmp_path: Path) -> None:
     tensors, config = fp8()
     for role in ("gate_proj", "up_proj"):
-        del tensors[f"{BLOCK}.1.{role}.input_scale"]  # the largest of w13
+        del tensors[f"{LAYER}.1.{role}.input_scale"]  # the largest of w13
     source = save(tmp_path / "src", (tensors, config))
     report = run(source, tmp_path / "out", "fp8-tensor", Grid(1, 2), input_schema="fp8-static")
     warning = next(text for text in report.warnings if "calibration missed" in text)
     assert "2 projections" in warning
-    assert f"{BLOCK}.1.gate_proj.input_scale" in warning
+    assert f"{LAYER}.1.gate_proj.input_scale" in warning
     wanted = {**expected(), "w13": as_stored(scale_of(0, "gate_proj"))}
     assert list(scales_in(tmp_path / "out").values()) == [wanted, wanted]
     assert_verified(tmp_path / "out", source)
@@ -210,7 +210,7 @@ def test_a_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: 
 
     def stopping(self: Executor, job: Any) -> None:
         publish(self, job)
-        if job.unit.name == BLOCK:
+        if job.unit.name == LAYER:
             raise OSError("pulled")
 
     with monkeypatch.context() as patch:
@@ -245,7 +245,7 @@ def test_an_artifact_as_source_keeps_its_scales(tmp_path: Path) -> None:
 
 def test_ranks_of_a_source_that_differ_are_refused(tmp_path: Path) -> None:
     run(save(tmp_path / "src", fp8()), tmp_path / "out", "fp8-tensor", Grid(2), input_schema="fp8-static")
-    path = tmp_path / f"out/experts/tp1-ep0/{BLOCK}.safetensors"
+    path = tmp_path / f"out/experts/tp1-ep0/{LAYER}.safetensors"
     data = path.read_bytes()
     stored = torch.tensor([expected()["w13"]]).numpy().tobytes()
     assert data.count(stored) == 1
@@ -265,9 +265,9 @@ def test_only_the_blocks_that_ask_for_them_have_scales(tmp_path: Path) -> None:
     words = ["convert", source, "-o", tmp_path / "out", "--config", recipe, "--target", "sm90"]
     done = CliRunner().invoke(app, [str(word) for word in (*words, "--device", "cpu")])
     assert done.exit_code == 0, done.output
-    blocks = manifest(tmp_path / "out")["blocks"]
-    assert "input_scale" not in blocks[BLOCK]["w13"]
-    assert blocks[BLOCK.replace(".0.", ".1.")]["w13"]["input_scale"] == expected()["w13"]
+    layers = manifest(tmp_path / "out")["blocks"]
+    assert "input_scale" not in layers[LAYER]["w13"]
+    assert layers[LAYER.replace(".0.", ".1.")]["w13"]["input_scale"] == expected()["w13"]
     assert_verified(tmp_path / "out", source)
 
 
@@ -282,13 +282,13 @@ def test_inspect_load_and_dequantize(tmp_path: Path) -> None:
     assert (
         json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "plain"), "--json"]).output)["input_scales"] == {}
     )
-    gemms = hqconv.load(tmp_path / "out", block=BLOCK, tp_rank=1, ep_rank=1)
+    gemms = hqconv.load(tmp_path / "out", layer=LAYER, tp_rank=1, ep_rank=1)
     assert {gemm: one.tensors["input_scale"].tolist() for gemm, one in gemms.items()} == {
         gemm: [scale] for gemm, scale in expected().items()
     }
-    for name, decoded in hqconv.dequantize(tmp_path / "out", block=BLOCK).items():
+    for name, decoded in hqconv.dequantize(tmp_path / "out", layer=LAYER).items():
         assert len(decoded) == E
-        assert torch.equal(decoded, hqconv.dequantize(tmp_path / "plain", block=BLOCK)[name])
+        assert torch.equal(decoded, hqconv.dequantize(tmp_path / "plain", layer=LAYER)[name])
 
 
 def test_a_block_that_is_left_keeps_its_scales(tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) 
     source, plan = open_plan(src, schema, Grid(tp), layout)
     source.close()
     resources = Resources("cpu", limit, 1)
-    num_experts = plan_staging(plan.blocks, resources).num_experts if limit else 1
-    return working_bytes(plan.blocks[0], num_experts)
+    num_experts = plan_staging(plan.layers, resources).num_experts if limit else 1
+    return working_bytes(plan.layers[0], num_experts)
 
 
 @pytest.mark.sampled(2)
@@ -244,11 +244,11 @@ def save_quantized(folder: Path, kind: str, experts: int, hidden: int, inner: in
 def save_fused(folder: Path, experts: int, hidden: int, inner: int) -> Path:
     """One layer of gpt_oss in bfloat16: an expert's gate and up are read together, and turned."""
     src = save_big(folder, 1, experts, hidden, inner, torch.bfloat16)
-    block = "model.layers.0.mlp.experts"
+    layer = "model.layers.0.mlp.experts"
     shapes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
-    tensors = {f"{block}.{name}": torch.ones(experts, *shape).bfloat16() for name, shape in shapes.items()}
-    tensors |= {f"{block}.gate_up_proj_bias": torch.zeros(experts, 2 * inner).bfloat16()}
-    tensors |= {f"{block}.down_proj_bias": torch.zeros(experts, hidden).bfloat16()}
+    tensors = {f"{layer}.{name}": torch.ones(experts, *shape).bfloat16() for name, shape in shapes.items()}
+    tensors |= {f"{layer}.gate_up_proj_bias": torch.zeros(experts, 2 * inner).bfloat16()}
+    tensors |= {f"{layer}.down_proj_bias": torch.zeros(experts, hidden).bfloat16()}
     sizes = {"model_type": "gpt_oss", "intermediate_size": inner, "num_local_experts": experts}
     return _rewrite(src, tensors, sizes)
 

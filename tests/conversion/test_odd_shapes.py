@@ -21,14 +21,14 @@ UNGATED = {"model_type": "nemotron_h", "mlp_hidden_act": "relu2"}
 
 
 def write(folder: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.dtype) -> Path:
-    """One MoE block of (experts, hidden, intermediate) and a head."""
+    """One MoE layer of (experts, hidden, intermediate) and a head."""
     num_experts, hidden, inner = sizes
     generator = torch.Generator().manual_seed(sum(sizes))
-    block = "model.layers.0.mlp.experts" if gated else "backbone.layers.0.mixer.experts"
+    layer = "model.layers.0.mlp.experts" if gated else "backbone.layers.0.mixer.experts"
     shapes = {"up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     shapes |= {"gate_proj": (inner, hidden)} if gated else {}
     tensors = {
-        f"{block}.{e}.{name}.weight": (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+        f"{layer}.{e}.{name}.weight": (torch.randn(shape, generator=generator) * 0.02).to(dtype)
         for e in range(num_experts)
         for name, shape in shapes.items()
     }
@@ -51,8 +51,8 @@ def test_they_convert_and_verify(tmp_path: Path, gated: bool, sizes: tuple[int, 
         out = tmp_path / schema
         run(source, out, schema, grid, layout="kernel" if grid else "checkpoint")
         assert_verified(out, source)
-        (block,) = manifest(out)["blocks"].values()
-        assert block["w13_order"] == (["gate", "up"] if gated else ["up"])
+        (layer,) = manifest(out)["blocks"].values()
+        assert layer["w13_order"] == (["gate", "up"] if gated else ["up"])
 
 
 def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
 from tests.make.artifacts import digest_of, make_source
 from tests.make.conversions import assert_verified, check, manifest, run
-from tests.make.damage import BLOCK, Damaged, check_both_ways
+from tests.make.damage import LAYER, Damaged, check_both_ways
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import assert_same
 
@@ -35,8 +35,8 @@ def both_ways(out: Path, source: Path) -> CheckResult:
 
 
 def errors_of(out: Path) -> dict[str, float]:
-    block = manifest(out)["blocks"][BLOCK]["quantization_error"]
-    return {role: words["relative_error"] for role, words in block.items()}
+    layer = manifest(out)["blocks"][LAYER]["quantization_error"]
+    return {role: words["relative_error"] for role, words in layer.items()}
 
 
 def rank_bytes(out: Path) -> dict[str, bytes]:
@@ -77,7 +77,7 @@ def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) ->
     for name, options in ways.items():
         run(src, tmp_path / name, "int4-g32", quantizer="mse", **options)
     assert rank_bytes(tmp_path / "one") == rank_bytes(tmp_path / "many")
-    whole, cut = (hqconv.dequantize(tmp_path / name, block=BLOCK) for name in ("one", "cut"))
+    whole, cut = (hqconv.dequantize(tmp_path / name, layer=LAYER) for name in ("one", "cut"))
     for role, values in whole.items():
         assert_same(cut[role], values, role)
     assert_verified(tmp_path / "packed", src)
@@ -87,7 +87,7 @@ def test_one_changed_byte_or_another_quantizer_is_found(src: Path, tmp_path: Pat
     run(src, tmp_path / "out", "int4", Grid(2, 2), quantizer="mse")
     shutil.copytree(tmp_path / "out", tmp_path / "flipped")
     copy = Damaged(tmp_path / "flipped", src, "int4")
-    copy.flip(copy.path, f"{BLOCK}.w13_weight", mask=0x10)
+    copy.flip(copy.path, f"{LAYER}.w13_weight", mask=0x10)
     copy.reseal()
     assert both_ways(copy.root, src).findings
     other = Damaged(tmp_path / "out", src, "int4")
@@ -110,7 +110,7 @@ def test_other_sources(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_kept(src: Path, tmp_path: Path) -> None:
-    """Direct blocks have nothing to search; and mxfp4 to nvfp4 is lossless as it is."""
+    """Direct layers have nothing to search; and mxfp4 to nvfp4 is lossless as it is."""
     run(src, tmp_path / "first", "mxfp4", quantizer="mse")
     for schema in ("source", "nvfp4"):
         for quantizer in ("rtn", "mse"):
@@ -148,7 +148,7 @@ def test_a_version_that_is_none_is_found(version: Any, src: Path, tmp_path: Path
     other = Damaged(tmp_path / "out", src, "int4-g32")
     other.edit_manifest(lambda words: words.update(quantizer_version=version))
     with pytest.raises(VerificationError, match=r"quantizer_version\n"):
-        hqconv.dequantize(other.root, block=BLOCK)
+        hqconv.dequantize(other.root, layer=LAYER)
     assert not check(other.root, None, "weights").passed
     other.edit_manifest(lambda words: (words.pop("quantizer"), words.update(quantizer_version=1)))
     assert not check(other.root, None, "weights").passed

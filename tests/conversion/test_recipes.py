@@ -1,4 +1,4 @@
-"""Recipes: what a file says of a conversion, and artifacts whose blocks differ."""
+"""Recipes: what a file says of a conversion, and artifacts whose layers differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ schema = "nvfp4"
 layers = "2"
 schema = "none"
 """
-BLOCK = "model.layers.{}.mlp.experts"
+LAYER = "model.layers.{}.mlp.experts"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -58,24 +58,24 @@ def mixed(request: pytest.FixtureRequest, model: Path) -> tuple[Path, Grid]:
 def test_every_block_has_the_bytes_of_its_schema(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
     out, grid = mixed
     words = manifest(out)
-    assert (words["format_version"], words["left_blocks"]) == (2, [BLOCK.format(2)])
+    assert (words["format_version"], words["left_blocks"]) == (2, [LAYER.format(2)])
     for layer, schema in {0: "int8", 1: "nvfp4", 3: "mxfp4", 4: "int8"}.items():
         alone = tmp_path / schema
         if not alone.exists():
             run(model, alone, schema, grid)
         assert manifest(alone)["format_version"] == 1
-        for path in sorted(alone.rglob(f"{BLOCK.format(layer)}.safetensors")):
+        for path in sorted(alone.rglob(f"{LAYER.format(layer)}.safetensors")):
             assert (out / path.relative_to(alone)).read_bytes() == path.read_bytes()
-        found, expected = (hqconv.dequantize(folder, block=BLOCK.format(layer)) for folder in (out, alone))
+        found, expected = (hqconv.dequantize(folder, layer=LAYER.format(layer)) for folder in (out, alone))
         assert all(torch.equal(found[role], expected[role]) for role in expected)
-    assert not list(out.rglob(f"{BLOCK.format(2)}.safetensors"))
+    assert not list(out.rglob(f"{LAYER.format(2)}.safetensors"))
 
 
 def test_what_is_left_is_copied(model: Path, mixed: tuple[Path, Grid]) -> None:
     out, _ = mixed
     source = {name: t for path in model.glob("*.safetensors") for name, t in load_file(path).items()}
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    left = {name for name in source if name.startswith(BLOCK.format(2))}
+    left = {name for name in source if name.startswith(LAYER.format(2))}
     assert left
     assert left == {name for name in index if ".experts." in name}
     for name in left:
@@ -92,7 +92,7 @@ def test_it_verifies_and_faults_are_found(model: Path, mixed: tuple[Path, Grid])
     good = path.read_text()
     words = json.loads(good)
     try:
-        del words["blocks"][BLOCK.format(0)]["weight_schema"]
+        del words["blocks"][LAYER.format(0)]["weight_schema"]
         write_manifest(out, words)
         assert not check(out, model, "weights").passed
         words = json.loads(good)
@@ -104,18 +104,18 @@ def test_it_verifies_and_faults_are_found(model: Path, mixed: tuple[Path, Grid])
 
 
 def test_it_is_a_source(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
-    """Of another schema, and of its own, which is each block's own; what was left stays left."""
+    """Of another schema, and of its own, which is each layer's own; what was left stays left."""
     out, _ = mixed
     run(out, tmp_path / "again", "mxfp8")
     assert check(tmp_path / "again", out, "files", "weights").passed
-    assert BLOCK.format(2) not in manifest(tmp_path / "again")["blocks"]
+    assert LAYER.format(2) not in manifest(tmp_path / "again")["blocks"]
     run(out, tmp_path / "own", "source", Grid(2))
     assert check(tmp_path / "own", out, "files", "weights").passed
     words, own = manifest(out), manifest(tmp_path / "own")
-    assert manifest(tmp_path / "again")["left_blocks"] == own["left_blocks"] == [BLOCK.format(2)]
-    for name, block in words["blocks"].items():
+    assert manifest(tmp_path / "again")["left_blocks"] == own["left_blocks"] == [LAYER.format(2)]
+    for name, layer in words["blocks"].items():
         found = own["blocks"][name].get("weight_schema", own["weight_schema"])
-        assert found == block.get("weight_schema", words["weight_schema"])
+        assert found == layer.get("weight_schema", words["weight_schema"])
 
 
 def test_resuming_asks_for_the_same_recipe(model: Path, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_recipes_that_are_none(tmp_path: Path, text: str, needle: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "needle"),
     [
-        ("[[override]]\nlayers = '9'\nschema = 'int4'", {}, "for no block"),
+        ("[[override]]\nlayers = '9'\nschema = 'int4'", {}, "for no layer"),
         ("[[override]]\nlayers = '0, 7-9'\nschema = 'int4'", {}, "expected: layers of 0-4\n  found: layers 7-9"),
         ("[[override]]\nlayers = '3-1, 0'\nschema = 'int4'", {}, "found: layers 3-1"),
         ("[[override]]\nlayers = '-1, -6'\nschema = 'none'", {}, "found: layers -6"),

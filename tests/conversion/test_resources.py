@@ -54,18 +54,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> None:
     source, plan = open_plan(model, "mxfp4")
     source.close()
-    blocks, total = plan.blocks, plan.blocks[0].block.num_experts
-    host, device = working_bytes(blocks[0]), gpu_working_bytes(blocks[0])
-    pinned = gpu_staging_bytes(blocks[0])
+    layers, total = plan.layers, plan.layers[0].layer.num_experts
+    host, device = working_bytes(layers[0]), gpu_working_bytes(layers[0])
+    pinned = gpu_staging_bytes(layers[0])
 
     def staged(*bounds: Any) -> tuple[int, int]:
-        staging = plan_staging(blocks, Resources(*bounds))
-        assert staging.slot_bytes == RawLayout(blocks[0].block, range(staging.num_experts)).num_bytes
+        staging = plan_staging(layers, Resources(*bounds))
+        assert staging.slot_bytes == RawLayout(layers[0].layer, range(staging.num_experts)).num_bytes
         return staging.num_lanes, staging.num_experts
 
     assert staged(CPU, 3 * host, 4) == (3, 1)
     assert staged(CPU, GIB, 8) == (4, total)  # each with a helper
-    assert staged(CPU, 2 * working_bytes(blocks[0], 2), 2) == (2, 2)  # as many lanes as asked for, then experts
+    assert staged(CPU, 2 * working_bytes(layers[0], 2), 2) == (2, 2)  # as many lanes as asked for, then experts
     assert staged(CUDA, GIB, 8, 2 * device) == (2, 1)
     assert staged(CUDA, pinned, 8, GIB) == (1, 1)
     assert staged(CUDA, GIB, 8) == (3, total)  # of a GPU that is free enough
@@ -75,7 +75,7 @@ def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> Non
         (Resources(CUDA, GIB, 8, device - 1), "--max-gpu-memory"),
     ):
         with pytest.raises(RequestError, match="does not fit") as caught:
-            plan_staging(plan.blocks, resources)
+            plan_staging(plan.layers, resources)
         assert caught.value.where == option
         assert caught.value.exit_code == 2
 

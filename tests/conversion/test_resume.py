@@ -104,7 +104,7 @@ def test_finished_groups_are_reported_as_resumed(src: Path, whole: tuple[dict[st
     assert seen[1].resumed_bytes == seen[1].done_bytes == seen[-1].resumed_bytes > 0
     assert seen[-1].done_bytes == seen[-1].total_bytes
     assert snapshot(out) == whole[0]
-    assert summary.errors == {name: block["quantization_error"] for name, block in manifest(out)["blocks"].items()}
+    assert summary.errors == {name: layer["quantization_error"] for name, layer in manifest(out)["blocks"].items()}
 
 
 @pytest.mark.usefixtures("several_shards")

@@ -26,7 +26,7 @@ from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
 from tests.make import small
 from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
-from tests.make.damage import BLOCK, check_both_ways
+from tests.make.damage import LAYER, check_both_ways
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import assert_same, load_all
 
@@ -69,7 +69,7 @@ def both_ways(out: Path, source: Path) -> CheckResult:
 def weights_of(src: Path, expert: int) -> dict[str, torch.Tensor]:
     names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     tensors = load_all(src)
-    return {role: tensors[f"{BLOCK}.{expert}.{name}.weight"] for role, name in names.items()}
+    return {role: tensors[f"{LAYER}.{expert}.{name}.weight"] for role, name in names.items()}
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -87,11 +87,11 @@ def test_the_artifact_is_proven_and_gives_the_source_back(name: str, src: Path, 
     assert words["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
-    assert words["blocks"][BLOCK]["conversion"] == "quantized"
-    back = hqconv.dequantize(out, block=BLOCK)
+    assert words["blocks"][LAYER]["conversion"] == "quantized"
+    back = hqconv.dequantize(out, layer=LAYER)
     for expert in range(4):
         for role, weight in weights_of(src, expert).items():
-            error = words["blocks"][BLOCK]["quantization_error"][role]["relative_error"]
+            error = words["blocks"][LAYER]["quantization_error"][role]["relative_error"]
             found = relative(back[role][expert], weight)
             assert 0.8 * error < found < 1.25 * error + 0.002  # and the rotated weights' own rounding
             assert relative(rotate(back[role][expert], 32), weight) > 0.9  # what is not turned back is nothing alike
@@ -110,7 +110,7 @@ def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) ->
         for name in ("one", "many")
     )
     assert one == many
-    whole, cut = (hqconv.dequantize(tmp_path / name, block=BLOCK) for name in ("one", "cut"))
+    whole, cut = (hqconv.dequantize(tmp_path / name, layer=LAYER) for name in ("one", "cut"))
     for role, values in whole.items():
         assert_same(cut[role], values, role)
 
@@ -127,7 +127,7 @@ def test_outliers_are_spread(tmp_path: Path) -> None:
     errors = {}
     for name, words in (("plain", {"hadamard_block_size": 0}), ("rotated", {})):
         run(src, tmp_path / name, schema_of("int8", **words))
-        quantization = manifest(tmp_path / name)["blocks"][BLOCK]["quantization_error"]
+        quantization = manifest(tmp_path / name)["blocks"][LAYER]["quantization_error"]
         errors[name] = quantization["w2"]["relative_error"]
     assert errors["rotated"] < 0.6 * errors["plain"]
 
@@ -136,13 +136,13 @@ def test_codes_of_a_source_are_not_kept(tmp_path: Path) -> None:
     """mxfp4 to a rotated mxfp4: quantized anew, from what the source means."""
     src = small.save(tmp_path / "src", small.gpt_oss_mxfp4(256))
     words = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32}
-    for name, block in (("plain", 0), ("rotated", 64)):
-        run(src, tmp_path / name, WeightSchema(name, hadamard_block_size=block, **words))
+    for name, size in (("plain", 0), ("rotated", 64)):
+        run(src, tmp_path / name, WeightSchema(name, hadamard_block_size=size, **words))
     assert_verified(tmp_path / "rotated", src)
-    block = next(iter(manifest(tmp_path / "plain")["blocks"]))
-    conversions = [manifest(tmp_path / n)["blocks"][block]["conversion"] for n in ("plain", "rotated")]
+    layer = next(iter(manifest(tmp_path / "plain")["blocks"]))
+    conversions = [manifest(tmp_path / n)["blocks"][layer]["conversion"] for n in ("plain", "rotated")]
     assert conversions == ["direct", "requantized"]
-    kept, found = (hqconv.dequantize(tmp_path / name, block=block) for name in ("plain", "rotated"))
+    kept, found = (hqconv.dequantize(tmp_path / name, layer=layer) for name in ("plain", "rotated"))
     assert 0.05 < relative(found["w2"], kept["w2"]) < 0.15
     assert_same(found["b2"], kept["b2"], "biases are not rotated")
 
@@ -152,11 +152,11 @@ def test_a_rotated_artifact_is_a_source_of_what_it_means(src: Path, tmp_path: Pa
     run(src, first, schema_of("int8"), Grid(2))
     for name, schema in (("same", schema_of("int8")), ("other", "int4-g64")):
         run(first, tmp_path / name, schema)
-        assert manifest(tmp_path / name)["blocks"][BLOCK]["conversion"] == "requantized"
+        assert manifest(tmp_path / name)["blocks"][LAYER]["conversion"] == "requantized"
         assert_verified(tmp_path / name, first)
-    before = hqconv.dequantize(first, block=BLOCK)
-    assert relative(hqconv.dequantize(tmp_path / "same", block=BLOCK)["w3"], before["w3"]) < 0.01
-    assert 0.08 < relative(hqconv.dequantize(tmp_path / "other", block=BLOCK)["w3"], before["w3"]) < 0.15
+    before = hqconv.dequantize(first, layer=LAYER)
+    assert relative(hqconv.dequantize(tmp_path / "same", layer=LAYER)["w3"], before["w3"]) < 0.01
+    assert 0.08 < relative(hqconv.dequantize(tmp_path / "other", layer=LAYER)["w3"], before["w3"]) < 0.15
     with pytest.raises(RequestError, match="No schema of Humming keeps"):
         run(first, tmp_path / "kept", "source")
 
@@ -191,7 +191,7 @@ def test_the_checkpoint_layout_is_rotated_too(src: Path, tmp_path: Path) -> None
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["hadamard_block_size"]) == ("humming", 128)
     run(src, tmp_path / "plain", schema_of("int4", hadamard_block_size=0), layout="checkpoint")
-    name = f"{BLOCK}.0.up_proj.weight"
+    name = f"{LAYER}.0.up_proj.weight"
     assert not torch.equal(load_all(out)[name], load_all(tmp_path / "plain")[name])
 
 
@@ -199,45 +199,45 @@ def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) ->
     """By stacks as one by one; and rotating twice is nothing."""
     out = tmp_path / "out"
     run(src, out, schema_of("int8"), Grid(2))
-    back = hqconv.dequantize(out, block=BLOCK)
+    back = hqconv.dequantize(out, layer=LAYER)
     with Artifact(out) as artifact, decoded_experts.ThreadPoolExecutor(1) as pool:
-        experts = decoded_experts.decoded_experts(artifact, artifact.expert_block(BLOCK), torch.device("cpu"), pool)
+        experts = decoded_experts.decoded_experts(artifact, artifact.moe_layer(LAYER), torch.device("cpu"), pool)
         for expert in range(4):
             for role, values in experts(expert).items():
                 np.testing.assert_allclose(values.numpy(), back[role][expert].numpy(), rtol=0, atol=1e-6)
-        gemms = kernel.load_rank(artifact, BLOCK, 1, 0, "cpu")
+        gemms = kernel.load_rank(artifact, LAYER, 1, 0, "cpu")
     assert {gemm.hadamard_block_size for gemm in gemms.values()} == {128}
 
 
-@pytest.mark.parametrize("block", [128, 64, 0])
+@pytest.mark.parametrize("size", [128, 64, 0])
 def test_the_kernel_check_wants_rotated_intermediates(
-    block: int, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plain block stands in for the kernel, with w2's inputs rotated in blocks of `block`: 128 is the schema's."""
     run(src, tmp_path / "out", schema_of("int8"), Grid())
-    back = hqconv.dequantize(tmp_path / "out", block=BLOCK)
+    back = hqconv.dequantize(tmp_path / "out", layer=LAYER)
 
     def stand_in(gemms: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any) -> Any:
         assert {gemm.rotation for gemm in gemms.values()} == {128}
         experts = [{role: values[e].double() for role, values in back.items()} for e in range(4)]
         out, hidden = moe_forward(x.double(), Routing(ids, weights), experts.__getitem__, Activation("silu"))
-        return out.float(), unrotated(hidden, block)
+        return out.float(), unrotated(hidden, size)
 
     monkeypatch.setattr(kernel, "fused_moe", stand_in)
     monkeypatch.setattr(kernel, "compile_kernels", lambda *_: None)
     monkeypatch.setattr(fused_moe, "layer_config", lambda words: words)
     monkeypatch.setattr(kernel, "layer_config", lambda words: words)
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source:
-        result = kernel.check_kernel(artifact, source, [BLOCK], [32], torch.device("cpu"))
-    assert bool(result.findings) == (block != 128), result.findings
-    assert result.measured[BLOCK]["weights_against_source"]["w2"] < 0.02
+        result = kernel.check_kernel(artifact, source, [LAYER], [32], torch.device("cpu"))
+    assert bool(result.findings) == (size != 128), result.findings
+    assert result.measured[LAYER]["weights_against_source"]["w2"] < 0.02
 
 
 class PlainHumming:
     """Humming's forward pass as it is written down, over weights that `gemms` has; notes who rotates."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.forward, self.weights, self.blocks = self, weights, []
+        self.forward, self.weights, self.sizes = self, weights, []
 
     def may_process_input(
         self, config: Any, inputs: torch.Tensor, hadamard_block_size: int = 0, **words: Any
@@ -245,7 +245,7 @@ class PlainHumming:
         if words.get("activation_type", "none") != "none":
             gate, up = inputs.chunk(2, -1)
             inputs = torch.nn.functional.silu(gate) * up
-        self.blocks.append(hadamard_block_size)
+        self.sizes.append(hadamard_block_size)
         return unrotated(inputs, hadamard_block_size), None, None
 
     def humming_forward(
@@ -262,8 +262,8 @@ def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.Monkey
     weights = {"w13": torch.randn(512, 256, generator=generator), "w2": torch.randn(256, 256, generator=generator)}
     x = torch.randn(6, 256, generator=generator)
     outs = []
-    for block in (0, 64):
-        turned = {name: unrotated(weight, block) for name, weight in weights.items()}
+    for size in (0, 64):
+        turned = {name: unrotated(weight, size) for name, weight in weights.items()}
         lib = PlainHumming(turned)
         monkeypatch.setattr(fused_moe, "humming_gpu", lambda lib=lib: lib)
         monkeypatch.setattr(fused_moe, "_tuning_entry", lambda *_: {"block_shape": (64,)})
@@ -271,11 +271,11 @@ def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.Monkey
         shape = {"shape_k": 256, "pad_shape_k": 0, "shape_n": 512, "pad_shape_n": 0, "num_experts": 1}
         mode = FakeConfig(value="none", should_quantize=False, has_secondary_scale=False)
         configs = {name: FakeConfig(name=name, input_quant_mode=mode, **shape) for name in weights}
-        gemms = {name: fused_moe.Gemm(config, {}, None, block) for name, config in configs.items()}
+        gemms = {name: fused_moe.Gemm(config, {}, None, size) for name, config in configs.items()}
         ids = torch.zeros(6, 1, dtype=torch.int64)
         found = fused_moe.fused_moe(gemms, x, ids, torch.ones(6, 1), Activation("silu"), True, 6)
-        outs.append((found[0], unrotated(found[1], block)))
-        assert lib.blocks == [block, block]
+        outs.append((found[0], unrotated(found[1], size)))
+        assert lib.sizes == [size, size]
     for plain, rotated in zip(*outs, strict=True):
         np.testing.assert_allclose(rotated.numpy(), plain.numpy(), rtol=1e-3, atol=2e-3)
 

@@ -15,7 +15,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from tests.make import conversions
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 HIDDEN, INNER, EXPERTS = 64, 160, 3  # 5 groups of 32: 96 + 64 on two ranks, 64 + 64 + 32 on three
 
 
@@ -29,10 +29,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return torch.randn(shape, generator=generator).bfloat16()
 
     tensors = {
-        f"{BLOCK}.gate_up_proj": tensor(EXPERTS, HIDDEN, 2 * INNER),
-        f"{BLOCK}.gate_up_proj_bias": tensor(EXPERTS, 2 * INNER),
-        f"{BLOCK}.down_proj": tensor(EXPERTS, INNER, HIDDEN),
-        f"{BLOCK}.down_proj_bias": tensor(EXPERTS, HIDDEN),
+        f"{LAYER}.gate_up_proj": tensor(EXPERTS, HIDDEN, 2 * INNER),
+        f"{LAYER}.gate_up_proj_bias": tensor(EXPERTS, 2 * INNER),
+        f"{LAYER}.down_proj": tensor(EXPERTS, INNER, HIDDEN),
+        f"{LAYER}.down_proj_bias": tensor(EXPERTS, HIDDEN),
         "model.layers.0.mlp.router.weight": tensor(EXPERTS, HIDDEN),
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def convert(source: Path, out: Path, schema: str, tp: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
     conversions.run(source, out, schema, Grid(tp), dtype=dtype)
     conversions.assert_verified(out, source)
-    return dequantize(out, block=BLOCK)
+    return dequantize(out, layer=LAYER)
 
 
 SCHEMAS = ["mxfp4", "int4-g32", "int4-g32-zp", "int8", "fp8", "int4-g32-fpzp", "nvfp4", "fp8-tensor"]
@@ -74,9 +74,9 @@ def test_every_rank_has_one_shape_and_the_last_ends_in_zeros(source: Path, tmp_p
     convert(source, tmp_path / "out", "int8", 2)
     shapes = []
     for tp_rank in range(2):
-        with safe_open(tmp_path / f"out/experts/tp{tp_rank}-ep0/{BLOCK}.safetensors", "pt") as file:
+        with safe_open(tmp_path / f"out/experts/tp{tp_rank}-ep0/{LAYER}.safetensors", "pt") as file:
             shapes.append({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
-            bias = file.get_tensor(f"{BLOCK}.w13_bias")
+            bias = file.get_tensor(f"{LAYER}.w13_bias")
     assert shapes[0] == shapes[1]
     # 96 rows of gate, then 96 of up, and the kernel's own padding: 64 of each are the last rank's.
     parts = bias[:, :192].reshape(EXPERTS, 2, 96)
@@ -87,14 +87,14 @@ def test_every_rank_has_one_shape_and_the_last_ends_in_zeros(source: Path, tmp_p
 def test_values_in_the_padding_are_found(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(source, out, "int8", 2)
-    path = out / f"experts/tp1-ep0/{BLOCK}.safetensors"
+    path = out / f"experts/tp1-ep0/{LAYER}.safetensors"
     data = bytearray(path.read_bytes())
     with safe_open(path, "pt") as file:
-        bias = file.get_tensor(f"{BLOCK}.w13_bias")
+        bias = file.get_tensor(f"{LAYER}.w13_bias")
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     bias[1, 70] = 1.0
-    save_file({**tensors, f"{BLOCK}.w13_bias": bias}, path, metadata)
+    save_file({**tensors, f"{LAYER}.w13_bias": bias}, path, metadata)
     assert bytes(data) != path.read_bytes()
     report = conversions.check(out, None, "weights")
     found = [f.what for result in report.results for f in result.findings]

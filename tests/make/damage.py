@@ -31,7 +31,7 @@ from hqconv.verification.weights import check_weights
 from tests.make.conversions import kernel_spec_of
 from tests.make.kernel_tensors import array_operations
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 GIB = 1 << 30
 Tensors = dict[str, torch.Tensor]
 
@@ -47,10 +47,10 @@ class Damaged:
     @property
     def path(self) -> str:
         """The file that most mutations damage; it holds experts 2 and 3."""
-        return self.rank_file(BLOCK, 1, 1)
+        return self.rank_file(LAYER, 1, 1)
 
-    def rank_file(self, block: str, tp_rank: int, ep_rank: int) -> str:
-        return f"experts/tp{tp_rank}-ep{ep_rank}/{block}.safetensors"
+    def rank_file(self, layer: str, tp_rank: int, ep_rank: int) -> str:
+        return f"experts/tp{tp_rank}-ep{ep_rank}/{layer}.safetensors"
 
     # --- bytes
 
@@ -132,25 +132,25 @@ class Damaged:
     # --- kernel tensors made anew
 
     def sources(self, expert: int) -> Tensors:
-        """Role to matrix, of the first block."""
+        """Role to matrix, of the first layer."""
         tensors = load_file(self.source / "model.safetensors")
         words = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-        return {role: tensors[f"{BLOCK}.{expert}.{word}.weight"] for role, word in words.items()}
+        return {role: tensors[f"{LAYER}.{expert}.{word}.weight"] for role, word in words.items()}
 
     def rebuild(self, gemm: str, matrices: Tensors, tp_rank: int, local: int = 0) -> None:
         """Overwrite one expert of `tp{tp_rank}-ep1` by what Humming makes of the given matrices."""
         with Artifact(self.root) as artifact:
-            block, schema, request = artifact.expert_block(BLOCK), artifact.schema, artifact.spec
+            layer, schema, request = artifact.moe_layer(LAYER), artifact.schema, artifact.spec
         coupled = [role for role in ("w1", "w3") if role in matrices]
         packed = {}
         for roles in (coupled, ["w2"]):
             done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
             packed |= {role: stack_tensors([one.tensors]) for role, one in zip(roles, done, strict=True)}
         cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), 2, schema)[tp_rank])[gemm]
-        form = kernel_form(*gemm_shapes(block, 2, schema)[gemm], kernel_spec_of(schema, request.param_dtype, 90))
-        path = self.rank_file(BLOCK, tp_rank, 1)
+        form = kernel_form(*gemm_shapes(layer, 2, schema)[gemm], kernel_spec_of(schema, request.param_dtype, 90))
+        path = self.rank_file(LAYER, tp_rank, 1)
         for name, tensor in to_kernel(form, cut).items():
-            slot = self.expert_bytes(path, f"{BLOCK}.{gemm}_{name}", local)
+            slot = self.expert_bytes(path, f"{LAYER}.{gemm}_{name}", local)
             slot[:] = tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
@@ -195,10 +195,10 @@ def raw_and_resealed(copy: Damaged, paths: list[str]) -> CheckResult:
 
 def swapped_experts_are_found(copy: Damaged, gemms: tuple[str, ...]) -> None:
     """Swap the two experts of EP rank 1 in some GEMMs, on both TP ranks; both are named."""
-    paths = [copy.rank_file(BLOCK, t, 1) for t in range(2)]
+    paths = [copy.rank_file(LAYER, t, 1) for t in range(2)]
     for path in paths:
         copy.swap_experts(path, gemms)
     weights = raw_and_resealed(copy, paths)
     for role in [r for g in gemms for r in (("w1", "w3") if g == "w13" else ("w2",))]:
-        found(weights, f"block {BLOCK}, {role} of expert 2", "experts are swapped", "expert 3's")
-        found(weights, f"block {BLOCK}, {role} of expert 3", "experts are swapped", "expert 2's")
+        found(weights, f"layer {LAYER}, {role} of expert 2", "experts are swapped", "expert 3's")
+        found(weights, f"layer {LAYER}, {role} of expert 3", "experts are swapped", "expert 2's")

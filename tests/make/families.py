@@ -280,7 +280,7 @@ def save_family(folder: Path, model_type: str, dtype: torch.dtype = torch.bfloat
 # --- experts as oracle -------------------------------------------------------------------------------------
 
 
-def moe_blocks(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
+def moe_layers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     """Layer, path and module of each block of routed experts, in layer order; blocks of tied weights once."""
     found: dict[int, tuple[int, str, nn.Module]] = {}
     for path, module in model.named_modules():

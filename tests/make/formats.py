@@ -20,7 +20,7 @@ FORMATS: dict[str, FormatSpec] = {**formats_floats.ROWS, **formats_toolkits.ROWS
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint on disk, and what each block's experts mean, float32."""
+    """A checkpoint on disk, and what each layer's experts mean, float32."""
 
     folder: Path
     spec: FormatSpec

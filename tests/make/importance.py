@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 
 def columns_of(src: Path, seed: int = 0, ratio: float = 100.0) -> dict[str, torch.Tensor]:
-    """Positive numbers for every block of a qwen3_moe folder, a sixteenth of them `ratio` times as large."""
+    """Positive numbers for every layer of a qwen3_moe folder, a sixteenth of them `ratio` times as large."""
     config = json.loads((src / "config.json").read_bytes())
     generator = torch.Generator().manual_seed(seed)
     found = {}

@@ -49,7 +49,7 @@ def fp8() -> Source:
     return _with_scales(fp8_tensors())
 
 
-def blocks() -> Source:
+def layers() -> Source:
     """fp8 in blocks whose activations have static scales."""
     tensors, config = fp8_blocks()
     config["quantization_config"]["activation_scheme"] = "static"
@@ -80,7 +80,7 @@ def int8() -> Source:
 
 STATIC: dict[str, tuple[Callable[[], Source], str, str]] = {
     "fp8": (fp8, "fp8-tensor", "fp8-static"),
-    "blocks": (blocks, "fp8-block", "fp8-static"),
+    "blocks": (layers, "fp8-block", "fp8-static"),
     "modelopt": (modelopt, "int4", "fp8-static"),
     "int8": (int8, "int8", "int8-static"),
 }

@@ -47,7 +47,7 @@ class Layout:
     pair: the name of an expert's own tensor of gate and up, whose rows alternate, where there is one.
     """
 
-    block: str
+    layer: str
     words: tuple[str, str, str]
     config: Callable[[Sizes], Json]
     router: str
@@ -84,7 +84,7 @@ def write_checkpoint(
     config: Json,
     seed: int = 0,
 ) -> dict[str, Block]:
-    """Write a checkpoint of one shard, one layer per encoder. Returns what each block's experts mean, in float32."""
+    """Write a checkpoint of one shard, one layer per encoder. Returns what each layer's experts mean, in float32."""
     folder.mkdir(parents=True)
     draw = Draw(seed)
     tensors: Parts = {"model.embed_tokens.weight": draw.normal(64, sizes.hidden).bfloat16()}
@@ -96,7 +96,7 @@ def write_checkpoint(
         for module in layout.dense:
             stored = (dense or encode)(draw, sizes.hidden, sizes.hidden, draw.scales(base=2e-4))
             tensors |= {f"{module.format(layer=layer)}.{p}": t for p, t in stored.parts.items()}
-        block = layout.block.format(layer=layer)
+        block = layout.layer.format(layer=layer)
         experts = [_expert(draw, encode, sizes, differs) for _ in range(sizes.experts)]
         truth[block] = _meaning(experts)
         named = _single(layout, experts) if layout.fused is None else _stacks(layout.fused, experts)
@@ -129,12 +129,12 @@ def _expert(draw: Draw, encode: Encoder, sizes: Sizes, differs: bool) -> dict[st
 
 
 def _meaning(experts: list[dict[str, Stored]]) -> Block:
-    block = {role: torch.stack([expert[role].values() for expert in experts]) for role in ROLES}
+    layer = {role: torch.stack([expert[role].values() for expert in experts]) for role in ROLES}
     for role in ROLES:
         biases = [expert[role].bias for expert in experts]
         if biases[0] is not None:
-            block["b" + role[1]] = torch.stack([bias.float() for bias in biases if bias is not None])
-    return block
+            layer["b" + role[1]] = torch.stack([bias.float() for bias in biases if bias is not None])
+    return layer
 
 
 def _single(layout: Layout, experts: list[dict[str, Stored]]) -> Parts:

@@ -94,8 +94,8 @@ def quark_embedded_fp4(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stor
     """Quark's old mx blocks: a signed exponent before the 16 bytes of each 32 codes."""
     codes, exponents = draw.integers(0, 16, n, k), draw.exponents(n, k // 32)
     lead = (exponents.to(torch.int16) - 127).to(torch.int8).view(torch.uint8)
-    blocks = torch.cat([lead.unsqueeze(-1), nibbles(codes).reshape(n, k // 32, 16)], -1)
-    return Stored({"weight": blocks.reshape(n, -1)}, E2M1[codes], spread(powers(exponents), n, k))
+    layers = torch.cat([lead.unsqueeze(-1), nibbles(codes).reshape(n, k // 32, 16)], -1)
+    return Stored({"weight": layers.reshape(n, -1)}, E2M1[codes], spread(powers(exponents), n, k))
 
 
 # --- Humming -----------------------------------------------------------------------------------------------

@@ -33,23 +33,23 @@ class Outcome:
         return self.plan.experts
 
     def formats(self) -> list[str]:
-        """The formats of all blocks, in words."""
-        return list(dict.fromkeys(_words(block.format) for block in self.experts.blocks))
+        """The formats of all layers, in words."""
+        return list(dict.fromkeys(_words(layer.format) for layer in self.experts.layers))
 
     def row(self, model: Published, folder: str) -> str:
         """A row of docs/models.md."""
         kind = str(model.config.get("model_type"))
         if self.plan is None:
             return f"| {model.name} | {kind} | | | | | refused: {self.refused} |"
-        blocks = self.experts.blocks
-        sizes = list(dict.fromkeys(f"{b.num_experts} of [{b.intermediate_size}, {b.hidden_size}]" for b in blocks))
-        activations = list(dict.fromkeys(block.activation.describe() for block in blocks))
+        layers = self.experts.layers
+        sizes = list(dict.fromkeys(f"{b.num_experts} of [{b.intermediate_size}, {b.hidden_size}]" for b in layers))
+        activations = list(dict.fromkeys(layer.activation.describe() for layer in layers))
         done = ", ".join(f"{schema} {'ok' if good else 'FAILED'}" for schema, good in self.twin.items())
         cells = (
             model.name,
             kind,
             self.experts.family,
-            f"{len(blocks)} × {'; '.join(sizes[:_NUM_BLOCK_TYPES])}",
+            f"{len(layers)} × {'; '.join(sizes[:_NUM_BLOCK_TYPES])}",
             "; ".join(self.formats()),
             ", ".join(activations[:_NUM_BLOCK_TYPES]),
             done,
@@ -73,12 +73,12 @@ def outcome_of(path: Path, model: Published, folder: Path, *, with_twin: bool = 
     finally:
         shutil.rmtree(sparse)
     outcome = Outcome(plans[0])
-    blocks = outcome.experts.blocks
-    first = blocks[0]
+    layers = outcome.experts.layers
+    first = layers[0]
     is_small = path.parent == DATA / "families"
     sizes = None if is_small else Sizes.of(first.num_experts, first.hidden_size, first.intermediate_size)
     if with_twin:
-        twin = write_twin(model, folder / "twin", sizes, tuple(block.name for block in blocks))
+        twin = write_twin(model, folder / "twin", sizes, tuple(layer.name for layer in layers))
         for schema in wanted:
             outcome.twin[schema] = _is_good(twin, folder / schema, schema, outcome.findings)
     return outcome

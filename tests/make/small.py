@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from hqconv.models.families import BY_MODEL_TYPE
 
 E, INNER, HIDDEN = 4, 256, 256
-LAYER = "model.layers.0"
-BLOCK = f"{LAYER}.mlp.experts"
+PARENT = "model.layers.0"
+LAYER = f"{PARENT}.mlp.experts"
 ROLES = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -70,7 +70,7 @@ def dense() -> Tensors:
     """What is copied."""
     return {
         "model.embed_tokens.weight": _noise(64, HIDDEN).bfloat16(),
-        f"{LAYER}.mlp.gate.weight": _noise(E, HIDDEN).bfloat16(),
+        f"{PARENT}.mlp.gate.weight": _noise(E, HIDDEN).bfloat16(),
     }
 
 
@@ -80,7 +80,7 @@ def per_expert(parts: Callable[[int, int, int], Tensors], quantization: Any = No
     for e in range(E):
         for number, (name, (n, k)) in enumerate(ROLES.items()):
             made = parts(n, k, 10 * e + number)
-            tensors |= {f"{BLOCK}.{e}.{name}.{part}": tensor for part, tensor in made.items()}
+            tensors |= {f"{LAYER}.{e}.{name}.{part}": tensor for part, tensor in made.items()}
     config = dict(QWEN) if quantization is None else {**QWEN, "quantization_config": quantization}
     return tensors, config
 
@@ -102,11 +102,11 @@ def with_activation(words: dict[str, Any]) -> Source:
         return tensors, {**config, **words}
     family, (tensors, config) = BY_MODEL_TYPE[words["model_type"]], plain()
     names = dict(zip(ROLES, (family.projections[role] for role in ("w1", "w3", "w2")), strict=True))
-    block = family.blocks[0].format(layer=0)
+    block = family.modules[0].format(layer=0)
     renamed = {}
     for name, tensor in tensors.items():
-        expert, _, word = name.removesuffix(".weight").removeprefix(f"{BLOCK}.").partition(".")
-        renamed[f"{block}.{expert}.{names[word]}.weight" if name.startswith(BLOCK) else name] = tensor
+        expert, _, word = name.removesuffix(".weight").removeprefix(f"{LAYER}.").partition(".")
+        renamed[f"{block}.{expert}.{names[word]}.weight" if name.startswith(LAYER) else name] = tensor
     sizes = (INNER, INNER, E, E, E, 2)
     keys: tuple[str, ...] = ("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts")
     keys += ("moe_num_experts", "moe_top_k")
@@ -180,16 +180,16 @@ def nvfp4() -> Source:
 
 def _gpt_oss_biases(inner: int) -> Tensors:
     return {
-        f"{BLOCK}.gate_up_proj_bias": _noise(E, 2 * inner).bfloat16(),
-        f"{BLOCK}.down_proj_bias": _noise(E, HIDDEN).roll(3).bfloat16(),
+        f"{LAYER}.gate_up_proj_bias": _noise(E, 2 * inner).bfloat16(),
+        f"{LAYER}.down_proj_bias": _noise(E, HIDDEN).roll(3).bfloat16(),
     }
 
 
 def gpt_oss_floats(inner: int = INNER) -> Source:
     """gpt_oss as transformers holds it: [E, in, out], gate and up in turns, biases."""
     tensors = dense() | _gpt_oss_biases(inner)
-    tensors[f"{BLOCK}.gate_up_proj"] = _noise(E, HIDDEN, 2 * inner).bfloat16()
-    tensors[f"{BLOCK}.down_proj"] = _noise(E, inner, HIDDEN).roll(5).bfloat16()
+    tensors[f"{LAYER}.gate_up_proj"] = _noise(E, HIDDEN, 2 * inner).bfloat16()
+    tensors[f"{LAYER}.down_proj"] = _noise(E, inner, HIDDEN).roll(5).bfloat16()
     return tensors, {**GPT_OSS, "intermediate_size": inner}
 
 
@@ -197,8 +197,8 @@ def gpt_oss_mxfp4(inner: int = INNER) -> Source:
     """gpt_oss as it was released: blocks of 32 codes and their scales, [E, out, …]."""
     tensors = dense() | _gpt_oss_biases(inner)
     for name, n, k in (("gate_up_proj", 2 * inner, HIDDEN), ("down_proj", HIDDEN, inner)):
-        tensors[f"{BLOCK}.{name}_blocks"] = _bytes(E, n, k // 32, 16)
-        tensors[f"{BLOCK}.{name}_scales"] = _bytes(E, n, k // 32, high=8) + 120
+        tensors[f"{LAYER}.{name}_blocks"] = _bytes(E, n, k // 32, 16)
+        tensors[f"{LAYER}.{name}_scales"] = _bytes(E, n, k // 32, high=8) + 120
     words = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     return tensors, {**GPT_OSS, "intermediate_size": inner, "quantization_config": words}
 
@@ -207,8 +207,8 @@ def qwen3_vl(inner: int = 128, hidden: int = HIDDEN) -> Source:
     """Stacks whose orientation only their shapes tell: [E, 2I, H] and [E, H, I]."""
     tensors = {
         "model.language_model.embed_tokens.weight": _noise(64, hidden).bfloat16(),
-        f"{BLOCK}.gate_up_proj": _noise(E, 2 * inner, hidden).bfloat16(),
-        f"{BLOCK}.down_proj": _noise(E, hidden, inner).bfloat16(),
+        f"{LAYER}.gate_up_proj": _noise(E, 2 * inner, hidden).bfloat16(),
+        f"{LAYER}.down_proj": _noise(E, hidden, inner).bfloat16(),
     }
     config = {**QWEN, "hidden_size": hidden, "moe_intermediate_size": inner}
     return tensors, {**config, "model_type": "qwen3_vl_moe_text"}

@@ -26,7 +26,7 @@ from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 SIZES = {"num_experts": 4, "hidden": 256, "inter": 256}
 KINDS = ("intN", "intN-g64", "intN-c", "intN-g64-zp", "intN-g64-fpzp")
 SCHEMAS = {name: (name,) for name in PRESETS} | {
@@ -55,10 +55,10 @@ def serve(out: Path, dtype: str, grid: Grid, ranks: list[Any], groups: int | Non
             config = get_quantization_config("hqconv").from_config(words)
             config.maybe_update_config(str(out))
             place = {"grid": rank, "placement": grid.placement, "expert_groups": groups}
-            layer = vllm_cpu.build_layer(config, BLOCK, dtype=getattr(torch, dtype), **SIZES, **place)
+            layer = vllm_cpu.build_layer(config, LAYER, dtype=getattr(torch, dtype), **SIZES, **place)
             layer.quant_method.process_weights_after_loading(layer)
             stored = load_file(layer.quant_method.file.path)
-            held = {f"{BLOCK}.{name}": tensor for name, tensor in layer.named_parameters()}
+            held = {f"{LAYER}.{name}": tensor for name, tensor in layer.named_parameters()}
             assert layer.quant_method.moe_kernel is not None
             assert held.keys() == stored.keys()
             assert all(torch.equal(held[name], stored[name]) for name in stored)

@@ -94,7 +94,7 @@ WORDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},
 }
-# Drafts of the same folder: words, and the name that the checkpoint gives to the draft's block.
+# Drafts of the same folder: words, and the name that the checkpoint gives to the draft's layer.
 NEXT = {"num_nextn_predict_layers": 1}
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     **dict.fromkeys(
@@ -249,13 +249,13 @@ class Hollow(FusedMoEMethodBase):  # type: ignore[misc]
 
 @register_quantization_config("recorder")
 class Recorder(QuantizationConfig):  # type: ignore[misc]
-    """Notes which layers of experts are asked for, and what the blocks' names have become by then."""
+    """Notes which layers of experts are asked for, and what the layers' names have become by then."""
 
     seen: list[dict[str, Any]] = []  # noqa: RUF012 - of all configs
 
-    def __init__(self, blocks: Sequence[str]) -> None:
+    def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
-        self.renamed = {name: name for name in blocks}
+        self.renamed = {name: name for name in layers}
         self.kept = dict(self.renamed)  # with every name that was there before
 
     @classmethod
@@ -280,8 +280,8 @@ class Recorder(QuantizationConfig):  # type: ignore[misc]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.renamed = _mapped(self.renamed, hf_to_vllm_mapper)
-        for new, block in _mapped(self.kept, hf_to_vllm_mapper).items():
-            if self.kept.setdefault(new, block) != block:
+        for new, layer in _mapped(self.kept, hf_to_vllm_mapper).items():
+            if self.kept.setdefault(new, layer) != layer:
                 self.kept[new] = ""
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
@@ -296,9 +296,9 @@ class Recorder(QuantizationConfig):  # type: ignore[misc]
 
 def _mapped(names: Mapping[str, str], mapper: Any) -> dict[str, str]:
     mapped: dict[str, str] = {}
-    for name, block in names.items():
+    for name, layer in names.items():
         for new in mapper.apply_list([name]):
-            mapped[new] = block if mapped.setdefault(new, block) == block else ""
+            mapped[new] = layer if mapped.setdefault(new, layer) == layer else ""
     return mapped
 
 
@@ -308,7 +308,7 @@ def _merged(config: dict[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reword(folder: Path, model_type: str, **more: Any) -> str:
-    """Write into a tiny model's config what vLLM asks for, its draft, and more; returns the draft's block, or ""."""
+    """Write into a tiny model's config what vLLM asks for, its draft, and more; returns the draft's layer, or ""."""
     path = folder / "config.json"
     words, drafted = DRAFTS.get(model_type, ({}, ""))
     config = json.loads(path.read_text())
@@ -334,15 +334,15 @@ def ask(folder: Path, model_type: str) -> dict[str, Any]:
     """What vLLM asks for, for a tiny model that transformers saves, and for its draft where it has one."""
     save_family(folder, model_type)
     with open_source(folder) as source:
-        blocks = {block.name: block.layer for block in source.map_experts().blocks}
+        layers = {layer.name: layer.index for layer in source.map_experts().layers}
     drafted = DRAFTS.get(model_type, ({}, ""))[1]
-    names = [*blocks, drafted] if drafted else list(blocks)
+    names = [*layers, drafted] if drafted else list(layers)
     reword(folder, model_type, quantization_config={"quant_method": "recorder", "blocks": names})
     Recorder.seen.clear()
     vllm, draft_config = configure(folder, bool(drafted))
     with building(vllm):
         model = initialize_model(vllm_config=vllm)
-        asked = {"class": type(model).__name__, "blocks": blocks, "main": list(Recorder.seen), "drafted": drafted}
+        asked = {"class": type(model).__name__, "blocks": layers, "main": list(Recorder.seen), "drafted": drafted}
         if draft_config is not None:
             vllm.compilation_config.static_forward_context.clear()
             Recorder.seen.clear()

@@ -34,7 +34,7 @@ def mapped(row: str, config: Config) -> list[Activation]:
     family = BY_MODEL_TYPE[row]
     shapes = {"w1": (INTER, H), "w3": (INTER, H), "w2": (H, INTER)}
     names = [
-        (f"{family.blocks[0].format(layer=layer)}.{e}.{name}.weight", shapes[role])
+        (f"{family.modules[0].format(layer=layer)}.{e}.{name}.weight", shapes[role])
         for layer in range(NUM_LAYERS)
         for e in range(E)
         for role, name in family.projections.items()
@@ -46,7 +46,7 @@ def mapped(row: str, config: Config) -> list[Activation]:
     keys = (family.num_layers_keys, family.num_experts_keys, family.top_k_keys)
     keys += (family.hidden_size_keys, family.intermediate_size_keys)
     sizes = dict(zip((key[0] for key in keys), (NUM_LAYERS, E, 1, H, INTER), strict=True))
-    return [block.activation for block in map_experts(tensors, {**sizes, **config}).blocks]
+    return [block.activation for block in map_experts(tensors, {**sizes, **config}).layers]
 
 
 def three(activation: Activation) -> list[Activation]:

@@ -41,20 +41,20 @@ def put(tensors: Tensors, name: str, *shape: int, dtype: str = "BF16") -> None:
     tensors[name] = TensorRef(name, dtype, shape, len(tensors) // 7, place, num_bytes)
 
 
-def put_block(tensors: Tensors, family: Family, block: str, num_experts: int = E, dtype: str = "BF16") -> None:
+def put_block(tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16") -> None:
     for e in range(num_experts):
         for role, name in family.projections.items():
             shape = (H, INTER) if role == "w2" else (INTER, H)
-            put(tensors, f"{block}.{e}.{name}.weight", *shape, dtype=dtype)
+            put(tensors, f"{layer}.{e}.{name}.weight", *shape, dtype=dtype)
 
 
-def put_stacks(tensors: Tensors, family: Family, block: str, num_experts: int = E, dtype: str = "BF16") -> None:
+def put_stacks(tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16") -> None:
     """The fused form; a stack that may lie either way is [E, out, in]."""
     for stack in family.stacks:
         rows, columns = (H, INTER) if "w2" in stack.roles else (len(stack.roles) * INTER, H)
         shape = (columns, rows) if stack.transposed else (rows, columns)
         dealt = (num_experts * shape[0], shape[1]) if stack.flat else (num_experts, *shape)
-        put(tensors, f"{block}.{stack.name}", *dealt, dtype=dtype)
+        put(tensors, f"{layer}.{stack.name}", *dealt, dtype=dtype)
 
 
 PUT = {SINGLE: put_block, STACKED: put_stacks}
@@ -78,8 +78,8 @@ def config_of(family: Family, model_type: str) -> dict[str, Any]:
 
 def neighbours(family: Family) -> str:
     """The template of the module that the experts' own lies in; where they have none, of a dense layer's."""
-    before, experts, _ = family.blocks[0].rpartition(".experts")
-    return before if experts else family.blocks[0].rpartition(".")[0] + ".mlp"
+    before, experts, _ = family.modules[0].rpartition(".experts")
+    return before if experts else family.modules[0].rpartition(".")[0] + ".mlp"
 
 
 def checkpoint(
@@ -97,7 +97,7 @@ def checkpoint(
         put(tensors, f"{mlp}.gate.weight", E, H)
         put(tensors, f"{mlp}.gate.e_score_correction_bias", E, dtype="F32")
         put(tensors, f"{mlp}.expert_bias", E, dtype="F32")
-        PUT[form](tensors, family, family.blocks[0].format(layer=layer))
+        PUT[form](tensors, family, family.modules[0].format(layer=layer))
         put(tensors, f"{mlp}.shared_experts.up_proj.weight", INTER, H)
         put(tensors, f"{mlp}.shared_expert_gate.weight", 1, H)
         put(tensors, f"model.layers.{layer}.linear_attn.conv1d.weight", H, 1, 4)
@@ -108,16 +108,16 @@ def checkpoint(
 def assert_partition(found: ExpertMap, tensors: Tensors) -> None:
     assert sorted([*found.converted, *found.copied, *found.dropped]) == sorted(tensors)
     held = {
-        (ref.name, block.name)
-        for block in found.blocks
-        for roles in block.sources
+        (ref.name, layer.name)
+        for layer in found.layers
+        for roles in layer.sources
         for parts in roles.values()
         for ref in parts.values()
     }
     assert held == set(found.converted.items())
-    for block in found.blocks:
-        assert len(block.sources) == block.num_experts
-        places = [ref for expert in range(block.num_experts) for ref in block.refs(expert)]
+    for layer in found.layers:
+        assert len(layer.sources) == layer.num_experts
+        places = [ref for expert in range(layer.num_experts) for ref in layer.refs(expert)]
         spans = {(ref.file, ref.name, ref.offset_bytes, ref.num_bytes) for ref in places}
         whole = {(ref.file, ref.name) for ref in places}
         assert len(spans) == len(places)  # no expert shares another one's bytes
@@ -125,7 +125,7 @@ def assert_partition(found: ExpertMap, tensors: Tensors) -> None:
 
 
 QWEN = BY_MODEL_TYPE["qwen3_moe"]
-BLOCK = "model.layers.2.mlp.experts"
+LAYER = "model.layers.2.mlp.experts"
 
 
 def qwen() -> tuple[Tensors, dict[str, Any]]:
@@ -138,15 +138,15 @@ def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) 
     found = map_experts(tensors, config)
     assert_partition(found, tensors)
     assert found.family == family.name
-    assert [block.layer for block in found.blocks] == [2, 10, NUM_LAYERS]
-    for block in found.blocks:
-        assert block.name == family.blocks[0].format(layer=block.layer)
-        assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
-        assert (block.top_k, block.dtype) == (TOP_K, "BF16")
-        assert block.activation.label == CLAMPED.get(family.name, family.activation)
-        assert (block.format, block.has_bias) == (PLAIN, False)
-        assert block.gated == family.gated == ("w1" in block.sources[0])
-        _check_sources(block, family, form)
+    assert [layer.index for layer in found.layers] == [2, 10, NUM_LAYERS]
+    for layer in found.layers:
+        assert layer.name == family.modules[0].format(layer=layer.index)
+        assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (E, H, INTER)
+        assert (layer.top_k, layer.dtype) == (TOP_K, "BF16")
+        assert layer.activation.label == CLAMPED.get(family.name, family.activation)
+        assert (layer.format, layer.has_bias) == (PLAIN, False)
+        assert layer.gated == family.gated == ("w1" in layer.sources[0])
+        _check_sources(layer, family, form)
     assert len({ref.file for ref in tensors.values()}) > (3 if form == SINGLE else 1)
     assert not found.dropped
     assert not [
@@ -154,38 +154,38 @@ def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) 
     ]
 
 
-def _check_sources(block: MoeLayer, family: Family, form: str) -> None:
+def _check_sources(layer: MoeLayer, family: Family, form: str) -> None:
     """Every projection of every expert is found under its own name, or in its own stack, with its own shape."""
-    for e, roles in enumerate(block.sources):
-        assert set(roles) == set(family.projections) == set(block.roles)
+    for e, roles in enumerate(layer.sources):
+        assert set(roles) == set(family.projections) == set(layer.roles)
         for role, name in family.projections.items():
-            part = block.parts[role]["weight"]
-            assert part.logical_shape(E) == block.shape(role)
+            part = layer.parts[role]["weight"]
+            assert part.logical_shape(E) == layer.shape(role)
             if form == SINGLE:
-                assert roles[role]["weight"].name == f"{block.name}.{e}.{name}.weight"
+                assert roles[role]["weight"].name == f"{layer.name}.{e}.{name}.weight"
                 continue
             (stack,) = (stack for stack in family.stacks if role in stack.roles)
-            assert roles[role]["weight"].name == part.template == f"{block.name}.{stack.name}"
+            assert roles[role]["weight"].name == part.template == f"{layer.name}.{stack.name}"
             assert part.view.index == stack.roles.index(role)
 
 
 @pytest.mark.parametrize(("family", "form"), FORMS, ids=FORM_IDS)
 def test_every_template_is_mapped(family: Family, form: str) -> None:
-    for template in family.blocks:
+    for template in family.modules:
         tensors: Tensors = {}
         PUT[form](tensors, family, template.format(layer=1))
         found = map_experts(tensors, config_of(family, family.model_types[0]))
         assert_partition(found, tensors)
-        assert found.blocks[0].name == template.format(layer=1)
-        assert found.blocks[0].layer == (1 + NUM_LAYERS if "mtp." in template else 1)
+        assert found.layers[0].name == template.format(layer=1)
+        assert found.layers[0].index == (1 + NUM_LAYERS if "mtp." in template else 1)
 
 
 def test_layers_are_in_number_order_and_mtp_last() -> None:
     tensors: Tensors = {}
-    for block in ("mtp.layers.0.mlp", "model.layers.10.mlp", "model.layers.9.mlp"):
-        put_block(tensors, QWEN, f"{block}.experts")
+    for layer in ("mtp.layers.0.mlp", "model.layers.10.mlp", "model.layers.9.mlp"):
+        put_block(tensors, QWEN, f"{layer}.experts")
     found = map_experts(tensors, config_of(QWEN, "qwen3_next"))
-    assert [(b.layer, b.name.split(".mlp")[0]) for b in found.blocks] == [
+    assert [(b.index, b.name.split(".mlp")[0]) for b in found.layers] == [
         (9, "model.layers.9"),
         (10, "model.layers.10"),
         (12, "mtp.layers.0"),
@@ -200,7 +200,7 @@ def test_text_config_is_used() -> None:
     nested = {"model_type": "some_wrapper", "text_config": config_of(family, "deepseek_v3")}
     found = map_experts(tensors, nested)
     assert found.chosen_because.startswith("model_type deepseek_v3")
-    assert found.blocks[0].top_k == TOP_K
+    assert found.layers[0].top_k == TOP_K
     assert found.copied == ("vision_tower.patch_embed.weight",)
 
 
@@ -216,32 +216,32 @@ def test_lists_hold_one_value_per_layer() -> None:
     family = BY_MODEL_TYPE["hunyuan_v1_moe"]
     tensors, config = checkpoint(family, "hunyuan_v1_moe")
     config |= {"num_experts": [E] * NUM_LAYERS, "moe_topk": [1, 1, 1] + [2] * 9, "moe_intermediate_size": [INTER] * 12}
-    assert [block.top_k for block in map_experts(tensors, config).blocks] == [1, 2, 2]
+    assert [layer.top_k for layer in map_experts(tensors, config).layers] == [1, 2, 2]
 
 
 def test_nemotron_latent_size_is_what_the_experts_see() -> None:
     tensors, config = checkpoint(BY_MODEL_TYPE["nemotron_h"], "nemotron_h")
-    assert map_experts(tensors, config | {"hidden_size": 4 * H}).blocks[0].hidden_size == H
+    assert map_experts(tensors, config | {"hidden_size": 4 * H}).layers[0].hidden_size == H
     config |= {"moe_latent_size": None, "hidden_size": H}
-    assert map_experts(tensors, config).blocks[0].hidden_size == H
+    assert map_experts(tensors, config).layers[0].hidden_size == H
 
 
 def test_zero_experts_are_dropped_with_a_reason() -> None:
     tensors, config = checkpoint(BY_MODEL_TYPE["longcat_flash"], "longcat_flash")
     config["zero_expert_num"] = 2
-    block = "model.layers.2.mlp.experts"
-    put(tensors, f"{block}.{E}.gate_proj.weight", INTER, H)
+    layer = "model.layers.2.mlp.experts"
+    put(tensors, f"{layer}.{E}.gate_proj.weight", INTER, H)
     found = map_experts(tensors, config)
     assert_partition(found, tensors)
-    assert "zero-expert" in found.dropped[f"{block}.{E}.gate_proj.weight"]
-    put(tensors, f"{block}.{E}.down_proj.weight", H, INTER)  # a whole expert is none of them
+    assert "zero-expert" in found.dropped[f"{layer}.{E}.gate_proj.weight"]
+    put(tensors, f"{layer}.{E}.down_proj.weight", H, INTER)  # a whole expert is none of them
     with pytest.raises(InputError, match="too many experts"):
         map_experts(tensors, config)
 
 
 def test_activation_comes_from_the_config_or_the_familys_own_row() -> None:
     tensors, config = qwen()
-    assert map_experts(tensors, config | {"hidden_act": "gelu"}).blocks[0].activation == Activation("gelu")
+    assert map_experts(tensors, config | {"hidden_act": "gelu"}).layers[0].activation == Activation("gelu")
     del config["hidden_act"]
     assert "family's own" in map_experts(tensors, config).chosen_because
     with pytest.raises(RequestError, match="activation is not known"):
@@ -249,16 +249,16 @@ def test_activation_comes_from_the_config_or_the_familys_own_row() -> None:
 
 
 # Not `block_sparse_moe.0.w1`: a name without experts in it is understood by its own model_type only.
-@pytest.mark.parametrize("family", [f for f in FAMILIES if ".experts" in f.blocks[0]], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if ".experts" in f.modules[0]], ids=lambda family: family.name)
 def test_unknown_model_type_gets_the_closest_row(family: Family) -> None:
     tensors, config = checkpoint(family, "brand_new")
     found = map_experts(tensors, config)
     own = map_experts(tensors, config | {"model_type": family.model_types[0]})
     assert_partition(found, tensors)
     assert found.chosen_because.startswith(f"closest row {found.family} for unknown model_type brand_new")
-    for block, right in zip(found.blocks, own.blocks, strict=True):
-        assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
-        assert (block.top_k, block.gated, block.parts) == (TOP_K, family.gated, right.parts)
+    for layer, right in zip(found.layers, own.layers, strict=True):
+        assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (E, H, INTER)
+        assert (layer.top_k, layer.gated, layer.parts) == (TOP_K, family.gated, right.parts)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.stacks], ids=lambda family: family.name)
@@ -267,7 +267,7 @@ def test_stacks_of_an_unknown_model_type_are_refused(family: Family) -> None:
     tensors, config = checkpoint(family, "brand_new", STACKED)
     with pytest.raises(RequestError, match="gate and up cannot be told apart") as caught:
         map_experts(tensors, config)
-    assert family.blocks[0].format(layer=2) in caught.value.where
+    assert family.modules[0].format(layer=2) in caught.value.where
     assert "brand_new" in caught.value.found
 
 
@@ -321,7 +321,7 @@ def _put(name: str, *shape: int, dtype: str = "BF16") -> Callable[[Tensors, dict
 
 def _delete_expert(e: int) -> Callable[[Tensors, dict[str, Any]], None]:
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
-        for name in [name for name in tensors if name.startswith(f"{BLOCK}.{e}.")]:
+        for name in [name for name in tensors if name.startswith(f"{LAYER}.{e}.")]:
             del tensors[name]
 
     return change
@@ -332,7 +332,7 @@ def _config(**values: object) -> Callable[[Tensors, dict[str, Any]], None]:
 
 
 def _all(part: str, *shape: int, dtype: str) -> Callable[[Tensors, dict[str, Any]], None]:
-    """The same part of every projection of every block; without a shape, that of the weight."""
+    """The same part of every projection of every layer; without a shape, that of the weight."""
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
         for ref in [ref for name, ref in tensors.items() if ".experts." in name]:
@@ -341,7 +341,7 @@ def _all(part: str, *shape: int, dtype: str) -> Callable[[Tensors, dict[str, Any
     return change
 
 
-W = f"{BLOCK}.1.up_proj.weight"
+W = f"{LAYER}.1.up_proj.weight"
 _NOT_DECLARED = r"declares no quantization.*\n.*"
 Change = Callable[[Tensors, dict[str, Any]], None]
 REFUSALS: dict[str, tuple[Change, type[HqconvError], str]] = {
@@ -352,7 +352,7 @@ REFUSALS: dict[str, tuple[Change, type[HqconvError], str]] = {
     "transposed": (_put(W, H, INTER), InputError, r"unexpected shape\.\n.*1\.up_proj.*\n.*\[48, 64\].*\n.*\[64, 48\]"),
     "one larger": (_put(W, INTER + 1, H), InputError, "unexpected shape"),
     "3-D expert": (
-        _put(f"{BLOCK}.0.down_proj.weight", 1, H, INTER),
+        _put(f"{LAYER}.0.down_proj.weight", 1, H, INTER),
         InputError,
         r"wrong shape\.\n.*0\.down_proj.*\n.*\[64, 48\]\n.*\[1, 64, 48\]",
     ),
@@ -363,22 +363,22 @@ REFUSALS: dict[str, tuple[Change, type[HqconvError], str]] = {
         r"0\.gate_proj(?s:.*)moe_intermediate_size 47",
     ),
     "mixed dtypes": (_put(W, INTER, H, dtype="F16"), InputError, "mixes dtypes"),
-    "extra tensor": (_put(f"{BLOCK}.1.foo.weight", INTER, H), InputError, r"not understood\.\n.*1\.foo\.weight"),
+    "extra tensor": (_put(f"{LAYER}.1.foo.weight", INTER, H), InputError, r"not understood\.\n.*1\.foo\.weight"),
     "unknown part": (_put(f"{W}_foo", 1), InputError, r"not understood\.\n.*1\.up_proj\.weight_foo"),
-    "bias": (_put(f"{BLOCK}.1.up_proj.bias", INTER), InputError, r"1\.up_proj\.bias"),
-    "padded index": (_put(f"{BLOCK}.01.up_proj.weight", INTER, H), InputError, r"experts\.01\.up_proj"),
-    "absurd index": (_put(f"{BLOCK}.{'9' * 5000}.up_proj.weight", INTER, H), InputError, "not understood"),
-    "large index": (_put(f"{BLOCK}.99999999.up_proj.weight", INTER, H), InputError, "too many experts"),
-    "other prefix": (_put(f"x.{W}", INTER, H), InputError, rf"x\.{BLOCK}"),
+    "bias": (_put(f"{LAYER}.1.up_proj.bias", INTER), InputError, r"1\.up_proj\.bias"),
+    "padded index": (_put(f"{LAYER}.01.up_proj.weight", INTER, H), InputError, r"experts\.01\.up_proj"),
+    "absurd index": (_put(f"{LAYER}.{'9' * 5000}.up_proj.weight", INTER, H), InputError, "not understood"),
+    "large index": (_put(f"{LAYER}.99999999.up_proj.weight", INTER, H), InputError, "too many experts"),
+    "other prefix": (_put(f"x.{W}", INTER, H), InputError, rf"x\.{LAYER}"),
     "half fused": (
         _put("model.layers.4.mlp.experts.gate_up_proj", E, 2 * INTER, H),
         InputError,
         r"lacks a stack.*\n.*layers\.4\.mlp\.experts\.down_proj",
     ),
     "single and fused": (
-        _put(f"{BLOCK}.gate_up_proj", E, 2 * INTER, H),
+        _put(f"{LAYER}.gate_up_proj", E, 2 * INTER, H),
         InputError,
-        rf"twice\.\n.*{BLOCK}\.0\.gate_proj\.weight\n.*\n.*{BLOCK}\.gate_up_proj",
+        rf"twice\.\n.*{LAYER}\.0\.gate_proj\.weight\n.*\n.*{LAYER}\.gate_up_proj",
     ),
     "3-D moe": (
         _put("model.layers.4.moe.up_proj.weight", E, INTER, H),
@@ -430,13 +430,13 @@ def test_refusals(change: Callable[..., None], kind: type[HqconvError], message:
 def test_without_config_values_the_shapes_decide() -> None:
     tensors, _ = qwen()
     found = map_experts(tensors, {"model_type": "qwen3_moe", "num_experts_per_tok": 1})
-    block = found.blocks[0]
-    assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
+    layer = found.layers[0]
+    assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (E, H, INTER)
     put(tensors, W, INTER, H + 1)
     with pytest.raises(InputError, match=r"1\.up_proj(?s:.*)\[48, 65\]"):
         map_experts(tensors, {"model_type": "qwen3_moe", "num_experts_per_tok": 1})
     for e in range(E):  # the down projection tells the sizes
-        put(tensors, f"{BLOCK}.{e}.up_proj.weight", INTER, H + 1)
+        put(tensors, f"{LAYER}.{e}.up_proj.weight", INTER, H + 1)
     with pytest.raises(InputError, match=r"0\.up_proj(?s:.*)\[48, 65\]"):
         map_experts(tensors, {"model_type": "qwen3_moe", "num_experts_per_tok": 1})
 
@@ -499,11 +499,11 @@ def quarks_gpt_oss() -> tuple[Tensors, dict[str, Any]]:
     """gpt_oss as Quark writes it: tensors per expert, gate and up in turns."""
     tensors: Tensors = {}
     for e in range(E):
-        put(tensors, f"{BLOCK}.{e}.gate_up_proj.weight", 2 * INTER, H)
-        put(tensors, f"{BLOCK}.{e}.gate_up_proj.bias", 2 * INTER)
-        put(tensors, f"{BLOCK}.{e}.gate_up_proj.input_scale", dtype="F32")
-        put(tensors, f"{BLOCK}.{e}.down_proj.weight", H, INTER)
-        put(tensors, f"{BLOCK}.{e}.down_proj.bias", H)
+        put(tensors, f"{LAYER}.{e}.gate_up_proj.weight", 2 * INTER, H)
+        put(tensors, f"{LAYER}.{e}.gate_up_proj.bias", 2 * INTER)
+        put(tensors, f"{LAYER}.{e}.gate_up_proj.input_scale", dtype="F32")
+        put(tensors, f"{LAYER}.{e}.down_proj.weight", H, INTER)
+        put(tensors, f"{LAYER}.{e}.down_proj.bias", H)
     return tensors, config_of(BY_MODEL_TYPE["gpt_oss"], "gpt_oss")
 
 
@@ -511,16 +511,16 @@ def test_gate_and_up_of_an_expert_in_one_tensor() -> None:
     tensors, config = quarks_gpt_oss()
     found = map_experts(tensors, config)
     assert_partition(found, tensors)
-    (block,) = found.blocks
-    assert (block.num_experts, block.hidden_size, block.intermediate_size) == (E, H, INTER)
-    assert sorted(found.dropped) == [f"{BLOCK}.{e}.gate_up_proj.input_scale" for e in range(E)]
+    (layer,) = found.layers
+    assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (E, H, INTER)
+    assert sorted(found.dropped) == [f"{LAYER}.{e}.gate_up_proj.input_scale" for e in range(E)]
     for role, index in (("w1", 0), ("w3", 1)):
         for part in ("weight", "bias"):
-            source = block.parts[role][part]
-            assert source.template == f"{BLOCK}.{{expert}}.gate_up_proj.{part}"
+            source = layer.parts[role][part]
+            assert source.template == f"{LAYER}.{{expert}}.gate_up_proj.{part}"
             assert source.view == View(False, index, 2, interleaved=True)
-            assert block.sources[2][role][part] == tensors[f"{BLOCK}.2.gate_up_proj.{part}"]
-    assert block.parts["w2"]["weight"].view == View()
+            assert layer.sources[2][role][part] == tensors[f"{LAYER}.2.gate_up_proj.{part}"]
+    assert layer.parts["w2"]["weight"].view == View()
 
 
 def test_the_config_is_asked_for_the_module_that_holds_gate_and_up() -> None:
@@ -529,28 +529,28 @@ def test_the_config_is_asked_for_the_module_that_holds_gate_and_up() -> None:
     layers = {f"*.experts.*.{word}": {"weight": None} for word in asked}
     spec = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
     quark = {"quant_method": "quark", "layer_quant_config": layers, "global_quant_config": {"weight": spec}}
-    assert map_experts(tensors, config, quark).blocks[0].format == PLAIN
+    assert map_experts(tensors, config, quark).layers[0].format == PLAIN
     del layers["*.experts.*.gate_up_proj"]
     with pytest.raises(InputError, match="declares a quantized module") as caught:
         map_experts(tensors, config, quark)
-    assert caught.value.where == f"{BLOCK}.0.gate_up_proj.weight"
+    assert caught.value.where == f"{LAYER}.0.gate_up_proj.weight"
 
 
 @pytest.mark.parametrize("expert", [0, 1])
 def test_gate_twice_is_refused(expert: int) -> None:
     tensors, config = quarks_gpt_oss()
-    put(tensors, f"{BLOCK}.{expert}.gate_proj.weight", INTER, H)
+    put(tensors, f"{LAYER}.{expert}.gate_proj.weight", INTER, H)
     with pytest.raises(InputError, match="projection twice") as caught:
         map_experts(tensors, config)
-    assert caught.value.where == f"{BLOCK}.{expert}.gate_proj.weight"
+    assert caught.value.where == f"{LAYER}.{expert}.gate_proj.weight"
 
 
 def test_experts_that_hold_gate_and_up_otherwise_than_the_first_are_refused() -> None:
     tensors, config = quarks_gpt_oss()
     for part in ("weight", "bias"):
-        del tensors[f"{BLOCK}.1.gate_up_proj.{part}"]
+        del tensors[f"{LAYER}.1.gate_up_proj.{part}"]
         for word in ("gate_proj", "up_proj"):
-            put(tensors, f"{BLOCK}.1.{word}.{part}", INTER, *([H] if part == "weight" else []))
+            put(tensors, f"{LAYER}.1.{word}.{part}", INTER, *([H] if part == "weight" else []))
     with pytest.raises(InputError, match="unexpected shape"):
         map_experts(tensors, config)
 
@@ -563,7 +563,7 @@ def test_gate_and_up_in_one_tensor_are_refused_where_their_order_is_not_known() 
 
 def test_a_run_of_an_experts_own_tensor_is_narrowed_to_its_bytes() -> None:
     tensors, _ = quarks_gpt_oss()
-    ref = tensors[f"{BLOCK}.2.gate_up_proj.weight"]
+    ref = tensors[f"{LAYER}.2.gate_up_proj.weight"]
     source = TensorSlice("{expert}", ref.dtype, ref.shape, View(False, 1, 2))
     half = ref.num_bytes // 2
     expected = ref._replace(shape=(INTER, H), offset_bytes=ref.offset_bytes + half, num_bytes=half)
@@ -574,7 +574,7 @@ def awq_experts(*plain: str) -> Tensors:
     tensors: Tensors = {}
     for e in range(E):
         for word, (n, k) in {"gate_proj": (INTER, H), "up_proj": (INTER, H), "down_proj": (H, INTER)}.items():
-            name = f"{BLOCK}.{e}.{word}"
+            name = f"{LAYER}.{e}.{word}"
             if word in plain:
                 put(tensors, f"{name}.weight", n, k)
                 continue
@@ -587,10 +587,10 @@ def awq_experts(*plain: str) -> Tensors:
 def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> None:
     words = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["gate"]}
     config = config_of(QWEN, "qwen3_moe")
-    assert map_experts(awq_experts(), config, words).blocks[0].format.encoding == "awq"
+    assert map_experts(awq_experts(), config, words).layers[0].format.encoding == "awq"
     with pytest.raises(RequestError, match="mixes formats"):  # AutoAWQ's reading: gate_proj is left as it was
         map_experts(awq_experts("gate_proj"), config, words)
     with pytest.raises(InputError, match="its weight is not quantized"):  # no entry speaks of it
         map_experts(awq_experts("up_proj"), config, words)
     words["modules_to_not_convert"] = ["gate", "up", "down"]
-    assert map_experts(awq_experts("gate_proj", "up_proj", "down_proj"), config, words).blocks[0].format == PLAIN
+    assert map_experts(awq_experts("gate_proj", "up_proj", "down_proj"), config, words).layers[0].format == PLAIN

@@ -79,7 +79,7 @@ def num_matches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int,
 
 
 def test_few_names_need_a_regular_expression(num_matches: Callable[[int, int, str], int]) -> None:
-    """One for each block, expert, ending and dense tensor of an MoE module, not for each tensor."""
+    """One for each layer, expert, ending and dense tensor of an MoE module, not for each tensor."""
     for layers, experts in ((2, 8), (16, 8), (2, 64), (16, 64)):
         assert num_matches(layers, experts, "qwen3_moe") < (1 + len(DENSE)) * layers + experts + len(SHAPES)
 
@@ -94,7 +94,7 @@ def test_a_row_for_an_unknown_model_is_chosen_by_kinds_of_names(num_matches: Cal
     "wrong", ["01.up_proj.weight", "1.up_proj.weight_odd", "x.up_proj.weight", "1.2.up_proj.weight"]
 )
 def test_names_that_are_nearly_known_are_refused(model_type: str, wrong: str) -> None:
-    """After names whose block, index and ending have matched."""
+    """After names whose layer, index and ending have matched."""
     tensors, config = model(2, 4, model_type)
     name = f"model.layers.1.mlp.experts.{wrong}"
     tensors[name] = tensors["model.layers.1.mlp.experts.1.up_proj.weight"]._replace(name=name)
@@ -107,8 +107,8 @@ def test_names_in_any_order_give_the_same_map() -> None:
     tensors, config = model(3, 5, "qwen3_moe")
     mixed = dict(sorted(tensors.items(), key=lambda item: item[0][::-1]))
     one, other = map_experts(tensors, config), map_experts(mixed, config)
-    assert [list(block.sources) for block in one.blocks] == [list(block.sources) for block in other.blocks]
-    assert list(one.converted) == [name for block in one.blocks for name in block.tensor_names()]
+    assert [list(layer.sources) for layer in one.layers] == [list(layer.sources) for layer in other.layers]
+    assert list(one.converted) == [name for layer in one.layers for name in layer.tensor_names()]
     assert one.converted == other.converted
 
 
@@ -121,7 +121,7 @@ def seconds(layers: int) -> float:
             started = time.process_time()
             found: ExpertMap = map_experts(tensors, config)
             times.append(time.process_time() - started)
-            assert len(found.blocks) == layers
+            assert len(found.layers) == layers
     finally:
         gc.enable()
     return min(times)
@@ -142,7 +142,7 @@ def test_a_look_works_out_no_shares_of_stacks(monkeypatch: pytest.MonkeyPatch) -
     calls: list[int] = []
     ref = TensorSlice.ref
     monkeypatch.setattr(TensorSlice, "ref", lambda part, *rest: calls.append(rest[1]) or ref(part, *rest))
-    block = map_experts(tensors, config | {"num_hidden_layers": 4}).blocks[0]
+    block = map_experts(tensors, config | {"num_hidden_layers": 4}).layers[0]
     assert not calls
     assert block.sources[5] == block.sources[5]
     assert calls == [5, 5, 5]

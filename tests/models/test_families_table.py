@@ -20,9 +20,9 @@ def test_every_model_type_has_one_row() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_row_is_well_formed(family: Family) -> None:
-    assert family.blocks
-    assert len(set(family.blocks)) == len(family.blocks)
-    for template in family.blocks:
+    assert family.modules
+    assert len(set(family.modules)) == len(family.modules)
+    for template in family.modules:
         assert template.count("{layer}") == 1
         path = template.format(layer=3)
         assert len(re.findall(r"(?:^|\.)(?:layers|blocks|mtp)\.3\.", path)) == 1  # where the layer is read from

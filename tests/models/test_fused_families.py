@@ -27,7 +27,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
 from hqconv.verification.reference import Routing, is_known, moe_forward
-from tests.make.families import FAMILIES, SIZES, experts_forward, moe_blocks, save_family
+from tests.make.families import FAMILIES, SIZES, experts_forward, moe_layers, save_family
 from tests.make.tensors import load_all
 
 # I of H = 64: neither, I = H, 2I = H. In the last two a stack is square and its shape tells no orientation.
@@ -38,13 +38,13 @@ CPU = torch.device("cpu")
 
 
 class Read(NamedTuple):
-    """A mapped checkpoint: its blocks and every expert's matrices in float64."""
+    """A mapped checkpoint: its layers and every expert's matrices in float64."""
 
     found: ExpertMap
     experts: dict[str, list[dict[str, torch.Tensor]]]
 
     def only(self, layer: int) -> tuple[MoeLayer, list[dict[str, torch.Tensor]]]:
-        (block,) = (block for block in self.found.blocks if block.layer == layer)
+        (block,) = (block for block in self.found.layers if block.index == layer)
         return block, self.experts[block.name]
 
 
@@ -52,16 +52,16 @@ def read(folder: Path) -> Read:
     with open_source(folder) as source:
         found = source.map_experts()
         experts = {}
-        for block in found.blocks:
-            experts[block.name] = [_expert(source, block, e) for e in range(block.num_experts)]
+        for layer in found.layers:
+            experts[layer.name] = [_expert(source, layer, e) for e in range(layer.num_experts)]
     return Read(found, experts)
 
 
-def _expert(source: Source, block: MoeLayer, expert: int) -> dict[str, torch.Tensor]:
+def _expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, torch.Tensor]:
     matrices = {}
-    for role, stored in source.read_expert(block, expert, block.roles, CPU).items():
+    for role, stored in source.read_expert(layer, expert, layer.roles, CPU).items():
         matrices[role] = stored.values().double()
-        assert matrices[role].shape == block.shape(role)
+        assert matrices[role].shape == layer.shape(role)
         if stored.bias is not None:
             matrices[f"b{role[1:]}"] = stored.bias.double()
     return matrices
@@ -90,10 +90,10 @@ ROUNDING = 1e-5
 def test_experts_are_those_of_the_model(model_type: str, inner: int, tmp_path: Path) -> None:
     model, spec = save_family(tmp_path, model_type, inner=inner), FAMILIES[model_type]
     done = read(tmp_path)
-    modules = moe_blocks(model)
+    modules = moe_layers(model)
     assert done.found.chosen_because.startswith(f"model_type {model_type};")
     assert done.found.family == BY_MODEL_TYPE[model_type].name
-    assert [block.layer for block in done.found.blocks] == [layer for layer, _, _ in modules]
+    assert [block.index for block in done.found.layers] == [layer for layer, _, _ in modules]
     assert len(modules) == spec.num_blocks
     for layer, _, module in modules:
         block, experts = done.only(layer)
@@ -136,7 +136,7 @@ def _roles(module: nn.Module) -> set[str]:
 @pytest.mark.parametrize(("limits", "names"), [([0, 7.0], "silu_bound7"), ([16, None], "silu"), (None, "silu")])
 def test_step3_bounds_its_activation_layer_by_layer(limits: list[float] | None, names: str, tmp_path: Path) -> None:
     model = save_family(tmp_path, "step3p7", swiglu_limits=limits)
-    ((layer, _, module),) = moe_blocks(model)
+    ((layer, _, module),) = moe_layers(model)
     block, experts = read(tmp_path).only(layer)
     assert block.activation.label == names
     assert distance(module, experts, block.activation) < ROUNDING
@@ -147,7 +147,7 @@ def test_step3_bounds_its_activation_layer_by_layer(limits: list[float] | None, 
 def test_other_dtypes(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = save_family(tmp_path, model_type, dtype, inner=32)
     done = read(tmp_path)
-    for layer, _, module in moe_blocks(model):
+    for layer, _, module in moe_layers(model):
         block, experts = done.only(layer)
         assert block.dtype == {torch.float16: "F16", torch.float32: "F32"}[dtype]
         assert distance(module, experts, block.activation) < ROUNDING
@@ -207,7 +207,7 @@ BIASES = {"no bias": _each(_without_bias), "biases": _swap("b1", "b3")}
 )
 def test_a_wrong_reading_is_seen(model_type: str, damage: str, tmp_path: Path) -> None:
     model = save_family(tmp_path, model_type, inner=SIZES["hidden"])
-    layer, _, module = moe_blocks(model)[0]
+    layer, _, module = moe_layers(model)[0]
     block, experts = read(tmp_path).only(layer)
     if not is_known(block.activation):
         pytest.skip(f"{block.activation.label} is not computed here")
@@ -233,7 +233,7 @@ def test_a_wrong_row_is_refused_or_seen(
     wrong = dataclasses.replace(row, stacks=tuple(map(CHANGES[change], row.stacks)))
     monkeypatch.setattr(hqconv.models.family_choice, "BY_MODEL_TYPE", {**BY_MODEL_TYPE, model_type: wrong})
     model = save_family(tmp_path, model_type, inner=inner)
-    layer, _, module = moe_blocks(model)[0]
+    layer, _, module = moe_layers(model)[0]
     if change == "transposed":  # one of the two stacks is never square
         with pytest.raises(InputError):
             read(tmp_path)
@@ -253,13 +253,13 @@ def test_every_tensor_is_counted_once(model_type: str, tmp_path: Path) -> None:
     model = save_family(tmp_path, model_type)
     found, tensors = read(tmp_path).found, load_all(tmp_path)
     assert sorted([*found.converted, *found.copied, *found.dropped]) == sorted(tensors)
-    in_experts = sum(p.numel() for _, _, module in moe_blocks(model) for p in module.parameters())
+    in_experts = sum(p.numel() for _, _, module in moe_layers(model) for p in module.parameters())
     not_copied = [*found.converted, *found.dropped]
     assert sum(tensors[name].numel() for name in not_copied) == in_experts
     assert not [name for name in not_copied if any(word in name for word in DENSE)]
     # two zero-experts in two layers, each written with a gate and an up
     assert len(found.dropped) == (8 if model_type == "longcat_flash" else 0)
-    assert {name for block in found.blocks for name in block.tensor_names()} == set(found.converted)
+    assert {name for layer in found.layers for name in layer.tensor_names()} == set(found.converted)
 
 
 DENSE_OF = {
@@ -305,24 +305,24 @@ def test_fused_families_may_come_per_expert(model_type: str, tmp_path: Path) -> 
     def unfuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name in fused.found.converted:
             del tensors[name]
-        for block in fused.found.blocks:
-            for e, expert in enumerate(fused.experts[block.name]):
+        for layer in fused.found.layers:
+            for e, expert in enumerate(fused.experts[layer.name]):
                 for key, matrix in expert.items():
                     part = "weight" if key[0] == "w" else "bias"
-                    tensors[f"{block.module(e, f'w{key[1:]}')}.{part}"] = matrix.bfloat16()
+                    tensors[f"{layer.module(e, f'w{key[1:]}')}.{part}"] = matrix.bfloat16()
         return tensors
 
     rewrite(tmp_path, unfuse)
     _assert_equal(read(tmp_path), fused)
 
 
-# Those whose names in memory are under the row's blocks too.
+# Those whose names in memory are under the row's layers too.
 IN_MEMORY = [
     model_type
     for model_type in FAMILIES
     if model_type not in FUSED
     and BY_MODEL_TYPE[model_type].stacks == FUSED_STACKS
-    and BY_MODEL_TYPE[model_type].blocks[0].endswith((".mlp.experts", ".feed_forward.experts"))
+    and BY_MODEL_TYPE[model_type].modules[0].endswith((".mlp.experts", ".feed_forward.experts"))
 ]
 
 
@@ -331,10 +331,10 @@ def test_families_may_come_as_transformers_holds_them(model_type: str, tmp_path:
     model = save_family(tmp_path / "disk", model_type)
     model.save_pretrained(tmp_path / "memory", save_original_format=False)
     single, fused = read(tmp_path / "disk"), read(tmp_path / "memory")
-    stacks = [part for block in fused.found.blocks for part in block.parts["w2"].values()]
+    stacks = [part for layer in fused.found.layers for part in layer.parts["w2"].values()]
     assert stacks
     assert all(part.is_stacked for part in stacks)
-    for ours, theirs in zip(fused.found.blocks, single.found.blocks, strict=True):
+    for ours, theirs in zip(fused.found.layers, single.found.layers, strict=True):
         for one, other in zip(fused.experts[ours.name], single.experts[theirs.name], strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one)
@@ -379,7 +379,7 @@ def test_gpt_oss_mxfp4_is_the_same_row(inner: int, tmp_path: Path) -> None:
 
     model = save_family(tmp_path, "gpt_oss", inner=inner)
     generator = torch.Generator().manual_seed(3)
-    modules = {path: module for _, path, module in moe_blocks(model)}
+    modules = {path: module for _, path, module in moe_layers(model)}
 
     def pack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for path, module in modules.items():
@@ -399,7 +399,7 @@ def test_gpt_oss_mxfp4_is_the_same_row(inner: int, tmp_path: Path) -> None:
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = read(tmp_path)
-    for layer, _, module in moe_blocks(model):
+    for layer, _, module in moe_layers(model):
         block, experts = done.only(layer)
         assert distance(module, experts, block.activation) < ROUNDING
 

@@ -54,7 +54,7 @@ def at(column: int, number: float) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "change", "what", "found"),
     [
-        ("w2", lambda _: None, "nothing on a block", "no such tensor"),
+        ("w2", lambda _: None, "nothing on a layer", "no such tensor"),
         ("w13", lambda v: v[:-1].clone(), "another dtype or shape", "F32 [127]"),
         ("w13", lambda v: v.view(1, -1), "another dtype or shape", "F32 [1, 128]"),
         ("w2", lambda v: v.double(), "another dtype or shape", "F64 [256]"),
@@ -87,20 +87,20 @@ def test_zero_is_a_number_and_a_left_block_may_have_some(src: Path, tmp_path: Pa
     found = plan(src, file)
     assert found.spec.encoding.importance is not None
     assert found.spec.encoding.importance.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-    for block in found.blocks:
-        assert block.encoding.importance is not None
-        for gemm, values in block.encoding.importance.items():
-            assert values == columns[f"{block.name}.{gemm}"].numpy().tobytes()
+    for layer in found.layers:
+        assert layer.encoding.importance is not None
+        for gemm, values in layer.encoding.importance.items():
+            assert values == columns[f"{layer.name}.{gemm}"].numpy().tobytes()
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('importance = "file.safetensors"\n[[override]]\nlayers = "0"\nschema = "none"\n')
     loaded = load_recipe(recipe)
     assert loaded.options["importance"] == str(file)
-    assert len(plan(src, loaded.options["importance"], overrides=loaded.overrides).blocks) == 1
+    assert len(plan(src, loaded.options["importance"], overrides=loaded.overrides).layers) == 1
 
 
 def test_a_tensor_of_no_block_is_refused(src: Path, tmp_path: Path) -> None:
     columns = columns_of(src) | {"model.layers.7.mlp.experts.w2": torch.ones(256)}
-    with pytest.raises(InputError, match="of no block") as caught:
+    with pytest.raises(InputError, match="of no layer") as caught:
         plan(src, write_importance(tmp_path / "file.safetensors", columns))
     assert "model.layers.7" in caught.value.where
 

@@ -155,15 +155,15 @@ def test_a_planned_file_of_torch_types(tmp_path: Path) -> None:
 
 
 def all_places(group: MoeLayerPlan, plan: ConversionPlan) -> Iterable[tuple[str, TensorRef]]:
-    """Every write of a block that the pipeline will make: (tensor name, place)."""
-    block, grid = group.block, plan.spec.grid
+    """Every write of a layer that the pipeline will make: (tensor name, place)."""
+    layer, grid = group.layer, plan.spec.grid
     if plan.spec.layout == artifact_names.KERNEL:
         for tp_rank, ep_rank in grid.ranks:
-            for indices, local in group.neighbours(range(block.num_experts)).get(ep_rank, []):
+            for indices, local in group.neighbours(range(layer.num_experts)).get(ep_rank, []):
                 for name, tensor in group.rank_tensors(tp_rank, ep_rank).items():
-                    yield from ((f"{block.name}.{name}", tensor.entry(local + i)) for i in range(len(indices)))
+                    yield from ((f"{layer.name}.{name}", tensor.entry(local + i)) for i in range(len(indices)))
         return
-    for expert, projections in enumerate(block.sources):
+    for expert, projections in enumerate(layer.sources):
         for projection, roles in projections.items():
             source = roles["weight"].name.removesuffix("weight")
             for name in ("weight", "weight_scale", "zero_point", "weight_scale_2"):
@@ -205,8 +205,8 @@ def test_places_tile_every_rank_file(
     ep = min(ep, experts + redundant)
     grid = Grid(tp, ep, placement, redundant)
     plan = plan_of(synthetic(2, experts, 128, 384), name, grid, param_dtype=dtype)
-    assert [len(group.files) for group in plan.blocks] == [tp * ep] * 2
-    for group in plan.blocks:
+    assert [len(group.files) for group in plan.layers] == [tp * ep] * 2
+    for group in plan.layers:
         check_tiling(group, plan)
         for (tp_rank, ep_rank), file in zip(grid.ranks, group.files, strict=True):
             assert file.path == f"experts/tp{tp_rank}-ep{ep_rank}/{group.name}.safetensors"
@@ -224,7 +224,7 @@ def test_places_tile_every_shard_of_the_checkpoint_layout(
 ) -> None:
     monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
     plan = plan_of(synthetic(2, 5), name, layout="checkpoint")
-    for group in plan.blocks:
+    for group in plan.layers:
         check_tiling(group, plan)
     files = [file for group in plan.units for file in group.files]
     names = [name for file in files for name in file.tensors]
@@ -337,7 +337,7 @@ def test_every_schema_can_be_planned_or_is_refused(name: str, dtype: str) -> Non
         except RequestError as error:
             assert "no kernel" in str(error)  # noqa: PT017
         else:
-            check_tiling(plan.blocks[0], plan)
+            check_tiling(plan.layers[0], plan)
 
 
 # --- the rest ----------------------------------------------------------------------------------------------
@@ -449,10 +449,10 @@ def test_ignore_spares_the_experts_and_nothing_else() -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_ignore_of_models_that_transformers_wrote(family: str, tmp_path: Path) -> None:
     checkpoint, plan = open_plan(save_model(tmp_path / "m", family), "mxfp4", layout="checkpoint")
-    blocks = [block.name for block in plan.experts.blocks]
-    [entry] = ENGINE.checkpoint_config(plan.spec.schema, blocks)["ignore"]
+    layers = [layer.name for layer in plan.experts.layers]
+    [entry] = ENGINE.checkpoint_config(plan.spec.schema, layers)["ignore"]
     pattern = re.compile(entry.removeprefix("re:"))
-    assert [name for name in blocks if pattern.match(name)] == []
+    assert [name for name in layers if pattern.match(name)] == []
     modules = {name.rsplit(".", 1)[0] for name in plan.experts.copied}
     assert [name for name in sorted(modules) if not pattern.match(name)] == []
     checkpoint.close()

@@ -24,7 +24,7 @@ from tests.make.formats import write
 
 def schema_of(folder: Path, tp: int, dtype: str = "bfloat16") -> WeightSchema:
     with open_source(folder) as source:
-        (schema,) = set(source_schemas(source.map_experts().blocks, dtype, tp).values())
+        (schema,) = set(source_schemas(source.map_experts().layers, dtype, tp).values())
         return schema
 
 
@@ -100,14 +100,14 @@ def test_scales_of_another_parameter_dtype_are_pointed_out(tmp_path: Path) -> No
 
 def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
     """ModelOpt's Llama 4 in fp8: a number for all experts' gates and ups, another for their downs."""
-    block, (e, h, i) = "model.layers.0.feed_forward.experts", (3, 128, 256)
+    layer, (e, h, i) = "model.layers.0.feed_forward.experts", (3, 128, 256)
     codes = torch.arange(e * h * 2 * i).to(torch.uint8) % 120
     gate_up, down = codes.view(e, h, 2 * i), codes[: e * i * h].view(e, i, h).clone()
     tensors = {
-        f"{block}.gate_up_proj": gate_up.view(torch.float8_e4m3fn),
-        f"{block}.gate_up_proj_weight_scale": torch.tensor(0.25),
-        f"{block}.down_proj": down.view(torch.float8_e4m3fn),
-        f"{block}.down_proj_weight_scale": torch.tensor([0.75]),
+        f"{layer}.gate_up_proj": gate_up.view(torch.float8_e4m3fn),
+        f"{layer}.gate_up_proj_weight_scale": torch.tensor(0.25),
+        f"{layer}.down_proj": down.view(torch.float8_e4m3fn),
+        f"{layer}.down_proj_weight_scale": torch.tensor([0.75]),
     }
     (tmp_path / "src").mkdir()
     save_file(tensors, tmp_path / "src" / "model.safetensors", {"format": "pt"})
@@ -120,7 +120,7 @@ def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
         out = tmp_path / schema
         conversions.run(tmp_path / "src", out, schema, Grid(2))
         conversions.assert_verified(out, tmp_path / "src")
-        found = dequantize(out, block=block)
+        found = dequantize(out, layer=layer)
         both = gate_up.view(torch.float8_e4m3fn).float().transpose(1, 2) * 0.25
         assert torch.equal(found["w1"], both[:, :i])
         assert torch.equal(found["w3"], both[:, i:])
@@ -131,33 +131,33 @@ def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
     ("model_type", "inner", "good"),
     [
         ("qwen3_5_moe", 256, True),
-        ("qwen3_5_moe", 64, True),  # one row of blocks for gate and up
+        ("qwen3_5_moe", 64, True),  # one row of layers for gate and up
         ("qwen3_5_moe", 96, False),  # two rows, the first for all of gate and a third of up
         ("qwen3_5_moe", 224, False),
         ("qwen3_5_moe", 192, False),
-        ("gpt_oss", 256, False),  # gate and up in every block
+        ("gpt_oss", 256, False),  # gate and up in every layer
         ("gpt_oss", 64, True),
     ],
 )
 def test_blocks_of_a_stack_must_not_hold_gate_and_up(model_type: str, inner: int, good: bool) -> None:
-    block, (e, h) = "model.layers.0.mlp.experts", (2, 256)
+    layer, (e, h) = "model.layers.0.mlp.experts", (2, 256)
     shapes = {"gate_up_proj": (e, 2 * inner, h), "down_proj": (e, h, inner)}
     refs = {}
     for name, (_, rows, columns) in shapes.items():
         stored = (e, columns, rows) if model_type == "gpt_oss" else (e, rows, columns)
         scale = (e, *(-(-size // 128) for size in stored[1:]))
         for suffix, dtype, shape in (("", "F8_E4M3", stored), ("_scale_inv", "F32", scale)):
-            full = f"{block}.{name}{suffix}"
+            full = f"{layer}.{name}{suffix}"
             refs[full] = TensorRef(full, dtype, shape, 0, 0, math.prod(shape) * (4 if suffix else 1))
     sizes = {"num_experts": e, "num_local_experts": e, "num_experts_per_tok": 1, "hidden_size": h}
     config = {"model_type": model_type, "hidden_act": "silu", "intermediate_size": inner, **sizes}
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     if good:
-        assert map_experts(refs, config | {"moe_intermediate_size": inner}, quantization).blocks
+        assert map_experts(refs, config | {"moe_intermediate_size": inner}, quantization).layers
         return
     with pytest.raises(InputError) as error:
         map_experts(refs, config | {"moe_intermediate_size": inner}, quantization)
-    assert f"{block}.gate_up_proj_scale_inv" in error.value.where
+    assert f"{layer}.gate_up_proj_scale_inv" in error.value.where
 
 
 def nvfp4_refs(num_layers: int, plain_layers: tuple[int, ...] = ()) -> dict[str, TensorRef]:
@@ -196,39 +196,39 @@ def test_experts_that_calibration_missed_have_no_activation_scale(expert: int) -
 
 def test_a_token_prediction_layer_may_be_plain_without_being_ignored() -> None:
     found = map_experts(nvfp4_refs(3, plain_layers=(2,)), NVFP4_CONFIG, NVFP4)
-    assert [block.format.is_float for block in found.blocks] == [False, False, True]
+    assert [layer.format.is_float for layer in found.layers] == [False, False, True]
     with pytest.raises(InputError, match="declares a quantized module"):  # an ordinary layer may not
         map_experts(nvfp4_refs(3, plain_layers=(1,)), NVFP4_CONFIG, NVFP4)
 
 
 def test_without_a_gate_one_scale_of_a_tensor_is_kept(tmp_path: Path) -> None:
-    block = "backbone.layers.0.mixer.experts"
+    layer = "backbone.layers.0.mixer.experts"
     refs = {}
     for e in range(2):
         for word, shape in {"up_proj": (96, 128), "down_proj": (128, 96)}.items():
             for part, dtype, of_part in (("weight", "F8_E4M3", shape), ("weight_scale", "F32", ())):
-                name = f"{block}.{e}.{word}.{part}"
+                name = f"{layer}.{e}.{word}.{part}"
                 refs[name] = TensorRef(name, dtype, of_part, 0, 0, 4)
     config = {"model_type": "nemotron_h", "n_routed_experts": 2, "num_experts_per_tok": 1, "hidden_size": 128}
     experts = map_experts(refs, config | {"moe_intermediate_size": 96}, {"quant_method": "fp8"})
-    assert {s.name for s in source_schemas(experts.blocks, "bfloat16", 3).values()} == {"fp8-tensor"}
+    assert {s.name for s in source_schemas(experts.layers, "bfloat16", 3).values()} == {"fp8-tensor"}
 
 
 @pytest.mark.parametrize(("inner", "good"), [(128, True), (96, False)])
 def test_blocks_of_a_flat_stack_must_not_hold_two_experts(inner: int, good: bool) -> None:
-    """dbrx: experts lie one below the other. Two of 96 rows have two rows of blocks, the first of both experts."""
-    block, (e, h) = "transformer.blocks.0.ffn.experts.mlp", (2, 256)
+    """dbrx: experts lie one below the other. Two of 96 rows have two rows of layers, the first of both experts."""
+    layer, (e, h) = "transformer.blocks.0.ffn.experts.mlp", (2, 256)
     refs = {}
     for name in ("w1", "v1", "w2"):
         scale = (-(-e * inner // 128), h // 128)
         for suffix, dtype, shape in (("", "F8_E4M3", (e * inner, h)), ("_scale_inv", "F32", scale)):
-            full = f"{block}.{name}{suffix}"
+            full = f"{layer}.{name}{suffix}"
             refs[full] = TensorRef(full, dtype, shape, 0, 0, math.prod(shape) * (4 if suffix else 1))
     sizes = {"moe_num_experts": e, "moe_top_k": 1, "ffn_hidden_size": inner}
     config = {"model_type": "dbrx", "d_model": h, "n_layers": 1, "ffn_config": sizes}
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     if good:
-        assert map_experts(refs, config, quantization).blocks
+        assert map_experts(refs, config, quantization).layers
         return
     with pytest.raises(InputError, match="serves two experts"):
         map_experts(refs, config, quantization)

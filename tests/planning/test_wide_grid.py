@@ -32,10 +32,10 @@ def test_places_of_384_experts_on_320_ranks(model: Path, placement: str) -> None
     module._homes.cache_clear()
     source, plan = open_plan(model, "int4-c", Grid(1, NUM_RANKS, placement, 256))
     with source:
-        block = plan.blocks[0]
+        layer = plan.layers[0]
         started = time.process_time()
-        runs = [block.neighbours([expert]) for expert in range(NUM_EXPERTS)]
-        places = [block.rank_tensors(0, ep_rank) for of_expert in runs for ep_rank in of_expert]
+        runs = [layer.neighbours([expert]) for expert in range(NUM_EXPERTS)]
+        places = [layer.rank_tensors(0, ep_rank) for of_expert in runs for ep_rank in of_expert]
         seconds = time.process_time() - started
     assert seconds < 60  # it was a second for each expert
     assert {ref.file for of_rank in places for ref in of_rank.values()} == set(range(NUM_RANKS))

@@ -46,8 +46,8 @@ def compared(*arguments: object) -> Any:
 def errors_of(out: Path) -> dict[tuple[str, str], float]:
     return {
         (name, role): error["relative_error"]
-        for name, block in manifest(out)["blocks"].items()
-        for role, error in block["quantization_error"].items()
+        for name, layer in manifest(out)["blocks"].items()
+        for role, error in layer["quantization_error"].items()
     }
 
 
@@ -79,15 +79,15 @@ def test_figures_are_those_of_the_manifests(folder: Path) -> None:
 
 
 def test_larger_blocks_count_more(folder: Path, tmp_path: Path) -> None:
-    block = "model.layers.0.mlp.experts"
+    layer = "model.layers.0.mlp.experts"
     for name in "ab":
         shutil.copytree(folder / name, tmp_path / name)
         words = manifest(tmp_path / name)
-        words["blocks"][block]["num_experts"] *= 3
+        words["blocks"][layer]["num_experts"] *= 3
         write_manifest(tmp_path / name, words)
     found = compared(tmp_path / "a", tmp_path / "b")
     errors = errors_of(folder / "a")
-    values = [value for (of, _), value in errors.items() for _ in range(3 if of == block else 1)]
+    values = [value for (of, _), value in errors.items() for _ in range(3 if of == layer else 1)]
     assert found["artifacts"][0]["relative_error"] == pytest.approx(mean(values), rel=1e-12)
     assert mean(values) != pytest.approx(mean(list(errors.values())), rel=1e-6)
 

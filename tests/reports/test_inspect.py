@@ -19,7 +19,7 @@ from hqconv.cli import render
 from hqconv.cli.app import app
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError, VerificationError
-from hqconv.reports.documents import block_runs
+from hqconv.reports.documents import layer_runs
 from hqconv.reports.schemas import describe_schemas
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.input_schema import INPUT_PRESETS
@@ -198,12 +198,12 @@ DIRECT = {
 
 @pytest.mark.parametrize("name", DIRECT)
 def test_inspect_of_a_quantized_source(name: str, tmp_path: Path) -> None:
-    """Its method, each block's format, and the schemas that keep its codes."""
+    """Its method, each layer's format, and the schemas that keep its codes."""
     folder = save(tmp_path / name, GOOD[name][0]())
     method, stored, own, direct = DIRECT[name]
     words = inspect(str(folder))
     assert words["quant_method"] == method
-    assert [block["source_format"] for block in words["blocks"]] == [stored]
+    assert [layer["source_format"] for layer in words["blocks"]] == [stored]
     assert words["direct_schemas"] == [*direct, *([f"source ({own})"] if own else [])]
     stdout = succeed("inspect", folder)
     assert stored in stdout
@@ -231,21 +231,21 @@ def test_inspect_of_blocks_that_differ(tmp_path: Path) -> None:
     config["quantization_config"]["modules_to_not_convert"] = ["model.layers.1.mlp"]
     folder = save(tmp_path / "src", (tensors, {**config, "num_hidden_layers": 2}))
     words = inspect(str(folder))
-    formats = [block["source_format"] for block in words["blocks"]]
+    formats = [layer["source_format"] for layer in words["blocks"]]
     assert formats == ["fp8: float8e4m3, float32 scale per 128x128", "not quantized"]
-    assert words["direct_schemas"] == ["source (fp8-block: 1 block; left as they are: 1)"]
+    assert words["direct_schemas"] == ["source (fp8-block: 1 layer; left as they are: 1)"]
     planned = plan_of(folder, "-o", tmp_path / "out", "--schema", "fp8-block")
     assert planned["conversion"] == {"direct": 1, "quantized": 1}
     stdout = succeed("convert", folder, "--schema", "source", "--target", "sm90", "--dry-run")
-    assert "1 block left as in the source" in stdout
+    assert "1 layer left as in the source" in stdout
 
 
 CONVERSIONS = [
-    ("fp8_blocks", "source", "direct", "direct: codes and scales kept (1 block)"),
-    ("fp8_blocks", "fp8-block", "direct", "direct: codes and scales kept (1 block)"),
-    ("fp8_blocks", "int4", "requantized", "requantized from exactly decoded float32 (1 block)"),
-    ("gptq", "int4", "requantized", "requantized from exactly decoded float32 (1 block)"),
-    ("plain", "int4", "quantized", "quantized (1 block)"),
+    ("fp8_blocks", "source", "direct", "direct: codes and scales kept (1 layer)"),
+    ("fp8_blocks", "fp8-block", "direct", "direct: codes and scales kept (1 layer)"),
+    ("fp8_blocks", "int4", "requantized", "requantized from exactly decoded float32 (1 layer)"),
+    ("gptq", "int4", "requantized", "requantized from exactly decoded float32 (1 layer)"),
+    ("plain", "int4", "quantized", "quantized (1 layer)"),
 ]
 
 
@@ -345,18 +345,18 @@ def test_missing_manifests(made: Path, tmp_path: Path) -> None:
 # --- the rest ----------------------------------------------------------------------------------------------
 
 
-def block(**more: object) -> dict[str, object]:
+def layer(**more: object) -> dict[str, object]:
     sizes = dict.fromkeys(("num_experts", "hidden_size", "intermediate_size", "top_k"), 8)
     words = {"activation": "silu", "gated": True, "source_format": "not quantized", "source_dtype": "BF16"}
     return {**sizes, **words, **more}
 
 
 def test_blocks_are_collapsed() -> None:
-    blocks = {f"model.layers.{i}.mlp.experts": block() for i in (3, 4, 5, 7)}
-    blocks |= {f"model.layers.{i}.mlp.experts": block(num_experts=2) for i in range(11, 31, 2)}
-    blocks |= {"mtp.layers.0.mlp.experts": block(), "experts": block()}
-    blocks |= {f"model.layers.{i}.mlp.experts": block(source_format="fp8") for i in (40, 41)}
-    assert [(run["name"], run["num_blocks"]) for run in block_runs(blocks)] == [
+    layers = {f"model.layers.{i}.mlp.experts": layer() for i in (3, 4, 5, 7)}
+    layers |= {f"model.layers.{i}.mlp.experts": layer(num_experts=2) for i in range(11, 31, 2)}
+    layers |= {"mtp.layers.0.mlp.experts": layer(), "experts": layer()}
+    layers |= {f"model.layers.{i}.mlp.experts": layer(source_format="fp8") for i in (40, 41)}
+    assert [(run["name"], run["num_blocks"]) for run in layer_runs(layers)] == [
         ("model.layers.[3-5,7].mlp.experts", 4),
         ("model.layers.[11,13,…,29].mlp.experts", 10),
         ("mtp.layers.0.mlp.experts", 1),

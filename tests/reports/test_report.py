@@ -101,8 +101,8 @@ def read(path: Path) -> Page:
 
 def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
     words, shown = manifest(made), Page(page(page_document(made)))
-    for name, block in words["blocks"].items():
-        for role, error in block["quantization_error"].items():
+    for name, layer in words["blocks"].items():
+        for role, error in layer["quantization_error"].items():
             row = [name, "int4-g64-zp", ROLES[role], figure(error["relative_error"]), str(error["worst_expert"])]
             assert [*row, figure(error["worst_relative_error"])] in shown.rows
     errors = [float(row[3]) for row in shown.rows if row[1:2] == ["int4-g64-zp"]]
@@ -123,8 +123,8 @@ def test_without_the_source_no_errors_of_experts_are_made_up(made: Path) -> None
     assert words["experts"]["values"] == {role: [rows[name][role] for name in rows] for role in ROLES}
     recorded = [
         (name, role, error["worst_expert"], error["worst_relative_error"])
-        for name, block in manifest(made)["blocks"].items()
-        for role, error in block["quantization_error"].items()
+        for name, layer in manifest(made)["blocks"].items()
+        for role, error in layer["quantization_error"].items()
     ]
     keys = ("block", "projection", "expert", "relative_error")
     found = [tuple(one[key] for key in keys) for one in words["experts"]["worst"]]
@@ -137,21 +137,21 @@ def test_with_the_source_every_expert_has_its_error(made: Path, model: Path, tmp
     done = call("report", made, "--source", model, "-o", tmp_path / "page.html", "--json", "--device", "cpu")
     assert done.exit_code == 0, done.stderr
     words = json.loads(done.stdout)
-    blocks = manifest(made)["blocks"]
+    layers = manifest(made)["blocks"]
     assert words["experts"]["measure"] == "relative error"
-    assert words["experts"]["blocks"] == list(blocks)
+    assert words["experts"]["blocks"] == list(layers)
     for role, rows in words["experts"]["values"].items():
-        for block, row in zip(blocks.values(), rows, strict=True):
-            error = block["quantization_error"][role]
-            assert len(row) == block["num_experts"]
+        for layer, row in zip(layers.values(), rows, strict=True):
+            error = layer["quantization_error"][role]
+            assert len(row) == layer["num_experts"]
             assert max(row) == pytest.approx(error["worst_relative_error"], rel=1e-9)
             assert row.index(max(row)) == error["worst_expert"]
     shown = read(tmp_path / "page.html")
     measured = words["verification"]["checks"]["weights"]["measured"]
-    for block, roles in measured.items():
+    for layer, roles in measured.items():
         for role, one in roles.items():
             figures = [figure(one[key]) for key in ("relative_error", "sqnr_db", "cosine")]
-            assert any(row[:5] == [block, ROLES[role], *figures] for row in shown.rows)
+            assert any(row[:5] == [layer, ROLES[role], *figures] for row in shown.rows)
     assert "passed" in shown.text
 
 
@@ -195,7 +195,7 @@ def test_counts_are_on_the_page(made: Path) -> None:
 def test_exponents_that_are_fused_into_codes_are_told(inputs: str, model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4", input_schema=inputs)
     words = page_document(tmp_path / "out")
-    said = "In 2 blocks the scales' exponents are fused into the codes"
+    said = "In 2 layers the scales' exponents are fused into the codes"
     assert (said in Page(page(words)).text) == (inputs == "int8")
 
 
@@ -269,9 +269,9 @@ def test_hostile_names_come_out_as_text(own: Path) -> None:
     words["derived_from"] = [ancestor.to_dict()]
     words |= {"hqconv_version": HOSTILE, "humming_kernels_version": HOSTILE, "schema_name": HOSTILE}
     words["family"] = HOSTILE
-    block = words["blocks"]["model.layers.0.mlp.experts"]
-    block |= {"conversion": HOSTILE, "source_dtype": HOSTILE}
-    block["quantization_error"]["w1"]["worst_expert"] = 999
+    layer = words["blocks"]["model.layers.0.mlp.experts"]
+    layer |= {"conversion": HOSTILE, "source_dtype": HOSTILE}
+    layer["quantization_error"]["w1"]["worst_expert"] = 999
     words["files"][f"{HOSTILE}.txt"] = {"size_bytes": 1, "sha256": HOSTILE}
     words["tensors"]["dropped"][HOSTILE] = HOSTILE
     write_manifest(own, words)

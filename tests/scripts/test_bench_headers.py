@@ -18,9 +18,9 @@ def test_models_are_models(tmp_path: Path, fmt: str, source_format: str) -> None
     assert words["num_tensors"] == count
     assert abs(count - 2000) <= 16 * bench_headers.FORMATS[fmt]
     assert words["num_files"] > 1
-    (blocks,) = words["blocks"]
-    assert blocks["num_experts"] == 16
-    assert blocks["source_format"].startswith(source_format)
+    (layers,) = words["blocks"]
+    assert layers["num_experts"] == 16
+    assert layers["source_format"].startswith(source_format)
     on_disk = sum(512 * path.stat().st_blocks for path in (tmp_path / "m").iterdir())
     assert on_disk < 1e-4 * words["num_bytes"]
 

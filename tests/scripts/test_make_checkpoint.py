@@ -50,8 +50,8 @@ def test_hqconv_maps_every_expert(tmp_path: Path, model_type: str) -> None:
     out = make(tmp_path / "m", "--model-type", model_type)
     with open_source(out) as checkpoint:
         found = map_experts(checkpoint.tensors, checkpoint.config)
-    assert [block.num_experts for block in found.blocks] == [4] * (1 if model_type == "deepseek_v3" else 2)
-    assert {(block.hidden_size, block.intermediate_size, block.top_k) for block in found.blocks} == {(128, 64, 2)}
+    assert [layer.num_experts for layer in found.layers] == [4] * (1 if model_type == "deepseek_v3" else 2)
+    assert {(layer.hidden_size, layer.intermediate_size, layer.top_k) for layer in found.layers} == {(128, 64, 2)}
 
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_sparse_layout_of_terabytes_takes_no_disk_and_opens_fast(tmp_path: Path)
     with open_source(out) as checkpoint:
         found = map_experts(checkpoint.tensors, checkpoint.config)
     assert time.monotonic() - start < 120  # it reads no tensor
-    assert len(found.blocks) == 59
+    assert len(found.layers) == 59
     assert checkpoint.total_bytes > 2e12
     assert sum(512 * path.stat().st_blocks for path in out.iterdir()) < 50e6
 

@@ -17,7 +17,7 @@ from hqconv.errors import RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.sources.opening import open_source
 from scripts.make_importance import collect, experts_modules, main, matched, token_batches
-from tests.make.families import make_family, moe_blocks, save_family
+from tests.make.families import make_family, moe_layers, save_family
 
 IDS = torch.arange(40) * 7 % 61 + 3
 CPU = torch.device("cpu")
@@ -27,13 +27,13 @@ FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "grani
 
 def blocks_of(folder: Path) -> tuple[MoeLayer, ...]:
     with open_source(folder) as source:
-        return source.map_experts().blocks
+        return source.map_experts().layers
 
 
 def recomputed(model: nn.Module, batches: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, nn.Module]]:
     """Of each module of experts, in layer order: its input [T, H], the chosen experts [T, k], and itself."""
     seen: list[tuple[torch.Tensor, torch.Tensor, nn.Module]] = []
-    for _, _, module in moe_blocks(model):
+    for _, _, module in moe_layers(model):
         calls: list[tuple[Any, ...]] = []
         handle = module.register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args))
         with torch.no_grad():
@@ -48,17 +48,17 @@ def recomputed(model: nn.Module, batches: list[torch.Tensor]) -> list[tuple[torc
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inputs_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
     model = save_family(tmp_path, family, torch.float32)
-    blocks, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 16, CPU)
+    layers, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 16, CPU)
     assert [ids.shape[1] for ids in batches] == [16, 16, 8]
-    found = collect(model, batches, blocks)
-    expected = {f"{block.name}.{gemm}" for block in blocks for gemm in ("w13", "w2")}
+    found = collect(model, batches, layers)
+    expected = {f"{layer.name}.{gemm}" for layer in layers for gemm in ("w13", "w2")}
     assert set(found) == expected
-    for block, (x, _, _) in zip(blocks, recomputed(model, batches), strict=True):
-        values = found[f"{block.name}.w13"]
+    for layer, (x, _, _) in zip(layers, recomputed(model, batches), strict=True):
+        values = found[f"{layer.name}.w13"]
         assert values.dtype == torch.float32
         torch.testing.assert_close(values.double(), x.square().mean(0), rtol=1e-5, atol=0)
-        inner = found[f"{block.name}.w2"]
-        assert (inner.shape, inner.dtype) == ((block.intermediate_size,), torch.float32)
+        inner = found[f"{layer.name}.w2"]
+        assert (inner.shape, inner.dtype) == ((layer.intermediate_size,), torch.float32)
         assert bool((inner > 0).all())
 
 
@@ -66,9 +66,9 @@ def test_inputs_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
 def test_the_inner_activations_are_those_of_the_chosen_experts(family: str, tmp_path: Path) -> None:
     """By hand: every token through each of its experts, silu(gate) * up."""
     model = save_family(tmp_path, family, torch.float32)
-    blocks, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
-    found = collect(model, batches, blocks)
-    for block, (x, chosen, module) in zip(blocks, recomputed(model, batches), strict=True):
+    layers, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
+    found = collect(model, batches, layers)
+    for layer, (x, chosen, module) in zip(layers, recomputed(model, batches), strict=True):
         rows = []
         for token, experts in zip(x, chosen.tolist(), strict=True):
             for expert in experts:
@@ -76,7 +76,7 @@ def test_the_inner_activations_are_those_of_the_chosen_experts(family: str, tmp_
                 rows.append(functional.silu(gate) * up)
         assert len(rows) == 2 * len(IDS)
         expected = torch.stack(rows).square().mean(0).detach()
-        torch.testing.assert_close(found[f"{block.name}.w2"].double(), expected, rtol=1e-4, atol=0)
+        torch.testing.assert_close(found[f"{layer.name}.w2"].double(), expected, rtol=1e-4, atol=0)
 
 
 def tokenizer(folder: Path) -> None:
@@ -115,29 +115,29 @@ def test_the_command_writes_what_convert_takes(family: str, tmp_path: Path, caps
 
 def test_what_cannot_be_matched_is_refused(tmp_path: Path) -> None:
     model = save_family(tmp_path, "mixtral", torch.float32)
-    blocks = blocks_of(tmp_path)
+    layers = blocks_of(tmp_path)
     assert [layer for layer, _, _ in experts_modules(model)] == [0, 1]
-    assert [module for _, module in matched(model, blocks).values()] == [m for _, _, m in moe_blocks(model)]
-    with pytest.raises(RequestError, match="no block of the checkpoint") as caught:
-        collect(model, [], blocks[:1])
+    assert [module for _, module in matched(model, layers).values()] == [m for _, _, m in moe_layers(model)]
+    with pytest.raises(RequestError, match="no layer of the checkpoint") as caught:
+        collect(model, [], layers[:1])
     assert ".1." in caught.value.where
     dense = make_family("qwen3_moe", torch.float32)  # its second layer has no experts
     with pytest.raises(RequestError, match="not one module") as caught:
-        collect(dense, [], blocks)
+        collect(dense, [], layers)
     assert "layer 1" in caught.value.where
 
 
 def test_what_is_not_seen_or_not_understood_is_refused(tmp_path: Path) -> None:
     model = save_family(tmp_path, "mixtral", torch.float32)
-    blocks, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
+    layers, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
     with pytest.raises(RequestError, match="No product") as caught:
-        collect(model, [], blocks)
+        collect(model, [], layers)
     assert caught.value.where.endswith("w13")
     other = make_family("mixtral", torch.float32, hidden=128)
     with pytest.raises(RequestError, match="another size"):
-        collect(other, batches, blocks)
-    experts = moe_blocks(model)[0][2]
+        collect(other, batches, layers)
+    experts = moe_layers(model)[0][2]
     experts.extra_proj = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(RequestError, match="not understood") as caught:
-        collect(model, batches, blocks)
+        collect(model, batches, layers)
     assert "extra_proj" in caught.value.where

@@ -184,9 +184,9 @@ def test_situs_betas_may_be_left_out_together_only() -> None:
 )
 def test_a_model_that_means_another_one_is_refused(converted: str, gated: bool, asked: Activation) -> None:
     with pytest.raises(RequestError, match="another activation") as caught:
-        agreed("out: block", Activation.of_label(converted), gated, asked)
+        agreed("out: layer", Activation.of_label(converted), gated, asked)
     error = caught.value
-    assert error.where == "out: block"
+    assert error.where == "out: layer"
     assert converted in error.expected
     assert asked.name in error.found
     assert error.remedy

@@ -20,7 +20,7 @@ from tests.make.qwen import write_qwen3_moe
 BLOCKS = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(2))
 FOLDER = "experts/tp1-ep0"
 NAME = f"{FOLDER}/{BLOCKS[0]}.safetensors"
-OURS = {f"{FOLDER}/{block}.safetensors" for block in BLOCKS}
+OURS = {f"{FOLDER}/{layer}.safetensors" for layer in BLOCKS}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_folder_that_lacks_a_file_names_it(out: Path, tmp_path: Path) -> None:
 
 def test_of_a_repo_the_manifest_comes_alone(out: Path, hub: LocalHub, cache: Path) -> None:
     view = open_artifact_view(ArtifactLocation("org/name"))
-    assert view.blocks == open_artifact_view(ArtifactLocation(str(out))).blocks
+    assert view.layers == open_artifact_view(ArtifactLocation(str(out))).layers
     assert hub.fetched == cached(cache) == {"hqconv.json"}
 
 

@@ -21,7 +21,7 @@ from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 GRID = Grid(tp=2, ep=2, placement="round_robin", redundant=2)
 
 
@@ -50,14 +50,14 @@ def test_the_facts_are_the_manifests(made: Path) -> None:
     assert (view.source_name, view.kernel_spec.schema, view.grid) == ("original", resolve_schema("mxfp4"), GRID)
     assert (view.dtype, view.sm_version) == ("bfloat16", 90)
     assert view.humming_version == words["humming_kernels_version"]
-    assert [(name, block.name, block.layer) for name, block in view.blocks.items()] == [
+    assert [(name, block.name, block.index) for name, block in view.layers.items()] == [
         (f"model.layers.{layer}.mlp.experts",) * 2 + (layer,) for layer in (0, 1)
     ]
-    block = view.blocks[BLOCK]
+    block = view.layers[LAYER]
     assert (block.num_experts, block.hidden_size, block.intermediate_size) == (4, 128, 256)
     assert (block.activation, block.gated) == (Activation("silu"), True)
     for gemm in ("w13", "w2"):
-        stored = words["blocks"][BLOCK][gemm]
+        stored = words["blocks"][LAYER][gemm]
         assert block.flags[gemm] == stored["flags"]
         assert block.shapes[gemm] == {key: value for key, value in stored.items() if "shape" in key}
 
@@ -70,17 +70,17 @@ def test_the_files_are_those_of_ranks_alone(made: Path) -> None:
 
 
 def test_it_can_be_sent_and_is_small(made: Path) -> None:
-    """A model of 60 blocks on 16 ranks has 960 files: some 150 KB, not the manifest with its tensors."""
+    """A model of 60 layers on 16 ranks has 960 files: some 150 KB, not the manifest with its tensors."""
     view = opened(made)
     sent = pickle.dumps(view)
     assert pickle.loads(sent) == view
-    assert len(sent) < 1000 + 600 * len(view.blocks) + 200 * len(view.files)
+    assert len(sent) < 1000 + 600 * len(view.layers) + 200 * len(view.files)
     assert len(sent) < (made / "hqconv.json").stat().st_size / 3
 
 
 def test_a_link_to_the_folder_is_as_good(made: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(made)
-    assert opened(tmp_path / "link").blocks == opened(made).blocks
+    assert opened(tmp_path / "link").layers == opened(made).layers
 
 
 def edit(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -89,8 +89,8 @@ def edit(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
     write_manifest(out, words)
 
 
-def block(words: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = words["blocks"][BLOCK]
+def layer(words: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = words["blocks"][LAYER]
     return found
 
 
@@ -105,14 +105,14 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no GPU": (lambda m: m.update(target="h200"), "h200"),
     "a schema that cannot be": (lambda m: m["weight_schema"].update(b_dtype="float3"), "b_dtype"),
     "an unknown field of a schema": (lambda m: m["weight_schema"].update(more=1), "weight_schema"),
-    "no flags": (lambda m: block(m)["w13"].pop("flags"), "flags"),
-    "no flags but a number": (lambda m: block(m)["w13"].update(flags=3), "w13: flags"),
-    "no GEMM": (lambda m: block(m).pop("w2"), "w2"),
-    "a list for a GEMM": (lambda m: block(m).update(w2=[]), ": w2\n"),
-    "no shape": (lambda m: block(m)["w2"].pop("shape_k"), "shape_k"),
-    "words for a shape": (lambda m: block(m)["w2"].update(shape_k="wide"), "wide"),
-    "no activation": (lambda m: block(m).pop("activation"), "activation"),
-    "a block's name that leads elsewhere": (lambda m: m["blocks"].update({"../x": block(m)}), "names of modules"),
+    "no flags": (lambda m: layer(m)["w13"].pop("flags"), "flags"),
+    "no flags but a number": (lambda m: layer(m)["w13"].update(flags=3), "w13: flags"),
+    "no GEMM": (lambda m: layer(m).pop("w2"), "w2"),
+    "a list for a GEMM": (lambda m: layer(m).update(w2=[]), ": w2\n"),
+    "no shape": (lambda m: layer(m)["w2"].pop("shape_k"), "shape_k"),
+    "words for a shape": (lambda m: layer(m)["w2"].update(shape_k="wide"), "wide"),
+    "no activation": (lambda m: layer(m).pop("activation"), "activation"),
+    "a layer's name that leads elsewhere": (lambda m: m["blocks"].update({"../x": layer(m)}), "names of modules"),
     "a file without a digest": (lambda m: m["files"]["config.json"].pop("sha256"), "sha256"),
     "a list of files": (lambda m: m.update(files=[]), "files"),
 }
@@ -176,5 +176,5 @@ def test_an_unfinished_conversion_is_called_that(out: Path) -> None:
 def test_more_keys_do_no_harm(out: Path) -> None:
     before = opened(out)
     edit(out, lambda words: words.update(more={"a": 1}))
-    edit(out, lambda words: block(words).update(more=1))
+    edit(out, lambda words: layer(words).update(more=1))
     assert opened(out) == before

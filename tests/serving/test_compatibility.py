@@ -35,7 +35,7 @@ from hqconv.serving.vllm import refusals
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 ASKED = ServerLayer(
     num_experts=4,
     hidden_size=128,
@@ -135,7 +135,7 @@ def test_another_cut_is_one_command_away(
     check_deployment(new, asked)
     check_machine(new, 90)
     check_dtype(new, "bfloat16")
-    check_layer(new, new.blocks[BLOCK], asked)
+    check_layer(new, new.layers[LAYER], asked)
     assert new.kernel_spec.schema == opened(out).kernel_spec.schema
     assert new.location.name == f"{out}-sm90-tp{asked.tp}-ep{asked.ep}"
 
@@ -149,7 +149,7 @@ def test_what_it_was_cut_for_is_served(work: Path, name: str) -> None:
         check_deployment(view, asked)
     check_machine(view, 90)
     check_dtype(view, "bfloat16")
-    check_layer(view, view.blocks[BLOCK], asked)
+    check_layer(view, view.layers[LAYER], asked)
 
 
 def test_one_ep_rank_has_no_placement(work: Path, view: ArtifactView) -> None:
@@ -235,24 +235,24 @@ def test_another_dtype_is_one_command_away_from_the_original(
 
 
 def made(view: ArtifactView, **words: Any) -> ArtifactView:
-    """The same artifact of another kind, in all blocks."""
+    """The same artifact of another kind, in all layers."""
     kernel_spec = replace(view.kernel_spec, **words)
     return replace(
-        view, kernel_spec=kernel_spec, blocks={n: replace(b, kernel_spec=kernel_spec) for n, b in view.blocks.items()}
+        view, kernel_spec=kernel_spec, layers={n: replace(b, kernel_spec=kernel_spec) for n, b in view.layers.items()}
     )
 
 
-def of_inputs(block: ArtifactLayer, inputs: InputSchema) -> ArtifactLayer:
-    return replace(block, kernel_spec=replace(block.kernel_spec, inputs=inputs))
+def of_inputs(layer: ArtifactLayer, inputs: InputSchema) -> ArtifactLayer:
+    return replace(layer, kernel_spec=replace(layer.kernel_spec, inputs=inputs))
 
 
 def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(view: ArtifactView) -> None:
-    """It cannot be cut for them; nor can one whose exponents are in its codes. Blocks that are left stay so."""
+    """It cannot be cut for them; nor can one whose exponents are in its codes. Layers that are left stay so."""
     assert recut(replace(view, left=("mtp.0.experts",))) == recut(view)
     plain = made(view, schema=resolve_schema("int8"))
     assert " --schema source " in recut(plain)
-    name, block = next(iter(plain.blocks.items()))
-    other = replace(plain, blocks={**plain.blocks, name: of_inputs(block, INPUT_PRESETS["int8"])})
+    name, layer = next(iter(plain.layers.items()))
+    other = replace(plain, layers={**plain.layers, name: of_inputs(layer, INPUT_PRESETS["int8"])})
     assert recut(other).startswith("`hqconv convert original -o ")
     assert " --config RECIPE " in recut(other)
     folded = recut(made(view, inputs=INPUT_PRESETS["fp8"]))
@@ -283,8 +283,8 @@ def test_activations_are_in_the_commands(view: ArtifactView) -> None:
 
 def test_groups_that_vllm_quantizes_itself_must_be_its_own(view: ArtifactView) -> None:
     """It does so for 128 columns, in e4m3 alone, and leaves no columns over."""
-    block = view.blocks[BLOCK]
-    wide, odd = replace(block, hidden_size=384), replace(block, hidden_size=192)
+    layer = view.layers[LAYER]
+    wide, odd = replace(layer, hidden_size=384), replace(layer, hidden_size=192)
     for inputs in ("fp8-g128", "fp8", "fp8-e5m2", "mxfp8"):
         refusals.check_inputs(view, of_inputs(wide, INPUT_PRESETS[inputs]))
     for inputs in ("a16", "fp8", "int8"):
@@ -311,16 +311,16 @@ def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(view: Art
     [({"num_experts": 8}, "experts"), ({"hidden_size": 256}, "hidden size"), ({"gated": False}, "gated")],
 )
 def test_another_layer_is_refused(view: ArtifactView, words: dict[str, Any], what: str) -> None:
-    error = refused(check_layer, view, view.blocks[BLOCK], replace(ASKED, **words))
-    assert error.where == f"{view.location.name}: {BLOCK}: {what}"
+    error = refused(check_layer, view, view.layers[LAYER], replace(ASKED, **words))
+    assert error.where == f"{view.location.name}: {LAYER}: {what}"
     ((name, value),) = words.items()
-    assert error.expected == str(getattr(view.blocks[BLOCK], name))
+    assert error.expected == str(getattr(view.layers[LAYER], name))
     assert error.found == f"{value} in vLLM's model"
 
 
 def test_weighed_inputs_are_refused(view: ArtifactView) -> None:
-    with pytest.raises(RequestError, match=f"weigh the experts' inputs(.|\n)*{BLOCK}(.|\n)*original"):
-        refusals.check_router(view, view.blocks[BLOCK], replace(ASKED, router_weight_on_input=True))
+    with pytest.raises(RequestError, match=f"weigh the experts' inputs(.|\n)*{LAYER}(.|\n)*original"):
+        refusals.check_router(view, view.layers[LAYER], replace(ASKED, router_weight_on_input=True))
 
 
 @pytest.mark.parametrize("here", [{"a": True, "b": True}, {"a": False, "b": False}, {"TypeError: x": True}, {}])
@@ -333,15 +333,15 @@ def test_another_layout_of_humming_names_the_version_that_fits(here: dict[str, b
 
 
 def test_a_layer_without_experts_lists_the_blocks(view: ArtifactView) -> None:
-    error = refused_as(compatibility.no_block(view, "model.layers.7.mlp.experts"))
-    assert (error.expected, error.found) == (BLOCK, "model.layers.7.mlp.experts")
-    many = replace(view, blocks={f"b{i}": view.blocks[BLOCK] for i in range(9)})
-    assert compatibility.no_block(many, "x").expected == "b0, b1, b2 …"
+    error = refused_as(compatibility.no_layer(view, "model.layers.7.mlp.experts"))
+    assert (error.expected, error.found) == (LAYER, "model.layers.7.mlp.experts")
+    many = replace(view, layers={f"b{i}": view.layers[LAYER] for i in range(9)})
+    assert compatibility.no_layer(many, "x").expected == "b0, b1, b2 …"
 
 
 def test_a_model_without_layers_and_a_deployment_without_kernels(view: ArtifactView) -> None:
     assert "--moe-backend" in refused_as(refusals.no_layers(view)).remedy
-    error = refused_as(refusals.no_deployment(view, view.blocks[BLOCK], "ep 2 with deepep"))
+    error = refused_as(refusals.no_deployment(view, view.layers[LAYER], "ep 2 with deepep"))
     assert error.found == "ep 2 with deepep"
     assert "VLLM_HUMMING_MOE_GEMM_TYPE" in error.remedy
 

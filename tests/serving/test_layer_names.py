@@ -1,4 +1,4 @@
-"""Which block a layer of vLLM's is, for every family: names as vLLM 0.33 gives them, no vLLM."""
+"""Which layer a layer of vLLM's is, for every family: names as vLLM 0.33 gives them, no vLLM."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import pytest
 
 from hqconv.models.families import FAMILIES
-from hqconv.serving.vllm.layer_names import find_block
+from hqconv.serving.vllm.layer_names import find_layer
 
 DRAFT = 2  # the number of the first draft of the models below, where vLLM counts on after the last layer
 
-# model type, block (`7` is the layer), what vLLM's mappers make of it, prefix of vLLM's layer
+# model type, layer (`7` is the layer), what vLLM's mappers make of it, prefix of vLLM's layer
 MAIN = [
     ("qwen3_moe", "model.layers.7.mlp.experts", "", ""),
     ("qwen3_5_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
@@ -89,7 +89,7 @@ NO_VLLM = {"mistral_large4", "inkling2", "grok", "minicpm", "nomic_bert"}
 
 def test_every_family_is_in_the_table() -> None:
     types = {row[0] for row in MAIN}
-    assert not {f.name for f in FAMILIES if f.blocks and not types.intersection(f.model_types)} - NO_VLLM
+    assert not {f.name for f in FAMILIES if f.modules and not types.intersection(f.model_types)} - NO_VLLM
 
 
 @pytest.mark.parametrize(("model_type", "block", "mapped", "prefix"), MAIN)
@@ -97,31 +97,31 @@ def test_a_layer_of_the_model(model_type: str, block: str, mapped: str, prefix: 
     mapped = mapped or block
     prefix = prefix or mapped
     (family,) = (family for family in FAMILIES if model_type in family.model_types)
-    assert block.replace(".7.", ".{layer}.") in family.blocks  # the name is one that an artifact can have
+    assert block.replace(".7.", ".{layer}.") in family.modules  # the name is one that an artifact can have
     numbered = {mapped.replace(".7.", f".{layer}."): block.replace(".7.", f".{layer}.") for layer in range(12)}
     kept = {**{name: name for name in numbered.values()}, **numbered}  # with the names before the mappers
     for renamed in (numbered, kept):
         for layer in range(12):
             wanted = block.replace(".7.", f".{layer}.")
-            assert find_block(prefix.replace(".7.", f".{layer}."), renamed) == wanted
-        assert find_block(prefix.replace(".7.", ".12."), renamed, dict.fromkeys(renamed.values(), 12)) is None
+            assert find_layer(prefix.replace(".7.", f".{layer}."), renamed) == wanted
+        assert find_layer(prefix.replace(".7.", ".12."), renamed, dict.fromkeys(renamed.values(), 12)) is None
         del renamed[mapped]
         if mapped != block:
             renamed.pop(block, None)
-        assert find_block(prefix, renamed) is None  # its neighbours are there, and are not it
+        assert find_layer(prefix, renamed) is None  # its neighbours are there, and are not it
 
 
-@pytest.mark.parametrize(("model_type", "main", "block", "mapped", "prefix"), DRAFTS)
-def test_a_draft_layer(model_type: str, main: str, block: str, mapped: str, prefix: str) -> None:
-    mapped = mapped or block
+@pytest.mark.parametrize(("model_type", "main", "layer", "mapped", "prefix"), DRAFTS)
+def test_a_draft_layer(model_type: str, main: str, layer: str, mapped: str, prefix: str) -> None:
+    mapped = mapped or layer
     prefix = prefix or mapped
     (family,) = (family for family in FAMILIES if model_type in family.model_types)
-    assert re.sub(r"\.\d+\.", ".{layer}.", block) in family.blocks
-    renamed, layers = {main: main, mapped: block}, {main: 0, block: DRAFT}
-    assert find_block(prefix, renamed, layers) == block
-    assert find_block(main, renamed, layers) == main
-    assert find_block(prefix, {main: main}, {main: DRAFT}) is None  # not the model's layer instead
-    assert find_block(main, {mapped: block}, {block: DRAFT}) is None
+    assert re.sub(r"\.\d+\.", ".{layer}.", layer) in family.modules
+    renamed, layers = {main: main, mapped: layer}, {main: 0, layer: DRAFT}
+    assert find_layer(prefix, renamed, layers) == layer
+    assert find_layer(main, renamed, layers) == main
+    assert find_layer(prefix, {main: main}, {main: DRAFT}) is None  # not the model's layer instead
+    assert find_layer(main, {mapped: layer}, {layer: DRAFT}) is None
 
 
 DSV4 = {"model.layers.0.ffn.experts": "layers.0.ffn.experts", "model.mtp.0.ffn.experts": "mtp.0.ffn.experts"}
@@ -157,24 +157,24 @@ DSV4_LAYERS = {"layers.0.ffn.experts": 0, "mtp.0.ffn.experts": 2}
     ],
 )
 def test_what_no_rule_knows_is_nobodys(prefix: str, renamed: dict[str, str], layers: dict[str, int]) -> None:
-    assert find_block(prefix, renamed, layers) is None
-    assert find_block(prefix, {}, layers) is None
+    assert find_layer(prefix, renamed, layers) is None
+    assert find_layer(prefix, {}, layers) is None
 
 
 def test_two_drafts_that_could_be_meant_are_none() -> None:
     renamed = {"mtp.0.ffn.experts": "a", "model.mtp.0.ffn.experts": "b"}
-    assert find_block("model.layers.2.ffn.experts", renamed, {"a": 2, "b": 2}) is None
-    assert find_block("model.layers.2.ffn.experts", renamed, {"a": 2, "b": 3}) == "a"
-    assert find_block("model.layers.2.ffn.experts", dict.fromkeys(renamed, "a"), {"a": 2}) == "a"
+    assert find_layer("model.layers.2.ffn.experts", renamed, {"a": 2, "b": 2}) is None
+    assert find_layer("model.layers.2.ffn.experts", renamed, {"a": 2, "b": 3}) == "a"
+    assert find_layer("model.layers.2.ffn.experts", dict.fromkeys(renamed, "a"), {"a": 2}) == "a"
 
 
 def test_two_blocks_that_could_be_meant_are_none() -> None:
     both = {"model.layers.0.mlp": "a", "model.layers.0.block_sparse_moe.experts": "b"}
-    assert find_block("model.layers.0.mlp.experts", both) is None
-    assert find_block("model.layers.0.mlp.experts", dict.fromkeys(both, "a")) == "a"  # two names of one block
-    assert find_block("model.layers.0.mlp.experts", {**both, "model.layers.0.mlp.experts": "c"}) == "c"
+    assert find_layer("model.layers.0.mlp.experts", both) is None
+    assert find_layer("model.layers.0.mlp.experts", dict.fromkeys(both, "a")) == "a"  # two names of one layer
+    assert find_layer("model.layers.0.mlp.experts", {**both, "model.layers.0.mlp.experts": "c"}) == "c"
 
 
 def test_a_name_that_two_blocks_have_is_nobodys() -> None:
-    assert find_block("model.layers.0.experts", {"model.layers.0.experts": ""}) is None
-    assert find_block("model.layers.0.moe.experts", {"model.layers.0.moe": ""}) is None
+    assert find_layer("model.layers.0.experts", {"model.layers.0.experts": ""}) is None
+    assert find_layer("model.layers.0.moe.experts", {"model.layers.0.moe": ""}) is None

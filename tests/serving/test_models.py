@@ -1,4 +1,4 @@
-"""vLLM's own model classes, whole: what they call their layers leads to the blocks that transformers' files have."""
+"""vLLM's own model classes, whole: what they call their layers leads to the layers that transformers' files have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hqconv.serving.vllm.layer_names import find_block
+from hqconv.serving.vllm.layer_names import find_layer
 from tests.make.families import FAMILIES, LAYERS
 from tests.make.vllm_lists import DRAFTED, LEFT_OUT
 
@@ -59,10 +59,10 @@ def test_every_layer_has_its_block(answers: dict[str, Any], model_type: str, nam
     """`kept` has the names before vLLM's mappers too, as the plugin has them."""
     answer = answers[model_type]
     assert "error" not in answer, answer["error"]
-    found = {asked["prefix"]: find_block(asked["prefix"], asked[names], answer["blocks"]) for asked in answer["main"]}
+    found = {asked["prefix"]: find_layer(asked["prefix"], asked[names], answer["blocks"]) for asked in answer["main"]}
     assert sorted(map(str, found.values())) == sorted(answer["blocks"])
     assert {prefix: layer_of(prefix) for prefix in found} == {
-        prefix: answer["blocks"][block] for prefix, block in found.items()
+        prefix: answer["blocks"][layer] for prefix, layer in found.items()
     }
 
 
@@ -73,9 +73,9 @@ def test_a_draft_has_its_own_block(answers: dict[str, Any], model_type: str, nam
     assert "error" not in answer, answer["error"]
     (asked,) = answer["draft"]
     layers = {**answer["blocks"], answer["drafted"]: LAYERS}
-    assert find_block(asked["prefix"], asked[names], layers) == answer["drafted"]
-    without = {name: block for name, block in asked[names].items() if block != answer["drafted"]}
-    assert find_block(asked["prefix"], without, layers) is None
+    assert find_layer(asked["prefix"], asked[names], layers) == answer["drafted"]
+    without = {name: layer for name, layer in asked[names].items() if layer != answer["drafted"]}
+    assert find_layer(asked["prefix"], without, layers) is None
 
 
 @pytest.mark.parametrize("model_type", BUILT)

@@ -32,10 +32,10 @@ class Layer:
     """As a layer of vLLM's."""
 
     def __init__(self, loader: ParameterLoader, view: ArtifactView, number: int, device: str = "cpu") -> None:
-        block = f"model.layers.{number}.mlp.experts"
-        name = f"experts/tp0-ep0/{block}.safetensors"
+        layer = f"model.layers.{number}.mlp.experts"
+        name = f"experts/tp0-ep0/{layer}.safetensors"
         path = loader.path(view, name, alone=False, cache_dir=None)
-        self.file: RankFile = open_rank_file(view, path, block, name)
+        self.file: RankFile = open_rank_file(view, path, layer, name)
         self.is_filled = False
         self.tensors = {
             key: torch.zeros(ref.num_bytes, dtype=torch.uint8, device=device) for key, ref in self.file.tensors.items()

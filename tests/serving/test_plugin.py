@@ -44,7 +44,7 @@ from tests.make.vllm_cpu import build_layer, parallel
 
 pytestmark = pytest.mark.vllm
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 SIZES = {"num_experts": 5, "hidden": 256, "inter": 512}
 Words = dict[str, Any]
 KIMI: Words = {
@@ -88,7 +88,7 @@ def open_config(out: Path, model: str = "") -> Any:
     return pickle.loads(pickle.dumps(config))
 
 
-def load(out: Path, name: str = BLOCK, **words: Any) -> Any:
+def load(out: Path, name: str = LAYER, **words: Any) -> Any:
     """One layer, loaded."""
     layer = build_layer(open_config(out), name, **{**SIZES, **words})
     layer.quant_method.process_weights_after_loading(layer)
@@ -100,7 +100,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_holds_its_file(layer: Any) -> None:
-    stored, block = load_file(layer.quant_method.file.path), layer.quant_method.block.name
+    stored, block = load_file(layer.quant_method.file.path), layer.quant_method.layer.name
     found = dict(layer.named_parameters())
     assert {f"{block}.{name}" for name in found} == set(stored)
     for name, param in found.items():
@@ -131,7 +131,7 @@ def processed_by_vllm(folder: Path, schema: str, dtype: torch.dtype, grid: Any, 
     layer = torch.nn.Module()
     for gemm, projections in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
         for part in ("weight", "weight_scale", "zero_point", "weight_scale_2"):
-            keys = [[f"{BLOCK}.{e}.{p}.{part}" for p in projections] for e in range(SIZES["num_experts"])]
+            keys = [[f"{LAYER}.{e}.{p}.{part}" for p in projections] for e in range(SIZES["num_experts"])]
             if keys[0][0] not in stored:
                 continue
             dim = 0 if gemm == "w13" else 1
@@ -140,7 +140,7 @@ def processed_by_vllm(folder: Path, schema: str, dtype: torch.dtype, grid: Any, 
             stack = torch.stack([row[0].view(()) if is_shared else torch.cat(row) for row in experts])
             setattr(layer, f"{gemm}_{part}", torch.nn.Parameter(stack, requires_grad=False))
     layer.params_dtype = dtype
-    moe = build_layer(None, BLOCK, **SIZES, dtype=dtype, grid=grid).moe_config
+    moe = build_layer(None, LAYER, **SIZES, dtype=dtype, grid=grid).moe_config
     layer.moe_config = moe
     inner = SIZES["inter"] // grid.tp_size
     fields = {key: v for key, v in resolve_schema(schema).humming_fields().items() if v is not None}
@@ -368,10 +368,10 @@ def layer_of_numbers(words: Words, tmp_path: Path, asked: Words) -> Any:
     """A layer of experts whose artifact was made from a config with these words."""
     source = small.save(tmp_path / "src", small.with_activation(words))
     run(source, tmp_path / "out", "mxfp4")
-    (block,) = json.loads((tmp_path / "out" / "hqconv.json").read_text())["blocks"]
+    (layer,) = json.loads((tmp_path / "out" / "hqconv.json").read_text())["blocks"]
     has_bias = words["model_type"] == "gpt_oss"
     sizes = {"num_experts": small.E, "hidden": small.HIDDEN, "inter": small.INNER}
-    return load(tmp_path / "out", name=block, has_bias=has_bias, **sizes, **asked)
+    return load(tmp_path / "out", name=layer, has_bias=has_bias, **sizes, **asked)
 
 
 @pytest.mark.parametrize("case", NUMBERED)
@@ -399,7 +399,7 @@ def test_ranks_are_counted_as_vllm_counts_them(tmp_path: Path, sources: dict[str
         out = tmp_path / f"tp{tp}"
         run(sources["bfloat16"], out, "int8", Grid(tp=tp))
         for rank in range(tp):
-            layer = build_layer(open_config(out), BLOCK, **SIZES, grid=parallel(tp=tp, tp_rank=rank, dp=dp))
+            layer = build_layer(open_config(out), LAYER, **SIZES, grid=parallel(tp=tp, tp_rank=rank, dp=dp))
             assert f"tp{rank}-ep0" in str(layer.quant_method.file.path)
             assert layer.humming_configs["w2"].shape_k == max(128, SIZES["inter"] // tp)
 
@@ -451,7 +451,7 @@ def test_another_gpu_is_refused_before_anything_else(
 def test_another_layout_in_humming_is_refused(tmp_path: Path, sources: dict[str, Path]) -> None:
     run(sources["bfloat16"], tmp_path / "out", "int8")
     manifest = json.loads((tmp_path / "out" / "hqconv.json").read_text())
-    manifest["blocks"][BLOCK]["w2"]["flags"]["use_packed_k_layout"] = True
+    manifest["blocks"][LAYER]["w2"]["flags"]["use_packed_k_layout"] = True
     write_manifest(tmp_path / "out", manifest)
     with pytest.raises(RequestError, match=r"use_packed_k_layout(.|\n)*humming-kernels=="):
         load(tmp_path / "out")
@@ -477,11 +477,11 @@ def test_a_damaged_rank_file_is_refused(
 ) -> None:
     """Size and header always; a flipped byte with HQCONV_VERIFY=1, before any layer is filled."""
     run(sources["bfloat16"], tmp_path / "out", "int8")
-    damage(kind, tmp_path / "out" / "experts" / "tp0-ep0" / f"{BLOCK}.safetensors")
+    damage(kind, tmp_path / "out" / "experts" / "tp0-ep0" / f"{LAYER}.safetensors")
     if kind == "a byte":
         assert load(tmp_path / "out")
         monkeypatch.setenv("HQCONV_VERIFY", "1")
-    with pytest.raises(VerificationError, match=BLOCK):
+    with pytest.raises(VerificationError, match=LAYER):
         load(tmp_path / "out")
 
 
@@ -532,7 +532,7 @@ def test_a_model_that_is_loaded_again_in_place_gets_its_experts(tmp_path: Path, 
 def test_the_weight_cache_brings_the_parameters(tmp_path: Path, sources: dict[str, Path]) -> None:
     """Under vLLM's weight cache nothing is read: parameters come from another process, by name."""
     run(sources["bfloat16"], tmp_path / "out", "int8")
-    layer = build_layer(open_config(tmp_path / "out"), BLOCK, **SIZES)
+    layer = build_layer(open_config(tmp_path / "out"), LAYER, **SIZES)
     assert layer.quant_method.supports_pre_processed_weights
     for param in layer.parameters():
         as_bytes(param).fill_(7)
@@ -580,8 +580,8 @@ def test_names_follow_vllms_mappers(tmp_path: Path, sources: dict[str, Path]) ->
     config = open_config(tmp_path / "out")
     config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
     config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"visual.": "vision."}))
-    layer = build_layer(config, f"language_model.{BLOCK}", **SIZES)
-    assert layer.quant_method.block.name == BLOCK
+    layer = build_layer(config, f"language_model.{LAYER}", **SIZES)
+    assert layer.quant_method.layer.name == LAYER
 
 
 def test_other_layers_are_the_sources_own_quantizations(
@@ -629,7 +629,7 @@ def test_a_model_without_any_of_its_layers_is_not_loaded(tmp_path: Path, sources
     config = open_config(tmp_path / "out")
     with pytest.raises(RequestError, match="none of the artifact's experts"):
         config.get_cache_scale_mapper()
-    build_layer(config, BLOCK, **SIZES)
+    build_layer(config, LAYER, **SIZES)
     assert config.get_cache_scale_mapper() is not None
 
 
@@ -658,7 +658,7 @@ def test_blocks_that_differ_are_each_served_as_they_are(tmp_path: Path) -> None:
     found = {}
     for layer in (0, 1, 3):
         made = load(tmp_path / "out", f"model.layers.{layer}.mlp.experts")
-        name = BLOCK.replace("0", str(layer))
+        name = LAYER.replace("0", str(layer))
         stored = load_file(made.quant_method.file.path)
         assert {f"{name}.{key}" for key, _ in made.named_parameters()} == set(stored)
         config = made.humming_configs["w13"]
@@ -666,6 +666,6 @@ def test_blocks_that_differ_are_each_served_as_they_are(tmp_path: Path) -> None:
         assert str(made.weight_schemas["w13"].b_dtype) == found[layer][0]
     assert [words[1] for words in found.values()] == ["bfloat16", "float8e4m3", "bfloat16"]
     assert len({words[0] for words in found.values()}) == 3
-    left = build_layer(open_config(tmp_path / "out"), BLOCK.replace("0", "2"), **SIZES)
+    left = build_layer(open_config(tmp_path / "out"), LAYER.replace("0", "2"), **SIZES)
     assert type(left.quant_method).__name__ == "UnquantizedFusedMoEMethod"
     assert left.w13_weight.dtype == torch.bfloat16

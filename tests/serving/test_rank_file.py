@@ -37,13 +37,13 @@ def out(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "out"))
 
 
-def name_of(block: str = FIRST, tp_rank: int = 0, ep_rank: int = 0) -> str:
-    return f"experts/tp{tp_rank}-ep{ep_rank}/{block}.safetensors"
+def name_of(layer: str = FIRST, tp_rank: int = 0, ep_rank: int = 0) -> str:
+    return f"experts/tp{tp_rank}-ep{ep_rank}/{layer}.safetensors"
 
 
-def opened(out: Path, block: str = FIRST, *rank: int) -> RankFile:
-    name = name_of(block, *rank)
-    return open_rank_file(open_artifact_view(ArtifactLocation(str(out))), out / name, block, name)
+def opened(out: Path, layer: str = FIRST, *rank: int) -> RankFile:
+    name = name_of(layer, *rank)
+    return open_rank_file(open_artifact_view(ArtifactLocation(str(out))), out / name, layer, name)
 
 
 def is_damaged(found: pytest.ExceptionInfo[VerificationError]) -> VerificationError:
@@ -75,7 +75,7 @@ def test_biases_and_padded_ranks_are_good(tmp_path: Path, tp: int) -> None:
     source = small.save(tmp_path / "source", small.gpt_oss_mxfp4(320))
     run(source, tmp_path / "out", "source", Grid(tp=tp))
     for rank in range(tp):
-        assert {"w13_bias", "w2_bias"} <= set(opened(tmp_path / "out", small.BLOCK, rank).tensors)
+        assert {"w13_bias", "w2_bias"} <= set(opened(tmp_path / "out", small.LAYER, rank).tensors)
 
 
 def rewrite(out: Path, change: Callable[[dict[str, Any]], object], name: str = name_of()) -> None:
@@ -187,7 +187,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(made: Path) -> None:
 
 
 def test_another_blocks_file_under_this_name_is_refused(out: Path) -> None:
-    """Of the same size, since its header is; its tensors bear their block's name."""
+    """Of the same size, since its header is; its tensors bear their layer's name."""
     shutil.copy(out / name_of(SECOND), out / name_of())
     with pytest.raises(VerificationError, match=f"tensors named {FIRST}") as caught:
         opened(out)

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="needs vLLM's Python files: see docs/serving.
 from tests.make.vllm_cpu import build_layer, config, parallel  # isort: skip  # before any other part of vLLM
 from vllm.model_executor.layers.quantization.humming import HummingConfig
 
-from hqconv.artifact.load import load_block
+from hqconv.artifact.load import load_layer
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
@@ -30,7 +30,7 @@ from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
 
 pytestmark = pytest.mark.vllm
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 EXPERTS = 4
 SIZES, ODD_SIZES = (256, 256), (320, 192)  # H and I; the latter are padded, to 256 rows and 128 columns
 GRIDS = {"tp1": Grid(), "tp2": Grid(tp=2), "ep2": Grid(ep=2)}
@@ -83,7 +83,7 @@ SCHEMAS = {name: schema_of(name) for name in (*PRESETS, *INTEGERS)} | {name: _ow
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
-    """A model of one block for each pair of sizes."""
+    """A model of one layer for each pair of sizes."""
     folder = tmp_path_factory.mktemp("sources")
     words = {"num_layers": 1, "num_experts": EXPERTS}
     return {
@@ -95,12 +95,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], P
 
 
 def experts_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The experts' tensors as `AutoWeightsLoader` hands them to the layer: by their names below the block's."""
+    """The experts' tensors as `AutoWeightsLoader` hands them to the layer: by their names below the layer's."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.startswith(f"{BLOCK}."):
-                    yield name.removeprefix(f"{BLOCK}."), file.get_tensor(name)
+                if name.startswith(f"{LAYER}."):
+                    yield name.removeprefix(f"{LAYER}."), file.get_tensor(name)
 
 
 def quantization_of(folder: Path) -> HummingConfig:
@@ -111,7 +111,7 @@ def stock_layer(folder: Path, sizes: tuple[int, int], dtype: str, ranks: Any) ->
     """A rank's experts as stock vLLM has them before the first request."""
     hidden, inner = sizes
     words = {"num_experts": EXPERTS, "hidden": hidden, "inter": inner, "grid": ranks}
-    layer = build_layer(quantization_of(folder), BLOCK, dtype=getattr(torch, dtype), **words)
+    layer = build_layer(quantization_of(folder), LAYER, dtype=getattr(torch, dtype), **words)
     for parameter in layer.parameters():  # nothing is right because memory happened to be zero
         parameter.data.view(torch.uint8).fill_(0x77)
     assert list(layer.load_weights(experts_of(folder)))
@@ -146,7 +146,7 @@ def is_served(source: Path, folder: Path, sizes: tuple[int, int], schema: Weight
             layer = stock_layer(packed, sizes, dtype, ranks)
         except (AssertionError, IndexError, KeyError, ValueError):
             return False
-        if not is_equal(layer, load_block(kernel, BLOCK, tp_rank, ep_rank)):
+        if not is_equal(layer, load_layer(kernel, LAYER, tp_rank, ep_rank)):
             return False
         asked = layer.quant_method.moe_quant_config
         if {asked.w1_hadamard_block_size, asked.w2_hadamard_block_size} != {schema.hadamard_block_size}:
@@ -184,7 +184,7 @@ def test_ignore_leaves_everything_but_the_experts_alone(sources: dict[tuple[int,
         for name in ("mlp.gate", "mlp.shared_expert.gate_up_proj", "mlp.shared_experts", "self_attn.qkv_proj"):
             assert quantization.get_quant_config_for_layer(f"model.layers.0.{name}", "linear") is None
         assert quantization.get_quant_config_for_layer("lm_head", "linear") is None
-        assert quantization.get_quant_config_for_layer(BLOCK, "moe") is not None
+        assert quantization.get_quant_config_for_layer(LAYER, "moe") is not None
 
 
 def test_blocks_that_are_left_as_they_are_are_plain_ones(sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:

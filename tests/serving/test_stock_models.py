@@ -18,7 +18,7 @@ from tests.make.vllm_loading import stand_ins, stock_model  # isort: skip  - bef
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
 
-from hqconv.artifact.load import load_block
+from hqconv.artifact.load import load_layer
 from hqconv.models.families import BY_MODEL_TYPE
 from hqconv.serving.engine import ENGINE
 from tests.make.conversions import manifest, run, schema_of
@@ -42,11 +42,11 @@ def _stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def experts_of(folder: Path, blocks: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def experts_of(folder: Path, layers: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if any(name.startswith(f"{block}.") and "shared" not in name for block in blocks):
+                if any(name.startswith(f"{layer}.") and "shared" not in name for layer in layers):
                     yield name, file.get_tensor(name)
 
 
@@ -56,7 +56,7 @@ def is_equal(layer: Any, kernel: Path, block: str) -> bool:
         return False
     layer.quant_method.process_weights_after_loading(layer)
     found = {name: parameter.data for name, parameter in layer.named_parameters() if name not in ROUTING}
-    gemms = load_block(kernel, block)
+    gemms = load_layer(kernel, block)
     wanted = {f"{gemm}_{name}": tensor for gemm, of in gemms.items() for name, tensor in of.tensors.items()}
     return found.keys() == wanted.keys() and all(
         torch.equal(found[name].contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8))
@@ -89,8 +89,8 @@ def test_what_is_said_of_a_family_is_what_happens(name: str, tmp_path: Path) -> 
     run(tmp_path / "m", packed, "mxfp4", layout="checkpoint")
     run(tmp_path / "m", kernel, "mxfp4")
     family = BY_MODEL_TYPE[json.loads((packed / "config.json").read_text())["model_type"]].name
-    blocks = manifest(packed)["blocks"]
-    said = [ENGINE.checkpoint_family_obstacle(family, block, schema_of("mxfp4")) for block in blocks]
+    layers = manifest(packed)["blocks"]
+    said = [ENGINE.checkpoint_family_obstacle(family, layer, schema_of("mxfp4")) for layer in layers]
     assert is_read(packed, kernel) == (not any(said))
 
 

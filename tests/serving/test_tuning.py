@@ -22,7 +22,7 @@ from hqconv.serving.warm.kernel_store import read_store_manifest
 from tests.make.kernels import fake_compiler, server, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 ASKED = {"use_f16_accum": False, "use_batch_invariant": False, "gemm_type": "indexed"}
 
 
@@ -58,9 +58,9 @@ def facade(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Facade]:
 
 
 def configs(artifact: Path) -> list[Any]:
-    """Humming's LayerConfigs of a block."""
+    """Humming's LayerConfigs of a layer."""
     with Artifact(artifact) as opened:
-        words = [opened.layer_config(BLOCK, gemm, 0, 0) for gemm in ("w13", "w2")]
+        words = [opened.layer_config(LAYER, gemm, 0, 0) for gemm in ("w13", "w2")]
     return [importlib.import_module("humming.config").LayerConfig(**one) for one in words]
 
 

@@ -245,8 +245,8 @@ def test_every_rotation_has_a_kernel_and_no_other_size(way: str) -> None:
     problem = importlib.import_module("humming.config").ProcessInputProblemConfig
     tuning = importlib.import_module("humming.tune.process_input")
 
-    def has_kernel(block: int, columns: int, words: dict[str, Any]) -> bool:
-        size = {"hidden_size": columns, "hadamard_block_size": block}
+    def has_kernel(layer: int, columns: int, words: dict[str, Any]) -> bool:
+        size = {"hidden_size": columns, "hadamard_block_size": layer}
         asked = problem(input_dtype="bfloat16", **size, **WAYS[way], **words)
         try:
             for rows in (1, 4096):
@@ -257,12 +257,12 @@ def test_every_rotation_has_a_kernel_and_no_other_size(way: str) -> None:
 
     gated = {"activation_type": "binary_split", "activation_impl": "a * b"}
     with standing_in(KNOWN["h200"]):
-        for block in (2, 4, 8, *ROTATIONS, 1024):
-            widths = [n * max(block, 32) for n in (1, 3, 5, 7)] + [4096, 5120, 7168, 16384]
-            whole = [columns for columns in widths if columns % block == 0]
-            found = all(has_kernel(block, columns, words) for columns in whole for words in ({}, gated))
-            is_needed = block in ROTATIONS or (block < 1024 and "token" not in str(WAYS[way]))
-            assert found == is_needed, block
+        for layer in (2, 4, 8, *ROTATIONS, 1024):
+            widths = [n * max(layer, 32) for n in (1, 3, 5, 7)] + [4096, 5120, 7168, 16384]
+            whole = [columns for columns in widths if columns % layer == 0]
+            found = all(has_kernel(layer, columns, words) for columns in whole for words in ({}, gated))
+            is_needed = layer in ROTATIONS or (layer < 1024 and "token" not in str(WAYS[way]))
+            assert found == is_needed, layer
 
 
 def test_groups_that_are_no_powers_of_two_do_not_run(compiler: Any) -> None:

@@ -57,7 +57,7 @@ def check_weights(out: Path, source: Path) -> CheckResult:
 def assert_decodes_to(out: Path, truth: dict[str, Block]) -> None:
     left = conversions.manifest(out).get("left_blocks", [])
     for name, expected in ((name, one) for name, one in truth.items() if name not in left):
-        found = dequantize(out, block=name)
+        found = dequantize(out, layer=name)
         assert found.keys() == expected.keys()
         for part, values in expected.items():
             wrong = (found[part] != values).nonzero()
@@ -68,12 +68,12 @@ def plain_twin(folder: Path, written: Written) -> Path:
     """A checkpoint of the same experts in float32, with tensors of their own."""
     folder.mkdir()
     tensors = {"model.norm.weight": torch.ones(8)}
-    for block, parts in written.truth.items():
+    for layer, parts in written.truth.items():
         for role, word in zip(ROLES, written.spec.layout.words, strict=True):
             for e, values in enumerate(parts[role]):
-                tensors[f"{block}.{e}.{word}.weight"] = values.clone()
+                tensors[f"{layer}.{e}.{word}.weight"] = values.clone()
                 if f"b{role[1]}" in parts:
-                    tensors[f"{block}.{e}.{word}.bias"] = parts[f"b{role[1]}"][e].clone()
+                    tensors[f"{layer}.{e}.{word}.bias"] = parts[f"b{role[1]}"][e].clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     words = json.loads((written.folder / "config.json").read_text())
     for key in ("quantization_config", "quantize"):
@@ -86,7 +86,7 @@ def expert_files(out: Path) -> dict[str, bytes]:
     return {p.relative_to(out).as_posix(): p.read_bytes() for p in sorted((out / "experts").rglob("*.*"))}
 
 
-def blocks(out: Path) -> list[dict[str, Any]]:
+def layers(out: Path) -> list[dict[str, Any]]:
     return list(conversions.manifest(out)["blocks"].values())
 
 
@@ -102,9 +102,9 @@ def test_source_keeps_codes_and_scales(name: str, get: Get, tmp_path: Path) -> N
     conversions.run(written.folder, out, "source", Grid(tp=spec.tp))
     manifest = conversions.manifest(out)
     assert (manifest["schema_name"], manifest["dtype"]) == (spec.direct, spec.dtype)
-    for block in blocks(out):
-        assert block["conversion"] == "direct"
-        for error in block["quantization_error"].values():
+    for layer in layers(out):
+        assert layer["conversion"] == "direct"
+        for error in layer["quantization_error"].values():
             assert (error["relative_error"], error["num_experts_requantized"]) == (0, 0)
     assert_decodes_to(out, written.truth)
     conversions.assert_verified(out, written.folder)
@@ -130,7 +130,7 @@ def test_float16_scales_are_refused_for_bfloat16(get: Get, tmp_path: Path) -> No
 
 def test_int4_for_bfloat16_is_a_requantization_of_float16_scales(get: Get, tmp_path: Path) -> None:
     conversions.run(get("gptq-int4").folder, tmp_path / "out", "int4", dtype="bfloat16")
-    assert [block["conversion"] for block in blocks(tmp_path / "out")] == ["requantized"]
+    assert [layer["conversion"] for layer in layers(tmp_path / "out")] == ["requantized"]
 
 
 def test_a_block_scale_that_tp_cuts_is_repeated(get: Get, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_blocks_that_have_the_schema_already_are_kept(get: Get, tmp_path: Path) 
     for name, other in (("mixed-ct-ignore", "quantized"), ("mixed-gptq-dynamic", "requantized")):
         written, out = get(name), tmp_path / name
         conversions.run(written.folder, out, "int4")
-        assert [block["conversion"] for block in blocks(out)] == ["direct", other]
+        assert [layer["conversion"] for layer in layers(out)] == ["direct", other]
         first = next(iter(written.truth))
         assert_decodes_to(out, {first: written.truth[first]})
         conversions.assert_verified(out, written.folder)
@@ -155,7 +155,7 @@ def test_blocks_that_have_the_schema_already_are_kept(get: Get, tmp_path: Path) 
 def test_gate_and_up_with_scales_of_their_own_are_quantized_anew(get: Get, tmp_path: Path) -> None:
     written, out = get("modelopt-nvfp4-apart"), tmp_path / "out"
     conversions.run(written.folder, out, "nvfp4")
-    errors = blocks(out)[0]["quantization_error"]
+    errors = layers(out)[0]["quantization_error"]
     counts = {role: error["num_experts_requantized"] for role, error in errors.items()}
     assert counts == {"w1": 3, "w3": 3, "w2": 0}
     conversions.assert_verified(out, written.folder)
@@ -165,7 +165,7 @@ def test_gate_and_up_with_scales_of_their_own_are_quantized_anew(get: Get, tmp_p
 
 
 def target_of(written: Written) -> str:
-    """A schema that no block of the source has."""
+    """A schema that no layer of the source has."""
     is_held = written.spec.direct in ("int4", "int4-c") or written.spec.layers
     return "mxfp4" if is_held else written.spec.target
 
@@ -178,13 +178,13 @@ def test_requantized_as_the_same_numbers_in_float32(name: str, get: Get, tmp_pat
     conversions.run(written.folder, out, schema)
     conversions.run(plain_twin(tmp_path / "plain", written), twin, schema)
     assert expert_files(out) == expert_files(twin)
-    decoded = {block: dequantize(out, block=block) for block in written.truth}
-    for block, words in conversions.manifest(out)["blocks"].items():
+    decoded = {layer: dequantize(out, layer=layer) for layer in written.truth}
+    for layer, words in conversions.manifest(out)["blocks"].items():
         is_plain = words["source_format"]["decoder"] == "float"
         assert words["conversion"] == ("quantized" if is_plain else "requantized")
         for role in ROLES:
-            values, error = written.truth[block][role].double(), words["quantization_error"][role]
-            found = (decoded[block][role].double() - values).norm() / values.norm()
+            values, error = written.truth[layer][role].double(), words["quantization_error"][role]
+            found = (decoded[layer][role].double() - values).norm() / values.norm()
             assert error["relative_error"] == pytest.approx(float(found), rel=1e-6)
             assert 0 < error["relative_error"] < 0.25
     cut = tmp_path / f"tp{written.spec.tp}"
@@ -219,15 +219,15 @@ def exact_groups(out: Path, truth: dict[str, Block], size: int) -> dict[str, tup
     counts = {}
     for role in ROLES:
         same = [
-            (dequantize(out, block=block)[role] == parts[role]).unflatten(-1, (-1, size)).all(-1)
-            for block, parts in truth.items()
+            (dequantize(out, layer=layer)[role] == parts[role]).unflatten(-1, (-1, size)).all(-1)
+            for layer, parts in truth.items()
         ]
         counts[role] = (sum(int(one.sum()) for one in same), sum(one.numel() for one in same))
     return counts
 
 
 def recorded_groups(out: Path) -> dict[str, tuple[int, int]]:
-    errors = [block["quantization_error"] for block in blocks(out)]
+    errors = [layer["quantization_error"] for layer in layers(out)]
     return {
         role: (sum(e[role]["num_exact_groups"] for e in errors), sum(e[role]["num_groups"] for e in errors))
         for role in ROLES
@@ -254,7 +254,7 @@ def test_lossless_requantization_is_exact_and_says_so(
     counts = recorded_groups(out)
     assert counts == exact_groups(out, written.truth, size)
     assert all(exact == of for exact, of in counts.values())
-    assert all(error["relative_error"] == 0 for error in blocks(out)[0]["quantization_error"].values())
+    assert all(error["relative_error"] == 0 for error in layers(out)[0]["quantization_error"].values())
     conversions.assert_verified(out, written.folder)
 
 
@@ -266,7 +266,7 @@ def test_counts_of_exact_groups_are_true(name: str, schema: str, size: int, get:
     written, out = get(name), tmp_path / "out"
     conversions.run(written.folder, out, schema)
     found, recorded = exact_groups(out, written.truth, size), recorded_groups(out)
-    if schema != "fp8-block":  # whose groups are blocks
+    if schema != "fp8-block":  # whose groups are layers
         assert recorded == found
     assert any(exact < of for exact, of in recorded.values())
     conversions.assert_verified(out, written.folder)
@@ -300,7 +300,7 @@ def test_from_layout_to_layout(name: str, get: Get, tmp_path: Path) -> None:
         for key, through in (("a", "checkpoint"), ("b", "kernel")):
             conversions.run(ways[through], ways[key], "source")
             assert expert_files(ways[key]) == expert_files(ways["direct"])
-            assert [block["conversion"] for block in blocks(ways[key])] == ["direct"]
+            assert [layer["conversion"] for layer in layers(ways[key])] == ["direct"]
             conversions.assert_verified(ways[key], ways[through])
 
 
@@ -331,13 +331,13 @@ def flip(path: Path, tensor: str) -> None:
 
 
 def tensors_of_an_expert(written: Written) -> list[str]:
-    """The tensors of the second expert's up and down projection, or all of a block's stacks; those of use."""
-    block = next(iter(written.truth))
-    names = [name for name in load_file(written.folder / "model.safetensors") if name.startswith(f"{block}.")]
+    """The tensors of the second expert's up and down projection, or all of a layer's stacks; those of use."""
+    layer = next(iter(written.truth))
+    names = [name for name in load_file(written.folder / "model.safetensors") if name.startswith(f"{layer}.")]
     if written.spec.layout.fused is None:
         words = written.spec.layout.words[1:]
         words = (written.spec.layout.pair, words[1]) if written.spec.layout.pair else words
-        names = [n for n in names if n.startswith(tuple(f"{block}.1.{word}." for word in words))]
+        names = [n for n in names if n.startswith(tuple(f"{layer}.1.{word}." for word in words))]
     return [name for name in names if not name.endswith(UNUSED)]
 
 

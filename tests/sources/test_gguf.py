@@ -55,18 +55,18 @@ def decodable() -> list[Kind]:
 
 
 def stack(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> Stack:
-    """A tensor of the type: of random numbers where Python can quantize them, else of random blocks."""
+    """A tensor of the type: of random numbers where Python can quantize them, else of random layers."""
     generator = np.random.default_rng(seed)
     try:
         return quantize(generator.normal(0, 0.05, shape).astype(np.float32), kind), kind
     except NotImplementedError:
         numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-        blocks = generator.integers(0, 256, (np.prod(shape) // numbers, num_bytes), np.uint8)
+        layers = generator.integers(0, 256, (np.prod(shape) // numbers, num_bytes), np.uint8)
         with np.errstate(all="ignore"):
-            large = np.abs(dequantize(blocks, kind)).max(-1, initial=0)
+            large = np.abs(dequantize(layers, kind)).max(-1, initial=0)
         good = large < 100  # no scale is NaN, infinite or huge
-        blocks[~good] = generator.choice(blocks[good], np.count_nonzero(~good))
-        return blocks.reshape(*shape[:-1], shape[-1] // numbers * num_bytes), kind
+        layers[~good] = generator.choice(layers[good], np.count_nonzero(~good))
+        return layers.reshape(*shape[:-1], shape[-1] // numbers * num_bytes), kind
 
 
 def floats(one: Stack) -> np.ndarray[Any, Any]:
@@ -136,7 +136,7 @@ def model(tmp_path: Path, tensors: dict[str, Stack]) -> Path:
 
 
 def read(source: Source, experts: ExpertMap, layer: int, expert: int) -> dict[str, SourceMatrix]:
-    block = experts.blocks[layer]
+    block = experts.layers[layer]
     return source.read_expert(block, expert, block.roles, CPU)
 
 
@@ -163,7 +163,7 @@ def test_every_type_decodes_as_the_library_says(tmp_path: Path, kind: Kind) -> N
     write_gguf(folder / "model.gguf", stacks)
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
-        assert experts.blocks[0].format.name == f"gguf {kind.name}"
+        assert experts.layers[0].format.name == f"gguf {kind.name}"
         for expert in range(E):
             stored = read(source, experts, 0, expert)
             for word, role in ROLES.items():
@@ -175,8 +175,8 @@ def test_types_may_differ(model: Path, tensors: dict[str, Stack]) -> None:
     with open_with_gguf(model) as source:
         assert isinstance(source, GgufSource)
         experts = source.map_experts()
-        assert [block.format.name for block in experts.blocks] == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
-        assert [block.layer for block in experts.blocks] == [0, 1]
+        assert [block.format.name for block in experts.layers] == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
+        assert [block.index for block in experts.layers] == [0, 1]
         for layer in range(2):
             stored = read(source, experts, layer, 3)
             for word, role in ROLES.items():
@@ -198,12 +198,12 @@ def test_only_the_experts_own_bytes_are_read(model: Path, monkeypatch: pytest.Mo
         read(source, experts, 0, 1)
     per_256 = {kind: gguf.GGML_QUANT_SIZES[kind][1] for kind in MIXED.values()}
     assert seen == [H * I // 256 * per_256[kind] for kind in MIXED.values()]
-    assert experts.blocks[0].num_bytes == E * sum(seen)
+    assert experts.layers[0].num_bytes == E * sum(seen)
 
 
 def test_no_target_keeps_the_blocks(model: Path) -> None:
     with open_with_gguf(model) as source:
-        fmt = source.map_experts().blocks[0].format
+        fmt = source.map_experts().layers[0].format
     for schema in PRESETS.values():
         assert why_not_direct(fmt, schema, "bfloat16").startswith("its codes are gguf Q4_K+Q6_K")
         assert conversion_of(fmt, schema, "bfloat16") == REQUANTIZED
@@ -218,7 +218,7 @@ def test_split_files(tmp_path: Path, tensors: dict[str, Stack]) -> None:
         write_gguf(folder / f"m-{index + 1:05d}-of-00003.gguf", part, alignment=64)
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
-        assert len({ref.file for ref in experts.blocks[0].refs(0)}) > 1
+        assert len({ref.file for ref in experts.layers[0].refs(0)}) > 1
         for word, role in ROLES.items():
             expected = floats(tensors[f"blk.1.ffn_{word}_exps.weight"])[2]
             assert_bits(read(source, experts, 1, 2)[role].values(), expected)
@@ -234,7 +234,7 @@ def test_gate_and_up_in_one_stack(tmp_path: Path) -> None:
     write_gguf(folder / "m.gguf", {"blk.0.ffn_gate_up_exps.weight": both, "blk.0.ffn_down_exps.weight": down})
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
-        assert experts.blocks[0].num_bytes == both[0].nbytes + down[0].nbytes
+        assert experts.layers[0].num_bytes == both[0].nbytes + down[0].nbytes
         for expert in range(E):
             stored = read(source, experts, 0, expert)
             assert_bits(stored["w1"].values(), floats(both)[expert, :I])
@@ -277,7 +277,7 @@ def test_a_scale_that_may_be_the_routers(tmp_path: Path) -> None:
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
         assert experts.dropped == {"m.gguf:blk.0.ffn_down_exps.scale": "the safetensors' tensor is used"}
-        assert experts.blocks[0].name == f"{prefix}.experts"
+        assert experts.layers[0].name == f"{prefix}.experts"
     write_gguf(folder / "m.gguf", {**layer_of(0, same(Kind.NVFP4)), **scale})
     refused(folder, InputError, r"m\.gguf:blk\.0\.ffn_down_exps\.scale")  # both at once
 
@@ -293,7 +293,7 @@ def test_biases(tmp_path: Path) -> None:
     write_gguf(folder / "m.gguf", stacks)
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
-        assert experts.blocks[0].has_bias
+        assert experts.layers[0].has_bias
         stored = read(source, experts, 0, 2)
         for word, role in ROLES.items():
             bias = stored[role].bias
@@ -315,7 +315,7 @@ def test_mtp_layers_count_on(tmp_path: Path, tensors: dict[str, Stack]) -> None:
     write_gguf(folder / "m.gguf", tensors)
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
-    names = [(block.name, block.layer) for block in experts.blocks]
+    names = [(layer.name, layer.index) for layer in experts.layers]
     assert names == [("model.layers.0.mlp.experts", 0), ("mtp.layers.0.mlp.experts", 1)]
 
 
@@ -419,7 +419,7 @@ def test_inspect_and_dry_run(model: Path, tmp_path: Path) -> None:
     words = json.loads(done.stdout)
     assert words["convertible"]
     assert words["direct_schemas"] == []
-    assert [block["source_format"] for block in words["blocks"]] == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
+    assert [layer["source_format"] for layer in words["blocks"]] == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
     done = convert(model, tmp_path / "out", "--dry-run", "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["tensors"]["dropped"]["num_tensors"] == 3
@@ -433,7 +433,7 @@ def test_experts_of_the_safetensors_win(model: Path, tmp_path: Path) -> None:
     shutil.copy(model / "model-Q4_K_M.gguf", both)
     with open_with_gguf(both) as source:
         assert not isinstance(source, GgufSource)
-        assert all(block.format.is_float for block in source.map_experts().blocks)
+        assert all(layer.format.is_float for layer in source.map_experts().layers)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------

@@ -33,12 +33,12 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.effort import num_examples
-from tests.make.small import BLOCK, GOOD, HIDDEN, INNER, E, Source, Tensors, save
+from tests.make.small import GOOD, HIDDEN, INNER, LAYER, E, Source, Tensors, save
 
 Change = Callable[[Tensors, dict[str, Any]], object]
 LAST = E - 1  # an expert that is not the first, which the others are compared with
-UP, DOWN = f"{BLOCK}.{LAST}.up_proj", f"{BLOCK}.{LAST}.down_proj"
-FIRST = f"{BLOCK}.0.down_proj"
+UP, DOWN = f"{LAYER}.{LAST}.up_proj", f"{LAYER}.{LAST}.down_proj"
+FIRST = f"{LAYER}.0.down_proj"
 
 
 def call(*arguments: object) -> Any:
@@ -237,12 +237,12 @@ DECLARED: dict[str, Case] = {
     "awq as gptq, without an order": (
         "gptq",
         quantization(desc_act=False),
-        rf"another order(?s:.*){BLOCK}\.\d\.\w+\.g_idx",
+        rf"another order(?s:.*){LAYER}\.\d\.\w+\.g_idx",
     ),
     "zeros of another version": (
         "gptq",
         quantization(checkpoint_format="gptq_v2"),
-        rf"zero points(?s:.*){BLOCK}\.\d\.\w+\.qzeros",
+        rf"zero points(?s:.*){LAYER}\.\d\.\w+\.qzeros",
     ),
     "nvfp4 as fp8": ("nvfp4", quantization(quant_algo="FP8"), r"0\.\w+\.weight(_scale)?\n"),
     "nvfp4 group size": ("nvfp4", quantization(group_size=32), r"0\.\w+\.weight_scale\n|group_size"),
@@ -302,8 +302,8 @@ PARTS: dict[str, Case] = {
     ),
     "no weight of one expert": ("fp8_blocks", drop(f"{UP}.weight"), rf"{UP}\.weight"),
     "no second scale": ("nvfp4", every("up_proj.weight_scale_2", drop), r"0\.up_proj\.weight\n(?s:.*)weight_scale_2"),
-    "no scales of blocks": ("gpt_oss_mxfp4", drop(f"{BLOCK}.down_proj_scales"), r"down_proj_blocks\n(?s:.*)scales"),
-    "no blocks of scales": ("gpt_oss_mxfp4", drop(f"{BLOCK}.down_proj_blocks"), r"down_proj_\w+\n(?s:.*)blocks"),
+    "no scales of blocks": ("gpt_oss_mxfp4", drop(f"{LAYER}.down_proj_scales"), r"down_proj_blocks\n(?s:.*)scales"),
+    "no blocks of scales": ("gpt_oss_mxfp4", drop(f"{LAYER}.down_proj_blocks"), r"down_proj_\w+\n(?s:.*)blocks"),
     "no g_idx": ("gptq", every("g_idx", drop), r"missing(?s:.*)0\.\w+\.qweight\n(?s:.*)g_idx"),
     "no qzeros of one": ("gptq", drop(f"{UP}.qzeros"), rf"{UP}\.qzeros"),
     "two scales": (
@@ -318,9 +318,9 @@ PARTS: dict[str, Case] = {
         every("scale", lambda n: put(n, torch.ones(256, 3).bfloat16())),
         r"\.weight_scale\n(?s:.*)\[256, 3\]",
     ),
-    "groups of blocks": (
+    "groups of layers": (
         "gpt_oss_mxfp4",
-        cut(f"{BLOCK}.down_proj_scales"),
+        cut(f"{LAYER}.down_proj_scales"),
         r"down_proj_scales\n(?s:.*)share of \[4, 256, 7\]",
     ),
     "scale without dimensions": (
@@ -345,7 +345,7 @@ PARTS: dict[str, Case] = {
         cut(f"{FIRST}.weight_packed"),
         rf"{FIRST}\.weight_packed\n(?s:.*)\[256, 31\]",
     ),
-    "odd blocks": ("gpt_oss_mxfp4", cut(f"{BLOCK}.down_proj_blocks"), r"down_proj_blocks\n(?s:.*)\[4, 256, 8, 15\]"),
+    "odd layers": ("gpt_oss_mxfp4", cut(f"{LAYER}.down_proj_blocks"), r"down_proj_blocks\n(?s:.*)\[4, 256, 8, 15\]"),
     "no columns": (
         "nvfp4",
         put(f"{FIRST}.weight", torch.empty(256, 0, dtype=torch.uint8)),
@@ -420,12 +420,12 @@ STACKS: dict[str, Case] = {
     # fused tensors
     "too many experts": (
         "gpt_oss_mxfp4",
-        put(f"{BLOCK}.down_proj_scales", lambda t: torch.cat([t, t[:1]])),
+        put(f"{LAYER}.down_proj_scales", lambda t: torch.cat([t, t[:1]])),
         r"down_proj_scales\n(?s:.*)\[5, 256, 8\] does not hold 4 experts",
     ),
     "too few experts": (
         "gpt_oss_floats",
-        cut(f"{BLOCK}.gate_up_proj", 0),
+        cut(f"{LAYER}.gate_up_proj", 0),
         r"gate_up_proj\n(?s:.*)\[3, 256, 512\] does not hold 4 experts",
     ),
     "experts of the config": ("gpt_oss_floats", config(num_local_experts=8), r"experts\.\w+\n(?s:.*)8 experts"),
@@ -436,55 +436,55 @@ STACKS: dict[str, Case] = {
     ),
     "stacks and single experts": (
         "gpt_oss_floats",
-        put(f"{BLOCK}.0.up_proj.weight", torch.ones(INNER, HIDDEN)),
-        rf"twice(?s:.*){BLOCK}\.",
+        put(f"{LAYER}.0.up_proj.weight", torch.ones(INNER, HIDDEN)),
+        rf"twice(?s:.*){LAYER}\.",
     ),
     "no partner": (
         "gpt_oss_floats",
-        drop(f"{BLOCK}.down_proj", f"{BLOCK}.down_proj_bias"),
+        drop(f"{LAYER}.down_proj", f"{LAYER}.down_proj_bias"),
         r"lacks(?s:.*)experts\.down_proj\n",
     ),
-    "no weight but a bias": ("gpt_oss_floats", drop(f"{BLOCK}.down_proj"), r"down_proj_bias\n"),
-    "one bias missing": ("gpt_oss_mxfp4", drop(f"{BLOCK}.down_proj_bias"), rf"mixes(?s:.*){BLOCK}\.gate_up_proj"),
-    "bias of the wrong size": ("gpt_oss_mxfp4", cut(f"{BLOCK}.down_proj_bias"), r"down_proj_bias\n(?s:.*)\[255\]"),
-    "odd bias": ("gpt_oss_mxfp4", cut(f"{BLOCK}.gate_up_proj_bias"), r"gate_up_proj_bias\n(?s:.*)511"),
+    "no weight but a bias": ("gpt_oss_floats", drop(f"{LAYER}.down_proj"), r"down_proj_bias\n"),
+    "one bias missing": ("gpt_oss_mxfp4", drop(f"{LAYER}.down_proj_bias"), rf"mixes(?s:.*){LAYER}\.gate_up_proj"),
+    "bias of the wrong size": ("gpt_oss_mxfp4", cut(f"{LAYER}.down_proj_bias"), r"down_proj_bias\n(?s:.*)\[255\]"),
+    "odd bias": ("gpt_oss_mxfp4", cut(f"{LAYER}.gate_up_proj_bias"), r"gate_up_proj_bias\n(?s:.*)511"),
     "unknown part": (
         "gpt_oss_mxfp4",
-        put(f"{BLOCK}.down_proj_foo", torch.ones(1)),
+        put(f"{LAYER}.down_proj_foo", torch.ones(1)),
         r"not understood(?s:.*)down_proj_foo",
     ),
     "unknown stack": (
         "gpt_oss_mxfp4",
-        put(f"{BLOCK}.side_proj", torch.ones(E, 2, 2)),
+        put(f"{LAYER}.side_proj", torch.ones(E, 2, 2)),
         r"not understood(?s:.*)side_proj",
     ),
     "another orientation": (
         "gpt_oss_floats",
-        put(f"{BLOCK}.gate_up_proj", lambda t: t.transpose(1, 2)),
+        put(f"{LAYER}.gate_up_proj", lambda t: t.transpose(1, 2)),
         r"gate_up_proj\n(?s:.*)\[4, 512, 256\]",
     ),
     "two orientations": (
         "qwen3_vl",
         both(
             config(moe_intermediate_size=192),
-            put(f"{BLOCK}.gate_up_proj", torch.ones(E, 384, HIDDEN).bfloat16()),
-            put(f"{BLOCK}.down_proj", torch.ones(E, 192, HIDDEN).bfloat16()),
+            put(f"{LAYER}.gate_up_proj", torch.ones(E, 384, HIDDEN).bfloat16()),
+            put(f"{LAYER}.down_proj", torch.ones(E, 192, HIDDEN).bfloat16()),
         ),
         r"unexpected shape(?s:.*)experts\.gate_up_proj\n(?s:.*)\[4, 384, 256\]",
     ),
     "no orientation": ("qwen3_vl", config(hidden_size=None), r"orientation|unexpected shape"),
-    "flat": ("qwen3_vl", put(f"{BLOCK}.down_proj", lambda t: t.flatten(0, 1)), r"experts\.\w+\n"),
-    "without dimensions": ("qwen3_vl", put(f"{BLOCK}.down_proj", torch.tensor(1.0).bfloat16()), r"experts\.\w+\n"),
+    "flat": ("qwen3_vl", put(f"{LAYER}.down_proj", lambda t: t.flatten(0, 1)), r"experts\.\w+\n"),
+    "without dimensions": ("qwen3_vl", put(f"{LAYER}.down_proj", torch.tensor(1.0).bfloat16()), r"experts\.\w+\n"),
     "stacks of two dtypes": (
         "gpt_oss_floats",
-        cast(f"{BLOCK}.down_proj", torch.float16),
+        cast(f"{LAYER}.down_proj", torch.float16),
         r"mixes dtypes(?s:.*)gate_up_proj\n(?s:.*)BF16",
     ),
     "half quantized": (
         "gpt_oss_mxfp4",
         both(
-            drop(f"{BLOCK}.down_proj_blocks", f"{BLOCK}.down_proj_scales"),
-            put(f"{BLOCK}.down_proj", torch.ones(E, INNER, HIDDEN).bfloat16()),
+            drop(f"{LAYER}.down_proj_blocks", f"{LAYER}.down_proj_scales"),
+            put(f"{LAYER}.down_proj", torch.ones(E, INNER, HIDDEN).bfloat16()),
         ),
         r"is not quantized(?s:.*)experts\.down_proj\n",
     ),
@@ -530,7 +530,7 @@ VALUES: dict[str, Case] = {
     "gate and up differ": (
         "nvfp4",
         put(f"{UP}.weight_scale_2", torch.tensor(0.75)),
-        rf"different tensor-level scales(?s:.*){BLOCK}\.3\.gate_proj\.weight and {UP}\.weight\n(?s:.*)--schema nvfp4",
+        rf"different tensor-level scales(?s:.*){LAYER}\.3\.gate_proj\.weight and {UP}\.weight\n(?s:.*)--schema nvfp4",
     ),
     "g_idx too large": (
         "gptq",
@@ -546,22 +546,22 @@ VALUES: dict[str, Case] = {
     "scales that are no powers of two": (
         "fp8_blocks",
         quantization(scale_fmt="ue8m0"),
-        rf"no power of two(?s:.*){BLOCK}\.\d\.\w+\.weight_scale_inv",
+        rf"no power of two(?s:.*){LAYER}\.\d\.\w+\.weight_scale_inv",
     ),
     "NaN e8m0 scale": (
         "gpt_oss_mxfp4",
-        value(f"{BLOCK}.down_proj_scales", E8M0_NAN, 2, 0, 0),
-        rf"NaN(?s:.*){BLOCK}\.down_proj_scales, expert 2\n",
+        value(f"{LAYER}.down_proj_scales", E8M0_NAN, 2, 0, 0),
+        rf"NaN(?s:.*){LAYER}\.down_proj_scales, expert 2\n",
     ),
     "NaN bias": (
         "gpt_oss_mxfp4",
-        value(f"{BLOCK}.gate_up_proj_bias", math.nan, 2, 7),
-        rf"bias is NaN(?s:.*){BLOCK}\.gate_up_proj_bias, expert 2\n",
+        value(f"{LAYER}.gate_up_proj_bias", math.nan, 2, 7),
+        rf"bias is NaN(?s:.*){LAYER}\.gate_up_proj_bias, expert 2\n",
     ),
     "NaN in a stack": (
         "gpt_oss_floats",
-        value(f"{BLOCK}.down_proj", math.nan, 2, 7, 7),
-        rf"NaN(?s:.*){BLOCK}\.down_proj, expert 2\n",
+        value(f"{LAYER}.down_proj", math.nan, 2, 7, 7),
+        rf"NaN(?s:.*){LAYER}\.down_proj, expert 2\n",
     ),
 }
 
@@ -605,8 +605,8 @@ def test_experts_that_cannot_share_a_scale_are_quantized_anew(tmp_path: Path) ->
     assert result.exit_code == 0, result.stderr
     words = json.loads(result.stdout)
     assert words["requantized"]["num_matrices"] == 2  # w1 and w3 of one expert
-    assert words["errors"][BLOCK]["w1"]["worst_expert"] == LAST
-    assert words["errors"][BLOCK]["w2"]["relative_error"] == 0
+    assert words["errors"][LAYER]["w1"]["worst_expert"] == LAST
+    assert words["errors"][LAYER]["w2"]["relative_error"] == 0
 
 
 def test_a_block_with_kept_and_requantized_experts_is_verified(tmp_path: Path) -> None:
@@ -686,6 +686,6 @@ def test_any_headers_are_mapped_or_refused(data: st.DataObject, base: str, num_d
             with contextlib.suppress(RequestError):
                 request = make_spec(ConversionOptions(schema), found, words, GpuTarget(90))
                 check_request(found, request)
-                planned = [kernel_unit(block, request) for block in found.blocks]
+                planned = [kernel_unit(layer, request) for layer in found.layers]
                 assert min(map(working_bytes, planned)) > 0
         direct_schemas(found, "bfloat16")

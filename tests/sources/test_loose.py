@@ -195,8 +195,8 @@ def test_a_manifest_of_64_mib(model: Path, tmp_path: Path) -> None:
     large(manifest, "x")
     with pytest.raises(HqconvError, match="67108864 bytes besides the names"):
         hqconv.inspect(tmp_path / "out")
-    block = next(iter(words["blocks"]))
-    words["tensors"]["converted"] |= {f"{block}.{'n' * 80}{i}": block for i in range(600_000)}
+    layer = next(iter(words["blocks"]))
+    words["tensors"]["converted"] |= {f"{layer}.{'n' * 80}{i}": layer for i in range(600_000)}
     manifest.write_text(json.dumps(words, indent=2))
     assert manifest.stat().st_size > 64 << 20
     assert hqconv.inspect(tmp_path / "out")["kind"] == "artifact"

@@ -1,4 +1,4 @@
-"""Sources whose blocks have different formats: `--schema source` keeps each block's own, and others are read right."""
+"""Sources whose layers have different formats: `--schema source` keeps each layer's own, and others are read right."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ V4_NVFP4 = FormatSpec(
 
 @dataclass(frozen=True)
 class Mixed:
-    """A source, what its packed blocks mean, and each block's schema; "" where it is left."""
+    """A source, what its packed layers mean, and each layer's schema; "" where it is left."""
 
     folder: Path
     truth: dict[str, Block]
@@ -64,9 +64,9 @@ class Mixed:
 
 
 def _with_mtp(folder: Path) -> Mixed:
-    """DeepSeek-V4 in nvfp4 with its MTP block in mxfp4: the third layer, renamed."""
+    """DeepSeek-V4 in nvfp4 with its MTP layer in mxfp4: the third layer, renamed."""
     written = write(folder, V4_NVFP4)
-    truth = {name.replace("layers.2.", "mtp.0."): block for name, block in written.truth.items()}
+    truth = {name.replace("layers.2.", "mtp.0."): layer for name, layer in written.truth.items()}
     rewrite(folder, lambda tensors: {name.replace("layers.2.", "mtp.0."): t for name, t in tensors.items()})
     reword(folder, num_hidden_layers=2)
     return Mixed(folder, truth, {V4.format(0): "nvfp4", V4.format(1): "nvfp4", MTP: "mxfp4"})
@@ -101,24 +101,24 @@ def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def assert_kept(out: Path, mixed: Mixed) -> None:
-    """Every block has its own schema, in the manifest and in what is read back; plain ones were copied."""
+    """Every layer has its own schema, in the manifest and in what is read back; plain ones were copied."""
     words = conversions.manifest(out)
     packed = {name: schema for name, schema in mixed.schemas.items() if schema}
     left = sorted(set(mixed.schemas) - set(packed))
     assert (words["format_version"], sorted(words.get("left_blocks", []))) == (2, left)
-    found = {name: block.get("schema_name", words["schema_name"]) for name, block in words["blocks"].items()}
+    found = {name: layer.get("schema_name", words["schema_name"]) for name, layer in words["blocks"].items()}
     assert found == packed
-    assert {block["conversion"] for block in words["blocks"].values()} == {"direct"}
+    assert {layer["conversion"] for layer in words["blocks"].values()} == {"direct"}
     for name, expected in mixed.truth.items():
-        values = dequantize(out, block=name)
+        values = dequantize(out, layer=name)
         assert values.keys() == expected.keys()
         assert all(torch.equal(values[role], expected[role]) for role in expected), name
-        gemms = load(out, block=name)
+        gemms = load(out, layer=name)
         assert [gemms[gemm].config["b_dtype"] for gemm in ("w13", "w2")] == [B_DTYPES[packed[name]]] * 2
     source, index = {}, json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     for path in mixed.folder.glob("*.safetensors"):
         source |= load_file(path)
-    names = [name for name in source if any(name.startswith(f"{block}.") for block in left)]
+    names = [name for name in source if any(name.startswith(f"{layer}.") for layer in left)]
     assert bool(names) == bool(left)
     for name in names:
         with safe_open(out / index[name], "pt") as file:
@@ -127,7 +127,7 @@ def assert_kept(out: Path, mixed: Mixed) -> None:
 
 @pytest.mark.parametrize("grid", [Grid(), Grid(2, 3)], ids=str)
 def test_every_block_keeps_its_own(mixed: Mixed, grid: Grid, tmp_path: Path) -> None:
-    """The files of each block have the bytes of a conversion to that schema alone."""
+    """The files of each layer have the bytes of a conversion to that schema alone."""
     out = tmp_path / "out"
     conversions.run(mixed.folder, out, "source", grid)
     assert_kept(out, mixed)
@@ -213,7 +213,7 @@ def test_other_schemas_take_every_block_from_its_own_format(mixed: Mixed, schema
         kind = "quantized" if not own else "direct" if own == schema else "requantized"
         assert words["blocks"][name]["conversion"] == kind
     for name, expected in mixed.truth.items():
-        values = dequantize(out, block=name)
+        values = dequantize(out, layer=name)
         for role, meant in expected.items():
             error = ((values[role] - meant).norm() / meant.norm()).item()
             assert error < 0.16, (name, role)
@@ -228,17 +228,17 @@ def cli(*words: object) -> dict[str, Any]:
 
 def test_it_is_said_beforehand(mixed: Mixed, tmp_path: Path) -> None:
     words = inspect(mixed.folder)
-    formats = {block["name"]: block["source_format"].partition(":")[0] for block in words["blocks"]}
+    formats = {layer["name"]: layer["source_format"].partition(":")[0] for layer in words["blocks"]}
     own = next(word for word in words["direct_schemas"] if word.startswith("source"))
     planned = cli("convert", mixed.folder, "--schema", "source", "--target", "sm90", "--dry-run")
     if MTP in mixed.schemas:
         assert formats == {"layers.[0-1].ffn.experts": "nvfp4", MTP: "mxfp4"}
-        assert own == "source (nvfp4: 2 blocks; mxfp4: 1 block)"
+        assert own == "source (nvfp4: 2 layers; mxfp4: 1 layer)"
         assert planned["otherwise"] == {"mxfp4, a16 activations": [MTP]}
         assert planned["conversion"] == {"direct": 3}
     else:
         assert set(formats.values()) == {"not quantized", "compressed-tensors pack-quantized int4"}
-        assert own == "source (int4: 1 block; left as they are: 2)"
+        assert own == "source (int4: 1 layer; left as they are: 2)"
         assert planned["left_blocks"] == [QWEN.format(0), QWEN.format(2)]
         assert planned["conversion"] == {"direct": 1}
 
@@ -259,7 +259,7 @@ def test_the_checkpoint_layout_leaves_plain_blocks_out(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_layout_refuses_what_it_cannot_say(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="one schema for all blocks"):
+    with pytest.raises(RequestError, match="one schema for all layers"):
         conversions.run(_with_mtp(tmp_path / "a").folder, tmp_path / "out", "source", layout="checkpoint")
     mixed = _with_plain(tmp_path / "b")
     dropped = ("self_attn", "layers.1.")
@@ -281,7 +281,7 @@ def test_the_checkpoint_layout_refuses_what_it_cannot_say(tmp_path: Path) -> Non
 
 
 def test_an_override_names_a_schema_beside_the_sources_own(mixed: Mixed, tmp_path: Path) -> None:
-    """Also for a block that would be left, and for all that have one: then none is left to the source's own."""
+    """Also for a layer that would be left, and for all that have one: then none is left to the source's own."""
     last = next(reversed(mixed.schemas))
     (tmp_path / "r.toml").write_text(f'[[override]]\nblocks = "{last}"\nschema = "int8"\n')
     (tmp_path / "all.toml").write_text('[[override]]\nblocks = "*"\nschema = "int8"\n')
@@ -292,7 +292,7 @@ def test_an_override_names_a_schema_beside_the_sources_own(mixed: Mixed, tmp_pat
     assert (words[last]["schema_name"], words[last]["conversion"]) == ("int8", kinds[mixed.schemas[last]])
     conversions.assert_verified(out, mixed.folder)
     overrides = load_recipe(tmp_path / "all.toml").overrides
-    with pytest.raises(RequestError, match="leave no block"):
+    with pytest.raises(RequestError, match="leave no layer"):
         conversions.run(mixed.folder, tmp_path / "no", "source", overrides=overrides)
 
 
@@ -304,12 +304,12 @@ def test_where_an_override_names_the_schema_nothing_must_be_kept(tmp_path: Path)
     (tmp_path / "r.toml").write_text('[[override]]\nlayers = "0-1"\nschema = "nvfp4"\n')
     overrides, out = load_recipe(tmp_path / "r.toml").overrides, tmp_path / "out"
     conversions.run(written.folder, out, "source", overrides=overrides)
-    errors = [block["quantization_error"]["w1"] for block in conversions.manifest(out)["blocks"].values()]
+    errors = [layer["quantization_error"]["w1"] for layer in conversions.manifest(out)["blocks"].values()]
     assert [error["num_experts_requantized"] for error in errors] == [3, 3, 0]
     conversions.assert_verified(out, written.folder)
 
 
-# --- several formats inside a block ------------------------------------------------------------------------
+# --- several formats inside a layer ------------------------------------------------------------------------
 
 
 def _gptq(folder: Path, dynamic: dict[str, Any]) -> Written:

@@ -27,7 +27,7 @@ from tests.make.small import GPT_OSS
 
 HUGE = (10**9, 10**30, 10**4000, -(10**30))
 ON_CPU: dict[str, Any] = {"schema": "int4", "target": "sm90", "device": "cpu"}
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +100,9 @@ def test_configs(key: str, number: Any, model: Path, tmp_path: Path) -> None:
 def test_more_experts_for_a_token_than_there_are(model: Path, tmp_path: Path) -> None:
     source = with_config(model, tmp_path / "src", num_experts_per_tok=5)
     error = at_once(lambda: hqconv.plan(source, schema="int4", target="sm90"))
-    assert (error.where, error.found) == (BLOCK, "5")
+    assert (error.where, error.found) == (LAYER, "5")
     fits = with_config(model, tmp_path / "fits", num_experts_per_tok=4)
-    assert hqconv.plan(fits, schema="int4", target="sm90").blocks[0].block.top_k == 4
+    assert hqconv.plan(fits, schema="int4", target="sm90").layers[0].layer.top_k == 4
 
 
 @pytest.mark.parametrize("number", [10**9, 10**15])
@@ -111,7 +111,7 @@ def test_stacks_of_so_many_experts(number: int) -> None:
     config = {**GPT_OSS, "num_local_experts": number}
     for shape in ((0, 0), (0, 256), (256, 0)):
         refs = {
-            f"{BLOCK}.{name}": TensorRef(f"{BLOCK}.{name}", "BF16", (number, *shape[:dims]), 0, 0, 0)
+            f"{LAYER}.{name}": TensorRef(f"{LAYER}.{name}", "BF16", (number, *shape[:dims]), 0, 0, 0)
             for name, dims in {"gate_up_proj": 2, "down_proj": 2, "gate_up_proj_bias": 1}.items()
         }
         assert at_once(lambda refs=refs: map_experts(refs, config)).exit_code == 3
@@ -137,7 +137,7 @@ TOP, OF_BLOCK = (
 def test_manifests(key: str, number: int, artifact: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(artifact, tmp_path / "out"))
     words = json.loads((out / "hqconv.json").read_text())
-    places = {**dict.fromkeys(OF_BLOCK, words["blocks"][BLOCK]), "size_bytes": words["files"]["config.json"]}
+    places = {**dict.fromkeys(OF_BLOCK, words["blocks"][LAYER]), "size_bytes": words["files"]["config.json"]}
     places.get(key, words)[key] = number
     write_manifest(out, words)
     is_size = key == "size_bytes"

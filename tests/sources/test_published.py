@@ -43,14 +43,14 @@ def test_a_published_model(path: Path, tmp_path: Path) -> None:
     assert outcome.refused == ""
     assert outcome.twin, "no twin was converted"
     assert all(outcome.twin.values()), outcome.findings
-    expect, blocks = model.expect, outcome.experts.blocks
+    expect, layers = model.expect, outcome.experts.layers
     if expect:
-        assert (outcome.experts.family, len(blocks)) == (expect["family"], expect["blocks"])
-        assert {block.num_experts for block in blocks} == {expect["experts"]}
-        assert {block.activation.label for block in blocks} == {expect["activation"]}
+        assert (outcome.experts.family, len(layers)) == (expect["family"], expect["blocks"])
+        assert {layer.num_experts for layer in layers} == {expect["experts"]}
+        assert {layer.activation.label for layer in layers} == {expect["activation"]}
         assert all(word in outcome.formats()[0] for word in FORMATS[expect["format"]])
         assert (len(outcome.formats()) > 1) == bool(expect.get("mixed"))
-        assert (outcome.experts.blocks[0].dtype == "BF16") == (expect["format"] == "plain")
+        assert (outcome.experts.layers[0].dtype == "BF16") == (expect["format"] == "plain")
 
 
 def test_every_model_is_in_the_table_once() -> None:

@@ -126,13 +126,13 @@ def one_matrix(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torc
 
 
 def fused(
-    tensors: dict[str, torch.Tensor], block: str, dtype: torch.dtype
+    tensors: dict[str, torch.Tensor], layer: str, dtype: torch.dtype
 ) -> dict[str, list[tuple[torch.Tensor, ...]]]:
     """Stacks [E, in, out] with float32 scales of rows, of projections or of experts."""
     each: dict[str, list[tuple[torch.Tensor, ...]]] = {role: [] for role in WORDS}
     for stack, roles in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
-        weight = tensors[f"{block}.{stack}"]
-        names = [f"{block}.{stack}{suffix}" for suffix in ("_scale", "_weight_scale")]
+        weight = tensors[f"{layer}.{stack}"]
+        names = [f"{layer}.{stack}{suffix}" for suffix in ("_scale", "_weight_scale")]
         scales = next(tensors[name] for name in names if name in tensors).reshape(len(weight), -1)
         for one, scale in zip(weight, scales, strict=True):
             matrices = one.t().chunk(len(roles))
@@ -143,21 +143,21 @@ def fused(
 
 
 def oracle(folder: Path, dtype: torch.dtype) -> dict[str, dict[str, list[tuple[torch.Tensor, ...]]]]:
-    """Block → role → each expert's `one_matrix`."""
+    """Layer → role → each expert's `one_matrix`."""
     found: dict[str, dict[str, list[tuple[torch.Tensor, ...]]]] = {}
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
-        block, _, rest = name.partition(".experts.")
+        layer, _, rest = name.partition(".experts.")
         if rest == "gate_up_proj":
-            found[f"{block}.experts"] = fused(tensors, f"{block}.experts", dtype)
+            found[f"{layer}.experts"] = fused(tensors, f"{layer}.experts", dtype)
         elif rest and rest[0].isdigit():
-            found[f"{block}.experts"] = {}
-    for block, roles in found.items():
-        num_experts = len({n[len(block) + 1 :].split(".")[0] for n in tensors if n.startswith(f"{block}.")})
+            found[f"{layer}.experts"] = {}
+    for layer, roles in found.items():
+        num_experts = len({n[len(layer) + 1 :].split(".")[0] for n in tensors if n.startswith(f"{layer}.")})
         for role, word in WORDS.items() if not roles else ():
             roles[role] = []
             for e in range(num_experts):
-                prefix = f"{block}.{e}.{word}."
+                prefix = f"{layer}.{e}.{word}."
                 parts = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
                 roles[role].append(one_matrix(parts, dtype))
     return found
@@ -170,15 +170,15 @@ def scale_change(scale: torch.Tensor, dtype: torch.dtype) -> float:
 
 def assert_as_the_oracle_says(out: Path, folder: Path, dtype: str) -> None:
     """Weights bit for bit, and the figures that the manifest records."""
-    blocks = conversions.manifest(out)["blocks"]
+    layers = conversions.manifest(out)["blocks"]
     expected = oracle(folder, DTYPES[dtype])
-    assert blocks.keys() == expected.keys()
+    assert layers.keys() == expected.keys()
     for name, roles in expected.items():
-        found = dequantize(out, block=name)
+        found = dequantize(out, layer=name)
         for role, each in roles.items():
             rounded, exact, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
             assert torch.equal(found[role], rounded), (name, role)
-            error = blocks[name]["quantization_error"][role]
+            error = layers[name]["quantization_error"][role]
             assert error["largest_scale_change"] == scale_change(scales, DTYPES[dtype])
             assert 0 < error["largest_scale_change"] <= HALF_ULP[dtype]
             relative = (rounded.double() - exact.double()).norm() / exact.double().norm()
@@ -214,7 +214,7 @@ def test_codes_are_kept_and_scales_rounded(name: str, dtype: str, get: Get, tmp_
             del words["files"]["README.md"], words["digest"]
             words.pop("warnings", None)
         assert manifests[0] == manifests[1]
-    else:  # float32 blocks hold the scale as it is: nothing is rounded that need not be
+    else:  # float32 layers hold the scale as it is: nothing is rounded that need not be
         assert source.to_dict()["conversion"] == {"direct": 1}
 
 
@@ -296,7 +296,7 @@ def test_the_plan_and_inspect_say_so(get: Get, tmp_path: Path) -> None:
     words = hqconv.inspect(folder)
     assert words["direct_schemas"] == ["fp8 (scales rounded)", "source --round-scales (fp8)"]
     plan = hqconv.plan(folder, schema="source", round_scales=True, target="sm90")
-    assert [block.encoding.conversion for block in plan.blocks] == [ROUNDED]
+    assert [layer.encoding.conversion for layer in plan.layers] == [ROUNDED]
     report = conversions.run(folder, tmp_path / "out", "fp8")
     words = hqconv.inspect(tmp_path / "out")
     assert words["conversion"] == {ROUNDED: 1}
@@ -320,8 +320,8 @@ def test_float16_scales_are_rounded_to_bfloat16_where_asked(tmp_path: Path) -> N
         assert conversions.manifest(out)["round_scales"] is True
         assert all(change <= 2.0**-8 for change in report.to_dict()["largest_scale_change"].values())
         conversions.assert_verified(out, written.folder)
-        for block, truth in written.truth.items():
-            found = dequantize(out, block=block)
+        for layer, truth in written.truth.items():
+            found = dequantize(out, layer=layer)
             for role in WORDS:
                 assert (found[role] - truth[role]).abs().le(truth[role].abs() * 2.0**-8).all()
                 assert not torch.equal(found[role], truth[role])
@@ -393,12 +393,12 @@ def weights_check(damaged: Damaged) -> CheckResult:
 @pytest.mark.parametrize("gemm", ["w13", "w2"])
 def test_one_changed_bit_is_found(tensor: str, gemm: str, damaged: Damaged) -> None:
     """A scale off by one unit in the last place, or a code."""
-    block = next(iter(conversions.manifest(damaged.root)["blocks"]))
+    layer = next(iter(conversions.manifest(damaged.root)["blocks"]))
     # TP cuts w2 along K: its scales are the same on both ranks.
     ranks = (0, 1) if (gemm, tensor) == ("w2", "weight_scale") else (1,)
-    paths = [damaged.rank_file(block, rank, 0) for rank in ranks]
+    paths = [damaged.rank_file(layer, rank, 0) for rank in ranks]
     for path in paths:
-        damaged.flip(path, f"{block}.{gemm}_{tensor}", local=2, byte=40)
+        damaged.flip(path, f"{layer}.{gemm}_{tensor}", local=2, byte=40)
     findings = [f for f in weights_check(damaged).findings if f"{gemm}_{tensor}," in f.where]
     assert [f.what for f in findings] == [
         f"The {'scale' if tensor == 'weight_scale' else 'codes'} of the source, quantized, "
@@ -407,7 +407,7 @@ def test_one_changed_bit_is_found(tensor: str, gemm: str, damaged: Damaged) -> N
     assert paths[0] in findings[0].where
     assert "expert 2 (local 2)" in findings[0].where
     for path in paths:
-        damaged.flip(path, f"{block}.{gemm}_{tensor}", local=2, byte=40)
+        damaged.flip(path, f"{layer}.{gemm}_{tensor}", local=2, byte=40)
     assert not weights_check(damaged).findings
 
 
@@ -415,7 +415,7 @@ def of_role(edit: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]]
     return lambda words: edit(next(iter(words["blocks"].values()))["quantization_error"]["w3"])
 
 
-def of_block(**words: object) -> Callable[[dict[str, Any]], None]:
+def of_layer(**words: object) -> Callable[[dict[str, Any]], None]:
     return lambda manifest: next(iter(manifest["blocks"].values())).update(words)
 
 
@@ -426,8 +426,8 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str, bool]] = {
     "missing": (of_role(lambda e: e.pop("largest_scale_change")), "none where they are", True),
     "no number": (of_role(lambda e: e.update(largest_scale_change=True)), "manifest is damaged", True),
     "an error": (of_role(lambda e: e.update(worst_relative_error=0.01)), "larger than the change", True),
-    "direct": (of_block(conversion="direct"), "A block's fact", True),
-    "anew": (of_block(conversion="requantized"), "A block's fact", True),
+    "direct": (of_layer(conversion="direct"), "A layer's fact", True),
+    "anew": (of_layer(conversion="requantized"), "A layer's fact", True),
     "no flag": (lambda words: words.update(round_scales=False), "manifest is damaged", True),
     "null": (lambda words: words.update(round_scales=None), "manifest is damaged", True),
 }
@@ -487,6 +487,6 @@ def test_zero_scales_stay_zero(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     report = conversions.run(folder, tmp_path / "out", "int8")
     assert set(report.to_dict()["conversion"]) == {ROUNDED}
-    block = next(iter(conversions.manifest(tmp_path / "out")["blocks"]))
-    assert not dequantize(tmp_path / "out", block=block)["w3"][0, 3].any()
+    layer = next(iter(conversions.manifest(tmp_path / "out")["blocks"]))
+    assert not dequantize(tmp_path / "out", layer=layer)["w3"][0, 3].any()
     conversions.assert_verified(tmp_path / "out", folder)

@@ -22,7 +22,7 @@ from hqconv.verification.weights import check_weights
 from tests.make import small
 from tests.make.artifacts import SOURCES, make_source
 from tests.make.conversions import run
-from tests.make.damage import BLOCK, GIB, Damaged, assert_same_figures, check_both_ways
+from tests.make.damage import GIB, LAYER, Damaged, assert_same_figures, check_both_ways
 from tests.make.matrices import SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 
@@ -95,7 +95,7 @@ def test_copies_that_differ(src: Path, tmp_path: Path) -> None:
     for given in (src, None):
         assert both_ways(copy.root, given).findings == []
     ep_rank, local = COPIES.homes(4)[1][1]
-    copy.flip(copy.rank_file(BLOCK, 1, ep_rank), f"{BLOCK}.w2_zero_point", local)
+    copy.flip(copy.rank_file(LAYER, 1, ep_rank), f"{LAYER}.w2_zero_point", local)
     for given in (src, None):
         assert [f.what for f in both_ways(copy.root, given).findings] == ["A redundant copy of an expert differs."]
 
@@ -104,7 +104,7 @@ def test_a_good_expert_that_another_one_repeats(src: Path, tmp_path: Path) -> No
     """It is named although nothing is wrong with it: its fingerprint is there."""
     run(src, tmp_path / "out", "mxfp4", Grid(2, 2))
     copy = Damaged(tmp_path / "out", src, "mxfp4")
-    for path in (copy.rank_file(BLOCK, tp_rank, 1) for tp_rank in range(2)):
+    for path in (copy.rank_file(LAYER, tp_rank, 1) for tp_rank in range(2)):
         for name in copy.tensor_names(path):
             copy.expert_bytes(path, name, 1)[:] = copy.expert_bytes(path, name, 0)
     findings = both_ways(copy.root, src).findings
@@ -210,5 +210,5 @@ def test_damage_on_a_gpu(make: Callable[..., Path], src: Path, schema: str, tmp_
     copy.swap_experts(copy.path, ("w2",))
     for name in copy.tensor_names(copy.path):
         copy.flip(copy.path, name, local=1, byte=17 % len(copy.expert_bytes(copy.path, name, 1)))
-    copy.flip(copy.rank_file(BLOCK, 0, 0), f"{BLOCK}.w13_weight", byte=5)
+    copy.flip(copy.rank_file(LAYER, 0, 0), f"{LAYER}.w13_weight", byte=5)
     assert len(both_ways(copy.root, src, "cuda:0").findings) > 4

@@ -28,7 +28,7 @@ from hqconv.verification.token_batches import TokenBatch
 from hqconv.verification.tolerances import Tolerances, check_figures
 from tests.make.artifacts import make_source
 from tests.make.conversions import run
-from tests.make.damage import BLOCK, Damaged
+from tests.make.damage import LAYER, Damaged
 from tests.make.formats import write
 from tests.make.qwen import write_qwen3_moe
 
@@ -51,9 +51,9 @@ def test_experts_are_those_of_dequantize(
     monkeypatch.setattr(module, "_BATCH_WEIGHTS", batch)
     run(make_source(source, tmp_path), tmp_path / "out", schema, grid)
     with Artifact(tmp_path / "out") as artifact, ThreadPoolExecutor(2) as pool:
-        name = next(iter(artifact.blocks))
-        expected = hqconv.dequantize(tmp_path / "out", block=name)
-        found = decoded_experts(artifact, artifact.expert_block(name), CPU, pool)
+        name = next(iter(artifact.layers))
+        expected = hqconv.dequantize(tmp_path / "out", layer=name)
+        found = decoded_experts(artifact, artifact.moe_layer(name), CPU, pool)
         for expert in (0, 1, 2, 3, 0, 2, 3):
             one = found(expert)
             assert one.keys() == expected.keys()
@@ -65,10 +65,10 @@ def test_what_no_conversion_writes_is_refused(tmp_path: Path) -> None:
     source = write_qwen3_moe(tmp_path / "src")
     run(source, tmp_path / "out", "mxfp4", Grid(2, 2))
     copy = Damaged(tmp_path / "out", source, "mxfp4")
-    name = f"{BLOCK}.w13_weight"
+    name = f"{LAYER}.w13_weight"
     copy.flip(copy.path, name, byte=copy.header(copy.path)[0][name]["shape"][2] * 4 - 1, mask=0x40)
     with Artifact(copy.root) as artifact, ThreadPoolExecutor(2) as pool:
-        found = decoded_experts(artifact, artifact.expert_block(BLOCK), CPU, pool)
+        found = decoded_experts(artifact, artifact.moe_layer(LAYER), CPU, pool)
         with pytest.raises(VerificationError, match=r"no conversion writes[^$]*expert 2 \(local 0\)"):
             found(2)
 
@@ -79,12 +79,12 @@ def test_errors_of_decoded_weights_are_plain_arithmetic(src: Path, tmp_path: Pat
     ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(16)])
     batch = TokenBatch(torch.randn(16, 128, generator=generator).bfloat16(), Routing(ids, torch.rand(16, 2)), "seeded")
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
-        block = source.map_experts().blocks[0]
-        decoded = decoded_experts(artifact, artifact.expert_block(BLOCK), CPU, pool)
+        layer = source.map_experts().layers[0]
+        decoded = decoded_experts(artifact, artifact.moe_layer(LAYER), CPU, pool)
         found, _ = moe_forward(batch.x.double(), batch.routing, decoded, Activation("silu"))
-        measured = _compare_source(Activation("silu"), batch, found, decoded, source_experts(source, block, CPU, pool))
-        exact = [source.read_expert(block, e, block.roles, CPU) for e in range(4)]
-    values = hqconv.dequantize(tmp_path / "out", block=BLOCK)
+        measured = _compare_source(Activation("silu"), batch, found, decoded, source_experts(source, layer, CPU, pool))
+        exact = [source.read_expert(layer, e, layer.roles, CPU) for e in range(4)]
+    values = hqconv.dequantize(tmp_path / "out", layer=LAYER)
     for role, error in measured["weights_against_source"].items():
         w = torch.stack([one[role].values().double() for one in exact])
         assert error == pytest.approx(float((values[role].double() - w).norm() / w.norm()), rel=1e-12)
@@ -101,12 +101,12 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
     batch = TokenBatch(torch.randn(16, 384, generator=generator).bfloat16(), Routing(ids, torch.ones(16, 1)), "")
     good = {"kernel": 0.0, "channel": 0.0, "batch": 0.0, "worst_rank": "-", "worst_channel": "-"}
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source, ThreadPoolExecutor(2) as pool:
-        block = source.map_experts().blocks[0]
-        decoded = decoded_experts(artifact, artifact.expert_block(block.name), CPU, pool)
+        layer = source.map_experts().layers[0]
+        decoded = decoded_experts(artifact, artifact.moe_layer(layer.name), CPU, pool)
         found, _ = moe_forward(batch.x.double(), batch.routing, decoded, Activation("silu"))
-        original = source_experts(source, block, CPU, pool)
+        original = source_experts(source, layer, CPU, pool)
         measured = good | _compare_source(Activation("silu"), batch, found, decoded, original)
-        errors = artifact.blocks[block.name].quantization_error
+        errors = artifact.layers[layer.name].quantization_error
     recorded = {role: _recorded(error) for role, error in errors.items()}
     for role, error in errors.items():
         assert recorded[role] >= error.worst_relative_error * (1 - 1e-6)
@@ -115,7 +115,7 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
         worse = {role: factor * e for role, e in measured["weights_against_source"].items()}
         result = CheckResult("kernel")
         limits = Tolerances.of(A16, "bfloat16")
-        check_figures(result, block.name, {**measured, "weights_against_source": worse}, limits, recorded)
+        check_figures(result, layer.name, {**measured, "weights_against_source": worse}, limits, recorded)
         assert bool(result.findings) == (factor > 1), result.findings
 
 
@@ -155,4 +155,4 @@ def test_preparing_runs_beside_the_checks_and_keeps_its_errors() -> None:
 def test_one_task_for_each_kind_of_block(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "mxfp4", Grid(1, 2))
     with Artifact(tmp_path / "out") as artifact:
-        assert len(kernel_tasks(artifact, artifact.blocks, (1, 17), CPU)) == 1
+        assert len(kernel_tasks(artifact, artifact.layers, (1, 17), CPU)) == 1

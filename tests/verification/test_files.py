@@ -23,7 +23,7 @@ from tests.make.damage import Damaged, found
 from tests.make.models import save_model
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_a_missing_file(copy: Damaged, path: str) -> None:
     found(files_of(copy), path, "missing")
 
 
-@pytest.mark.parametrize("path", ["config.json", "tokenizer.json", f"experts/tp1-ep0/{BLOCK}.safetensors"])
+@pytest.mark.parametrize("path", ["config.json", "tokenizer.json", f"experts/tp1-ep0/{LAYER}.safetensors"])
 def test_a_file_that_the_manifest_forgets(copy: Damaged, path: str) -> None:
     copy.edit_manifest(lambda words: words["files"].pop(path))
     found(files_of(copy), path, "not in the manifest")
@@ -181,7 +181,7 @@ def test_every_problem_is_listed_up_to_a_number(copy: Damaged) -> None:
 
 
 def test_a_tensor_with_another_name(copy: Damaged) -> None:
-    name = f"{BLOCK}.w2_weight_scale"
+    name = f"{LAYER}.w2_weight_scale"
     copy.edit_header(copy.path, lambda entries: entries.update({f"{name}_": entries.pop(name)}))
     copy.reseal()
     result = files_of(copy)
@@ -202,13 +202,13 @@ def test_ranks_are_compared_with_each_other_without_humming(copy: Damaged, monke
     def edit(entries: dict[str, Any]) -> None:
         words = json.loads(entries["__metadata__"]["w13"])
         entries["__metadata__"]["w13"] = json.dumps({**words, "sm_version": 80})
-        entries[f"{BLOCK}.w2_weight_scale"]["dtype"] = "F16"
+        entries[f"{LAYER}.w2_weight_scale"]["dtype"] = "F16"
 
     copy.edit_header(copy.path, edit)
     copy.reseal()
     result = files_of(copy)
     found(result, f"{copy.path}, metadata w13: sm_version", "90", "80")
-    found(result, f"{copy.path}, tensor {BLOCK}.w2_weight_scale", "BF16", "F16")
+    found(result, f"{copy.path}, tensor {LAYER}.w2_weight_scale", "BF16", "F16")
 
 
 def test_the_schema_is_spelled_out(copy: Damaged) -> None:
@@ -268,7 +268,7 @@ def test_shards_need_an_index_and_all_their_numbers(sharded: Damaged) -> None:
     (sharded.root / lost).unlink()
     result = files_of(sharded)
     found(result, "model-00001-of-00002.safetensors", "A file is missing")
-    found(result, f"block {BLOCK}", f"{BLOCK}.0.gate_proj.weight", "A tensor is missing")
+    found(result, f"layer {LAYER}", f"{LAYER}.0.gate_proj.weight", "A tensor is missing")
 
 
 CONFIG_EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -343,7 +343,7 @@ def test_the_tokenizer_is_the_sources(copy: Damaged) -> None:
 
 
 def test_a_source_that_cannot_be_mapped(copy: Damaged, tmp_path: Path) -> None:
-    name = f"{BLOCK}.3.up_proj.weight"
+    name = f"{LAYER}.3.up_proj.weight"
     result = other_source(copy, tmp_path, lambda t: t.pop(name))
     found(result, "source: ", name, "cannot be mapped")
 

@@ -83,11 +83,11 @@ def module_of(path: str, **numbers: object) -> nn.Module:
     """An experts module of transformers with nothing but what its gate needs."""
     module, _, name = path.partition(":")
     kind = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-    block: nn.Module = kind.__new__(kind)
-    nn.Module.__init__(block)
+    layer: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(layer)
     for key, value in numbers.items():
-        setattr(block, key, value)
-    return block
+        setattr(layer, key, value)
+    return layer
 
 
 @pytest.mark.parametrize("limit", [10.0, 1.5])
@@ -101,9 +101,9 @@ def module_of(path: str, **numbers: object) -> nn.Module:
     ],
 )
 def test_limited_ones_are_transformers(path: str, kind: str, limit: float) -> None:
-    block = module_of(path, act_fn=nn.functional.silu, limit=limit, swiglu_limit=limit)
+    layer = module_of(path, act_fn=nn.functional.silu, limit=limit, swiglu_limit=limit)
     gate, up = draw(2, 50, 8)
-    theirs = block._apply_gate(torch.cat([gate, up], -1))
+    theirs = layer._apply_gate(torch.cat([gate, up], -1))
     assert torch.allclose(activate(Activation(f"silu_{kind}", limit), gate, up), theirs, atol=1e-12)
     other = Activation(f"silu_{'bound' if kind == 'clamp' else 'clamp'}", limit)
     assert not torch.allclose(activate(other, gate, up), theirs, atol=1e-6)
@@ -119,10 +119,10 @@ def test_limited_ones_are_transformers(path: str, kind: str, limit: float) -> No
     ],
 )
 def test_swigluoai_is_transformers(path: str, interleaved: bool, limit: float, alpha: float) -> None:
-    block = module_of(path, limit=limit, swiglu_limit=limit, alpha=alpha, swiglu_alpha=alpha)
+    layer = module_of(path, limit=limit, swiglu_limit=limit, alpha=alpha, swiglu_alpha=alpha)
     gate, up = draw(2, 50, 8)
     rows = torch.stack([gate, up], -1).flatten(-2) if interleaved else torch.cat([gate, up], -1)
-    theirs = block._apply_gate(rows)
+    theirs = layer._apply_gate(rows)
     activation = Activation("swigluoai", limit, alpha, 1.0)
     assert torch.allclose(activate(activation, gate, up), theirs, atol=1e-9)
     if activation != SWIGLUOAI:

@@ -13,7 +13,7 @@ from hqconv.humming_layout import cpu_ops
 from hqconv.schemas.grid import Grid
 from hqconv.verification import fused_exponents
 from tests.make.conversions import assert_verified, check, run
-from tests.make.damage import BLOCK
+from tests.make.damage import LAYER
 from tests.make.kernel_tensors import field_codes
 from tests.make.qwen import write_qwen3_moe
 
@@ -33,7 +33,7 @@ def test_zeros_and_weights_that_are_lost_beside_others(inputs: str, target: str,
     source = write_qwen3_moe(tmp_path / "src", num_layers=1, num_experts=2, hidden_size=384, intermediate_size=192)
     tensors = load_file(source / "model.safetensors")
     for name, weight in tensors.items():
-        if name.startswith(BLOCK):
+        if name.startswith(LAYER):
             weight[3], weight[5, :64] = 0, 0
             weight[7] *= 2.0**-60
             weight[9] *= 2.0**6
@@ -45,7 +45,7 @@ def test_zeros_and_weights_that_are_lost_beside_others(inputs: str, target: str,
         assert_verified(out, source)
         # One row lost in an expert of one of the projections is seen: the figures are of what was stored.
         weights = check(out, source, "weights").results[0]
-        assert weights.measured[BLOCK]["w3"]["relative_error"] > 0.1
+        assert weights.measured[LAYER]["w3"]["relative_error"] > 0.1
 
 
 @pytest.mark.parametrize(("inputs", "is_misread"), [("int8", True), ("fp8", False)])
@@ -57,7 +57,7 @@ def test_minus_zeros_are_counted_where_kernels_misread_them(
     source = write_qwen3_moe(tmp_path / "src", num_layers=1, num_experts=3, hidden_size=256, intermediate_size=128)
     tensors = load_file(source / "model.safetensors")
     for name, weight in tensors.items():
-        if name.startswith(BLOCK):
+        if name.startswith(LAYER):
             weight[11, :32] *= 2.0**-20
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     report = run(source, tmp_path / "out", "mxfp4", grid, input_schema=inputs, target="sm90")

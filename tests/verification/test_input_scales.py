@@ -15,9 +15,9 @@ from hqconv.verification.result import CheckResult
 from tests.make.conversions import run
 from tests.make.damage import Damaged, found
 from tests.make.input_scales import expected, fp8
-from tests.make.small import BLOCK, save
+from tests.make.small import LAYER, save
 
-NAME = f"{BLOCK}.w13_input_scale"
+NAME = f"{LAYER}.w13_input_scale"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def put(copy: Damaged, number: float, *paths: str) -> None:
 
 def record(copy: Damaged, number: Any) -> None:
     """Another scale of w13 in the manifest."""
-    copy.edit_manifest(lambda words: words["blocks"][BLOCK]["w13"].update(input_scale=number))
+    copy.edit_manifest(lambda words: words["blocks"][LAYER]["w13"].update(input_scale=number))
 
 
 def checked(copy: Damaged, *, with_source: bool = True) -> tuple[CheckResult, CheckResult]:
@@ -66,11 +66,11 @@ def test_one_bit_of_one_rank(copy: Damaged) -> None:
 
 
 def test_all_ranks_and_the_manifest_alike(copy: Damaged) -> None:
-    put(copy, 0.25, *(copy.rank_file(BLOCK, t, e) for t in range(2) for e in range(2)))
+    put(copy, 0.25, *(copy.rank_file(LAYER, t, e) for t in range(2) for e in range(2)))
     record(copy, 0.25)
     files, weights = checked(copy)
     assert not files.findings
-    found(weights, "hqconv.json", f"{BLOCK}: w13: input_scale", "not the source's", "0.25")
+    found(weights, "hqconv.json", f"{LAYER}: w13: input_scale", "not the source's", "0.25")
     assert sum(NAME in finding.where for finding in weights.findings) == 4
     assert len(weights.findings) == 5
 
@@ -82,7 +82,7 @@ def test_what_the_manifest_says_is_no_scale(number: Any, copy: Damaged) -> None:
     is_number = type(number) in (int, float)
     what = ("one a conversion writes", "not the source's") if is_number else ("manifest is damaged",) * 2
     for result, text in zip((files, weights), what, strict=True):
-        found(result, "hqconv.json", f"{BLOCK}: w13: input_scale", text)
+        found(result, "hqconv.json", f"{LAYER}: w13: input_scale", text)
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, float("nan"), float("inf")])
@@ -96,7 +96,7 @@ def test_a_file_without_a_scale_to_divide_by(number: float, copy: Damaged) -> No
 def test_a_tensor_that_is_no_scale(entry: dict[str, Any] | None, copy: Damaged) -> None:
     def edit(header: dict[str, Any]) -> None:
         if entry is None:
-            header[f"{BLOCK}.w13_other"] = header.pop(NAME)
+            header[f"{LAYER}.w13_other"] = header.pop(NAME)
         else:
             header[NAME].update(entry)
 
@@ -107,7 +107,7 @@ def test_a_tensor_that_is_no_scale(entry: dict[str, Any] | None, copy: Damaged) 
 
 
 def test_the_accounting_of_scales(copy: Damaged) -> None:
-    name = f"{BLOCK}.2.up_proj.input_scale"
+    name = f"{LAYER}.2.up_proj.input_scale"
 
     def drop(words: dict[str, Any]) -> None:
         del words["tensors"]["converted"][name]
@@ -126,7 +126,7 @@ def test_scales_of_which_no_tensor_is_accounted_for(copy: Damaged) -> None:
 
     copy.edit_manifest(drop)
     files, _ = checked(copy)
-    found(files, f"tensors: converted: {BLOCK}", "No tensor is recorded")
+    found(files, f"tensors: converted: {LAYER}", "No tensor is recorded")
 
 
 def test_another_sources_scales(copy: Damaged, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_another_sources_scales(copy: Damaged, tmp_path: Path) -> None:
 
 def test_a_source_whose_scales_are_no_numbers(copy: Damaged, tmp_path: Path) -> None:
     tensors, config = fp8()
-    name = f"{BLOCK}.3.down_proj.input_scale"
+    name = f"{LAYER}.3.down_proj.input_scale"
     tensors[name] = torch.tensor(-1.0)
     other = Damaged(copy.root, save(tmp_path / "other", (tensors, config)), copy.schema)
     _, weights = checked(other)
@@ -155,4 +155,4 @@ def test_a_scale_of_activations_that_are_found_while_serving(tmp_path: Path) -> 
     copy = Damaged(tmp_path / "out", source, "fp8-tensor")
     record(copy, 0.25)
     files, _ = checked(copy)
-    found(files, f"hqconv.json: {BLOCK}: w13", "input_scale")
+    found(files, f"hqconv.json: {LAYER}: w13", "input_scale")

@@ -23,7 +23,7 @@ from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures
 from tests.make.conversions import run
 from tests.make.models import save_model
 
-BLOCK = "model.layers.1.mlp.experts"
+LAYER = "model.layers.1.mlp.experts"
 ROTATED = WeightSchema("rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=64)
 cuda = pytest.mark.cuda
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -69,7 +69,7 @@ def swap_experts(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
 
 
 def shift_rows(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
-    name = f"{BLOCK}.w13_weight_scale"
+    name = f"{LAYER}.w13_weight_scale"
     tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(tensors[name].dtype)
 
 
@@ -84,7 +84,7 @@ def other_group_size(_: dict[str, torch.Tensor], metadata: dict[str, str]) -> No
 def test_damage_is_found(source: Path, tmp_path: Path, damage: Any) -> None:
     out = tmp_path / "out"
     run(source, out, "mxfp4", Grid(2, 1))
-    rewrite(out / "experts" / "tp1-ep0" / f"{BLOCK}.safetensors", damage)
+    rewrite(out / "experts" / "tp1-ep0" / f"{LAYER}.safetensors", damage)
     report = check(out, source, layers=[1])
     assert not report.passed
     assert report.results[0].findings
@@ -95,7 +95,7 @@ def test_damage_is_found(source: Path, tmp_path: Path, damage: Any) -> None:
 def test_exchanged_ranks_are_found(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(source, out, "mxfp4", Grid(2, 1))
-    first, second = (out / "experts" / f"tp{t}-ep0" / f"{BLOCK}.safetensors" for t in (0, 1))
+    first, second = (out / "experts" / f"tp{t}-ep0" / f"{LAYER}.safetensors" for t in (0, 1))
     shutil.move(first, out / "kept")
     shutil.move(second, first)
     shutil.move(out / "kept", second)
@@ -138,7 +138,7 @@ def test_what_is_asked_for_must_exist(source: Path, tmp_path: Path) -> None:
     run(source, out, "mxfp4")
     with pytest.raises(RequestError, match="no such check"):
         hqconv.verify(out, checks=["file"])
-    with pytest.raises(RequestError, match="no MoE block in that layer"):
+    with pytest.raises(RequestError, match="no MoE layer of this number"):
         hqconv.verify(out, layers=[9])
     assert not hqconv.verify(out, checks=["weights"], layers=[0]).results[0].findings
 
@@ -157,7 +157,7 @@ def test_what_is_no_number_never_passes() -> None:
 
     def findings(**words: Any) -> int:
         result = CheckResult("kernel")
-        check_figures(result, BLOCK, {**good, **source, **words}, limits, recorded)
+        check_figures(result, LAYER, {**good, **source, **words}, limits, recorded)
         return len(result.findings)
 
     assert findings() == 0

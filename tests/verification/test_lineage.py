@@ -68,7 +68,7 @@ def test_against_the_first_source(made: Path, out: str, num_steps: int) -> None:
     told = [note for note in notes(made / out, made / "src") if "steps before" in note]
     assert told == ([STEP.format(num_steps)] if num_steps else [])
     measured = check(made / out, made / "src", "weights").results[0].measured
-    errors = [words["relative_error"] for block in measured.values() for words in block.values()]
+    errors = [words["relative_error"] for layer in measured.values() for words in layer.values()]
     assert len(errors) == 6
     assert min(errors) > 0.05  # of the first conversion; the artifact's own manifest says 0 of the last
 

@@ -24,7 +24,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from tests.make.conversions import run
-from tests.make.damage import BLOCK, Damaged, found, raw_and_resealed, swapped_experts_are_found
+from tests.make.damage import LAYER, Damaged, found, raw_and_resealed, swapped_experts_are_found
 from tests.make.effort import num_examples
 from tests.make.matrices import SCHEMAS as ALL_SCHEMAS
 from tests.make.matrices import hard_matrix
@@ -36,7 +36,7 @@ HIDDEN, INNER, NUM_EXPERTS = (128, 128, 4)  # per TP rank: w13 128 of 256 rows, 
 
 
 def write_source(folder: Path, seed: int = 0, **sizes: int) -> Path:
-    """A qwen3_moe checkpoint whose last block is a multi-token-prediction layer's."""
+    """A qwen3_moe checkpoint whose last layer is a multi-token-prediction layer's."""
     write_qwen3_moe(folder, num_layers=2, seed=seed, **sizes)
     tensors = load_file(folder / "model.safetensors")
     renamed = {name.replace("model.layers.1.", "mtp.layers.0."): tensor for name, tensor in tensors.items()}
@@ -85,7 +85,7 @@ def test_good_artifacts_pass(copy: Damaged) -> None:
 @pytest.mark.parametrize("gemm", ["w13", "w2"])
 @pytest.mark.parametrize("tensor", ["weight", "weight_scale", "zero_point", "weight_scale_2"])
 def test_one_flipped_bit(copy: Damaged, gemm: str, tensor: str) -> None:
-    name = f"{BLOCK}.{gemm}_{tensor}"
+    name = f"{LAYER}.{gemm}_{tensor}"
     if name not in copy.tensor_names(copy.path):
         pytest.skip("the schema has no such tensor")
     copy.flip(copy.path, name, local=1)
@@ -99,9 +99,9 @@ def test_one_flipped_bit(copy: Damaged, gemm: str, tensor: str) -> None:
 
 def test_a_shared_scale_wrong_on_all_ranks(make: Callable[..., Damaged]) -> None:
     copy = make("nvfp4")
-    paths = [copy.rank_file(BLOCK, t, 1) for t in range(2)]
+    paths = [copy.rank_file(LAYER, t, 1) for t in range(2)]
     for path in paths:
-        copy.flip(path, f"{BLOCK}.w13_weight_scale_2", byte=2)
+        copy.flip(path, f"{LAYER}.w13_weight_scale_2", byte=2)
     weights = raw_and_resealed(copy, paths)
     found(weights, paths[0], "w13_weight_scale_2", "w1 of expert 2", "scale 2 of the source")
 
@@ -115,7 +115,7 @@ def test_gate_and_up_swapped(copy: Damaged) -> None:
     matrices = copy.sources(2)
     for rank in range(2):
         copy.rebuild("w13", {"w1": matrices["w3"], "w3": matrices["w1"], "w2": matrices["w2"]}, rank)
-    weights = raw_and_resealed(copy, [copy.rank_file(BLOCK, t, 1) for t in range(2)])
+    weights = raw_and_resealed(copy, [copy.rank_file(LAYER, t, 1) for t in range(2)])
     for role in ("w1", "w3"):
         found(weights, "w13_weight", f"{role} of expert 2 (local 0)", "gate and up are swapped")
 
@@ -125,8 +125,8 @@ def test_interleaved_instead_of_stacked(copy: Damaged) -> None:
     interleaved = torch.stack([matrices["w1"], matrices["w3"]], dim=1).reshape(2 * INNER, HIDDEN)
     for rank in range(2):
         copy.rebuild("w13", {"w3": interleaved, "w2": matrices["w2"]}, rank)
-    weights = raw_and_resealed(copy, [copy.rank_file(BLOCK, t, 1) for t in range(2)])
-    found(weights, copy.rank_file(BLOCK, 0, 1), "w1 of expert 2", "gate and up rows are interleaved")
+    weights = raw_and_resealed(copy, [copy.rank_file(LAYER, t, 1) for t in range(2)])
+    found(weights, copy.rank_file(LAYER, 0, 1), "w1 of expert 2", "gate and up rows are interleaved")
 
 
 @pytest.mark.parametrize("gemm", ["w13", "w2"])
@@ -155,7 +155,7 @@ def test_a_slice_of_the_wrong_group(make: Callable[..., Damaged]) -> None:
 
 
 def test_tp_ranks_exchanged(copy: Damaged) -> None:
-    paths = [copy.rank_file(BLOCK, t, 0) for t in range(2)]
+    paths = [copy.rank_file(LAYER, t, 0) for t in range(2)]
     copy.swap_files(*paths)
     weights = raw_and_resealed(copy, paths)
     found(weights, paths[0], "w13_weight", "tp rank 0 holds the slice of tp rank 1")
@@ -164,15 +164,15 @@ def test_tp_ranks_exchanged(copy: Damaged) -> None:
 
 def test_ep_ranks_exchanged(copy: Damaged) -> None:
     for tp_rank in range(2):
-        copy.swap_files(copy.rank_file(BLOCK, tp_rank, 0), copy.rank_file(BLOCK, tp_rank, 1))
-    weights = raw_and_resealed(copy, [copy.rank_file(BLOCK, t, p) for t in range(2) for p in range(2)])
+        copy.swap_files(copy.rank_file(LAYER, tp_rank, 0), copy.rank_file(LAYER, tp_rank, 1))
+    weights = raw_and_resealed(copy, [copy.rank_file(LAYER, t, p) for t in range(2) for p in range(2)])
     for expert, other in ((0, 2), (1, 3), (2, 0), (3, 1)):
         found(weights, f"w2 of expert {expert}", "experts are swapped", f"expert {other}'s")
 
 
 def test_rank_files_that_changed_places(copy: Damaged) -> None:
     """A file says whose it is: no weight needs to be decoded to see it."""
-    paths = [copy.rank_file(BLOCK, t, 0) for t in range(2)]
+    paths = [copy.rank_file(LAYER, t, 0) for t in range(2)]
     copy.swap_files(*paths, as_their_own=False)
     copy.reseal()
     files, _ = copy.check(with_source=False)
@@ -200,7 +200,7 @@ def test_a_rank_file_of_another_schema(copy: Damaged, make: Callable[..., Damage
 
 def test_padding_that_is_not_zero(copy: Damaged) -> None:
     entries, _ = copy.header(copy.path)
-    name = f"{BLOCK}.w13_weight"
+    name = f"{LAYER}.w13_weight"
     row_bytes = entries[name]["shape"][2] * 4  # of 16 columns: rows 128 to 255 are padding
     copy.flip(copy.path, name, byte=row_bytes - 1, mask=0x40)
     weights = raw_and_resealed(copy, [copy.path])
@@ -212,7 +212,7 @@ def test_padding_that_is_not_zero(copy: Damaged) -> None:
 
 
 def test_scales_labelled_with_another_dtype(copy: Damaged) -> None:
-    name = f"{BLOCK}.w13_weight_scale"
+    name = f"{LAYER}.w13_weight_scale"
     dtype = copy.header(copy.path)[0][name]["dtype"]
     label = {"BF16": "F16", "F8_E8M0": "U8", "F8_E4M3": "F8_E5M2"}[dtype]
     copy.edit_header(copy.path, lambda entries: entries[name].update(dtype=label))
@@ -254,14 +254,14 @@ def test_a_truncated_file(copy: Damaged) -> None:
     found(weights, copy.path, "truncated")
 
 
-# --- blocks, copied tensors, the manifest ------------------------------------------------------------------
+# --- layers, copied tensors, the manifest ------------------------------------------------------------------
 
 
 def remove_block(copy: Damaged, words: dict[str, Any], dropped: bool) -> None:
     del words["blocks"][MTP]
     for path in [path for path in words["files"] if MTP in path]:
         del words["files"][path]
-    for name in [name for name, block in words["tensors"]["converted"].items() if block == MTP]:
+    for name in [name for name, layer in words["tensors"]["converted"].items() if layer == MTP]:
         del words["tensors"]["converted"][name]
         if dropped:
             words["tensors"]["dropped"][name] = "not needed"
@@ -280,8 +280,8 @@ def test_a_missing_block(make: Callable[..., Damaged], hidden: str) -> None:
         return
     copy.edit_manifest(functools.partial(remove_block, copy, dropped=hidden == "dropped"))
     files, weights = copy.check()
-    found(files, f"block {MTP}", "A MoE block of the source is missing", "4 experts")
-    found(weights, f"block {MTP}", "A MoE block of the source is missing")
+    found(files, f"layer {MTP}", "An MoE layer of the source is missing", "4 experts")
+    found(weights, f"layer {MTP}", "An MoE layer of the source is missing")
     found(files, "converted (against the source)", f"{MTP}.0.gate_proj.weight", "missing")
 
 
@@ -312,14 +312,14 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "layout": (lambda w: w.update(layout="checkpoint"), "tp, ep"),
     "family": (lambda w: w.update(family="mixtral"), "hqconv.json: family"),
     "no family": (lambda w: w.update(family="none"), "family"),
-    "top_k": (lambda w: w["blocks"][BLOCK].update(top_k=3), f"{BLOCK}: top_k"),
-    "gated": (lambda w: w["blocks"][BLOCK].update(gated=False), f"{BLOCK}: gated"),
-    "order": (lambda w: w["blocks"][BLOCK].update(w13_order=["up", "gate"]), "w13_order"),
-    "experts": (lambda w: w["blocks"][BLOCK].update(num_experts=5), "num_experts"),
-    "no experts": (lambda w: w["blocks"][BLOCK].update(num_experts=0), BLOCK),
-    "too many": (lambda w: w["blocks"][BLOCK].update(num_experts=10**10), BLOCK),
-    "size I": (lambda w: w["blocks"][BLOCK].update(intermediate_size=256), "experts: intermediate_size"),
-    "flags": (lambda w: w["blocks"][BLOCK]["w2"]["flags"].update(use_flat_weight=True), "w2: use_flat_weight"),
+    "top_k": (lambda w: w["blocks"][LAYER].update(top_k=3), f"{LAYER}: top_k"),
+    "gated": (lambda w: w["blocks"][LAYER].update(gated=False), f"{LAYER}: gated"),
+    "order": (lambda w: w["blocks"][LAYER].update(w13_order=["up", "gate"]), "w13_order"),
+    "experts": (lambda w: w["blocks"][LAYER].update(num_experts=5), "num_experts"),
+    "no experts": (lambda w: w["blocks"][LAYER].update(num_experts=0), LAYER),
+    "too many": (lambda w: w["blocks"][LAYER].update(num_experts=10**10), LAYER),
+    "size I": (lambda w: w["blocks"][LAYER].update(intermediate_size=256), "experts: intermediate_size"),
+    "flags": (lambda w: w["blocks"][LAYER]["w2"]["flags"].update(use_flat_weight=True), "w2: use_flat_weight"),
     "accounting": (lambda w: w["tensors"].update(copied=3), "tensors"),
     "copied": (lambda w: w["tensors"]["copied"].pop(), "copied"),
     "counted twice": (lambda w: w["tensors"]["dropped"].update({w["tensors"]["copied"][0]: "x"}), "tensors"),
@@ -340,14 +340,14 @@ def test_an_edited_manifest(make: Callable[..., Damaged], what: str) -> None:
 @pytest.mark.parametrize("key", ["relative_error", "worst_expert", "worst_relative_error"])
 def test_an_edited_error_figure(copy: Damaged, key: str) -> None:
     def edit(words: dict[str, Any]) -> None:
-        figures = words["blocks"][BLOCK]["quantization_error"]["w3"]
+        figures = words["blocks"][LAYER]["quantization_error"]["w3"]
         figures[key] = (figures[key] + 1) % 4 if key == "worst_expert" else figures[key] * (1 + 1e-8)
 
     copy.edit_manifest(edit)
     files, weights = copy.check()
     assert files.findings == []
     assert len(weights.findings) == 1
-    found(weights, f"{BLOCK}: quantization_error: w3: {key}", "The recorded error")
+    found(weights, f"{LAYER}: quantization_error: w3: {key}", "The recorded error")
 
 
 # --- the checkpoint layout ---------------------------------------------------------------------------------
@@ -376,16 +376,16 @@ def test_damage_in_the_checkpoint_layout(make: Callable[..., Damaged], schema: s
 def test_experts_swapped_in_the_checkpoint_layout(make: Callable[..., Damaged]) -> None:
     copy = make("mxfp4", layout="checkpoint")
     words = json.loads((copy.root / "model.safetensors.index.json").read_bytes())["weight_map"]
-    path = words[f"{BLOCK}.0.up_proj.weight"]
+    path = words[f"{LAYER}.0.up_proj.weight"]
 
     def edit(entries: dict[str, Any]) -> None:
         for tensor in ("weight", "weight_scale"):
-            left, right = (f"{BLOCK}.{e}.up_proj.{tensor}" for e in (0, 1))
+            left, right = (f"{LAYER}.{e}.up_proj.{tensor}" for e in (0, 1))
             entries[left], entries[right] = entries[right], entries[left]
 
     copy.edit_header(path, edit)
     copy.reseal()
-    found(copy.check()[1], f"block {BLOCK}, w3 of expert 1", "experts are swapped", "expert 0's")
+    found(copy.check()[1], f"layer {LAYER}, w3 of expert 1", "experts are swapped", "expert 0's")
 
 
 # --- and no false alarms -----------------------------------------------------------------------------------

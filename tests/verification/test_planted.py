@@ -29,7 +29,7 @@ from hqconv.verification.result import CheckResult
 from hqconv.verification.sidecar_files import check_manifest
 from tests.make import small
 from tests.make.conversions import manifest, run, schema_of
-from tests.make.damage import BLOCK, Damaged, check_both_ways, found
+from tests.make.damage import LAYER, Damaged, check_both_ways, found
 from tests.make.effort import num_examples
 from tests.make.qwen import write_qwen3_moe
 
@@ -105,8 +105,8 @@ WORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "source": lambda w: w["source"].update(name="another"),
     "revision": lambda w: w["source"].update(revision="0" * 40),
     "placement": lambda w: w.update(expert_placement="round_robin"),
-    "worst": lambda w: w["blocks"][BLOCK]["quantization_error"]["w2"].update(worst_expert=0),
-    "worst too": lambda w: w["blocks"][BLOCK]["quantization_error"]["w2"].update(worst_expert=1),
+    "worst": lambda w: w["blocks"][LAYER]["quantization_error"]["w2"].update(worst_expert=0),
+    "worst too": lambda w: w["blocks"][LAYER]["quantization_error"]["w2"].update(worst_expert=1),
     "because": lambda w: w.update(family_chosen_because="it was"),
 }
 
@@ -159,36 +159,36 @@ def unsourced(copy: Damaged) -> CheckResult:
 @pytest.mark.parametrize(("gemm", "roles"), [("w13", ("w1", "w3")), ("w2", ("w2",))])
 def test_swapped_experts_are_named_without_the_source(copy: Damaged, gemm: str, roles: tuple[str, ...]) -> None:
     for tp_rank in range(2):
-        copy.swap_experts(copy.rank_file(BLOCK, tp_rank, 1), (gemm,))
+        copy.swap_experts(copy.rank_file(LAYER, tp_rank, 1), (gemm,))
     weights = unsourced(copy)
     for role in roles:
-        found(weights, f"block {BLOCK}, {role}: weight", OTHERS, "experts 2 and 3 are swapped")
+        found(weights, f"layer {LAYER}, {role}: weight", OTHERS, "experts 2 and 3 are swapped")
     assert {f.where.split(", ")[1][:2] for f in weights.findings} == set(roles)
 
 
 def test_a_slice_of_another_rank_shows_without_the_source(copy: Damaged) -> None:
-    copy.swap_files(copy.rank_file(BLOCK, 0, 0), copy.rank_file(BLOCK, 1, 0))
-    found(unsourced(copy), f"block {BLOCK}, w2: weight", OTHERS)
+    copy.swap_files(copy.rank_file(LAYER, 0, 0), copy.rank_file(LAYER, 1, 0))
+    found(unsourced(copy), f"layer {LAYER}, w2: weight", OTHERS)
 
 
 def test_one_expert_swapped_on_one_rank_shows_without_the_source(copy: Damaged) -> None:
     copy.swap_experts(copy.path, ("w2",))
     weights = unsourced(copy)
-    found(weights, f"block {BLOCK}, w2: weight_scale", OTHERS)
+    found(weights, f"layer {LAYER}, w2: weight_scale", OTHERS)
     assert not any("are swapped" in finding.found for finding in weights.findings)
 
 
 @pytest.mark.parametrize(("tensor", "name"), [("w2_weight", "w2: weight"), ("w13_weight_scale", "weight_scale")])
 def test_one_bit_shows_without_the_source(copy: Damaged, tensor: str, name: str) -> None:
-    copy.flip(copy.path, f"{BLOCK}.{tensor}", local=1, byte=64)
+    copy.flip(copy.path, f"{LAYER}.{tensor}", local=1, byte=64)
     weights = unsourced(copy)
     assert len(weights.findings) == 1
-    found(weights, BLOCK, name, OTHERS)
+    found(weights, LAYER, name, OTHERS)
 
 
 def test_sums_do_not_depend_on_ranks_layout_or_way(good: dict[str, Path], tmp_path: Path) -> None:
     def sums(out: Path) -> list[Any]:
-        return [block["content_sums"] for block in manifest(out)["blocks"].values()]
+        return [layer["content_sums"] for layer in manifest(out)["blocks"].values()]
 
     run(good["src"], tmp_path / "one", SCHEMA, max_memory="128MiB", threads=1)
     run(good["kernel"], tmp_path / "cut", "source", Grid(1, 4))
@@ -200,27 +200,27 @@ def test_sums_do_not_depend_on_ranks_layout_or_way(good: dict[str, Path], tmp_pa
 
 @pytest.mark.parametrize("words", [{}, [], {"w1": 3}, {"w1": {}, "w2": {}, "w3": {}}, 7])
 def test_sums_that_are_none(copy: Damaged, words: Any) -> None:
-    copy.edit_manifest(lambda w: w["blocks"][BLOCK].update(content_sums=words))
+    copy.edit_manifest(lambda w: w["blocks"][LAYER].update(content_sums=words))
     finding = copy.check(with_source=False)[1].findings[0]
-    assert f"{BLOCK}: content_sums" in finding.where
+    assert f"{LAYER}: content_sums" in finding.where
     assert OTHERS in finding.what or "manifest is damaged" in finding.what
 
 
 def test_a_sum_that_is_another_one_shows_with_the_source_too(copy: Damaged) -> None:
-    copy.edit_manifest(lambda w: w["blocks"][BLOCK]["content_sums"]["w2"].update(weight="0" * 16))
+    copy.edit_manifest(lambda w: w["blocks"][LAYER]["content_sums"]["w2"].update(weight="0" * 16))
     for with_source in (True, False):
-        found(copy.check(with_source)[1], f"block {BLOCK}, w2: weight", OTHERS, "0" * 16)
+        found(copy.check(with_source)[1], f"layer {LAYER}, w2: weight", OTHERS, "0" * 16)
 
 
 def test_an_older_artifact_has_no_sums(copy: Damaged) -> None:
     def forget(words: dict[str, Any]) -> None:
-        for block in words["blocks"].values():
-            del block["content_sums"]
+        for layer in words["blocks"].values():
+            del layer["content_sums"]
 
     copy.edit_manifest(forget)
     weights = copy.check(with_source=False)[1]
     assert weights.findings == []
-    assert weights.notes[0] == "2 of 2 blocks decoded; without a source no value can be wrong"
+    assert weights.notes[0] == "2 of 2 layers decoded; without a source no value can be wrong"
 
 
 # --- words that can be worked out again --------------------------------------------------------------------
@@ -228,24 +228,24 @@ def test_an_older_artifact_has_no_sums(copy: Damaged) -> None:
 
 @pytest.mark.parametrize("value", [-1, 4, None, 1.0, True, "1"])
 def test_a_worst_expert_that_is_none(copy: Damaged, value: Any) -> None:
-    copy.edit_manifest(lambda w: w["blocks"][BLOCK]["quantization_error"]["w3"].update(worst_expert=value))
-    found(copy.check(with_source=False)[0], f"{BLOCK}: quantization_error: w3: worst_expert", repr(value))
+    copy.edit_manifest(lambda w: w["blocks"][LAYER]["quantization_error"]["w3"].update(worst_expert=value))
+    found(copy.check(with_source=False)[0], f"{LAYER}: quantization_error: w3: worst_expert", repr(value))
 
 
 def test_the_worst_of_equal_experts_is_the_first(tmp_path: Path) -> None:
     src = write_qwen3_moe(tmp_path / "src", num_layers=1)
     tensors = load_file(src / "model.safetensors")
-    for name in [name for name in tensors if f"{BLOCK}." in name]:
-        expert = name.removeprefix(f"{BLOCK}.").split(".")[0]
-        tensors[name] = tensors[name.replace(f"{BLOCK}.{expert}.", f"{BLOCK}.0.")].clone()
+    for name in [name for name in tensors if f"{LAYER}." in name]:
+        expert = name.removeprefix(f"{LAYER}.").split(".")[0]
+        tensors[name] = tensors[name.replace(f"{LAYER}.{expert}.", f"{LAYER}.0.")].clone()
     save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
     run(src, tmp_path / "out", SCHEMA)
     copy = Damaged(tmp_path / "out", src, SCHEMA)
     assert [result.findings for result in copy.check()] == [[], []]
-    copy.edit_manifest(lambda w: w["blocks"][BLOCK]["quantization_error"]["w3"].update(worst_expert=2))
+    copy.edit_manifest(lambda w: w["blocks"][LAYER]["quantization_error"]["w3"].update(worst_expert=2))
     files, weights = copy.check()
     assert files.findings == []
-    found(weights, f"{BLOCK}: quantization_error: w3: worst_expert", "the first is the worst", "| 0 | 2")
+    found(weights, f"{LAYER}: quantization_error: w3: worst_expert", "the first is the worst", "| 0 | 2")
 
 
 @pytest.mark.parametrize("with_source", [True, False])
@@ -310,7 +310,7 @@ STRAYS = ("more/model.safetensors", "more/pytorch_model.bin", "a.gguf", "origina
 
 
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-@pytest.mark.parametrize("path", [*STRAYS, f"experts/tp0-ep0/{BLOCK}.bin", "experts/tp0-ep0/x.safetensors"])
+@pytest.mark.parametrize("path", [*STRAYS, f"experts/tp0-ep0/{LAYER}.bin", "experts/tp0-ep0/x.safetensors"])
 def test_stray_weights_that_the_manifest_lists(good: dict[str, Path], tmp_path: Path, layout: str, path: str) -> None:
     copy = copy_of(good, layout, tmp_path)
     (copy.root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -388,14 +388,14 @@ def test_padding_of_an_uneven_last_rank(
             padding_of(monkeypatch, tensor, axis, value)
         out = tmp_path / f"out-{is_damaged}"
         run(src, out, made_of, Grid(4), dtype=dtype)
-        block = next(iter(manifest(out)["blocks"]))
+        layer = next(iter(manifest(out)["blocks"]))
         for with_source in (True, False):
             with Artifact(out) as artifact, open_source(src) as source:
                 weights = check_both_ways(artifact, source if with_source else None)
             assert bool(weights.findings) == is_damaged, weights.findings[:3]
         if is_damaged:
             what = "The padding of the last TP rank is not "
-            found(weights, f"experts/tp3-ep0/{block}.safetensors, tensor {block}.{gemm}_{tensor}", what)
+            found(weights, f"experts/tp3-ep0/{layer}.safetensors, tensor {layer}.{gemm}_{tensor}", what)
 
 
 # --- words of every kind --------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ def test_another_dtype_in_all_words_is_another_artifact(tmp_path: Path, schema: 
         metadata = entries["__metadata__"]
         entries["__metadata__"] = {key: text.replace("bfloat16", "float16") for key, text in metadata.items()}
 
-    copy.edit_header(copy.rank_file(BLOCK, 0, 0), edit)
+    copy.edit_header(copy.rank_file(LAYER, 0, 0), edit)
     digest = manifest(copy.root)["digest"]
     copy.edit_manifest(lambda words: words.update(dtype="float16"))
     for name in ("README.md", "SHA256SUMS"):

@@ -20,7 +20,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid, tp_slices
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.verification import kernel as module
-from hqconv.verification.block_inputs import BlockInputs
+from hqconv.verification.layer_inputs import LayerInputs
 from hqconv.verification.reference import Routing, moe_forwards
 from hqconv.verification.result import CheckResult
 from hqconv.verification.rounding import Rounding
@@ -32,7 +32,7 @@ from tests.make.conversions import kernel_spec_of, run
 from tests.make.models import save_model
 
 NUM_EXPERTS, HIDDEN, INNER = 4, 256, 128
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": 2 * INNER, "num_experts": NUM_EXPERTS}
 QUANTIZED = {
     "fp8": {"a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
@@ -113,7 +113,7 @@ def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.Mon
     found = fused_moe(gemms, x, ids, routing.weights, Activation("silu"), True, 38)
     scheme = Rounding.of(words)
     assert scheme is not None
-    inputs = BlockInputs({"w13": scheme, "w2": scheme}, static, ((0, INNER),), torch.bfloat16)
+    inputs = LayerInputs({"w13": scheme, "w2": scheme}, static, ((0, INNER),), torch.bfloat16)
     exact, rounded = moe_forwards(
         x.double(), routing, lambda e: weights[e], Activation("silu"), [module.EXACT, inputs.reference()]
     )
@@ -147,7 +147,7 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
         for _ in range(NUM_EXPERTS)
     ]
 
-    def load(_: Artifact, block: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
+    def load(_: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
         _, begin, end, _ = tp_slices(inner, artifact.grid.tp, artifact.schema)[tp_rank]
         mine = [weights[e] for e in artifact.grid.local_experts(NUM_EXPERTS, ep_rank)]
         stacks = {
@@ -156,14 +156,14 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
         }
         gemms = {}
         for gemm, parts in stacks.items():
-            config = layer_config(artifact.layer_config(block, gemm, tp_rank, ep_rank))
+            config = layer_config(artifact.layer_config(layer, gemm, tp_rank, ep_rank))
             gemms[gemm] = Gemm(config, {"weight": torch.stack(parts)})
         return damage(gemms)
 
     monkeypatch.setattr(module, "_load_rank", load)
     monkeypatch.setattr(module, "decoded_experts", lambda *_: lambda expert: weights[expert])
     monkeypatch.setattr(module, "compile_kernels", lambda *_: None)
-    return module.check_kernel(artifact, None, [BLOCK], [1, 24], torch.device("cpu"))
+    return module.check_kernel(artifact, None, [LAYER], [1, 24], torch.device("cpu"))
 
 
 @pytest.mark.sampled(3)
@@ -176,7 +176,7 @@ def test_the_check_knows_the_rounding(
     with small(tmp_path, inputs, schema, grid) as artifact:
         result = checked(artifact, monkeypatch)
     assert not result.findings, result.findings
-    measured = result.measured[BLOCK]
+    measured = result.measured[LAYER]
     error = KERNEL_ERROR[inputs, "bfloat16"].exact
     assert 0.7 * error < measured["kernel"] < 1.4 * error
     assert measured["rounded_kernel"] < 0.005
@@ -214,18 +214,18 @@ def test_a_kernel_that_rounds_otherwise_is_found(tmp_path: Path, monkeypatch: py
 
     with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
         result = checked(artifact, monkeypatch, other)
-    assert result.measured[BLOCK]["kernel"] < 1.4 * KERNEL_ERROR["fp8", "bfloat16"].exact
+    assert result.measured[LAYER]["kernel"] < 1.4 * KERNEL_ERROR["fp8", "bfloat16"].exact
     assert [f.what for f in result.findings if "rounded activations" in f.what]
 
 
 def test_static_scales_are_read_and_what_they_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales that were measured beforehand lie in every rank's file; nothing is said of exact activations then."""
     with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
-        path = artifact.root / "experts" / "tp0-ep0" / f"{BLOCK}.safetensors"
+        path = artifact.root / "experts" / "tp0-ep0" / f"{LAYER}.safetensors"
         with safe_open(path, "pt") as file:
             metadata, names = file.metadata(), list(file.keys())
         static = {"w13": torch.tensor([2 / 448]), "w2": torch.tensor([0.04])}
-        scales = {f"{BLOCK}.{gemm}_input_scale": scale for gemm, scale in static.items()}
+        scales = {f"{LAYER}.{gemm}_input_scale": scale for gemm, scale in static.items()}
         save_file({**load_file(path), **scales}, path, metadata)
         assert not set(scales) & set(names)
         stored = artifact.layer_config
@@ -239,19 +239,19 @@ def test_static_scales_are_read_and_what_they_cut_off_is_told(tmp_path: Path, mo
         monkeypatch.setattr(artifact, "layer_config", config)
         inputs = replace(artifact.spec.inputs, input_quant_mode="static_tensor")
         monkeypatch.setattr(artifact, "spec", replace(artifact.spec, inputs=inputs))
-        found = BlockInputs.of(artifact, BLOCK, torch.device("cpu"))
+        found = LayerInputs.of(artifact, LAYER, torch.device("cpu"))
         assert found is not None
         assert {gemm: scale.tolist() for gemm, scale in found.static.items()} == {
             gemm: scale.tolist() for gemm, scale in static.items()
         }
         result = checked(artifact, monkeypatch, with_scales)
     assert not result.findings, result.findings
-    clipped = result.measured[BLOCK]["clipped"]
+    clipped = result.measured[LAYER]["clipped"]
     assert clipped["w13"] == pytest.approx(0.0455, rel=0.1)  # beyond two standard deviations
     assert clipped["w2"] == 0.0
     assert any("w13: its scale cuts off 4." in note for note in result.notes)
-    assert load_gemm(config(BLOCK, "w13", 0, 0), {"input_scale": static["w13"]}).input_scale is static["w13"]
-    assert not load_gemm(config(BLOCK, "w13", 0, 0), {"input_scale": static["w13"]}).tensors
+    assert load_gemm(config(LAYER, "w13", 0, 0), {"input_scale": static["w13"]}).input_scale is static["w13"]
+    assert not load_gemm(config(LAYER, "w13", 0, 0), {"input_scale": static["w13"]}).tensors
 
 
 def test_activations_without_a_reference_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

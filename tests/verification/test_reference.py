@@ -1,4 +1,4 @@
-"""The kernel's judge against transformers' own MoE blocks, and its routing rules."""
+"""The kernel's judge against transformers' own MoE layers, and its routing rules."""
 
 from __future__ import annotations
 
@@ -45,35 +45,35 @@ MODELS = {
 
 
 def build(name: str) -> tuple[nn.Module, Any]:
-    """A MoE block of a tiny random model, in float32, with a correction bias where the family has one."""
+    """An MoE layer of a tiny random model, in float32, with a correction bias where the family has one."""
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(name.partition("-")[0], **MODELS[name])
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    block = next(m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate"))
-    for parameter in block.parameters():
+    layer = next(m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate"))
+    for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
-    if hasattr(block.gate, "e_score_correction_bias"):
-        block.gate.e_score_correction_bias.copy_(torch.randn(16) * 0.2)
-    return block, config
+    if hasattr(layer.gate, "e_score_correction_bias"):
+        layer.gate.e_score_correction_bias.copy_(torch.randn(16) * 0.2)
+    return layer, config
 
 
-def expert_weights(block: nn.Module, expert: int) -> dict[str, torch.Tensor]:
-    gate, up = block.experts.gate_up_proj[expert].chunk(2)
-    return {"w1": gate, "w3": up, "w2": block.experts.down_proj[expert]}
+def expert_weights(layer: nn.Module, expert: int) -> dict[str, torch.Tensor]:
+    gate, up = layer.experts.gate_up_proj[expert].chunk(2)
+    return {"w1": gate, "w3": up, "w2": layer.experts.down_proj[expert]}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_reference_is_transformers_block(name: str) -> None:
-    block, config = build(name)
+    layer, config = build(name)
     x = torch.randn(33, config.hidden_size)
-    bias = getattr(block.gate, "e_score_correction_bias", None)
-    routing = route(x @ block.gate.weight.t(), config.num_experts_per_tok, config.to_dict(), bias)
+    bias = getattr(layer.gate, "e_score_correction_bias", None)
+    routing = route(x @ layer.gate.weight.t(), config.num_experts_per_tok, config.to_dict(), bias)
     with torch.no_grad():
-        ours, hidden = moe_forward(x, routing, lambda e: expert_weights(block, e), Activation("silu"))
-        theirs = block(x.unsqueeze(0))
+        ours, hidden = moe_forward(x, routing, lambda e: expert_weights(layer, e), Activation("silu"))
+        theirs = layer(x.unsqueeze(0))
         theirs = (theirs[0] if isinstance(theirs, tuple) else theirs).squeeze(0)
-        if hasattr(block, "shared_experts"):
-            theirs = theirs - block.shared_experts(x)
+        if hasattr(layer, "shared_experts"):
+            theirs = theirs - layer.shared_experts(x)
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
     assert hidden.shape == (33 * config.num_experts_per_tok, 40)
 
@@ -81,17 +81,17 @@ def test_reference_is_transformers_block(name: str) -> None:
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_a_changed_row_is_seen(name: str) -> None:
     """The comparison above would notice one wrong weight row."""
-    block, config = build(name)
+    layer, config = build(name)
     x = torch.randn(33, config.hidden_size)
-    bias = getattr(block.gate, "e_score_correction_bias", None)
-    routing = route(x @ block.gate.weight.t(), 3, config.to_dict(), bias)
+    bias = getattr(layer.gate, "e_score_correction_bias", None)
+    routing = route(x @ layer.gate.weight.t(), 3, config.to_dict(), bias)
 
     def damaged(expert: int) -> dict[str, torch.Tensor]:
-        weights = expert_weights(block, expert)
+        weights = expert_weights(layer, expert)
         return {**weights, "w2": weights["w2"].roll(1, 0)} if expert == int(routing.ids[0, 0]) else weights
 
     with torch.no_grad():
-        good, _ = moe_forward(x, routing, lambda e: expert_weights(block, e), Activation("silu"))
+        good, _ = moe_forward(x, routing, lambda e: expert_weights(layer, e), Activation("silu"))
         bad, _ = moe_forward(x, routing, damaged, Activation("silu"))
     assert (good - bad).norm() > 1e-2 * good.norm()
 

@@ -20,7 +20,7 @@ from hqconv.verification.result import CheckResult
 from tests.make.conversions import run, write_manifest
 from tests.make.damage import Damaged, found, raw_and_resealed, swapped_experts_are_found
 from tests.make.effort import num_examples
-from tests.make.small import BLOCK, GOOD, INNER, E, Source, save
+from tests.make.small import GOOD, INNER, LAYER, E, Source, save
 
 BASES = {"fp8_blocks": "source", "fp8_tensors": "fp8-tensor", "gpt_oss_mxfp4": "source", "gpt_oss_floats": "int4"}
 CODED = [base for base in BASES if base != "gpt_oss_floats"]
@@ -83,7 +83,7 @@ def test_good_artifacts_pass(copy: Damaged) -> None:
 @pytest.mark.parametrize("gemm", ["w13", "w2"])
 @pytest.mark.parametrize("tensor", ["weight", "weight_scale", "bias"])
 def test_one_flipped_bit(copy: Damaged, gemm: str, tensor: str) -> None:
-    name = f"{BLOCK}.{gemm}_{tensor}"
+    name = f"{LAYER}.{gemm}_{tensor}"
     if name not in copy.tensor_names(copy.path):
         assert tensor == "bias"
         pytest.skip("no biases in this source")
@@ -102,20 +102,20 @@ def test_two_experts_swapped(copy: Damaged, gemms: tuple[str, ...]) -> None:
 def test_experts_of_a_stack_in_another_order(base: str, make: Make, tmp_path: Path) -> None:
     def change(source: Source) -> None:
         for name, tensor in source[0].items():
-            if name.startswith(f"{BLOCK}.gate_up"):
+            if name.startswith(f"{LAYER}.gate_up"):
                 source[0][name] = tensor[[1, 0, 2, 3]]
 
     weights = graft(make(base), base, change, tmp_path)
     for role in ("w1", "w3"):
-        found(weights, f"block {BLOCK}, {role} of expert 0", "experts are swapped", "expert 1's")
-    found(weights, "tensor " + f"{BLOCK}.w13_bias", "w1 of expert 1", "bias of the source")
+        found(weights, f"layer {LAYER}, {role} of expert 0", "experts are swapped", "expert 1's")
+    found(weights, "tensor " + f"{LAYER}.w13_bias", "w1 of expert 1", "bias of the source")
     assert not [f for f in weights.findings if "w2" in f.where]
 
 
 def gate_up(source: Source) -> list[tuple[str, int]]:
     """The tensors of gate and up, and the dimension of their rows."""
     return [
-        (name, 2 if name.endswith("gate_up_proj") else 1) for name in source[0] if name.startswith(f"{BLOCK}.gate_up")
+        (name, 2 if name.endswith("gate_up_proj") else 1) for name in source[0] if name.startswith(f"{LAYER}.gate_up")
     ]
 
 
@@ -150,19 +150,19 @@ def test_gate_and_up_exchanged(base: str, make: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stack", "gemm", "role"), [("gate_up_proj", "w13", "w3"), ("down_proj", "w2", "w2")])
 def test_another_bias(base: str, stack: str, gemm: str, role: str, make: Make, tmp_path: Path) -> None:
     def change(source: Source) -> None:
-        source[0][f"{BLOCK}.{stack}_bias"][3, 5] += 1
+        source[0][f"{LAYER}.{stack}_bias"][3, 5] += 1
 
     weights = graft(make(base), base, change, tmp_path)
     row = 2 if gemm == "w13" else 5  # gate and up in turns
-    found(weights, f"{BLOCK}.{gemm}_bias, {role} of expert 3", "bias of the source", f"at [{row}]", "1 of 256 differ")
+    found(weights, f"{LAYER}.{gemm}_bias, {role} of expert 3", "bias of the source", f"at [{row}]", "1 of 256 differ")
     assert len(weights.findings) == 1
 
 
 def test_a_bias_on_every_rank(make: Make) -> None:
     """Ranks are summed: the w2 bias would count twice."""
     copy = make("gpt_oss_mxfp4")
-    name = f"{BLOCK}.w2_bias"
-    copy.expert_bytes(copy.path, name, 1)[:] = copy.expert_bytes(copy.rank_file(BLOCK, 0, 1), name, 1)
+    name = f"{LAYER}.w2_bias"
+    copy.expert_bytes(copy.path, name, 1)[:] = copy.expert_bytes(copy.rank_file(LAYER, 0, 1), name, 1)
     weights = raw_and_resealed(copy, [copy.path])
     found(weights, f"{copy.path}, tensor {name}, expert 3", "more than TP rank 0")
 
@@ -188,33 +188,33 @@ def test_another_scale(base: str, make: Make, tmp_path: Path) -> None:
 # --- the manifest's words ----------------------------------------------------------------------------------
 
 
-def block(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-    """A change of the block's words."""
-    return lambda words: change(words["blocks"][BLOCK])
+def layer(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    """A change of the layer's words."""
+    return lambda words: change(words["blocks"][LAYER])
 
 
 def part(role: str, name: str, **words: object) -> Callable[[dict[str, Any]], object]:
-    return block(lambda b: b["source_parts"][role][name].update(words))
+    return layer(lambda b: b["source_parts"][role][name].update(words))
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
 # What is changed, in which artifact, and where a finding must be; None: only the source shows it.
 EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
-    "conversion": ("fp8_blocks", block(lambda b: b.update(conversion="requantized")), "conversion"),
-    "no conversion": ("fp8_blocks", block(lambda b: b.update(conversion="none")), "conversion"),
-    "quantized": ("gpt_oss_mxfp4", block(lambda b: b.update(conversion="quantized")), "conversion"),
-    "format name": ("fp8_blocks", block(lambda b: b["source_format"].update(name="x")), "source_format"),
-    "format": ("fp8_blocks", block(lambda b: b["source_format"].update(decoder="int8")), "source_format"),
-    "read back": ("fp8_blocks", block(lambda b: b["source_format"].update(decoder="kernel")), "source_format"),
-    "not quantized": ("fp8_blocks", block(lambda b: b["source_format"].update(decoder="float")), "source_format"),
-    "groups": ("fp8_blocks", block(lambda b: b["source_format"].update(group_k=64)), "source_format"),
-    "scales": ("fp8_blocks", block(lambda b: b["source_format"].update(scale_dtype="bfloat16")), "source_format"),
-    "options": ("fp8_blocks", block(lambda b: b["source_format"]["options"].update(a=1)), "source_format"),
-    "no options": ("fp8_blocks", block(lambda b: b["source_format"].pop("options")), "source_format"),
-    "options of another kind": ("fp8_blocks", block(lambda b: b["source_format"].update(options=[1])), "source_format"),
-    "unknown word": ("fp8_blocks", block(lambda b: b["source_format"].update(colour="red")), "source_format"),
-    "empty format": ("fp8_blocks", block(lambda b: b.update(source_format={})), "source_format"),
-    "template": ("fp8_blocks", part("w1", "weight", template=f"{BLOCK}.{{expert}}.up_proj.weight"), "converted"),
+    "conversion": ("fp8_blocks", layer(lambda b: b.update(conversion="requantized")), "conversion"),
+    "no conversion": ("fp8_blocks", layer(lambda b: b.update(conversion="none")), "conversion"),
+    "quantized": ("gpt_oss_mxfp4", layer(lambda b: b.update(conversion="quantized")), "conversion"),
+    "format name": ("fp8_blocks", layer(lambda b: b["source_format"].update(name="x")), "source_format"),
+    "format": ("fp8_blocks", layer(lambda b: b["source_format"].update(decoder="int8")), "source_format"),
+    "read back": ("fp8_blocks", layer(lambda b: b["source_format"].update(decoder="kernel")), "source_format"),
+    "not quantized": ("fp8_blocks", layer(lambda b: b["source_format"].update(decoder="float")), "source_format"),
+    "groups": ("fp8_blocks", layer(lambda b: b["source_format"].update(group_k=64)), "source_format"),
+    "scales": ("fp8_blocks", layer(lambda b: b["source_format"].update(scale_dtype="bfloat16")), "source_format"),
+    "options": ("fp8_blocks", layer(lambda b: b["source_format"]["options"].update(a=1)), "source_format"),
+    "no options": ("fp8_blocks", layer(lambda b: b["source_format"].pop("options")), "source_format"),
+    "options of another kind": ("fp8_blocks", layer(lambda b: b["source_format"].update(options=[1])), "source_format"),
+    "unknown word": ("fp8_blocks", layer(lambda b: b["source_format"].update(colour="red")), "source_format"),
+    "empty format": ("fp8_blocks", layer(lambda b: b.update(source_format={})), "source_format"),
+    "template": ("fp8_blocks", part("w1", "weight", template=f"{LAYER}.{{expert}}.up_proj.weight"), "converted"),
     "wild template": ("fp8_blocks", part("w1", "weight", template="{expert.__class__}"), "source_parts"),
     "wide template": ("fp8_blocks", part("w1", "weight", template="{expert:9999999999}"), "source_parts"),
     "number as template": ("fp8_blocks", part("w1", "weight", template=1), "source_parts"),
@@ -225,34 +225,34 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "stack": ("gpt_oss_mxfp4", part("w2", "weight", shape=[5, 256, 8, 16]), "hqconv.json"),
     "in turns": (
         "gpt_oss_mxfp4",
-        block(lambda b: b["source_parts"]["w1"]["weight"]["view"].update(interleaved=False)),
+        layer(lambda b: b["source_parts"]["w1"]["weight"]["view"].update(interleaved=False)),
         "source_parts",
     ),
     "transposed": (
         "gpt_oss_floats",
-        block(lambda b: b["source_parts"]["w2"]["weight"]["view"].update(transposed=False)),
+        layer(lambda b: b["source_parts"]["w2"]["weight"]["view"].update(transposed=False)),
         "source_parts",
     ),
     "index": (
         "gpt_oss_mxfp4",
-        block(lambda b: b["source_parts"]["w3"]["bias"]["view"].update(index=0)),
+        layer(lambda b: b["source_parts"]["w3"]["bias"]["view"].update(index=0)),
         "source_parts",
     ),
     "unknown view": (
         "gpt_oss_mxfp4",
-        block(lambda b: b["source_parts"]["w3"]["bias"].update(view={"x": 1})),
+        layer(lambda b: b["source_parts"]["w3"]["bias"].update(view={"x": 1})),
         "source_parts",
     ),
     "flat": ("gpt_oss_floats", part("w2", "weight", is_flat=True), "source_parts"),
     "no bias": (
         "gpt_oss_mxfp4",
-        block(lambda b: [b["source_parts"][r].pop("bias") for r in ("w1", "w3", "w2")]),
+        layer(lambda b: [b["source_parts"][r].pop("bias") for r in ("w1", "w3", "w2")]),
         "hqconv.json",
     ),
-    "no scale": ("fp8_blocks", block(lambda b: b["source_parts"]["w2"].pop("scale")), "hqconv.json"),
-    "no weight": ("fp8_blocks", block(lambda b: b["source_parts"]["w2"].pop("weight")), "source_parts"),
-    "no projection": ("fp8_blocks", block(lambda b: b["source_parts"].pop("w3")), "source_parts"),
-    "parts in a list": ("fp8_blocks", block(lambda b: b["source_parts"].update(w1=[])), "source_parts"),
+    "no scale": ("fp8_blocks", layer(lambda b: b["source_parts"]["w2"].pop("scale")), "hqconv.json"),
+    "no weight": ("fp8_blocks", layer(lambda b: b["source_parts"]["w2"].pop("weight")), "source_parts"),
+    "no projection": ("fp8_blocks", layer(lambda b: b["source_parts"].pop("w3")), "source_parts"),
+    "parts in a list": ("fp8_blocks", layer(lambda b: b["source_parts"].update(w1=[])), "source_parts"),
     "dropped": ("fp8_tensors", lambda w: w["tensors"]["dropped"].clear(), ""),
     "source's config": ("fp8_blocks", lambda w: w["source"].update(quantization_config=FP8), "quantization_config"),
     "no source's config": ("fp8_blocks", lambda w: w["source"].update(quantization_config=None), "quantization_config"),
@@ -306,7 +306,7 @@ def test_the_sources_config_edited_in_both_places(with_source: bool, make: Make)
     if with_source:
         found(files, "source: quantization_config", "not the one that was converted")
     else:
-        found(files, f"{BLOCK}.0.gate_proj.weight_scale_inv", "contradict each other")
+        found(files, f"{LAYER}.0.gate_proj.weight_scale_inv", "contradict each other")
 
 
 def test_another_format_of_the_same_source(make: Make, tmp_path: Path) -> None:
@@ -316,13 +316,13 @@ def test_another_format_of_the_same_source(make: Make, tmp_path: Path) -> None:
     config["quantization_config"]["fmt"] = "e5m2"
     copy.source = save(tmp_path / "src", (tensors, config))
     for result in copy.check():
-        found(result, f"source: {BLOCK}.0.", "cannot be mapped", "F8_E4M3")
+        found(result, f"source: {LAYER}.0.", "cannot be mapped", "F8_E4M3")
 
 
 @pytest.mark.parametrize("key", ["num_experts_requantized", "num_groups", "num_exact_groups", "more"])
 def test_an_edited_count(key: str, make: Make) -> None:
     copy = make("gpt_oss_mxfp4")
-    copy.edit_manifest(lambda words: words["blocks"][BLOCK]["quantization_error"]["w2"].update({key: 1}))
+    copy.edit_manifest(lambda words: words["blocks"][LAYER]["quantization_error"]["w2"].update({key: 1}))
     files, weights = copy.check()
     assert {f.where for f in files.findings} <= {"hqconv.json: files: README.md"}  # which has one of the counts
     found(weights, f"quantization_error: w2: {key}", "recorded count")
@@ -352,7 +352,7 @@ def test_any_words_on_the_source_are_found_or_harmless(one_copy: Damaged, data: 
     """No value of any kind ends a check in anything but findings."""
     good = (one_copy.root / "hqconv.json").read_bytes()
     words = json.loads(good)
-    holder = words["blocks"][BLOCK]
+    holder = words["blocks"][LAYER]
     key = data.draw(st.sampled_from(["source_format", "source_parts", "conversion", "quantization_error"]))
     *path, last = data.draw(st.sampled_from([(key, *place) for place in [(), *places(holder[key])]]))
     inner = functools.reduce(lambda one, step: one[step], path, holder)

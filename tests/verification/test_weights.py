@@ -33,7 +33,7 @@ from tests.make.damage import GIB, Damaged, found
 from tests.make.matrices import SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 
-BLOCK = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp.experts"
 ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -60,7 +60,7 @@ def plain_figures(src: Path, schema: WeightSchema, role: str) -> dict[str, Any]:
     tensors = load_file(src / "model.safetensors")
     sources, decoded = [], []
     for expert in range(4):
-        matrices = [tensors[f"{BLOCK}.{expert}.{ROLES[r]}.weight"] for r in ROLES]
+        matrices = [tensors[f"{LAYER}.{expert}.{ROLES[r]}.weight"] for r in ROLES]
         packed = [*quantize(matrices[:2], schema, "bfloat16"), *quantize(matrices[2:], schema, "bfloat16")]
         index = list(ROLES).index(role)
         with resident(torch.device("cpu")):
@@ -91,9 +91,9 @@ def test_figures_are_plain_arithmetic(name: str, src: Path, tmp_path: Path) -> N
     run(src, tmp_path / "out", name, Grid(2, 2))
     result = weights_of(tmp_path / "out", src)
     assert result.findings == []
-    assert set(result.measured) == {BLOCK, "model.layers.1.mlp.experts"}
+    assert set(result.measured) == {LAYER, "model.layers.1.mlp.experts"}
     for role in ROLES:
-        figures, expected = result.measured[BLOCK][role], plain_figures(src, resolve_schema(name), role)
+        figures, expected = result.measured[LAYER][role], plain_figures(src, resolve_schema(name), role)
         group, plain_group = figures.pop("worst_group"), expected.pop("worst_group")
         assert figures == pytest.approx(expected, rel=1e-9)
         assert group == pytest.approx(plain_group, rel=1e-9)
@@ -104,8 +104,8 @@ def test_without_a_source_only_what_can_be_said(src: Path, tmp_path: Path) -> No
     run(src, tmp_path / "out", "mxfp4", Grid(2, 1))
     result = weights_of(tmp_path / "out", None)
     assert (result.status, result.findings) == ("pass", [])
-    assert result.measured[BLOCK]["w2"] == {"is_finite": True, "zero_scale_share": 0.0}
-    assert result.notes[0] == "2 of 2 blocks decoded, all held to the conversion's content sums"
+    assert result.measured[LAYER]["w2"] == {"is_finite": True, "zero_scale_share": 0.0}
+    assert result.notes[0] == "2 of 2 layers decoded, all held to the conversion's content sums"
 
 
 def test_an_exact_conversion_has_no_noise(src: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_an_exact_conversion_has_no_noise(src: Path, tmp_path: Path) -> None:
     run(tmp_path / "src", tmp_path / "out", "mxfp4")
     result = weights_of(tmp_path / "out", tmp_path / "src")
     assert result.findings == []
-    figures = result.measured[BLOCK]["w1"]
+    figures = result.measured[LAYER]["w1"]
     assert (figures["relative_error"], figures["sqnr_db"], figures["cosine"]) == (0.0, None, 1.0)
 
 
@@ -130,7 +130,7 @@ def test_only_the_layers_asked_for(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "mxfp4")
     result = weights_of(tmp_path / "out", src, layers={1})
     assert list(result.measured) == ["model.layers.1.mlp.experts"]
-    assert result.notes == ["1 of 2 blocks compared with the source", "on the CPU"]
+    assert result.notes == ["1 of 2 layers compared with the source", "on the CPU"]
 
 
 def test_memory_for_one_expert_is_the_least(src: Path, tmp_path: Path) -> None:
@@ -152,15 +152,15 @@ def test_float16_scales_below_its_range(src: Path, tmp_path: Path) -> None:
     """Gate and up share a second scale; a gate 2^-40 as large is zero for the kernels, and is not an error."""
     shutil.copytree(src, tmp_path / "src")
     tensors = load_file(src / "model.safetensors")
-    tensors[f"{BLOCK}.2.gate_proj.weight"].mul_(2.0**-40)
+    tensors[f"{LAYER}.2.gate_proj.weight"].mul_(2.0**-40)
     save_file(tensors, tmp_path / "src/model.safetensors", metadata={"format": "pt"})
     run(tmp_path / "src", tmp_path / "out", "mxfp4", Grid(2, 2), dtype="float16")
     result = weights_of(tmp_path / "out", tmp_path / "src")
     assert result.findings == []
-    figures = result.measured[BLOCK]["w1"]
+    figures = result.measured[LAYER]["w1"]
     assert figures["num_flushed_scales"] == 256 * 128 // 32
     assert (figures["worst_expert"], figures["worst_relative_error"]) == (2, 1.0)
-    assert "num_flushed_scales" not in result.measured[BLOCK]["w2"]
+    assert "num_flushed_scales" not in result.measured[LAYER]["w2"]
 
 
 @pytest.mark.parametrize("placement", ["linear", ROUND_ROBIN])
@@ -170,8 +170,8 @@ def test_redundant_copies_are_identical(placement: str, src: Path, tmp_path: Pat
     assert weights_of(copy.root, src).findings == []
     grid = Grid(2, 3, placement, 3)
     ep_rank, local = grid.homes(4)[1][1]
-    path = copy.rank_file(BLOCK, 1, ep_rank)
-    copy.flip(path, f"{BLOCK}.w2_zero_point", local)
+    path = copy.rank_file(LAYER, 1, ep_rank)
+    copy.flip(path, f"{LAYER}.w2_zero_point", local)
     for given in (src, None):
         result = weights_of(copy.root, given)
         assert len(result.findings) == 1
@@ -201,18 +201,18 @@ def test_a_source_of_nothing_but_nan(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "nvfp4")
     shutil.copytree(src, tmp_path / "src")
     tensors = load_file(src / "model.safetensors")
-    tensors[f"{BLOCK}.0.up_proj.weight"][3, 4] = math.nan
+    tensors[f"{LAYER}.0.up_proj.weight"][3, 4] = math.nan
     save_file(tensors, tmp_path / "src/model.safetensors", metadata={"format": "pt"})
     result = weights_of(tmp_path / "out", tmp_path / "src")
-    found(result, f"source: tensor {BLOCK}.0.up_proj.weight", "A weight is NaN or infinite")
+    found(result, f"source: tensor {LAYER}.0.up_proj.weight", "A weight is NaN or infinite")
 
 
 @pytest.mark.parametrize("key", ["conversion", "num_experts"])
 def test_a_block_that_cannot_be_compared(src: Path, tmp_path: Path, key: str) -> None:
     run(src, tmp_path / "out", "mxfp4")
     copy = Damaged(tmp_path / "out", src, "mxfp4")
-    copy.edit_manifest(lambda w: w["blocks"][BLOCK].update({key: "direct" if key == "conversion" else 3}))
-    found(weights_of(copy.root, src), BLOCK)
+    copy.edit_manifest(lambda w: w["blocks"][LAYER].update({key: "direct" if key == "conversion" else 3}))
+    found(weights_of(copy.root, src), LAYER)
 
 
 # --- packed tensors ----------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_packed_tensors_of_another_shape(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "mxfp4", layout="checkpoint")
     copy = Damaged(tmp_path / "out", src, "mxfp4")
     copy.edit_manifest(lambda words: words["weight_schema"].update(weight_scale_group_size=64))
-    found(weights_of(copy.root, None), f"{BLOCK}.0.gate_proj.", "Packed tensors are not those")
+    found(weights_of(copy.root, None), f"{LAYER}.0.gate_proj.", "Packed tensors are not those")
 
 
 def test_scales_of_a_tensor_have_three_dimensions() -> None:

@@ -17,9 +17,9 @@ from hqconv.errors import RequestError
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
-from hqconv.serving.compatibility import check_machine, no_block
+from hqconv.serving.compatibility import check_machine, no_layer
 from hqconv.serving.parameter_loader import ParameterLoader
-from hqconv.serving.vllm.layer_names import find_block
+from hqconv.serving.vllm.layer_names import find_layer
 from hqconv.serving.vllm.limits import warn_of_untested
 from hqconv.serving.vllm.other_layers import dense_config
 from hqconv.serving.vllm.refusals import no_layers
@@ -40,7 +40,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         """config_dict: the `quantization_config` of an artifact's config.json."""
         super().__init__()
         self.config_dict = config_dict
-        self.renamed: dict[str, str] = {}  # name of a layer in vLLM's model → block
+        self.renamed: dict[str, str] = {}  # name of a layer in vLLM's model → layer
         self.loader = ParameterLoader(logger)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,17 +93,17 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         capability = current_platform.get_device_capability()
         if capability is not None:
             check_machine(self.view, capability.to_int())
-        self.renamed = {name: name for name in (*self.view.blocks, *self.view.left)}
+        self.renamed = {name: name for name in (*self.view.layers, *self.view.left)}
         config_dict = self.config_dict.get("source_quantization_config")
         self.dense = None if config_dict is None else dense_config(config_dict, self.view.location, hf_config)
         self.packed_modules_mapping = self.packed_modules_mapping  # which sets that of `dense`, too
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Note the model classes' names of the blocks; vLLM's model classes call it, outer ones first."""
-        for name, block in list(self.renamed.items()):
+        """Note the model classes' names of the layers; vLLM's model classes call it, outer ones first."""
+        for name, layer in list(self.renamed.items()):
             for new in hf_to_vllm_mapper.apply_list([name]):
-                if self.renamed.setdefault(new, block) != block:
-                    self.renamed[new] = ""  # two blocks: ambiguous name
+                if self.renamed.setdefault(new, layer) != layer:
+                    self.renamed[new] = ""  # two layers: ambiguous name
         if self.dense is not None:
             self.dense.apply_vllm_mapper(hf_to_vllm_mapper)
 
@@ -113,14 +113,14 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
             from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers
 
             assert self.view is not None, "vLLM did not say where the model is"
-            indices = {name: known.index for name, known in self.view.blocks.items()}
-            name = find_block(prefix, self.renamed, indices)
+            indices = {name: known.index for name, known in self.view.layers.items()}
+            name = find_layer(prefix, self.renamed, indices)
             if name in self.view.left:
                 found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
                 return found or UnquantizedFusedMoEMethod(layer.moe_config)
             if not name or self.loader.claimed.setdefault(name, prefix) != prefix:
-                raise no_block(self.view, prefix)
-            return HqconvMoEMethod(self, self.view, self.view.blocks[name], layer)
+                raise no_layer(self.view, prefix)
+            return HqconvMoEMethod(self, self.view, self.view.layers[name], layer)
         found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
         if found is None and isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()

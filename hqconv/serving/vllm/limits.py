@@ -24,7 +24,7 @@ _BLOCK = (128, 128)
 
 _SILENT = "they stay as they were allocated, and no error says so"
 
-# (family, pattern of block names, scale dtype, reason); an empty pattern or scale dtype stands for all.
+# (family, pattern of layer names, scale dtype, reason); an empty pattern or scale dtype stands for all.
 _FAMILIES: tuple[tuple[str, str, str, str], ...] = (
     ("gpt_oss", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
     ("openai_privacy_filter", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
@@ -107,25 +107,25 @@ class VllmEngine:
             return f"it selects no MoE kernel for {schema.describe()} (AssertionError)"
         return None
 
-    def checkpoint_family_obstacle(self, family: str, block: str, schema: WeightSchema) -> str | None:
+    def checkpoint_family_obstacle(self, family: str, layer: str, schema: WeightSchema) -> str | None:
         """As `Engine`."""
         for name, pattern, scale_dtype, reason in _FAMILIES:
-            if family == name and re.search(pattern, block) and scale_dtype in ("", schema.bs_dtype):
+            if family == name and re.search(pattern, layer) and scale_dtype in ("", schema.bs_dtype):
                 return reason
         return None
 
-    def layer_pattern(self, block: str) -> str | None:
+    def layer_pattern(self, layer: str) -> str | None:
         """As `Engine`, whatever prefix the layer has in vLLM.
 
         vLLM puts the modules of an MTP layer one deeper; MTP layers with numbers of their own it renumbers.
         """
-        found = re.search(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(\w+)$", block)
-        if found is None or "mtp" in block.split("."):
+        found = re.search(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(\w+)$", layer)
+        if found is None or "mtp" in layer.split("."):
             return None
         return rf"re:(?:.*\.)?layers\.{found[1]}\.(?:.*\.)?{found[2]}$"
 
     def checkpoint_config(
-        self, schema: WeightSchema, block_names: Iterable[str], left: Iterable[str] = ()
+        self, schema: WeightSchema, layer_names_of: Iterable[str], left: Iterable[str] = ()
     ) -> dict[str, Any]:
         """`quantization_config` of vLLM's `humming` method.
 
@@ -136,7 +136,7 @@ class VllmEngine:
         """
         fields = schema.humming_fields()
         kept = {key: value for key, value in fields.items() if value not in (None, 0, False, "none")}
-        experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in block_names})
+        experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in layer_names_of})
         plain = [pattern for name in left if (pattern := self.layer_pattern(name)) is not None]
         return {"quant_method": "humming", **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)", *plain]}
 

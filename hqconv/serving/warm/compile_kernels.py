@@ -128,8 +128,8 @@ def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Calla
 
 
 def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, int, int, dict[str, Any]]]:
-    """GEMM, activation, gated, top-k, rotation and LayerConfig of every block and rank."""
-    for name, layer in artifact.blocks.items():
+    """GEMM, activation, gated, top-k, rotation and LayerConfig of every layer and rank."""
+    for name, layer in artifact.layers.items():
         rotation, activation = artifact.schema_of(name).rotation, artifact.activation_of(name)
         for rank in artifact.grid.ranks:
             for gemm in names.GEMMS:
@@ -138,7 +138,7 @@ def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, 
 
 
 def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, KernelSource], list[str]]:
-    """Distinct kernels of all blocks and ranks by name, and activations whose kernels are not known here."""
+    """Distinct kernels of all layers and ranks by name, and activations whose kernels are not known here."""
     from hqconv.humming_layout.kernel_sources import gemm_kernels, input_kernels
     from hqconv.serving.vllm.kernel_requests import kernel_activation
 

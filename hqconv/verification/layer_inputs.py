@@ -1,4 +1,4 @@
-"""Activation rounding of one block's kernel, from its rank files: LayerConfigs and static scales."""
+"""Activation rounding of one layer's kernel, from its rank files: LayerConfigs and static scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hqconv.verification.rounding import Rounding
 
 
 @dataclass(frozen=True)
-class BlockInputs:
+class LayerInputs:
     """Roundings of both GEMMs, the static scales they need (float32 [1]), and the columns of each TP rank."""
 
     roundings: dict[str, Rounding]
@@ -25,16 +25,16 @@ class BlockInputs:
     param_dtype: torch.dtype
 
     @classmethod
-    def of(cls, artifact: Artifact, block: str, device: torch.device) -> BlockInputs | None:
-        """Read them from an artifact's block; None for 16-bit activations. Raises the errors of reading a rank file."""
-        found = {gemm: Rounding.of(artifact.layer_config(block, gemm, 0, 0)) for gemm in names.GEMMS}
+    def of(cls, artifact: Artifact, layer: str, device: torch.device) -> LayerInputs | None:
+        """Read them from an artifact's layer; None for 16-bit activations. Raises the errors of reading a rank file."""
+        found = {gemm: Rounding.of(artifact.layer_config(layer, gemm, 0, 0)) for gemm in names.GEMMS}
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
             return None
-        slices = tp_slices(artifact.blocks[block].intermediate_size, artifact.grid.tp, artifact.schema_of(block))
+        slices = tp_slices(artifact.layers[layer].intermediate_size, artifact.grid.tp, artifact.schema_of(layer))
         return cls(
             roundings,
-            _static_scales(artifact, block, roundings, device),
+            _static_scales(artifact, layer, roundings, device),
             tuple((begin, end) for _, begin, end, _ in slices),
             torch_dtype_of(artifact.param_dtype),
         )
@@ -60,11 +60,11 @@ class BlockInputs:
 
 
 def _static_scales(
-    artifact: Artifact, block: str, roundings: dict[str, Rounding], device: torch.device
+    artifact: Artifact, layer: str, roundings: dict[str, Rounding], device: torch.device
 ) -> dict[str, torch.Tensor]:
     static = [gemm for gemm, one in roundings.items() if one.is_static]
     if not static:
         return {}
-    path = artifact.fetched(names.rank_file(block, 0, 0))
+    path = artifact.fetched(names.rank_file(layer, 0, 0))
     with safe_open(path, framework="pt", device=str(device)) as file:
-        return {gemm: file.get_tensor(f"{block}.{gemm}_input_scale") for gemm in static}
+        return {gemm: file.get_tensor(f"{layer}.{gemm}_input_scale") for gemm in static}
