@@ -56,7 +56,7 @@ def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     else:
         document = artifact_names.refuse_transformers(document)
         document["quantization_config"] = artifact_names.hqconv_quantization_config(
-            spec.kind, source.quantization, is_mixed=is_mixed(plan)
+            spec.kernel_spec, source.quantization, is_mixed=is_mixed(plan)
         )
     return document
 
@@ -84,7 +84,7 @@ def _facts(source: Source, plan: ConversionPlan) -> dict[str, Any]:
         "layout": spec.layout,
         "schema_name": spec.schema.name,
         **dict.fromkeys(("activation_schema", "cuda", *ENCODING_KEYS)),
-        **artifact_names.kernel_spec_to_dict(spec.kind),
+        **artifact_names.kernel_spec_to_dict(spec.kernel_spec),
         **encoding,
         "dtype": spec.param_dtype,
         "tp": spec.grid.tp,
@@ -147,8 +147,12 @@ def with_file(manifest: Manifest, record: FileRecord) -> Manifest:
 
 def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
     """Return the fields of a layer that is quantized in another way than the others."""
-    kind = spec.of_layers.get(layer)
-    return {} if kind is None else {"schema_name": kind.schema.name, **artifact_names.kernel_spec_to_dict(kind)}
+    kernel_spec = spec.of_layers.get(layer)
+    return (
+        {}
+        if kernel_spec is None
+        else {"schema_name": kernel_spec.schema.name, **artifact_names.kernel_spec_to_dict(kernel_spec)}
+    )
 
 
 def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> str | None:

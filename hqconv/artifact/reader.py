@@ -88,7 +88,7 @@ class ManifestFacts:
             )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error
-        reasons = (why_not(one) for one in spec.kinds if spec.layout == names.KERNEL)
+        reasons = (why_not(one) for one in spec.kernel_specs if spec.layout == names.KERNEL)
         if (reason := next(filter(None, reasons), None)) is not None:
             raise _impossible("weight_schema, input_schema, target", reason)
         if spec.layout == names.CHECKPOINT and spec.grid != Grid():

@@ -296,7 +296,7 @@ def check_layouts(plan: ConversionPlan) -> None:
     Raises RequestError where they differ: another version of Humming is installed than hqconv was written for.
     """
     spec = plan.spec
-    if all(is_compatible(kind) for kind in spec.kinds):
+    if all(is_compatible(kernel_spec) for kernel_spec in spec.kernel_specs):
         wrong = next((layer for layer in plan.layers if not _is_as_planned(layer, spec)), None)
         if wrong is None:
             return

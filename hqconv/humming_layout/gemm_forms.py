@@ -50,24 +50,24 @@ class KernelForm:
         return json.dumps({**self.config, "num_experts": num_experts})
 
 
-def splits_e8m0(kind: KernelSpec) -> bool:
+def splits_e8m0(spec: KernelSpec) -> bool:
     """Return whether e8m0 scales get a second scale: always where a kernel widens them to float16.
 
     Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
     not depend on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0.
     """
-    layer = resolve(kind)
-    is_e8m0 = layer.bs_dtype == "float8e8m0" and kind.param_dtype == "float16"
+    layer = resolve(spec)
+    is_e8m0 = layer.bs_dtype == "float8e8m0" and spec.param_dtype == "float16"
     return is_e8m0 and not layer.use_fused_e8m0_scale and not layer.use_block_scaled_mma
 
 
-def layout_entries(kind: KernelSpec) -> dict[str, Any]:
+def layout_entries(spec: KernelSpec) -> dict[str, Any]:
     """Entries of the stored layer config, and layout flags, that follow from a kernel spec; sizes aside."""
-    fields = dataclasses.asdict(resolve(kind))
-    if splits_e8m0(kind):
+    fields = dataclasses.asdict(resolve(spec))
+    if splits_e8m0(spec):
         fields["weight_scale_2_type"] = "tensor"
-    numbers = {"a_dtype": kind.a_dtype, "c_dtype": kind.param_dtype, "sm_version": kind.target.sm_version}
-    return {**kind.schema.humming_fields(), **fields, **numbers}
+    numbers = {"a_dtype": spec.a_dtype, "c_dtype": spec.param_dtype, "sm_version": spec.target.sm_version}
+    return {**spec.schema.humming_fields(), **fields, **numbers}
 
 
 @functools.cache
@@ -100,29 +100,29 @@ def _packed(
 
 
 @functools.cache
-def planned_kernel_form(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False) -> KernelForm:
+def planned_kernel_form(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = False) -> KernelForm:
     """The kernel form of a GEMM of [shape_n, shape_k]: `prepare_layer_config` and `transform_humming_tensors`."""
     pad_n, pad_k = -shape_n % PAD_N, -shape_k % PAD_K
     n, k = shape_n + pad_n, shape_k + pad_k
-    schema, layer = kind.schema, resolve(kind)
-    scale_2 = "tensor" if splits_e8m0(kind) else layer.weight_scale_2_type
-    packed = _packed(n, k, schema, kind.param_dtype, scale_2, has_bias)
+    schema, layer = spec.schema, resolve(spec)
+    scale_2 = "tensor" if splits_e8m0(spec) else layer.weight_scale_2_type
+    packed = _packed(n, k, schema, spec.param_dtype, scale_2, has_bias)
     order = ("weight", "weight_scale", "zero_point", "weight_scale_2", "bias")
-    tensors = {name: _permuted(packed[name], n, k, kind) for name in order if name in packed}
+    tensors = {name: _permuted(packed[name], n, k, spec) for name in order if name in packed}
     config = {
-        "sm_version": kind.target.sm_version,
+        "sm_version": spec.target.sm_version,
         "shape_n": n,
         "shape_k": k,
         "pad_shape_n": pad_n,
         "pad_shape_k": pad_k,
         "num_experts": 1,
         "b_dtype": layer.b_dtype,
-        "a_dtype": kind.a_dtype,
-        "c_dtype": kind.param_dtype,
+        "a_dtype": spec.a_dtype,
+        "c_dtype": spec.param_dtype,
         "bs_dtype": layer.bs_dtype,
         "as_dtype": layer.as_dtype,
         "input_quant_mode": layer.input_quant_mode,
-        "input_scale_group_size": kind.inputs.input_scale_group_size,
+        "input_scale_group_size": spec.inputs.input_scale_group_size,
         "weight_scale_group_size": schema.weight_scale_group_size,
         "weight_scale_group_size_n": schema.weight_scale_group_size_n,
         "weight_scale_type": layer.weight_scale_type,
@@ -137,25 +137,25 @@ def planned_kernel_form(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: 
     return KernelForm(tensors, config, {flag: getattr(layer, flag) for flag in LAYOUT_FLAGS})
 
 
-def _permuted(spec: TensorSpec, n: int, k: int, kind: KernelSpec) -> TensorSpec:
+def _permuted(spec: TensorSpec, n: int, k: int, kernel_spec: KernelSpec) -> TensorSpec:
     """A packed tensor as the kernel has it: weights in its tiles, scales and zero points [K groups, N]."""
-    dtype, shape, schema = spec.dtype, spec.shape, kind.schema
+    dtype, shape, schema = spec.dtype, spec.shape, kernel_spec.schema
     if spec.name == "weight":
-        shape = _weight_shape(n, k, kind)
+        shape = _weight_shape(n, k, kernel_spec)
     elif shape == (1,):  # one number of each expert
         shape = ()
     elif spec.name == "zero_point" and not schema.is_fp_zero_point:  # unpacked, and packed to 4 or 8 bits
         shape = (shape[1], n * (4 if schema.num_bits <= 4 else 8) // 32)
-    elif spec.name == "weight_scale" and len(shape) == 2 and _is_in_scale_tiles(kind):
-        dtype, shape = "I32", _scale_tiles(n, shape[1], kind)
+    elif spec.name == "weight_scale" and len(shape) == 2 and _is_in_scale_tiles(kernel_spec):
+        dtype, shape = "I32", _scale_tiles(n, shape[1], kernel_spec)
     elif len(shape) == 2:
         shape = shape[::-1]
     return TensorSpec(spec.name, dtype, shape)
 
 
-def _weight_shape(n: int, k: int, kind: KernelSpec) -> tuple[int, int]:
-    layer, num_bits = resolve(kind), kind.schema.num_bits
-    a_bits = number(kind.a_dtype).num_bits
+def _weight_shape(n: int, k: int, spec: KernelSpec) -> tuple[int, int]:
+    layer, num_bits = resolve(spec), spec.schema.num_bits
+    a_bits = number(spec.a_dtype).num_bits
     if layer.use_raw_weight or layer.use_flat_weight:
         return n, k * num_bits // 32
     if layer.use_packed_k_layout:
@@ -163,13 +163,13 @@ def _weight_shape(n: int, k: int, kind: KernelSpec) -> tuple[int, int]:
     return k * a_bits // 256, n * (256 // a_bits) * num_bits // 32
 
 
-def _is_in_scale_tiles(kind: KernelSpec) -> bool:
-    return resolve(kind).use_block_scaled_mma and kind.schema.weight_scale_type == "group"
+def _is_in_scale_tiles(spec: KernelSpec) -> bool:
+    return resolve(spec).use_block_scaled_mma and spec.schema.weight_scale_type == "group"
 
 
-def _scale_tiles(n: int, groups: int, kind: KernelSpec) -> tuple[int, int]:
+def _scale_tiles(n: int, groups: int, spec: KernelSpec) -> tuple[int, int]:
     """Group scales as a block-scaled tensor core takes them, four to a word."""
-    if kind.target.sm_version // 10 == 10:  # tensor memory: tiles of 128 rows
+    if spec.target.sm_version // 10 == 10:  # tensor memory: tiles of 128 rows
         return -(-groups // 4), n + -n % 128
-    per_instruction = 256 // number(kind.a_dtype).num_bits // kind.schema.weight_scale_group_size
+    per_instruction = 256 // number(spec.a_dtype).num_bits // spec.schema.weight_scale_group_size
     return (groups // 2, n // 2) if per_instruction == 1 else (groups // 4, n)

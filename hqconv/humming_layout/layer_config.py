@@ -68,32 +68,32 @@ class LayerConfigFields:
 
 
 @functools.cache
-def resolve(kind: KernelSpec) -> LayerConfigFields:
+def resolve(spec: KernelSpec) -> LayerConfigFields:
     """Derive the fields of a kernel spec, also of one that Humming does not run (`compatibility.why_incompatible`)."""
-    schema = kind.schema
-    umma, block_scaled = _is_umma(kind), _is_block_scaled(kind)
-    ldmatrix = _uses_ldmatrix(kind)
-    same_width = number(kind.a_dtype).num_bits == schema.num_bits
-    raw = umma and (same_width or (kind.a_dtype in FP8 and schema.b_dtype in _MIXED_WEIGHTS))
+    schema = spec.schema
+    umma, block_scaled = _is_umma(spec), _is_block_scaled(spec)
+    ldmatrix = _uses_ldmatrix(spec)
+    same_width = number(spec.a_dtype).num_bits == schema.num_bits
+    raw = umma and (same_width or (spec.a_dtype in FP8 and schema.b_dtype in _MIXED_WEIGHTS))
     flat = ldmatrix or (same_width and not umma)
-    fused = _is_fused(kind, block_scaled)
-    integer_scales = _has_integer_scales(kind, fused)
-    scale_type, scale_2 = schema.weight_scale_type, _second_scale(kind)
+    fused = _is_fused(spec, block_scaled)
+    integer_scales = _has_integer_scales(spec, fused)
+    scale_type, scale_2 = schema.weight_scale_type, _second_scale(spec)
     if fused or integer_scales:
         scale_type, scale_2 = "group", "channel" if scale_2 == "channel" else "tensor"
-    bs_dtype = kind.param_dtype if integer_scales else _bs_dtype(kind)
+    bs_dtype = spec.param_dtype if integer_scales else _bs_dtype(spec)
     return LayerConfigFields(
-        b_dtype=_b_dtype(kind),
+        b_dtype=_b_dtype(spec),
         bs_dtype=bs_dtype,
-        as_dtype=_as_dtype(kind, block_scaled),
-        input_quant_mode=_quant_mode(kind),
+        as_dtype=_as_dtype(spec, block_scaled),
+        input_quant_mode=_quant_mode(spec),
         weight_scale_type=scale_type,
         weight_scale_2_type=scale_2,
         is_umma_supported=umma,
         use_fused_e8m0_scale=fused,
         use_int_weight_scale=integer_scales,
-        use_packed_k_layout=_is_packed_k(kind, fused, raw or flat),
-        use_native_dequant=not raw and not flat and _has_native_dequant(kind),
+        use_packed_k_layout=_is_packed_k(spec, fused, raw or flat),
+        use_native_dequant=not raw and not flat and _has_native_dequant(spec),
         use_raw_weight=raw,
         use_flat_weight=flat,
         use_ldmatrix_dequant=ldmatrix,
@@ -101,75 +101,75 @@ def resolve(kind: KernelSpec) -> LayerConfigFields:
     )
 
 
-def fuses_exponents(kind: KernelSpec) -> bool:
+def fuses_exponents(spec: KernelSpec) -> bool:
     """Return whether the layout moves e8m0 scales into the codes, so that weights are rounded again per rank."""
-    return resolve(kind).use_fused_e8m0_scale
+    return resolve(spec).use_fused_e8m0_scale
 
 
-def activation_entries(kind: KernelSpec) -> dict[str, Any]:
+def activation_entries(spec: KernelSpec) -> dict[str, Any]:
     """Entries of the stored layer config that describe a GEMM's activations."""
-    fields = resolve(kind)
+    fields = resolve(spec)
     return {
-        "a_dtype": kind.a_dtype,
+        "a_dtype": spec.a_dtype,
         "as_dtype": fields.as_dtype,
         "input_quant_mode": fields.input_quant_mode,
-        "input_scale_group_size": kind.inputs.input_scale_group_size,
+        "input_scale_group_size": spec.inputs.input_scale_group_size,
     }
 
 
-def needs_cuda(kind: KernelSpec) -> bool:
+def needs_cuda(spec: KernelSpec) -> bool:
     """Return whether the layout depends on the version of the serving CUDA compiler."""
     old, new = (
-        resolve(replace(kind, target=replace(kind.target, cuda=cuda))).use_native_dequant for cuda in ((0, 0), (99, 0))
+        resolve(replace(spec, target=replace(spec.target, cuda=cuda))).use_native_dequant for cuda in ((0, 0), (99, 0))
     )
     return old != new
 
 
-def _b_dtype(kind: KernelSpec) -> str:
-    code, a = kind.schema.b_dtype, number(kind.a_dtype)
-    if kind.schema.is_integer and a.is_integer and a.num_bits == kind.schema.num_bits:
+def _b_dtype(spec: KernelSpec) -> str:
+    code, a = spec.schema.b_dtype, number(spec.a_dtype)
+    if spec.schema.is_integer and a.is_integer and a.num_bits == spec.schema.num_bits:
         return code.removeprefix("u")
     return code
 
 
-def _bs_dtype(kind: KernelSpec) -> str:
-    if kind.schema.weight_scale_type == "block":
+def _bs_dtype(spec: KernelSpec) -> str:
+    if spec.schema.weight_scale_type == "block":
         return "float32"
-    return kind.schema.bs_dtype or kind.param_dtype
+    return spec.schema.bs_dtype or spec.param_dtype
 
 
-def _quant_mode(kind: KernelSpec) -> str:
-    inputs = kind.inputs
+def _quant_mode(spec: KernelSpec) -> str:
+    inputs = spec.inputs
     if inputs.a_dtype is None:
         return "none"
     return inputs.input_quant_mode or ("dynamic_group" if inputs.input_scale_group_size else "dynamic_token")
 
 
-def _as_dtype(kind: KernelSpec, block_scaled: bool) -> str | None:
-    inputs = kind.inputs
+def _as_dtype(spec: KernelSpec, block_scaled: bool) -> str | None:
+    inputs = spec.inputs
     if inputs.a_dtype is None:
         return None
     if inputs.input_scale_dtype is not None:
         return inputs.input_scale_dtype
     if not block_scaled or not inputs.input_scale_group_size:
         return "float32"
-    if kind.schema.weight_scale_type == "group":
-        return _bs_dtype(kind)
+    if spec.schema.weight_scale_type == "group":
+        return _bs_dtype(spec)
     return "float8e4m3" if inputs.input_scale_group_size == 16 else _MX
 
 
-def _second_scale(kind: KernelSpec) -> str:
+def _second_scale(spec: KernelSpec) -> str:
     """int8 activations over mxfp4 have a second scale per row, whatever the schema says."""
-    schema = kind.schema
+    schema = spec.schema
     is_mx = (schema.b_dtype, schema.bs_dtype, schema.weight_scale_type) == ("float4e2m1", _MX, "group")
-    return "channel" if kind.inputs.a_dtype == "int8" and is_mx else schema.weight_scale_2_type
+    return "channel" if spec.inputs.a_dtype == "int8" and is_mx else schema.weight_scale_2_type
 
 
-def _is_umma(kind: KernelSpec) -> bool:
+def _is_umma(spec: KernelSpec) -> bool:
     """Tensor memory instructions of SM 10x, and what of them."""
-    if kind.target.sm_version // 10 != 10:
+    if spec.target.sm_version // 10 != 10:
         return False
-    schema, inputs = kind.schema, kind.inputs
+    schema, inputs = spec.schema, spec.inputs
     is_block = schema.weight_scale_type == "block"
     in_epilogue = not inputs.input_scale_group_size and schema.weight_scale_type in ("channel", "tensor")
     if inputs.a_dtype is None:
@@ -179,19 +179,19 @@ def _is_umma(kind: KernelSpec) -> bool:
             not inputs.input_scale_group_size or inputs.input_scale_dtype in (None, _MX)
         )
         mx_weights = schema.weight_scale_group_size == 0 or (
-            (schema.weight_scale_group_size, _bs_dtype(kind)) == (32, _MX)
+            (schema.weight_scale_group_size, _bs_dtype(spec)) == (32, _MX)
         )
         return in_epilogue or (mx_inputs and mx_weights and not is_block)
     if inputs.a_dtype in FP4:
-        return (schema.is_integer or schema.b_dtype in FP4) and _has_fp4_scales(kind) and not is_block
-    return inputs.a_dtype == "int8" and schema.is_integer and in_epilogue and kind.target.sm_version == 100
+        return (schema.is_integer or schema.b_dtype in FP4) and _has_fp4_scales(spec) and not is_block
+    return inputs.a_dtype == "int8" and schema.is_integer and in_epilogue and spec.target.sm_version == 100
 
 
-def _has_fp4_scales(kind: KernelSpec) -> bool:
-    schema, inputs = kind.schema, kind.inputs
+def _has_fp4_scales(spec: KernelSpec) -> bool:
+    schema, inputs = spec.schema, spec.inputs
     grouped_inputs, grouped = inputs.input_scale_group_size > 0, schema.weight_scale_type == "group"
     size = inputs.input_scale_group_size or schema.weight_scale_group_size
-    bs_dtype = _bs_dtype(kind)
+    bs_dtype = _bs_dtype(spec)
     scale = (inputs.input_scale_dtype or bs_dtype) if grouped_inputs else bs_dtype
     known = size == 0 or (size, scale) in ((32, _MX), (16, _MX), (16, "float8e4m3"))
     matching = not (grouped_inputs and grouped) or (
@@ -200,83 +200,83 @@ def _has_fp4_scales(kind: KernelSpec) -> bool:
     return known and matching
 
 
-def _is_block_scaled(kind: KernelSpec) -> bool:
+def _is_block_scaled(spec: KernelSpec) -> bool:
     """Return whether the tensor core applies the group scales."""
-    if _is_mxmma(kind):
+    if _is_mxmma(spec):
         return True
-    a = number(kind.a_dtype)
-    has_groups = kind.inputs.input_scale_group_size > 0 or kind.schema.weight_scale_group_size > 0
-    return _is_umma(kind) and not a.is_integer and a.num_bits <= 8 and (a.num_bits == 4 or has_groups)
+    a = number(spec.a_dtype)
+    has_groups = spec.inputs.input_scale_group_size > 0 or spec.schema.weight_scale_group_size > 0
+    return _is_umma(spec) and not a.is_integer and a.num_bits <= 8 and (a.num_bits == 4 or has_groups)
 
 
-def _is_mxmma(kind: KernelSpec) -> bool:
+def _is_mxmma(spec: KernelSpec) -> bool:
     """Block-scaled instructions of SM 12x."""
-    schema, inputs = kind.schema, kind.inputs
-    if kind.target.sm_version // 10 != 12 or schema.weight_scale_type == "block":
+    schema, inputs = spec.schema, spec.inputs
+    if spec.target.sm_version // 10 != 12 or schema.weight_scale_type == "block":
         return False
     size, group = inputs.input_scale_group_size, schema.weight_scale_group_size
-    if _quant_mode(kind) == "dynamic_group_token" and (inputs.a_dtype not in FP4 or size != 16):
+    if _quant_mode(spec) == "dynamic_group_token" and (inputs.a_dtype not in FP4 or size != 16):
         return False
     is_group = schema.weight_scale_type == "group"
     if is_group and size > 0 and size != group:
         return False
     if inputs.a_dtype in FP8:
-        return size in (0, 32) and (not is_group or (group, _bs_dtype(kind)) == (32, _MX))
+        return size in (0, 32) and (not is_group or (group, _bs_dtype(spec)) == (32, _MX))
     if inputs.a_dtype in FP4:
         if inputs.a_dtype == "float4e0m3" and group == 32:
             return False
         known = ((16, _MX), (16, "float8e4m3"), (32, _MX))
-        return size in (0, 16, 32) and (not is_group or (group, _bs_dtype(kind)) in known)
+        return size in (0, 16, 32) and (not is_group or (group, _bs_dtype(spec)) in known)
     return False
 
 
-def _uses_ldmatrix(kind: KernelSpec) -> bool:
+def _uses_ldmatrix(spec: KernelSpec) -> bool:
     """Small integers under wider ones, widened while they are loaded; with Humming's patched kernels, its default."""
     pairs = (("int8", 4), ("int4", 2))
-    is_pair = kind.schema.is_integer and (kind.inputs.a_dtype, kind.schema.num_bits) in pairs
-    return is_pair and not kind.schema.has_zero_point
+    is_pair = spec.schema.is_integer and (spec.inputs.a_dtype, spec.schema.num_bits) in pairs
+    return is_pair and not spec.schema.has_zero_point
 
 
-def _is_fused(kind: KernelSpec, block_scaled: bool) -> bool:
+def _is_fused(spec: KernelSpec, block_scaled: bool) -> bool:
     """mxfp4 weights whose exponents go into fp8's or int8's codes."""
-    schema = kind.schema
-    if block_scaled and kind.a_dtype == "float8e4m3":
+    schema = spec.schema
+    if block_scaled and spec.a_dtype == "float8e4m3":
         return False
     is_mx = (schema.b_dtype, schema.bs_dtype) == ("float4e2m1", _MX)
-    return kind.a_dtype in ("float8e4m3", "int8") and is_mx and schema.weight_scale_group_size > 0
+    return spec.a_dtype in ("float8e4m3", "int8") and is_mx and schema.weight_scale_group_size > 0
 
 
-def _has_integer_scales(kind: KernelSpec, fused: bool) -> bool:
-    schema = kind.schema
+def _has_integer_scales(spec: KernelSpec, fused: bool) -> bool:
+    schema = spec.schema
     return (
         not fused
-        and kind.a_dtype in ("int8", "int4")
-        and _second_scale(kind) != "channel"
-        and kind.inputs.input_scale_group_size == 0
+        and spec.a_dtype in ("int8", "int4")
+        and _second_scale(spec) != "channel"
+        and spec.inputs.input_scale_group_size == 0
         and schema.weight_scale_group_size > 0
         and schema.weight_scale_group_size_n == 1
     )
 
 
-def _is_packed_k(kind: KernelSpec, fused: bool, is_raw_or_flat: bool) -> bool:
-    size = kind.inputs.input_scale_group_size
-    if kind.target.sm_version // 10 != 9 or is_raw_or_flat or number(kind.a_dtype).num_bits != 8:
+def _is_packed_k(spec: KernelSpec, fused: bool, is_raw_or_flat: bool) -> bool:
+    size = spec.inputs.input_scale_group_size
+    if spec.target.sm_version // 10 != 9 or is_raw_or_flat or number(spec.a_dtype).num_bits != 8:
         return False
-    if kind.schema.num_bits % 2 or 0 < size < 128:
+    if spec.schema.num_bits % 2 or 0 < size < 128:
         return False
-    return size >= 128 if fused else kind.schema.weight_scale_group_size == 128
+    return size >= 128 if fused else spec.schema.weight_scale_group_size == 128
 
 
-def _has_native_dequant(kind: KernelSpec) -> bool:
+def _has_native_dequant(spec: KernelSpec) -> bool:
     """Return whether the GPU and its compiler have an instruction that converts this type."""
-    sm_version, cuda = kind.target.sm_version, kind.target.cuda or (0, 0)
+    sm_version, cuda = spec.target.sm_version, spec.target.cuda or (0, 0)
     if sm_version // 10 == 9:
         return False
     fp8, small = ("float8e4m3", "float8e5m2"), _MIXED_WEIGHTS
-    code, low_bit = kind.schema.b_dtype, sm_version >= 100
-    if kind.a_dtype == "float16":
+    code, low_bit = spec.schema.b_dtype, sm_version >= 100
+    if spec.a_dtype == "float16":
         return (code in fp8 and sm_version >= 89 and cuda >= (11, 8)) or (code in small and low_bit and cuda >= (12, 7))
-    return kind.a_dtype == "bfloat16" and low_bit and cuda >= (13, 2) and code in (*fp8, *small)
+    return spec.a_dtype == "bfloat16" and low_bit and cuda >= (13, 2) and code in (*fp8, *small)
 
 
 def load_layer_config(config: Mapping[str, Any]) -> Any:

@@ -34,54 +34,54 @@ def humming_inputs(inputs: InputSchema) -> Any:
     return humming().schema.HummingInputSchema(**inputs.humming_fields())
 
 
-def is_compatible(kind: KernelSpec) -> bool:
+def is_compatible(spec: KernelSpec) -> bool:
     """Return whether the target GPU runs the schema with these activations, by Humming's own rule."""
     lib = humming()
-    with target_facts(kind.target):
+    with target_facts(spec.target):
         return bool(
             lib.schema.is_humming_schema_compatible(
-                humming_inputs(kind.inputs), humming_schema(kind.schema), torch_dtype_of(kind.param_dtype)
+                humming_inputs(spec.inputs), humming_schema(spec.schema), torch_dtype_of(spec.param_dtype)
             )
         )
 
 
 @functools.cache
-def kernel_form(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False) -> KernelForm:
+def kernel_form(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = False) -> KernelForm:
     """The kernel form of a GEMM of [shape_n, shape_k], by Humming's own transform of `meta` tensors."""
     lib = humming()
-    config = _layer_config(shape_n, shape_k, kind, has_bias)
-    attrs = _attributes(shape_n, shape_k, kind.schema, kind.param_dtype, has_bias, num_experts=1)
+    config = _layer_config(shape_n, shape_k, spec, has_bias)
+    attrs = _attributes(shape_n, shape_k, spec.schema, spec.param_dtype, has_bias, num_experts=1)
     metas = {name: torch.empty(a["shape"], dtype=a["dtype"], device="meta") for name, a in attrs.items()}
-    with resident(torch.device("cpu")), target_facts(kind.target):
-        if splits_e8m0(kind):
+    with resident(torch.device("cpu")), target_facts(spec.target):
+        if splits_e8m0(spec):
             metas["weight_scale_2"] = metas["weight"].new_empty(1, dtype=torch.float32)
         tensors = lib.transform.transform_humming_tensors(config, metas)
-    return KernelForm(_of_one_expert(tensors), *_words(config, kind.target))
+    return KernelForm(_of_one_expert(tensors), *_words(config, spec.target))
 
 
-def is_as_planned(form: KernelForm, shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool = False) -> bool:
+def is_as_planned(form: KernelForm, shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = False) -> bool:
     """Return whether Humming gives a planned form's LayerConfig; `to_kernel` checks the tensors."""
-    config = _layer_config(shape_n, shape_k, kind, has_bias)
-    return _words(config, kind.target) == (form.config, form.flags)
+    config = _layer_config(shape_n, shape_k, spec, has_bias)
+    return _words(config, spec.target) == (form.config, form.flags)
 
 
-def _layer_config(shape_n: int, shape_k: int, kind: KernelSpec, has_bias: bool) -> Any:
+def _layer_config(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool) -> Any:
     """Humming's LayerConfig of a GEMM of one expert; the GPU here does not matter."""
     lib = humming()
-    with target_facts(kind.target):
+    with target_facts(spec.target):
         config = lib.transform.prepare_layer_config(
             shape_n=shape_n,
             shape_k=shape_k,
-            weight_schema=humming_schema(kind.schema),
-            input_schema=humming_inputs(kind.inputs),
+            weight_schema=humming_schema(spec.schema),
+            input_schema=humming_inputs(spec.inputs),
             num_experts=1,
             pad_n_to_multiple=PAD_N,
             pad_k_to_multiple=PAD_K,
             has_bias=has_bias,
-            torch_dtype=torch_dtype_of(kind.param_dtype),
+            torch_dtype=torch_dtype_of(spec.param_dtype),
             device=-1,
         )
-        if splits_e8m0(kind):
+        if splits_e8m0(spec):
             config = dataclasses.replace(config, weight_scale_2_type=lib.config.WeightScale2Type.TENSOR)
     return config
 

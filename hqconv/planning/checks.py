@@ -27,16 +27,16 @@ _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Raise RequestError for a request that this version, Humming or the experts' sizes do not allow.
 
-    What runs where is in `schemas.pairs`; a conversion asks Humming itself (`hqconv.conversion.run`).
+    The rules of each GPU are in `humming_layout.compatibility`; a conversion asks Humming itself.
     """
     check_input_scales(experts, spec)
-    for kind in spec.kinds:
-        _check_scales(kind)
+    for kernel_spec in spec.kernel_specs:
+        _check_scales(kernel_spec)
         if spec.layout == artifact_names.KERNEL:
-            _check_kind(kind)
+            _check_kernel_spec(kernel_spec)
     if spec.layout == artifact_names.CHECKPOINT and spec.of_layers:
         what, remedy = "The checkpoint layout has one schema for all layers.", "Use --layout kernel."
-        found = "; ".join(f"{kind.schema.name}, {kind.inputs.name} activations" for kind in spec.kinds)
+        found = "; ".join(f"{one.schema.name}, {one.inputs.name} activations" for one in spec.kernel_specs)
         raise RequestError(what, where="--layout checkpoint", found=found, remedy=remedy)
     if spec.layout == artifact_names.CHECKPOINT and spec.grid != Grid():
         raise RequestError(
@@ -53,11 +53,11 @@ def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
 def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Raise RequestError for layers that no server computes with; one named server's limits are warnings."""
     for layer in experts.layers:
-        kind = spec.kernel_spec_of(layer.name)
-        if (reason := why_overflow(kind)) is not None:
+        kernel_spec = spec.kernel_spec_of(layer.name)
+        if (reason := why_overflow(kernel_spec)) is not None:
             raise RequestError(
                 "No server runs these weights.",
-                where=f"--schema {kind.schema.name} --dtype {kind.param_dtype}, {layer.name}",
+                where=f"--schema {kernel_spec.schema.name} --dtype {kernel_spec.param_dtype}, {layer.name}",
                 expected="a schema and a dtype that Humming's kernels compute with",
                 found=reason,
                 remedy="Use --dtype bfloat16, or convert it all the same with --allow-unserved.",
@@ -76,36 +76,36 @@ def _check_left(left: Iterable[str]) -> None:
             )
 
 
-def _check_scales(kind: KernelSpec) -> None:
-    schema = kind.schema
-    if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != kind.param_dtype:
+def _check_scales(kernel_spec: KernelSpec) -> None:
+    schema = kernel_spec.schema
+    if schema.bs_dtype in PARAM_DTYPES and schema.bs_dtype != kernel_spec.param_dtype:
         raise RequestError(
             "A 16-bit scale dtype must be the parameter dtype.",
             where=f"schema {schema.name}: bs_dtype",
-            expected=kind.param_dtype,
+            expected=kernel_spec.param_dtype,
             found=schema.bs_dtype,
             remedy="Leave bs_dtype out of the schema, or change --dtype.",
         )
 
 
-def _check_kind(kind: KernelSpec) -> None:
+def _check_kernel_spec(kernel_spec: KernelSpec) -> None:
     """Check that weights and activations run together on the target, and that their layout is known."""
-    reason = why_not(kind)
+    reason = why_not(kernel_spec)
     if reason is not None:
-        inputs, schemas = nearest(kind)
+        inputs, schemas = nearest(kernel_spec)
         runs = [
-            *([f"{kind.schema.name} with --input-schema {', '.join(inputs)}"] if inputs else []),
-            *([f"{kind.inputs.name} activations with --schema {', '.join(schemas)}"] if schemas else []),
+            *([f"{kernel_spec.schema.name} with --input-schema {', '.join(inputs)}"] if inputs else []),
+            *([f"{kernel_spec.inputs.name} activations with --schema {', '.join(schemas)}"] if schemas else []),
         ]
         raise RequestError(
-            f"Humming does not run this pair on {kind.target.name}: {reason}.",
-            where=f"--schema {kind.schema.name} --input-schema {kind.inputs.name}",
-            expected=f"on {kind.target.name}: {'; '.join(runs)}" if runs else "a pair that runs there",
+            f"Humming does not run this pair on {kernel_spec.target.name}: {reason}.",
+            where=f"--schema {kernel_spec.schema.name} --input-schema {kernel_spec.inputs.name}",
+            expected=f"on {kernel_spec.target.name}: {'; '.join(runs)}" if runs else "a pair that runs there",
         )
-    if kind.target.cuda is None and needs_cuda(kind):
+    if kernel_spec.target.cuda is None and needs_cuda(kernel_spec):
         raise RequestError(
             "The layout depends on the CUDA compiler that will serve.",
-            where=f"--schema {kind.schema.name} --target {kind.target.name}",
+            where=f"--schema {kernel_spec.schema.name} --target {kernel_spec.target.name}",
             expected="--cuda, with that compiler's version",
             remedy="Add --cuda 13.0, or what `nvcc --version` says on the serving machine.",
         )
@@ -152,10 +152,10 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...
     else:
         reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid)
         warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
-    kinds = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
-    warnings += [reason for kind in kinds if (reason := why_overflow(kind)) is not None]
+    kernel_specs = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
+    warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]
     if spec.layout == artifact_names.KERNEL:
-        warnings += [reason for kind in kinds for reason in _kernel_warnings(kind)]
+        warnings += [reason for one in kernel_specs for reason in _kernel_warnings(one)]
     warnings += missing_warnings(static_layers(experts, spec))
     return tuple(dict.fromkeys(warnings))
 
@@ -187,21 +187,21 @@ def _activation_warnings(experts: ExpertMap) -> list[str]:
     ]
 
 
-def _kernel_warnings(kind: KernelSpec) -> Iterator[str]:
+def _kernel_warnings(kernel_spec: KernelSpec) -> Iterator[str]:
     """Yield warnings about kernels that are not proven, and about e8m0 scales that Humming fuses into the codes."""
-    if kind.target.sm_version != PROVEN_SM:
+    if kernel_spec.target.sm_version != PROVEN_SM:
         yield (
-            f"the layout for {kind.target.name} is Humming's byte for byte, but hqconv's own tests have run no kernel "
-            f"of it, only sm{PROVEN_SM}'s: run `hqconv verify` on such a GPU."
+            f"the layout for {kernel_spec.target.name} is Humming's byte for byte, but hqconv's own tests have run no "
+            f"kernel of it, only sm{PROVEN_SM}'s: run `hqconv verify` on such a GPU."
         )
-    if not fuses_exponents(kind):
+    if not fuses_exponents(kernel_spec):
         return
     yield (
-        f"under {kind.inputs.name} activations Humming keeps a few powers of two only of the exponents of "
-        f"'{kind.schema.name}', differently for every rank, and rounds the smaller weights again: the recorded errors "
-        "do not hold this, verify measures it."
+        f"under {kernel_spec.inputs.name} activations Humming keeps a few powers of two only of the exponents of "
+        f"'{kernel_spec.schema.name}', differently for every rank, and rounds the smaller weights again: the recorded "
+        "errors do not hold this, verify measures it."
     )
-    if kind.a_dtype == "int8":
+    if kernel_spec.a_dtype == "int8":
         yield (
             "Humming's kernels for mxfp4 under int8 activations misread weights beside small negative ones where "
             "the exponents of a row lie more than 3 apart; verify counts them. Under fp8 activations they do not."

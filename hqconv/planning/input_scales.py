@@ -29,9 +29,9 @@ def check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
 
     Raises RequestError, or InputError for a tensor that holds something else than scales.
     """
-    for kind in spec.kinds:
-        if kind.inputs.is_static:
-            _check_kind(kind, spec)
+    for kernel_spec in spec.kernel_specs:
+        if kernel_spec.inputs.is_static:
+            _check_kernel_spec(kernel_spec, spec)
     for layer in static_layers(experts, spec):
         _check_source(layer, spec.kernel_spec_of(layer.name))
         for gemm, refs in layer.input_scales.refs.items():
@@ -39,45 +39,45 @@ def check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
                 _check_tensor(ref, layer.input_scales.max_values[gemm])
 
 
-def _check_kind(kind: KernelSpec, spec: ConversionSpec) -> None:
-    where = f"input schema {kind.inputs.name}"
+def _check_kernel_spec(kernel_spec: KernelSpec, spec: ConversionSpec) -> None:
+    where = f"input schema {kernel_spec.inputs.name}"
     if spec.layout == artifact_names.CHECKPOINT:
         what = f"From the checkpoint layout {ENGINE.name} cannot load static activation scales of experts."
         raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
-    if kind.inputs.input_quant_mode != _MODE:
+    if kernel_spec.inputs.input_quant_mode != _MODE:
         raise RequestError(
             "Only static scales of whole tensors are carried into artifacts; no GPU at hand runs scales in two levels.",
             where=f"{where}: input_quant_mode",
             expected=_MODE,
-            found=kind.inputs.input_quant_mode,
+            found=kernel_spec.inputs.input_quant_mode,
             remedy=_DYNAMIC,
         )
-    if kind.schema.rotation:
+    if kernel_spec.schema.rotation:
         raise RequestError(
             "Static activation scales were measured before activations are rotated: they would be wrong.",
-            where=f"{where}, schema {kind.schema.name}: hadamard_block_size",
+            where=f"{where}, schema {kernel_spec.schema.name}: hadamard_block_size",
             expected=0,
-            found=kind.schema.rotation,
+            found=kernel_spec.schema.rotation,
             remedy=_DYNAMIC,
         )
 
 
-def _check_source(layer: MoeLayer, kind: KernelSpec) -> None:
+def _check_source(layer: MoeLayer, kernel_spec: KernelSpec) -> None:
     scales = layer.input_scales
     lacking = next((gemm for gemm in artifact_names.GEMMS if not scales.refs.get(gemm)), None)
     if lacking is not None:
         raise RequestError(
             "The source has no static activation scales.",
-            where=f"{layer.name}: {lacking}, input schema {kind.inputs.name}",
+            where=f"{layer.name}: {lacking}, input schema {kernel_spec.inputs.name}",
             expected=f"tensors such as {next(iter(scales.missing.get(lacking, ())), f'{layer.name}.….input_scale')}",
             found="none of them",
             remedy=_DYNAMIC,
         )
-    if scales.a_dtype != kind.inputs.a_dtype:
+    if scales.a_dtype != kernel_spec.inputs.a_dtype:
         raise RequestError(
             "The source's static activation scales were not measured for these activations.",
-            where=f"{layer.name}, input schema {kind.inputs.name}",
-            expected=f"{kind.inputs.a_dtype} activations with a static scale per tensor, by the quantization config",
+            where=f"{layer.name}, input schema {kernel_spec.inputs.name}",
+            expected=f"{kernel_spec.inputs.a_dtype} activations with a static scale per tensor, by the config",
             found=scales.a_dtype or "none that the config declares",
             remedy=_DYNAMIC,
         )

@@ -175,12 +175,15 @@ def gemm_shapes(layer: MoeLayer, tp: int, schema: WeightSchema) -> dict[str, tup
 
 def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
     """Plan the rank files of one layer."""
-    kind = spec.kernel_spec_of(layer.name)
+    kernel_spec = spec.kernel_spec_of(layer.name)
     forms = {
-        gemm: planned_kernel_form(n, k, kind, layer.has_bias)
-        for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, kind.schema).items()
+        gemm: planned_kernel_form(n, k, kernel_spec, layer.has_bias)
+        for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, kernel_spec.schema).items()
     }
-    files, scales = ([], [artifact_names.input_scale(layer.name, gemm) for gemm in forms if kind.inputs.is_static])
+    files, scales = (
+        [],
+        [artifact_names.input_scale(layer.name, gemm) for gemm in forms if kernel_spec.inputs.is_static],
+    )
     for number, (tp_rank, ep_rank) in enumerate(spec.grid.ranks):
         num_local = len(spec.grid.local_experts(layer.num_experts, ep_rank))
         specs = [
@@ -192,7 +195,7 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         metadata = {"format": "pt", "rank": artifact_names.rank_name(tp_rank, ep_rank)}
         metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
         files.append(build_file(artifact_names.rank_file(layer.name, tp_rank, ep_rank), specs, metadata, number))
-    slices = tp_slices(layer.intermediate_size, spec.grid.tp, kind.schema)
+    slices = tp_slices(layer.intermediate_size, spec.grid.tp, kernel_spec.schema)
     return MoeLayerPlan(layer, spec.encoding_of(layer), tuple(files), forms, spec.grid, slices)
 
 

@@ -161,7 +161,9 @@ class ConversionPlan:
             "--layout": spec.layout,
             "--input-schema": spec.inputs.humming_fields(),
             **spec.encoding.identity(),
-            "the overrides": {name: artifact_names.kernel_spec_to_dict(kind) for name, kind in spec.of_layers.items()},
+            "the overrides": {
+                name: artifact_names.kernel_spec_to_dict(kernel_spec) for name, kernel_spec in spec.of_layers.items()
+            },
         }
         document = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
         return {**document, "layout of the output files": digest.hexdigest()}

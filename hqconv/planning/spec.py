@@ -28,9 +28,9 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 class ConversionSpec:
     """Conversion options resolved against one source: every value that decides the bytes of the artifact.
 
-    `schema` and `inputs` are of all layers but `of_blocks`, which have a kernel spec of their own. `must_be_direct`
-    changes no bytes: a layer that cannot keep the source's codes and scales is refused, except the layers `renamed`,
-    whose schema an override names.
+    `schema` and `inputs` are of all layers but those in `of_layers`, which have a kernel spec of their own.
+    `must_be_direct` changes no bytes: a layer that cannot keep the source's codes and scales is refused, except the
+    layers `renamed`, whose schema an override names.
     """
 
     schema: WeightSchema
@@ -54,13 +54,13 @@ class ConversionSpec:
                 raise RequestError(what, where=option, expected=expected, found=value)
 
     @property
-    def kind(self) -> KernelSpec:
+    def kernel_spec(self) -> KernelSpec:
         """Kernel spec of the layers without an override."""
         return KernelSpec(self.schema, self.param_dtype, self.target, self.inputs)
 
     def kernel_spec_of(self, layer: str) -> KernelSpec:
         """Return the kernel spec of one layer."""
-        return self.of_layers.get(layer, self.kind)
+        return self.of_layers.get(layer, self.kernel_spec)
 
     def keeps(self, layer: str) -> bool:
         """Return whether one layer must keep the source's codes and scales."""
@@ -83,9 +83,9 @@ class ConversionSpec:
         return self.encoding.conversion(layer.format, self.kernel_spec_of(layer.name).schema, self.param_dtype)
 
     @property
-    def kinds(self) -> list[KernelSpec]:
-        """The distinct kernel specs, the first of them `kind`."""
-        return list(dict.fromkeys((self.kind, *self.of_layers.values())))
+    def kernel_specs(self) -> list[KernelSpec]:
+        """The distinct kernel specs, the first of them `kernel_spec`."""
+        return list(dict.fromkeys((self.kernel_spec, *self.of_layers.values())))
 
 
 def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
@@ -131,13 +131,13 @@ def make_spec(
         renamed=renamed,
     )
     spec = replace(spec, of_layers=_of_layers(experts, spec, choices, own))
-    if target.cuda is not None and not any(needs_cuda(kind) for kind in spec.kinds):
+    if target.cuda is not None and not any(needs_cuda(kernel_spec) for kernel_spec in spec.kernel_specs):
         target = replace(target, cuda=None)  # equal bytes get equal manifests
     layers = [(layer.format, spec.kernel_spec_of(layer.name).schema) for layer in experts.layers]
     return replace(
         spec,
         target=target,
-        of_layers={name: replace(kind, target=target) for name, kind in spec.of_layers.items()},
+        of_layers={name: replace(kernel_spec, target=target) for name, kernel_spec in spec.of_layers.items()},
         encoding=spec.encoding.effective(layers, dtype),
     )
 
@@ -153,10 +153,10 @@ def _most_common(own: Mapping[str, WeightSchema]) -> WeightSchema:
 def _of_layers(
     experts: ExpertMap, spec: ConversionSpec, choices: Mapping[str, LayerChoice], own: Mapping[str, WeightSchema]
 ) -> dict[str, KernelSpec]:
-    """Return the kernel specs of layers that differ from `spec.kind`; layers left out are not in `experts`."""
-    kind, found = spec.kind, {}
+    """Return the kernel specs of layers that differ from `spec.kernel_spec`; layers left out are not in `experts`."""
+    kernel_spec, found = spec.kernel_spec, {}
     for layer in experts.layers:
         choice = choices.get(layer.name, LayerChoice())
-        schema = choice.schema or own.get(layer.name, kind.schema)
-        found[layer.name] = replace(kind, schema=schema, inputs=choice.inputs or kind.inputs)
-    return {name: of_layer for name, of_layer in found.items() if of_layer != kind}
+        schema = choice.schema or own.get(layer.name, kernel_spec.schema)
+        found[layer.name] = replace(kernel_spec, schema=schema, inputs=choice.inputs or kernel_spec.inputs)
+    return {name: of_layer for name, of_layer in found.items() if of_layer != kernel_spec}

@@ -97,15 +97,19 @@ def shard_name(index: int, total: int) -> str:
     return f"model-{index:05d}-of-{total:05d}.safetensors"
 
 
-def kernel_spec_to_dict(kind: KernelSpec) -> dict[str, Any]:
+def kernel_spec_to_dict(kernel_spec: KernelSpec) -> dict[str, Any]:
     """Return weights, activations and GPU as in config.json and a manifest's layers, without the dtype."""
-    return {**schemas_to_dict(kind), **target_to_dict(kind.target)}
+    return {**schemas_to_dict(kernel_spec), **target_to_dict(kernel_spec.target)}
 
 
-def schemas_to_dict(kind: KernelSpec) -> dict[str, Any]:
+def schemas_to_dict(kernel_spec: KernelSpec) -> dict[str, Any]:
     """Return weights and activations; `activation_schema` is present where activations are quantized."""
-    activations = {} if kind.inputs == A16 else {"activation_schema": kind.inputs.humming_fields()}
-    return {"weight_schema": kind.schema.humming_fields(), "input_schema": kind.inputs.name, **activations}
+    activations = {} if kernel_spec.inputs == A16 else {"activation_schema": kernel_spec.inputs.humming_fields()}
+    return {
+        "weight_schema": kernel_spec.schema.humming_fields(),
+        "input_schema": kernel_spec.inputs.name,
+        **activations,
+    }
 
 
 def target_to_dict(target: GpuTarget) -> dict[str, str]:
@@ -131,19 +135,19 @@ def importance_to_dict(sha256: str) -> dict[str, str]:
 
 
 def hqconv_quantization_config(
-    kind: KernelSpec, source: Mapping[str, Any] | None, *, is_mixed: bool = False
+    kernel_spec: KernelSpec, source: Mapping[str, Any] | None, *, is_mixed: bool = False
 ) -> dict[str, Any]:
     """Return `quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
 
     `source`: the source's own, still valid for the copied tensors (attention, shared experts …). is_mixed:
-    `kind` does not hold for every layer.
+    `kernel_spec` does not hold for every layer.
     """
     dense = {} if source is None else {"source_quantization_config": dict(source)}
     return {
         "quant_method": "hqconv",
         "format_version": MIXED_VERSION if is_mixed else FORMAT_VERSION,
         "manifest": MANIFEST,
-        **kernel_spec_to_dict(kind),
+        **kernel_spec_to_dict(kernel_spec),
         **dense,
     }
 

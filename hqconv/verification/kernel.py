@@ -62,7 +62,7 @@ def check_kernel(
     are, the check is skipped.
     """
     result = CheckResult("kernel")
-    of_kind = {k.inputs: Tolerances.of(k.inputs, artifact.param_dtype) for k in artifact.spec.kinds}
+    of_kind = {k.inputs: Tolerances.of(k.inputs, artifact.param_dtype) for k in artifact.spec.kernel_specs}
     result.notes += [limits.note() for limits in of_kind.values()]
     of_source = {} if source is None else {layer.name: layer for layer in source.map_experts().layers}
     unknown: list[str] = []

@@ -64,11 +64,11 @@ def other_layout(artifact: Artifact) -> str:
     for invalid facts.
     """
     firsts = {artifact.kernel_spec_of(name): name for name in reversed(artifact.layers)}
-    for kind, name in firsts.items():
-        if not needs_cuda(kind):
+    for spec, name in firsts.items():
+        if not needs_cuda(spec):
             continue
         try:
-            here = GpuTarget(kind.target.sm_version, compiler_version())
+            here = GpuTarget(spec.target.sm_version, compiler_version())
         except (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             return f"its layout depends on the CUDA compiler, and Humming finds none here ({error})"
         layer = artifact.moe_layer(name)
@@ -76,5 +76,5 @@ def other_layout(artifact: Artifact) -> str:
         for gemm, form in own.items():
             if (flags := form.flags) != found[gemm].flags:
                 differing = ", ".join(flag for flag in flags if flags[flag] != found[gemm].flags[flag])
-                return f"the artifact is for {kind.target}; CUDA {here.cuda_name} here has another layout ({differing})"
+                return f"the artifact is for {spec.target}; CUDA {here.cuda_name} here has another layout ({differing})"
     return ""

@@ -122,7 +122,7 @@ def _tasks(
     with suppress(HqconvError, OSError):  # the checks report it
         device = _weights_device(options.device)
         if "weights" in asked and source is not None and device is not None:
-            schemas = {kind.schema: None for kind in artifact.spec.kinds}
+            schemas = {kernel_spec.schema: None for kernel_spec in artifact.spec.kernel_specs}
             arguments = (artifact.param_dtype, torch.bfloat16, device)
             tasks += [partial(why_not, schema, *arguments) for schema in schemas]
         device, _ = _kernel_device(artifact, options.device) if "kernel" in asked else (None, "")
@@ -268,9 +268,9 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
     if major * 10 + minor != artifact.sm_version:
         return None, f"the artifact is for sm{artifact.sm_version}, this device is sm{major}{minor}"
     with suppress(VerificationError):  # the check itself reports it
-        for kind in artifact.spec.kinds:
-            if kind_of_inputs(kind.inputs) is None:
-                return None, f"there is no reference for {kind.inputs.a_dtype} activations"
+        for kernel_spec in artifact.spec.kernel_specs:
+            if kind_of_inputs(kernel_spec.inputs) is None:
+                return None, f"there is no reference for {kernel_spec.inputs.a_dtype} activations"
         if obstacle := other_layout(artifact):
             return None, obstacle
         if not any(artifact.knows_activation(layer) for layer in artifact.layers):

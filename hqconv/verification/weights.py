@@ -99,7 +99,7 @@ def _obstacle(artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device
     if of_source is None:
         return ""
     dtype = torch_dtype(of_source.dtype) if of_source.format.is_float else torch.float32
-    reasons = (why_not(k.schema, artifact.param_dtype, dtype, device) for k in artifact.spec.kinds)
+    reasons = (why_not(k.schema, artifact.param_dtype, dtype, device) for k in artifact.spec.kernel_specs)
     return next(filter(None, reasons), "")
 
 

@@ -213,7 +213,7 @@ def test_load_holds_a_file_to_the_manifest(what: str, made: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize("key", ["num_experts", "hidden_size", "intermediate_size"])
-def test_load_holds_a_block_of_the_manifest_to_the_file(key: str, made: dict[str, Path], tmp_path: Path) -> None:
+def test_load_holds_a_layer_of_the_manifest_to_the_file(key: str, made: dict[str, Path], tmp_path: Path) -> None:
     out = copied(made, tmp_path)
     words = manifest(out)
     words["blocks"][LAYER][key] *= 2

@@ -58,7 +58,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "is_good"), NAMES.items(), ids=[repr(name)[:20] for name in NAMES])
-def test_block_names_cannot_lead_elsewhere(name: str, is_good: bool, good: Path, tmp_path: Path) -> None:
+def test_layer_names_cannot_lead_elsewhere(name: str, is_good: bool, good: Path, tmp_path: Path) -> None:
     """They become names of files: of rank files when an artifact is a source, or is read."""
     assert is_layer_name(name) == is_good
     if is_good:

@@ -375,7 +375,7 @@ def test_it_converts_where_that_is_allowed_and_the_manifest_says_so(model: Path,
     assert refused(*again, code=2)["what"] == "No server runs these weights."
 
 
-def test_a_block_that_no_server_runs_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_layer_that_no_server_runs_is_named(model: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('schema = "int4"\n[[override]]\nlayers = "0"\nschema = "fp8-e5m2"\n')
     request = ("convert", model, "-o", tmp_path / "out", "--config", recipe, *UNSERVED[2:])

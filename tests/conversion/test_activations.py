@@ -181,7 +181,7 @@ def test_a_kernel_without_the_numbers_is_found(
     assert kernel_on_cpu(made(case)[1], monkeypatch, plain).status == "fail"
 
 
-def test_blocks_that_are_known_by_name_only_are_passed_over(
+def test_layers_that_are_known_by_name_only_are_passed_over(
     made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = kernel_on_cpu(made("not understood")[1], monkeypatch)
@@ -210,7 +210,7 @@ def test_where_all_are_known_by_name_only_the_check_says_so_before_it_begins(
         check(made("kimi, no beta")[1], None, "kernel")
 
 
-def test_one_block_of_each_activation_is_looked_at(tmp_path: Path) -> None:
+def test_one_layer_of_each_activation_is_looked_at(tmp_path: Path) -> None:
 
     many, words = two_layers(model_type="exaone_moe", swiglu_limits=[0, 7.0, 0, 0, 0])
     for layer in (2, 3, 4):

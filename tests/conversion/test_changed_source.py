@@ -110,7 +110,7 @@ def test_every_file_is_looked_at_again_in_the_end(
 
 
 @pytest.mark.parametrize("change", [rewrite, replace])
-def test_a_shard_that_changes_while_a_block_is_made_of_it(
+def test_a_shard_that_changes_while_a_layer_is_made_of_it(
     src: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     index = json.loads((src / "model.safetensors.index.json").read_text())["weight_map"]

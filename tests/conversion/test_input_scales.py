@@ -254,7 +254,7 @@ def test_ranks_of_a_source_that_differ_are_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", tmp_path / "again", "source", input_schema="fp8-static")
 
 
-def test_only_the_blocks_that_ask_for_them_have_scales(tmp_path: Path) -> None:
+def test_only_the_layers_that_ask_for_them_have_scales(tmp_path: Path) -> None:
     tensors, config = fp8()
     second = {n.replace("layers.0", "layers.1"): t.clone() for n, t in tensors.items() if "layers.0" in n}
     source = save(tmp_path / "src", (tensors | second, config | {"num_hidden_layers": 2}))
@@ -291,7 +291,7 @@ def test_inspect_load_and_dequantize(tmp_path: Path) -> None:
         assert torch.equal(decoded, hqconv.dequantize(tmp_path / "plain", layer=LAYER)[name])
 
 
-def test_a_block_that_is_left_keeps_its_scales(tmp_path: Path) -> None:
+def test_a_layer_that_is_left_keeps_its_scales(tmp_path: Path) -> None:
     """It is copied as it is: a server of the source's own method needs what a conversion does not."""
     tensors, config = fp8()
     tensors |= {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}

@@ -55,7 +55,7 @@ def mixed(request: pytest.FixtureRequest, model: Path) -> tuple[Path, Grid]:
     return out, grid
 
 
-def test_every_block_has_the_bytes_of_its_schema(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
+def test_every_layer_has_the_bytes_of_its_schema(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
     out, grid = mixed
     words = manifest(out)
     assert (words["format_version"], words["left_blocks"]) == (2, [LAYER.format(2)])
@@ -194,7 +194,7 @@ def test_recipes_that_do_not_fit(model: Path, tmp_path: Path, text: str, words: 
     assert not (tmp_path / "out").exists()
 
 
-def test_blocks_of_an_artifact_cannot_be_left(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
+def test_layers_of_an_artifact_cannot_be_left(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
     overrides = load_recipe(write(tmp_path, "[[override]]\nlayers = '0'\nschema = 'none'")).overrides
     with pytest.raises(RequestError, match="in a checkpoint only"):
         run(mixed[0], tmp_path / "out", "mxfp4", overrides=overrides)

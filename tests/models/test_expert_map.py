@@ -41,7 +41,7 @@ def put(tensors: Tensors, name: str, *shape: int, dtype: str = "BF16") -> None:
     tensors[name] = TensorRef(name, dtype, shape, len(tensors) // 7, place, num_bytes)
 
 
-def put_block(tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16") -> None:
+def put_layer(tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16") -> None:
     for e in range(num_experts):
         for role, name in family.projections.items():
             shape = (H, INTER) if role == "w2" else (INTER, H)
@@ -57,7 +57,7 @@ def put_stacks(tensors: Tensors, family: Family, layer: str, num_experts: int = 
         put(tensors, f"{layer}.{stack.name}", *dealt, dtype=dtype)
 
 
-PUT = {SINGLE: put_block, STACKED: put_stacks}
+PUT = {SINGLE: put_layer, STACKED: put_stacks}
 
 
 # Whose code has a limit where the config says none.
@@ -183,7 +183,7 @@ def test_every_template_is_mapped(family: Family, form: str) -> None:
 def test_layers_are_in_number_order_and_mtp_last() -> None:
     tensors: Tensors = {}
     for layer in ("mtp.layers.0.mlp", "model.layers.10.mlp", "model.layers.9.mlp"):
-        put_block(tensors, QWEN, f"{layer}.experts")
+        put_layer(tensors, QWEN, f"{layer}.experts")
     found = map_experts(tensors, config_of(QWEN, "qwen3_next"))
     assert [(b.index, b.name.split(".mlp")[0]) for b in found.layers] == [
         (9, "model.layers.9"),
@@ -195,7 +195,7 @@ def test_layers_are_in_number_order_and_mtp_last() -> None:
 def test_text_config_is_used() -> None:
     tensors: Tensors = {}
     family = BY_MODEL_TYPE["deepseek_v3"]
-    put_block(tensors, family, "language_model.model.layers.1.mlp.experts")
+    put_layer(tensors, family, "language_model.model.layers.1.mlp.experts")
     put(tensors, "vision_tower.patch_embed.weight", 8, 3, 2, 2)
     nested = {"model_type": "some_wrapper", "text_config": config_of(family, "deepseek_v3")}
     found = map_experts(tensors, nested)
@@ -479,7 +479,7 @@ def test_seventy_thousand_tensors_take_less_than_a_second(model_type: str) -> No
     family = BY_MODEL_TYPE["deepseek_v3"]
     tensors: Tensors = {}
     for layer in range(60):
-        put_block(tensors, family, f"model.layers.{layer}.mlp.experts", 384)
+        put_layer(tensors, family, f"model.layers.{layer}.mlp.experts", 384)
     config = config_of(family, model_type) | {"n_routed_experts": 384}
     gc.disable()  # as the command does
     try:

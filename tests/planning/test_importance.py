@@ -79,7 +79,7 @@ def test_what_is_wrong_is_named_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_zero_is_a_number_and_a_left_block_may_have_some(src: Path, tmp_path: Path) -> None:
+def test_zero_is_a_number_and_a_left_layer_may_have_some(src: Path, tmp_path: Path) -> None:
     columns = columns_of(src)
     columns[f"{FIRST}.w13"].zero_()
     columns[f"{FIRST}.w2"][3] = -0.0
@@ -98,7 +98,7 @@ def test_zero_is_a_number_and_a_left_block_may_have_some(src: Path, tmp_path: Pa
     assert len(plan(src, loaded.options["importance"], overrides=loaded.overrides).layers) == 1
 
 
-def test_a_tensor_of_no_block_is_refused(src: Path, tmp_path: Path) -> None:
+def test_a_tensor_of_no_layer_is_refused(src: Path, tmp_path: Path) -> None:
     columns = columns_of(src) | {"model.layers.7.mlp.experts.w2": torch.ones(256)}
     with pytest.raises(InputError, match="of no layer") as caught:
         plan(src, write_importance(tmp_path / "file.safetensors", columns))

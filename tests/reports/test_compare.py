@@ -78,7 +78,7 @@ def test_figures_are_those_of_the_manifests(folder: Path) -> None:
     assert not words["measured_against_source"]
 
 
-def test_larger_blocks_count_more(folder: Path, tmp_path: Path) -> None:
+def test_larger_layers_count_more(folder: Path, tmp_path: Path) -> None:
     layer = "model.layers.0.mlp.experts"
     for name in "ab":
         shutil.copytree(folder / name, tmp_path / name)
@@ -149,7 +149,7 @@ def test_other_models_are_refused(folder: Path, tmp_path: Path) -> None:
     assert call("compare", folder / "a", folder / "b", "--revision", "main").exit_code == 2
 
 
-def test_other_sources_and_blocks_that_were_left_are_said(folder: Path, tmp_path: Path) -> None:
+def test_other_sources_and_layers_that_were_left_are_said(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "b", tmp_path / "b")
     words = manifest(tmp_path / "b")
     words["source"] |= {"name": "org/other", "revision": "abc"}

@@ -222,7 +222,7 @@ def test_inspect_reads_the_file_that_modelopt_writes(tmp_path: Path) -> None:
     assert found["direct_schemas"] == ["nvfp4", "source (nvfp4)"]
 
 
-def test_inspect_of_blocks_that_differ(tmp_path: Path) -> None:
+def test_inspect_of_layers_that_differ(tmp_path: Path) -> None:
     """One layer in fp8, one left in bf16: two entries; `source` keeps the one and leaves the other."""
     tensors, config = GOOD["fp8_blocks"][0]()
     for name, tensor in GOOD["plain"][0]()[0].items():
@@ -250,7 +250,7 @@ CONVERSIONS = [
 
 
 @pytest.mark.parametrize(("name", "schema", "conversion", "text"), CONVERSIONS)
-def test_dry_run_says_how_blocks_are_converted(
+def test_dry_run_says_how_layers_are_converted(
     name: str, schema: str, conversion: str, text: str, tmp_path: Path
 ) -> None:
     folder = save(tmp_path / name, GOOD[name][0]())
@@ -351,7 +351,7 @@ def layer(**more: object) -> dict[str, object]:
     return {**sizes, **words, **more}
 
 
-def test_blocks_are_collapsed() -> None:
+def test_layers_are_collapsed() -> None:
     layers = {f"model.layers.{i}.mlp.experts": layer() for i in (3, 4, 5, 7)}
     layers |= {f"model.layers.{i}.mlp.experts": layer(num_experts=2) for i in range(11, 31, 2)}
     layers |= {"mtp.layers.0.mlp.experts": layer(), "experts": layer()}

@@ -212,7 +212,7 @@ def test_where_nothing_was_lost_no_errors_are_drawn(tmp_path: Path) -> None:
     assert kinds == ["plot bars"] * 6
 
 
-def test_blocks_of_several_schemas_and_blocks_that_were_left(model: Path, tmp_path: Path) -> None:
+def test_layers_of_several_schemas_and_layers_that_were_left(model: Path, tmp_path: Path) -> None:
     recipe = '[[override]]\nlayers = "0"\nschema = "none"\n[[override]]\nlayers = "1"\nschema = "fp8"\n'
     (tmp_path / "recipe.toml").write_text(f'schema = "mxfp4"\ntarget = "sm90"\n{recipe}')
     write_qwen3_moe(tmp_path / "three", num_layers=3)

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "granitemoe")
 
 
-def blocks_of(folder: Path) -> tuple[MoeLayer, ...]:
+def layers_of(folder: Path) -> tuple[MoeLayer, ...]:
     with open_source(folder) as source:
         return source.map_experts().layers
 
@@ -48,7 +48,7 @@ def recomputed(model: nn.Module, batches: list[torch.Tensor]) -> list[tuple[torc
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inputs_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
     model = save_family(tmp_path, family, torch.float32)
-    layers, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 16, CPU)
+    layers, batches = layers_of(tmp_path), token_batches(IDS.tolist(), 16, CPU)
     assert [ids.shape[1] for ids in batches] == [16, 16, 8]
     found = collect(model, batches, layers)
     expected = {f"{layer.name}.{gemm}" for layer in layers for gemm in ("w13", "w2")}
@@ -66,7 +66,7 @@ def test_inputs_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
 def test_the_inner_activations_are_those_of_the_chosen_experts(family: str, tmp_path: Path) -> None:
     """By hand: every token through each of its experts, silu(gate) * up."""
     model = save_family(tmp_path, family, torch.float32)
-    layers, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
+    layers, batches = layers_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
     found = collect(model, batches, layers)
     for layer, (x, chosen, module) in zip(layers, recomputed(model, batches), strict=True):
         rows = []
@@ -98,7 +98,7 @@ def test_the_command_writes_what_convert_takes(family: str, tmp_path: Path, caps
     main([*arguments, "--tokens", str(len(IDS))])
     assert "40 tokens" in capsys.readouterr().out
     model = transformers.AutoModelForCausalLM.from_pretrained(src, dtype="auto").eval()
-    expected = collect(model, token_batches(IDS.tolist(), 16, CPU), blocks_of(src))
+    expected = collect(model, token_batches(IDS.tolist(), 16, CPU), layers_of(src))
     found = load_file(out)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -115,7 +115,7 @@ def test_the_command_writes_what_convert_takes(family: str, tmp_path: Path, caps
 
 def test_what_cannot_be_matched_is_refused(tmp_path: Path) -> None:
     model = save_family(tmp_path, "mixtral", torch.float32)
-    layers = blocks_of(tmp_path)
+    layers = layers_of(tmp_path)
     assert [layer for layer, _, _ in experts_modules(model)] == [0, 1]
     assert [module for _, module in matched(model, layers).values()] == [m for _, _, m in moe_layers(model)]
     with pytest.raises(RequestError, match="no layer of the checkpoint") as caught:
@@ -129,7 +129,7 @@ def test_what_cannot_be_matched_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_seen_or_not_understood_is_refused(tmp_path: Path) -> None:
     model = save_family(tmp_path, "mixtral", torch.float32)
-    layers, batches = blocks_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
+    layers, batches = layers_of(tmp_path), token_batches(IDS.tolist(), 40, CPU)
     with pytest.raises(RequestError, match="No product") as caught:
         collect(model, [], layers)
     assert caught.value.where.endswith("w13")

@@ -332,7 +332,7 @@ def test_another_layout_of_humming_names_the_version_that_fits(here: dict[str, b
     check_flags("out: w13", "0.1.19", "0.2.0", here, dict(here))
 
 
-def test_a_layer_without_experts_lists_the_blocks(view: ArtifactView) -> None:
+def test_a_layer_without_experts_lists_those_that_have_some(view: ArtifactView) -> None:
     error = refused_as(compatibility.no_layer(view, "model.layers.7.mlp.experts"))
     assert (error.expected, error.found) == (LAYER, "model.layers.7.mlp.experts")
     many = replace(view, layers={f"b{i}": view.layers[LAYER] for i in range(9)})

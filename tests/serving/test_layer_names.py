@@ -168,13 +168,13 @@ def test_two_drafts_that_could_be_meant_are_none() -> None:
     assert find_layer("model.layers.2.ffn.experts", dict.fromkeys(renamed, "a"), {"a": 2}) == "a"
 
 
-def test_two_blocks_that_could_be_meant_are_none() -> None:
+def test_two_layers_that_could_be_meant_are_none() -> None:
     both = {"model.layers.0.mlp": "a", "model.layers.0.block_sparse_moe.experts": "b"}
     assert find_layer("model.layers.0.mlp.experts", both) is None
     assert find_layer("model.layers.0.mlp.experts", dict.fromkeys(both, "a")) == "a"  # two names of one layer
     assert find_layer("model.layers.0.mlp.experts", {**both, "model.layers.0.mlp.experts": "c"}) == "c"
 
 
-def test_a_name_that_two_blocks_have_is_nobodys() -> None:
+def test_a_name_that_two_layers_have_is_nobodys() -> None:
     assert find_layer("model.layers.0.experts", {"model.layers.0.experts": ""}) is None
     assert find_layer("model.layers.0.moe.experts", {"model.layers.0.moe": ""}) is None

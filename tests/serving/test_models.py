@@ -55,7 +55,7 @@ def layer_of(name: str) -> int:
 
 @pytest.mark.parametrize("model_type", BUILT)
 @pytest.mark.parametrize("names", ["renamed", "kept"])
-def test_every_layer_has_its_block(answers: dict[str, Any], model_type: str, names: str) -> None:
+def test_every_layer_of_the_server_has_its_own(answers: dict[str, Any], model_type: str, names: str) -> None:
     """`kept` has the names before vLLM's mappers too, as the plugin has them."""
     answer = answers[model_type]
     assert "error" not in answer, answer["error"]
@@ -68,7 +68,7 @@ def test_every_layer_has_its_block(answers: dict[str, Any], model_type: str, nam
 
 @pytest.mark.parametrize("model_type", sorted(DRAFTED))
 @pytest.mark.parametrize("names", ["renamed", "kept"])
-def test_a_draft_has_its_own_block(answers: dict[str, Any], model_type: str, names: str) -> None:
+def test_a_draft_has_its_own_layer(answers: dict[str, Any], model_type: str, names: str) -> None:
     answer = answers[model_type]
     assert "error" not in answer, answer["error"]
     (asked,) = answer["draft"]

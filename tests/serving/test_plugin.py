@@ -649,7 +649,7 @@ schema = "none"
 """
 
 
-def test_blocks_that_differ_are_each_served_as_they_are(tmp_path: Path) -> None:
+def test_layers_that_differ_are_each_served_as_they_are(tmp_path: Path) -> None:
     """One of another schema, one with other activations, one left as it was, one of the recipe's own schema."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_experts": 5, "num_layers": 4}
     model = write_qwen3_moe(tmp_path / "model", **sizes)

@@ -186,7 +186,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(made: Path) -> None:
     is_damaged(caught)
 
 
-def test_another_blocks_file_under_this_name_is_refused(out: Path) -> None:
+def test_another_layers_file_under_this_name_is_refused(out: Path) -> None:
     """Of the same size, since its header is; its tensors bear their layer's name."""
     shutil.copy(out / name_of(SECOND), out / name_of())
     with pytest.raises(VerificationError, match=f"tensors named {FIRST}") as caught:

@@ -79,7 +79,7 @@ def parts(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", [*SERVED, *QUANTIZED])
-def test_every_block_is_in_one_layer(answers: dict[str, Any], case: str) -> None:
+def test_every_layer_is_in_one_of_the_servers(answers: dict[str, Any], case: str) -> None:
     """Also where a draft has its layer, and each layer of experts holds its rank file."""
     found = parts(answers[case])
     layers = [layer for part in found for layer in part["layers"]]

@@ -187,7 +187,7 @@ def test_ignore_leaves_everything_but_the_experts_alone(sources: dict[tuple[int,
         assert quantization.get_quant_config_for_layer(LAYER, "moe") is not None
 
 
-def test_blocks_that_are_left_as_they_are_are_plain_ones(sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:
+def test_layers_that_are_left_as_they_are_are_plain_ones(sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:
     """By their numbers alone, whatever prefix vLLM's model class puts before them."""
     source = write_qwen3_moe(tmp_path / "src", num_layers=12, hidden_size=128, intermediate_size=128)
     (tmp_path / "r.toml").write_text('[[override]]\nlayers = "1"\nschema = "none"\n')

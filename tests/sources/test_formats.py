@@ -142,7 +142,7 @@ def test_a_block_scale_that_tp_cuts_is_repeated(get: Get, tmp_path: Path) -> Non
     conversions.assert_verified(tmp_path / "out", written.folder)
 
 
-def test_blocks_that_have_the_schema_already_are_kept(get: Get, tmp_path: Path) -> None:
+def test_layers_that_have_the_schema_already_are_kept(get: Get, tmp_path: Path) -> None:
     for name, other in (("mixed-ct-ignore", "quantized"), ("mixed-gptq-dynamic", "requantized")):
         written, out = get(name), tmp_path / name
         conversions.run(written.folder, out, "int4")

@@ -201,7 +201,7 @@ def test_only_the_experts_own_bytes_are_read(model: Path, monkeypatch: pytest.Mo
     assert experts.layers[0].num_bytes == E * sum(seen)
 
 
-def test_no_target_keeps_the_blocks(model: Path) -> None:
+def test_no_target_keeps_the_layers(model: Path) -> None:
     with open_with_gguf(model) as source:
         fmt = source.map_experts().layers[0].format
     for schema in PRESETS.values():

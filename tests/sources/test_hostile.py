@@ -609,7 +609,7 @@ def test_experts_that_cannot_share_a_scale_are_quantized_anew(tmp_path: Path) ->
     assert words["errors"][LAYER]["w2"]["relative_error"] == 0
 
 
-def test_a_block_with_kept_and_requantized_experts_is_verified(tmp_path: Path) -> None:
+def test_a_layer_with_kept_and_requantized_experts_is_verified(tmp_path: Path) -> None:
     source = GOOD["nvfp4"][0]()
     VALUES["gate and up differ"][1](*source)
     folder, out = save(tmp_path / "src", source), tmp_path / "out"

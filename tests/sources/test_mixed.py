@@ -126,7 +126,7 @@ def assert_kept(out: Path, mixed: Mixed) -> None:
 
 
 @pytest.mark.parametrize("grid", [Grid(), Grid(2, 3)], ids=str)
-def test_every_block_keeps_its_own(mixed: Mixed, grid: Grid, tmp_path: Path) -> None:
+def test_every_layer_keeps_its_own(mixed: Mixed, grid: Grid, tmp_path: Path) -> None:
     """The files of each layer have the bytes of a conversion to that schema alone."""
     out = tmp_path / "out"
     conversions.run(mixed.folder, out, "source", grid)
@@ -204,7 +204,7 @@ def test_changed_sources_and_manifests_are_found(mixed: Mixed, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("schema", ["int4", "fp8", "nvfp4"])
-def test_other_schemas_take_every_block_from_its_own_format(mixed: Mixed, schema: str, tmp_path: Path) -> None:
+def test_other_schemas_take_every_layer_from_its_own_format(mixed: Mixed, schema: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     conversions.run(mixed.folder, out, schema)
     words = conversions.manifest(out)
@@ -246,7 +246,7 @@ def test_it_is_said_beforehand(mixed: Mixed, tmp_path: Path) -> None:
 # --- the checkpoint layout ---------------------------------------------------------------------------------
 
 
-def test_the_checkpoint_layout_leaves_plain_blocks_out(tmp_path: Path) -> None:
+def test_the_checkpoint_layout_leaves_plain_layers_out(tmp_path: Path) -> None:
     """Its `ignore` names them; the same reader that knows Humming's config then finds them plain."""
     mixed, out = _with_plain(tmp_path / "src"), tmp_path / "out"
     rewrite(mixed.folder, lambda tensors: {n: t for n, t in tensors.items() if "layers.1.self_attn" not in n})

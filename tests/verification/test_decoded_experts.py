@@ -152,7 +152,7 @@ def test_preparing_runs_beside_the_checks_and_keeps_its_errors() -> None:
         assert ended
 
 
-def test_one_task_for_each_kind_of_block(src: Path, tmp_path: Path) -> None:
+def test_one_task_for_each_kind_of_layer(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "mxfp4", Grid(1, 2))
     with Artifact(tmp_path / "out") as artifact:
         assert len(kernel_tasks(artifact, artifact.layers, (1, 17), CPU)) == 1

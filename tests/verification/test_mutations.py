@@ -257,7 +257,7 @@ def test_a_truncated_file(copy: Damaged) -> None:
 # --- layers, copied tensors, the manifest ------------------------------------------------------------------
 
 
-def remove_block(copy: Damaged, words: dict[str, Any], dropped: bool) -> None:
+def remove_layer(copy: Damaged, words: dict[str, Any], dropped: bool) -> None:
     del words["blocks"][MTP]
     for path in [path for path in words["files"] if MTP in path]:
         del words["files"][path]
@@ -268,7 +268,7 @@ def remove_block(copy: Damaged, words: dict[str, Any], dropped: bool) -> None:
 
 
 @pytest.mark.parametrize("hidden", ["no", "removed", "dropped"])
-def test_a_missing_block(make: Callable[..., Damaged], hidden: str) -> None:
+def test_a_missing_layer(make: Callable[..., Damaged], hidden: str) -> None:
     copy = make("mxfp4")
     for path in copy.root.glob(f"experts/*/{MTP}.safetensors"):
         path.unlink()
@@ -278,7 +278,7 @@ def test_a_missing_block(make: Callable[..., Damaged], hidden: str) -> None:
         assert {f.what for f in files.findings} == {"A file of the manifest is missing."}
         found(weights, MTP)
         return
-    copy.edit_manifest(functools.partial(remove_block, copy, dropped=hidden == "dropped"))
+    copy.edit_manifest(functools.partial(remove_layer, copy, dropped=hidden == "dropped"))
     files, weights = copy.check()
     found(files, f"layer {MTP}", "An MoE layer of the source is missing", "4 experts")
     found(weights, f"layer {MTP}", "An MoE layer of the source is missing")

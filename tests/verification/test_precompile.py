@@ -68,7 +68,7 @@ def test_only_a_compiler_of_the_same_layout_is_good(
             assert word in why
 
 
-def test_of_mixed_blocks_one_is_enough(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_mixed_layers_one_is_enough(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.toml").write_text('[[override]]\nlayers = "-1"\nschema = "fp8"\n')
     overrides = load_recipe(tmp_path / "recipe.toml").overrides
     run(model, tmp_path / "out", "int4", target="sm89", cuda="12.8", dtype="float16", overrides=overrides)

@@ -63,7 +63,7 @@ def expert_weights(layer: nn.Module, expert: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_reference_is_transformers_block(name: str) -> None:
+def test_reference_is_transformers_layer(name: str) -> None:
     layer, config = build(name)
     x = torch.randn(33, config.hidden_size)
     bias = getattr(layer.gate, "e_score_correction_bias", None)

@@ -208,7 +208,7 @@ def test_a_source_of_nothing_but_nan(src: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["conversion", "num_experts"])
-def test_a_block_that_cannot_be_compared(src: Path, tmp_path: Path, key: str) -> None:
+def test_a_layer_that_cannot_be_compared(src: Path, tmp_path: Path, key: str) -> None:
     run(src, tmp_path / "out", "mxfp4")
     copy = Damaged(tmp_path / "out", src, "mxfp4")
     copy.edit_manifest(lambda w: w["blocks"][LAYER].update({key: "direct" if key == "conversion" else 3}))
