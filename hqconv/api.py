@@ -22,8 +22,8 @@ from hqconv.conversion.options import (
 )
 from hqconv.errors import OutputError, RequestError
 from hqconv.io.hub import is_repo_id, open_repo
-from hqconv.planning.options import ConversionOptions
 from hqconv.planning.plan import plan_conversion
+from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.options import ConversionArguments, conversion_options
 from hqconv.serving.warm.compile_kernels import warm as warm
 from hqconv.sources.opening import open_source, without_gc
@@ -158,8 +158,8 @@ def describe_plan(
     planned: the result of `plan`. The other parameters are those of `convert`. Raises RequestError if memory is short
     or the device is missing.
     """
-    from hqconv.reports.plan import describe_plan as describe
-    from hqconv.reports.plan import output_notes
+    from hqconv.reports.documents import describe_plan as describe
+    from hqconv.reports.documents import output_notes
 
     place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
     try:
@@ -230,7 +230,7 @@ def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
 
     Raises RequestError, InputError, VerificationError (of a damaged artifact) or NetworkError.
     """
-    from hqconv.reports.inspect import inspect as run
+    from hqconv.reports.documents import inspect as run
 
     return run(path, revision)
 

@@ -61,7 +61,7 @@ ONLY_IN = {
     "huggingface_hub": ("hqconv.io.hub", "hqconv.io.hub_upload"),
     "vllm": (
         "hqconv.serving.vllm.config",
-        "hqconv.serving.vllm.other_layers",
+        "hqconv.serving.vllm.config",
         "hqconv.serving.vllm.moe_method",
         "hqconv.serving.vllm.plugin",
         "hqconv.serving.vllm.tuning",
@@ -69,7 +69,7 @@ ONLY_IN = {
     "jinja2": ("hqconv.reports.html",),
     "gguf": ("hqconv.io.gguf_header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
-    "typer": ("hqconv.cli.app", "hqconv.cli.help_format", "hqconv.cli.errors", "hqconv.cli.options"),
+    "typer": ("hqconv.cli.app", "hqconv.cli.help_format", "hqconv.cli.output", "hqconv.cli.options"),
     "rich": tuple(f"hqconv.cli.{name}" for name in ("render", "progress")),
 }
 # The two seams: words that name the kernel library's config and the engine, and the modules that may use them in code
@@ -121,7 +121,7 @@ SERVER_WITHOUT_VLLM = (
         "warm.kernel_store",
     ),
 )
-WITH_VLLM = ("vllm.config", "vllm.other_layers", "vllm.moe_method")
+WITH_VLLM = ("vllm.config", "vllm.moe_method")
 SERVER = tuple(f"hqconv.serving.{name}" for name in (*SERVER_WITHOUT_VLLM, *WITH_VLLM))
 NOT_IN_A_SERVER = (
     *("cpu_loops", "quantization", "formats", "planning", "models", "sources"),

@@ -17,8 +17,7 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_layout.layer_config import load_layer_config
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import float_values
-from hqconv.layout_decoder.unrotate import unrotated
-from hqconv.layout_decoder.values import decoded_weights
+from hqconv.layout_decoder.values import decoded_weights, unrotated
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
 

@@ -14,10 +14,9 @@ import hqconv
 from hqconv import api
 from hqconv.cli import convert_command, interrupt, report_commands
 from hqconv.cli.convert_command import profile_writer
-from hqconv.cli.errors import guarded
 from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
-from hqconv.cli.output import discard_stdout, print_json, say
+from hqconv.cli.output import discard_stdout, guarded, print_json, say
 from hqconv.conversion.torchrun import is_rank_zero
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.serving.warm.kernel_store import folder_beside
@@ -199,7 +198,7 @@ def inspect(*, json: bool, **options: Any) -> None:
 @takes(lambda: None, "recipes", "json")
 def schemas(*, recipes: bool, json: bool) -> None:
     """List the weight and activation schemas, or the recipes that come with hqconv."""
-    from hqconv.reports.schemas import describe_recipes, describe_schemas
+    from hqconv.reports.documents import describe_recipes, describe_schemas
 
     _print(describe_recipes() if recipes else describe_schemas(), json=json)
 

@@ -40,7 +40,7 @@ def report(
     raises.
     """
     from hqconv.artifact.manifest import read_manifest
-    from hqconv.reports.page_file import page_place
+    from hqconv.reports.page_document import page_place
 
     root = Path(out)
     read_manifest(root)  # refuse a folder without an artifact before any work
@@ -60,7 +60,7 @@ def page_writer(out: str | Path, page: Path | None, threads: int | None) -> Call
     """
     if page is None:
         return lambda verified: None
-    from hqconv.reports.page_file import page_place
+    from hqconv.reports.page_document import page_place
 
     place = page_place(Path(out), page, overwrite=False, option="--report")
     interrupt.expect(*interrupt.page_cases(place))
@@ -82,8 +82,7 @@ def write_report(
 ) -> Document:
     """Write the page to `place`, a result of `page_place`, and return its document. Raises the errors of `report`."""
     from hqconv.reports.page import page as page_of
-    from hqconv.reports.page_document import page_document
-    from hqconv.reports.page_file import write_page
+    from hqconv.reports.page_document import page_document, write_page
 
     checks = None if verification is None else verification.to_dict()
     expert_errors = {

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from hqconv.conversion.hub_prefetch import CachePolicy
     from hqconv.conversion.resources import Resources
     from hqconv.models.source_protocol import Source
-    from hqconv.planning.options import ConversionOptions
     from hqconv.planning.plan import ConversionPlan
-    from hqconv.planning.spec import ConversionSpec
+    from hqconv.planning.spec import ConversionOptions, ConversionSpec
 
 
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names

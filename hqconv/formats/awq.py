@@ -95,7 +95,7 @@ class Awq(Encoding):
 
     def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
         """Transpose the nibbles into words along K."""
-        from hqconv.quantization.int4_packing import AWQ_ORDER, reordered_nibbles, transpose_4bit
+        from hqconv.quantization.bit_codec import AWQ_ORDER, reordered_nibbles, transpose_4bit
 
         packed = transpose_4bit(parts["weight"], AWQ_ORDER)
         zero_point = None

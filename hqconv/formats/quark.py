@@ -299,7 +299,7 @@ def _flip(fmt: SourceFormat, bits: int) -> int:
 
 
 def _nibble_order(fmt: SourceFormat) -> tuple[int, ...]:
-    from hqconv.quantization.int4_packing import AWQ_ORDER, PLAIN_ORDER
+    from hqconv.quantization.bit_codec import AWQ_ORDER, PLAIN_ORDER
 
     return AWQ_ORDER if fmt.option("pack_method", "reorder") == "reorder" else PLAIN_ORDER
 
@@ -309,7 +309,7 @@ def _pack_integers(fmt: SourceFormat, weight: torch.Tensor) -> torch.Tensor:
     import torch
 
     from hqconv.quantization import bit_codec
-    from hqconv.quantization.int4_packing import reordered_nibbles, transpose_4bit
+    from hqconv.quantization.bit_codec import reordered_nibbles, transpose_4bit
 
     bits = code_bits(fmt.b_dtype)
     flip = _flip(fmt, bits)
@@ -332,7 +332,7 @@ def _zero_points(fmt: SourceFormat, stored: torch.Tensor, shape: Shape) -> torch
     """Unpack zero points into uint8 [N, G]: packed like the weights, except a single one."""
     import torch
 
-    from hqconv.quantization.int4_packing import reordered_nibbles
+    from hqconv.quantization.bit_codec import reordered_nibbles
 
     bits = code_bits(fmt.b_dtype)
     if bits == 4 and fmt.group_n != 0:

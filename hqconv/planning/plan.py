@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from hqconv.errors import InputError
 from hqconv.io.front_matter import FrontMatter
@@ -15,7 +16,6 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_copied, check_request, refuse_unserved, request_warnings
 from hqconv.planning.input_scales import static_layers
-from hqconv.planning.options import ConversionOptions
 from hqconv.planning.output_units import (
     MoeLayerPlan,
     OutputUnit,
@@ -25,12 +25,51 @@ from hqconv.planning.output_units import (
     kernel_unit,
     shard_units,
 )
-from hqconv.planning.source_facts import SourceFacts, source_facts
 from hqconv.planning.source_schema import plain_layers
-from hqconv.planning.spec import ConversionSpec, make_spec
+from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.overrides import assign
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """A source. name: of the folder, or of the repo without the organisation. bytes_of: converted, copied, dropped."""
+
+    name: str
+    repo_id: str | None
+    revision: str | None
+    folder: str
+    model_type: str | None
+    quantization: Mapping[str, Any] | None
+    num_files: int
+    num_tensors: int
+    num_bytes: int
+    bytes_of: Mapping[str, int]
+
+    @property
+    def origin(self) -> dict[str, str | None]:
+        """Return the source's entry of a manifest: its name, and the commit of a Hub repo."""
+        return {"name": self.repo_id or self.name, "revision": self.revision}
+
+
+def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
+    """Return the facts of an opened source; `experts` None where they cannot be mapped."""
+    kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped} if experts else {}
+    tensors = checkpoint.tensors
+    return SourceFacts(
+        name=checkpoint.name,
+        repo_id=checkpoint.repo_id,
+        revision=checkpoint.revision,
+        folder=str(checkpoint.root),
+        model_type=checkpoint.config.get("model_type"),
+        quantization=checkpoint.quantization,
+        num_files=len(checkpoint.files),
+        num_tensors=len(tensors),
+        num_bytes=checkpoint.total_bytes,
+        bytes_of={kind: sum(tensors[name].num_bytes for name in names) for kind, names in kinds.items()},
+    )
+
 
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
 _OURS = (

@@ -1,27 +1,84 @@
-"""Conversion options resolved against one source: every value that decides the bytes of the artifact."""
+"""Conversion options, and the spec that they resolve to for one source: every value that decides the bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Unpack, cast
 
 from hqconv.errors import RequestError
 from hqconv.humming_layout.layer_config import needs_cuda
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.encoding import Encoding, EncodingOptions, encoding_of
-from hqconv.planning.options import ConversionOptions
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
+from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.input_schema import A16, InputSchema
+from hqconv.schemas.input_schema import A16, InputSchema, resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import text_config
-from hqconv.schemas.overrides import LayerChoice
-from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
+from hqconv.schemas.options import ConversionArguments, conversion_options
+from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, resolve_schema
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """Parsed conversion options: weight schema, parallel grid, GPU target, activations, encoding, overrides.
+
+    schema, dtype: None for the source's own. target: sm75 …, None for the GPU of this machine. cuda: the version of the
+    serving machine's compiler, None where the layout does not depend on it.
+    """
+
+    schema: WeightSchema | None
+    dtype: str | None = None
+    grid: Grid = field(default_factory=Grid)
+    target: str | None = None
+    cuda: str | None = None
+    layout: str = KERNEL
+    inputs: InputSchema = A16
+    encoding: EncodingOptions = field(default_factory=EncodingOptions)
+    overrides: tuple[Override, ...] = ()
+    allow_unserved: bool = False
+
+    @classmethod
+    def parse(cls, **arguments: Unpack[ConversionArguments]) -> ConversionOptions:
+        """Parse arguments of the API; missing ones have the defaults of `conversion_options`.
+
+        Raises TypeError for unknown names, RequestError for values that no conversion can have, and InputError for a
+        damaged importance file.
+        """
+        known = conversion_options()
+        if unknown := arguments.keys() - known.keys():
+            raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
+        if "schema" not in arguments:
+            raise TypeError("missing 1 required keyword-only argument: 'schema'")
+        values: dict[str, Any] = {name: option.default for name, option in known.items()} | arguments
+        given = cast(ConversionArguments, values)
+        inputs = given["input_schema"]
+        return cls(
+            schema=_weight_schema(given["schema"]),
+            dtype=given["dtype"],
+            grid=Grid(given["tp"], given["ep"], given["expert_placement"], given["redundant_experts"]),
+            target=given["target"],
+            cuda=given["cuda"],
+            layout=given["layout"],
+            inputs=inputs if isinstance(inputs, InputSchema) else resolve_inputs(str(inputs)),
+            encoding=EncodingOptions.parse(given),
+            overrides=tuple(given["overrides"]),
+            allow_unserved=given["allow_unserved"],
+        )
+
+
+def _weight_schema(schema: str | Path | WeightSchema) -> WeightSchema | None:
+    """Return the schema of `--schema`, None for the source's own."""
+    if isinstance(schema, WeightSchema):
+        return schema
+    return None if schema == SOURCE else resolve_schema(str(schema))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hqconv.cpu_loops import bit_codec
+from hqconv.cpu_loops import bit_codec, decode
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,3 +78,32 @@ def unpack_along_rows(packed: torch.Tensor, num_bits: int, num_rows: int) -> tor
     missing = -words.size(1) % num_bits  # the loops read `num_bits` words, 32 codes, at a time
     words = torch.nn.functional.pad(words, (0, missing))
     return unpack(words, num_bits)[:, :num_rows].t().contiguous()
+
+
+# Nibble j of a word is column AWQ_ORDER[j] of its eight. Source: autoawq, utils/packing_utils.py.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+PLAIN_ORDER = tuple(range(8))
+
+
+def reordered_nibbles(packed: torch.Tensor, order: tuple[int, ...] = AWQ_ORDER) -> torch.Tensor:
+    """Unpack uint8 codes [R, 8 * words]: nibble j of a word is code order[j] of its eight."""
+    codes = unpack(packed.contiguous(), 4)
+    places = torch.tensor([order.index(i) for i in range(8)], device=packed.device)
+    return codes.view(*packed.shape, 8)[..., places].flatten(1)
+
+
+def transpose_4bit(packed: torch.Tensor, order: tuple[int, ...], flip: int = 0) -> torch.Tensor:
+    """Transpose int32 [K, N / 8] packed along N, nibble j = column order[j], to int32 [N, K / 8] packed along K.
+
+    Every code is xored with `flip`.
+    """
+    columns, words = packed.shape
+    if packed.is_cuda:
+        codes = unpack(packed, 4).view(columns, words, 8)
+        places = torch.tensor([order.index(i) for i in range(8)], device=packed.device)
+        codes = codes[..., places].flatten(1) ^ flip
+        return pack(codes.t(), 4)
+    out = np.empty((words * 8, columns // 8), np.uint32)
+    flips = np.uint32(flip * 0x11111111)
+    decode.transpose_4bit(packed.contiguous().numpy().view(np.uint32), np.array(order), flips, out)
+    return torch.from_numpy(out.view(np.int32))

@@ -10,8 +10,7 @@ from typing import Any
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import InputError, RequestError, VerificationError, first_few
 from hqconv.io.safetensors_header import read_header
-from hqconv.reports.artifact import describe_artifact
-from hqconv.reports.documents import Words
+from hqconv.reports.documents import Words, describe_artifact
 from hqconv.schemas import artifact_names as names
 from hqconv.serving.engine import ENGINE
 

@@ -1,15 +1,44 @@
-"""Parts that several documents share: layers of one kind in one entry, errors over layers, schemas."""
+"""JSON documents of checkpoints, plans, artifacts and schemas (`inspect`, `convert --dry-run`, `schemas`)."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
+from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
+from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
+from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
+from hqconv.conversion.resources import Resources, plan_staging
+from hqconv.errors import OutputError, RequestError, VerificationError
+from hqconv.formats.source_format import SourceFormat
+from hqconv.humming_layout.compatibility import why_not
+from hqconv.io.checkpoint_files import readable
+from hqconv.io.durable_files import check_space, partial
+from hqconv.io.hub import Listing
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.source_protocol import Source
+from hqconv.planning.encoding import EncodingOptions
+from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
+from hqconv.planning.source_schema import direct_schemas
+from hqconv.planning.spec import default_param_dtype
+from hqconv.schemas import artifact_names
+from hqconv.schemas.artifact_names import MANIFEST
+from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
+from hqconv.schemas.content_sums import SUMS
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
+from hqconv.schemas.grid import slice_unit, working_tp_sizes
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.untrusted_files import read_json
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SHORTHAND, WeightSchema
 from hqconv.serving.engine import ENGINE
+from hqconv.sources.opening import locate_source, open_location
 
 Words = dict[str, Any]
 SHAPE_KEYS = (
@@ -87,3 +116,380 @@ def otherwise(named: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     for layer, schema, inputs in named:
         found.setdefault(f"{schema}, {inputs} activations", []).append(layer)
     return found
+
+
+def describe_source(checkpoint: Source) -> Words:
+    """Describe a checkpoint: sizes, formats, family and layers, or why it cannot be converted.
+
+    Raises InputError if the checkpoint contradicts itself.
+    """
+    document: Words = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
+    document["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
+    try:
+        experts = checkpoint.map_experts()
+    except RequestError as error:
+        return {**document, "convertible": False, "obstacle": error.message()}
+    facts = source_facts(checkpoint, experts)
+    return {
+        **document,
+        "convertible": True,
+        "family": experts.family,
+        "family_chosen_because": experts.chosen_because,
+        "tensors": tensors_to_dict(facts, experts),
+        "num_bytes_experts": facts.bytes_of["converted"],
+        "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
+        "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
+        "tp_sizes": {name: _tp_sizes(experts.layers, schema) for name, schema in PRESETS.items()},
+    }
+
+
+def source_to_dict(facts: SourceFacts) -> Words:
+    """Facts of a checkpoint that need no mapping of its experts."""
+    return {
+        "name": facts.repo_id or facts.name,
+        "folder": facts.folder,
+        "revision": facts.revision,
+        "model_type": facts.model_type,
+        "quant_method": quant_method(facts.quantization),
+        "num_files": facts.num_files,
+        "num_tensors": facts.num_tensors,
+        "num_bytes": facts.num_bytes,
+    }
+
+
+def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Words:
+    """Numbers of converted, copied and dropped tensors, and the reasons."""
+    kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
+    document: Words = {
+        kind: {"num_tensors": len(names), "num_bytes": facts.bytes_of[kind]} for kind, names in kinds.items()
+    }
+    document["dropped"]["reasons"] = dict(experts.dropped)
+    return document
+
+
+def layer_to_dict(layer: MoeLayer) -> Words:
+    """Facts of a layer by which `layer_runs` groups layers."""
+    document = {key: getattr(layer, key) for key in SHAPE_KEYS if hasattr(layer, key)}
+    document |= layer.activation.to_dict(layer.gated)
+    return document | {"source_dtype": layer.dtype, "source_format": layer.format.describe()}
+
+
+def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for ref in checkpoint.tensors.values():
+        totals[ref.dtype] += ref.num_bytes
+    return dict(totals.most_common())
+
+
+def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema) -> list[int]:
+    """TP sizes that work for every layer."""
+    sizes: list[set[int]] = []
+    for hidden, inner, pads in {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in layers}:
+        works = working_tp_sizes(inner, schema, pads_last_rank=pads)
+        sizes.append(set() if hidden % slice_unit(schema) else set(works))
+    return sorted(set.intersection(*sizes)) if sizes else []
+
+
+def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
+    """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
+    spec, experts = plan.spec, plan.experts
+    staging = plan_staging(plan.layers, resources)
+    return {
+        "kind": "plan",
+        "source": source_to_dict(plan.source),
+        "family": experts.family,
+        "family_chosen_because": experts.chosen_because,
+        "schema": schema_to_dict(spec.schema, spec.param_dtype),
+        "otherwise": otherwise((n, k.schema.name, k.inputs.name) for n, k in spec.of_layers.items()),
+        "left_blocks": list(experts.left),
+        "layout": spec.layout,
+        "target": spec.target.name,
+        "dtype": spec.param_dtype,
+        "input_schema": spec.inputs.name,
+        **spec.encoding.summary(),
+        "tp": spec.grid.tp,
+        "ep": spec.grid.ep,
+        "expert_placement": spec.grid.placement,
+        "redundant_experts": spec.grid.redundant,
+        "tensors": tensors_to_dict(plan.source, experts),
+        "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for g in plan.units for f in g.files],
+        "other_files": list(plan.other_files),
+        "conversion": dict(Counter(layer.encoding.conversion for layer in plan.layers)),
+        "num_bytes_in": plan.source.num_bytes,
+        "num_bytes_out": plan.num_bytes_out,
+        "rank_bytes": plan.rank_bytes(),
+        "num_workers": staging.num_lanes,
+        "worker_bytes": staging.lane_bytes,
+        "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
+        "warnings": list(plan.warnings),
+    }
+
+
+def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bool) -> list[str]:
+    """Obstacles to the plan in the folder `out`, for a dry run; reads only.
+
+    For a resumed conversion only the files are compared, not the options.
+    """
+    notes = []
+    found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
+    if remedy:
+        notes.append(f"{out} {found}: {remedy}.")
+    place = unfinished_folder(out)
+    try:
+        if overwrite and is_artifact(out) and place is None:
+            check_replaceable(out)
+            check_strays(out, listed_files(out), plan.paths)
+        if not (resume and place is None and is_artifact(out)):
+            check_space(out, _num_bytes_left(plan, place if resume else None))
+    except OutputError as error:
+        notes.append(error.message())
+    return notes
+
+
+def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
+    """Bytes that are still to be written; place: folder of an unfinished conversion that is resumed.
+
+    Output units whose files all exist are kept, and half-written files are removed before anything is written.
+    """
+    units = [[(file.path, file.size_bytes) for file in unit.files] for unit in plan.units]
+    if place is None:
+        return sum(size for files in units for _, size in files) + plan.num_bytes_beside
+    missing = [files for files in units if any(_size(place / path) != size for path, size in files)]
+    halves = (partial(place / path) for files in units for path, _ in files)
+    num_bytes = sum(size for files in missing for _, size in files) + plan.num_bytes_beside
+    return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
+    """Description of an existing `out`, and the remedy; an empty remedy if the conversion would begin."""
+    if out.exists() and not out.is_dir():
+        return "is a file", "choose another place with -o"
+    place = unfinished_folder(out)
+    if place is not None:
+        done = resume or overwrite
+        beside = "" if place == out else f" (in {place})"
+        remedy = "" if done else "go on with --resume or start anew with --overwrite"
+        return f"holds an unfinished conversion{beside}", remedy
+    if is_artifact(out):
+        return "holds a finished artifact", "" if overwrite or resume else "replace it with --overwrite"
+    if out.is_dir() and files_in(out):
+        return "is a folder that hqconv did not make", "choose another with -o"
+    return "", ""
+
+
+def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing | None = None) -> Words:
+    """Describe a finished artifact from its manifest.
+
+    repo_id, listing: of a repo on the Hub, of which only some files are here; no listing if the Hub is not reachable.
+    Raises what `read_manifest` raises, VerificationError if the manifest's schema is invalid.
+    """
+    manifest = read_manifest(root)
+    layers, errors = manifest.blocks, manifest.errors()
+    altered = None if manifest.alteration is None else manifest.alteration.what
+    missing = _missing(root, manifest, listing)
+    source, *before = ({"name": one.source.name, "revision": one.source.revision} for one in manifest.steps)
+    return {
+        "kind": "artifact",
+        "folder": str(root),
+        **({} if repo_id is None else {"repo": repo_id, "commit": root.name}),
+        "schema": schema_to_dict(manifest.kernel_spec.schema, manifest.dtype),
+        "otherwise": otherwise(
+            (name, layer.schema_name or "", layer.input_schema or "")
+            for name, layer in layers.items()
+            if layer.is_overridden
+        ),
+        "left_blocks": list(manifest.left),
+        "layout": manifest.layout,
+        "target": manifest.target,
+        "dtype": manifest.dtype,
+        "input_schema": manifest.input_schema,
+        "tp": manifest.tp,
+        "ep": manifest.ep,
+        **EncodingOptions.summary_of(manifest.to_dict()),
+        "expert_placement": manifest.expert_placement,
+        "redundant_experts": manifest.redundant_experts,
+        "family": manifest.family,
+        "hqconv_version": manifest.hqconv_version,
+        "humming_kernels_version": manifest.humming_kernels_version,
+        "format_version": manifest.format_version,
+        "source": source,
+        "derived_from": [
+            {"schema_name": one.schema_name, "manifest_sha256": one.manifest_sha256, "source": of_one}
+            for one, of_one in zip(manifest.ancestors, before, strict=True)
+        ],
+        "manifest_sha256": manifest.sha256,
+        "warnings": list(manifest.warnings or ()),
+        "quant_method": quant_method(_config_of(root).get("quantization_config")),
+        "tensors": {
+            "converted": len(manifest.tensors.converted),
+            "copied": len(manifest.tensors.copied),
+            "dropped": len(manifest.tensors.dropped),
+        },
+        "blocks": layer_runs({name: _layer_to_dict(layer) for name, layer in layers.items()}),
+        "conversion": dict(Counter(layer.conversion for layer in layers.values())),
+        "quantization_error": summarize_errors(errors),
+        "requantized": requantized(errors),
+        "largest_scale_change": scale_changes(errors),
+        "input_scales": _input_scales(layers.values()),
+        "num_files": len(manifest.files),
+        "num_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
+        "rank_bytes": _rank_bytes(manifest),
+        "missing_or_resized_files": missing,
+        "altered_manifest": altered,
+        "is_damaged": bool(missing or altered),
+        "serve_command": ENGINE.serve_command(repo_id or str(root), manifest.layout, manifest.grid),
+    }
+
+
+def _missing(root: Path, manifest: Manifest, listing: Listing | None) -> list[str]:
+    """Files that are missing or have another size; people may edit the card."""
+    return [
+        name
+        for name, entry in manifest.files.items()
+        if (size := _size_of(root, name, listing)) is None or (name != artifact_names.CARD and size != entry.size_bytes)
+    ]
+
+
+def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
+    """Size in bytes of a file of the folder or of the repo; None if there is none."""
+    if listing is not None:
+        return listing.sizes.get(name)
+    return (root / name).stat().st_size if (root / name).is_file() else None
+
+
+def describe_unfinished(root: Path) -> Words:
+    """Describe the progress of a conversion that stopped or is still running."""
+    lines = (root / artifact_names.JOURNAL).read_bytes().split(b"\n")[1:]
+    return {
+        "kind": "unfinished",
+        "folder": str(root),
+        "num_groups_done": sum(_is_group(line) for line in lines),
+        "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
+        "or --overwrite to start anew.",
+    }
+
+
+def _is_group(line: bytes) -> bool:
+    """Return whether a journal line records a finished output unit; half a line of a killed run does not."""
+    try:
+        return "group" in json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return False
+
+
+def _config_of(root: Path) -> Words:
+    try:
+        document = read_json(root / artifact_names.CONFIG)
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _rank_bytes(manifest: Manifest) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for name, entry in manifest.files.items():
+        if name.startswith(f"{artifact_names.EXPERTS_FOLDER}/"):
+            totals[name.rsplit("/", 1)[0]] += entry.size_bytes
+    return dict(totals)
+
+
+def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Words]:
+    """Smallest and largest static activation scale of each GEMM over all layers that have one."""
+    found: dict[str, list[float]] = {}
+    for layer in layers:
+        for gemm in artifact_names.GEMMS:
+            entry = layer.gemm(gemm)
+            if entry is not None and entry.input_scale is not None:
+                found.setdefault(gemm, []).append(entry.input_scale)
+    return {gemm: {"min": min(scales), "max": max(scales)} for gemm, scales in found.items()}
+
+
+def _layer_to_dict(layer: ManifestLayer) -> Words:
+    """Document of a layer of the manifest, with its source's format in one line."""
+    try:
+        source = SourceFormat.from_dict(layer.source_format).describe()
+    except (AttributeError, KeyError, TypeError, ValueError):
+        source = "unknown"
+    shown = {key: value for key, value in layer.to_dict().items() if key != SUMS}
+    activation = layer.activation_function.to_dict(layer.gated)  # with numbers that older manifests lack
+    return {**shown, **activation, "source_format": source}
+
+
+def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """Describe a model folder, a Hub repo or an artifact; reads headers only. See `hqconv.inspect`.
+
+    Raises VerificationError if the manifest is damaged, or config.json is an artifact's and there is no manifest.
+    """
+    root = Path(path)
+    if revision is None and is_artifact(root):
+        return describe_artifact(root)
+    if revision is None and is_unfinished(root):
+        return describe_unfinished(root)
+    with readable(path):
+        location = locate_source(path, revision)
+        if location.repo_id is not None and is_artifact(location.root):
+            return describe_artifact(location.root, location.repo_id, location.listing)
+        with open_location(location, is_lazy=True) as source:
+            if quant_method(source.quantization) == "hqconv":  # the manifest is lost
+                raise VerificationError(
+                    "The artifact has lost its manifest.",
+                    where=str(source.root),
+                    expected=MANIFEST,
+                    found="a config.json that hqconv made, and no manifest",
+                    remedy="Copy it from where it is whole, or convert again.",
+                )
+            return describe_source(source)
+
+
+def describe_schemas() -> Words:
+    """Describe every preset, the integer shorthand, and every input schema."""
+    return {
+        "kind": "schemas",
+        "presets": [schema_to_dict(schema, "bfloat16") for schema in PRESETS.values()],
+        "shorthand": {
+            "name": SHORTHAND,
+            "description": "uintN codes, N = 1..8; a scale per G columns (-gG, 128 if left out; int8: channel) "
+            "or per channel (-c); zero points as integers (-zp) or floats (-fpzp)",
+            "bits_per_weight": "N + 16/G, + N/G with -zp, + 16/G with -fpzp",
+            "stock_vllm": "without zero points, N >= 2",
+        },
+        "input_schemas": [_input_schema_to_dict(inputs) for inputs in INPUT_PRESETS.values()],
+    }
+
+
+def describe_recipes() -> Words:
+    """Describe the recipes and schema files that come with hqconv: option value, purpose, and path."""
+    return {
+        "kind": "recipes",
+        "folder": str(SCHEMAS),
+        "recipes": [
+            {"option": f"--config {name.removesuffix('.toml')}", "description": text, "path": str(RECIPES / name)}
+            for name, text in shipped(RECIPES).items()
+        ],
+        "schemas": [
+            {"option": f"--schema {name}", "description": text, "path": str(SCHEMAS / name)}
+            for name, text in shipped(SCHEMAS).items()
+        ],
+    }
+
+
+def _input_schema_to_dict(inputs: InputSchema) -> Words:
+    """Document of an input schema, with the targets and the presets that it runs with."""
+    pairs = [
+        (schema.name, target)
+        for schema in PRESETS.values()
+        for target in map(GpuTarget, TARGETS)
+        if any(why_not(KernelSpec(schema, dtype, target, inputs)) is None for dtype in PARAM_DTYPES)
+    ]
+    return {
+        "name": inputs.name,
+        "description": inputs.describe(),
+        **inputs.humming_fields(),
+        "targets": [target.name for target in map(GpuTarget, TARGETS) if target in {t for _, t in pairs}],
+        "schemas": [name for name in PRESETS if name in {schema for schema, _ in pairs}],
+    }

@@ -6,12 +6,15 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from hqconv.artifact.load import load_rank
 from hqconv.artifact.manifest import ProjectionError
@@ -26,18 +29,29 @@ from hqconv.humming_layout.fused_moe import (
     layer_config,
     load_gemm,
 )
-from hqconv.layout_decoder.unrotate import unrotated
+from hqconv.layout_decoder.values import unrotated
+from hqconv.models.families import text_config
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.grid import tp_slices
+from hqconv.schemas.untrusted_files import read_json
 from hqconv.verification.decoded_experts import decoded_experts, source_experts
-from hqconv.verification.layer_inputs import LayerInputs
-from hqconv.verification.reference import EXACT, Expert, is_known, moe_forward, moe_forwards
+from hqconv.verification.reference import (
+    EXACT,
+    Expert,
+    Roundings,
+    Routing,
+    cover_all_experts,
+    is_known,
+    moe_forward,
+    moe_forwards,
+    route,
+)
 from hqconv.verification.result import CheckResult
-from hqconv.verification.token_batches import TokenBatch, local_ids, make_batch, together
+from hqconv.verification.rounding import Rounding
 from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures, relative_error, worst
 
 KNOWN_BY_NAME = "an activation that is known by name only: nothing to hold the kernel to"
@@ -236,3 +250,133 @@ def _load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, devic
     """Load one rank's kernel tensors to the device, as a server holds them."""
     gemms = load_rank(artifact, layer, tp_rank, ep_rank, str(device))
     return {name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size) for name, gemm in gemms.items()}
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Tokens of the parameter dtype and their routes, on the device."""
+
+    x: torch.Tensor
+    routing: Routing
+    routed_by: str
+
+
+def make_batch(artifact: Artifact, layer: str, num_tokens: int, device: torch.device) -> TokenBatch:
+    """Make seeded tokens, routed by the layer's own router if the artifact holds it; every expert is hit."""
+    entry = artifact.layers[layer]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{layer}/{num_tokens}".encode()))
+    x = torch.randn(num_tokens, entry.hidden_size, generator=generator)
+    x = x.to(torch_dtype_of(artifact.param_dtype))
+    config = _config(artifact)
+    router, bias = _router(artifact, layer)
+    if router is None or router.shape != (entry.num_experts, entry.hidden_size):
+        logits = torch.randn(num_tokens, entry.num_experts, generator=generator)
+        routing, routed_by = route(logits, entry.top_k, {"norm_topk_prob": True}), "seeded scores"
+    else:
+        logits = x.float() @ router.float().t()
+        routing = route(logits, entry.top_k, config, None if bias is None else bias.float())
+        routed_by = "the checkpoint's router"
+    routing = cover_all_experts(routing, entry.num_experts)
+    moved = Routing(routing.ids.to(device), routing.weights.float().to(device))
+    return TokenBatch(x.to(device), moved, routed_by)
+
+
+def _config(artifact: Artifact) -> dict[str, Any]:
+    document = read_json(artifact.root / names.CONFIG)
+    return dict(text_config(document))
+
+
+def _router(artifact: Artifact, layer: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Router weight [E, H] and correction bias [E], if they have their usual names."""
+    parent = layer.rpartition(".")[0]
+    found = [_copied(artifact, f"{parent}.{name}") for name in ("gate.weight", "router.weight")]
+    biases = [_copied(artifact, f"{parent}.{name}") for name in ("gate.e_score_correction_bias",)]
+    return next((t for t in found if t is not None), None), next((t for t in biases if t is not None), None)
+
+
+def _copied(artifact: Artifact, name: str) -> torch.Tensor | None:
+    for path in artifact.manifest.files:
+        if artifact.is_shard(path) and name in artifact.header(path)[0]:
+            with safe_open(artifact.fetched(path), framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+    return None
+
+
+def together(batches: list[TokenBatch]) -> TokenBatch:
+    """Concatenate all batches, so that the reference decodes every expert once."""
+    ids = torch.cat([b.routing.ids for b in batches])
+    weights = torch.cat([b.routing.weights for b in batches])
+    return TokenBatch(torch.cat([b.x for b in batches]), Routing(ids, weights), batches[0].routed_by)
+
+
+def local_ids(artifact: Artifact, ids: torch.Tensor, num_experts: int, ep_rank: int) -> torch.Tensor:
+    """Map source expert ids to this rank's local indices, -1 elsewhere.
+
+    A redundant expert's routes go to its copies in turn, so that every copy is run.
+    """
+    homes = artifact.grid.homes(num_experts)
+    table = torch.full((num_experts, max(len(h) for h in homes)), -1, dtype=torch.long)
+    count = torch.tensor([len(h) for h in homes])
+    for expert, places in enumerate(homes):
+        for copy, (rank, index) in enumerate(places):
+            if rank == ep_rank:
+                table[expert, copy] = index
+    flat = ids.reshape(-1).cpu()
+    turn = torch.arange(flat.numel()) % count[flat]
+    return table[flat, turn].view_as(ids.cpu()).to(ids.device)
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Roundings of both GEMMs, the static scales they need (float32 [1]), and the columns of each TP rank."""
+
+    roundings: dict[str, Rounding]
+    static: dict[str, torch.Tensor]
+    slices: tuple[tuple[int, int], ...]
+    param_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, artifact: Artifact, layer: str, device: torch.device) -> LayerInputs | None:
+        """Read them from an artifact's layer; None for 16-bit activations. Raises the errors of reading a rank file."""
+        found = {gemm: Rounding.of(artifact.layer_config(layer, gemm, 0, 0)) for gemm in names.GEMMS}
+        roundings = {gemm: one for gemm, one in found.items() if one is not None}
+        if not roundings:
+            return None
+        slices = tp_slices(artifact.layers[layer].intermediate_size, artifact.grid.tp, artifact.schema_of(layer))
+        return cls(
+            roundings,
+            _static_scales(artifact, layer, roundings, device),
+            tuple((begin, end) for _, begin, end, _ in slices),
+            torch_dtype_of(artifact.param_dtype),
+        )
+
+    def reference(self) -> Roundings:
+        """Roundings for the reference: each TP rank rounds its own columns of the intermediate, as it has no others."""
+
+        def hidden(values: torch.Tensor) -> torch.Tensor:
+            parts = [self._round("w2", values[:, begin:end]) for begin, end in self.slices]
+            return torch.cat(parts, dim=1).to(values.dtype)
+
+        def wide(values: torch.Tensor) -> torch.Tensor:
+            return values.to(self.param_dtype).to(values.dtype)
+
+        return Roundings(lambda values: self._round("w13", values).to(values.dtype), wide, hidden)
+
+    def clipped(self, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Fraction of input values that the static scale clips, for each GEMM that has one."""
+        return {gemm: self.roundings[gemm].clipped(inputs[gemm], static) for gemm, static in self.static.items()}
+
+    def _round(self, gemm: str, values: torch.Tensor) -> torch.Tensor:
+        return self.roundings[gemm](values, self.static.get(gemm))
+
+
+def _static_scales(
+    artifact: Artifact, layer: str, roundings: dict[str, Rounding], device: torch.device
+) -> dict[str, torch.Tensor]:
+    static = [gemm for gemm, one in roundings.items() if one.is_static]
+    if not static:
+        return {}
+    path = artifact.fetched(names.rank_file(layer, 0, 0))
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        return {gemm: file.get_tensor(f"{layer}.{gemm}_input_scale") for gemm in static}

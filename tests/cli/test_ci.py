@@ -164,7 +164,7 @@ def test_other_ends_are_documents_as_well(
 
 
 def test_of_several_processes_the_first_speaks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.cli.errors.is_rank_zero", lambda: False)
+    monkeypatch.setattr("hqconv.cli.output.is_rank_zero", lambda: False)
     done = call("convert", model, "-o", "out", *OPTIONS, "--tp", 3, "--json")
     assert (done.exit_code, done.stdout) == (2, "")
 

@@ -16,10 +16,9 @@ from hqconv.errors import InputError, RequestError
 from hqconv.formats.decode_matrix import decode_matrix
 from hqconv.formats.source_format import SourceFormat, why_not_direct
 from hqconv.humming_layout import cpu_ops
-from hqconv.quantization.bit_codec import pack, pack_along_rows, unpack, unpack_along_rows
+from hqconv.quantization.bit_codec import pack, pack_along_rows, transpose_4bit, unpack, unpack_along_rows
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
 from hqconv.quantization.direct_tensors import express, share_scale
-from hqconv.quantization.int4_packing import transpose_4bit
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 from tests.make.coded import Case, Draw, cases, humming_format
 from tests.make.tensors import same_bits

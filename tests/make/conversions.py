@@ -14,10 +14,9 @@ from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.run import ConversionReport
 from hqconv.io.durable_files import FileRecord
 from hqconv.models.source_protocol import Source
-from hqconv.planning.options import ConversionOptions
 from hqconv.planning.output_units import OutFile
 from hqconv.planning.plan import ConversionPlan, make_plan
-from hqconv.planning.spec import make_spec
+from hqconv.planning.spec import ConversionOptions, make_spec
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import resolve_inputs

@@ -11,7 +11,7 @@ import torch
 
 from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import humming_schema
-from hqconv.layout_decoder.unrotate import unrotated
+from hqconv.layout_decoder.values import unrotated
 from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.quantization.quantized import Quantizer

@@ -19,8 +19,7 @@ from hqconv.cli import render
 from hqconv.cli.app import app
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError, VerificationError
-from hqconv.reports.documents import layer_runs
-from hqconv.reports.schemas import describe_schemas
+from hqconv.reports.documents import describe_schemas, layer_runs
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.weight_schema import PRESETS

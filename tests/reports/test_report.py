@@ -17,9 +17,8 @@ import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.cli.app import app
 from hqconv.reports.html import figure, number, render_plot
-from hqconv.reports.page import page
+from hqconv.reports.page import heat_plot, lines_plot, page, ticks
 from hqconv.reports.page_document import entropy_bits, page_document
-from hqconv.reports.plots import heat_plot, lines_plot, ticks
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.small import gpt_oss_mxfp4, save

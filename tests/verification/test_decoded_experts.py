@@ -20,11 +20,10 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16
 from hqconv.verification import decoded_experts as module
 from hqconv.verification.decoded_experts import InOrder, decoded_experts, source_experts
-from hqconv.verification.kernel import _compare_source, _recorded
+from hqconv.verification.kernel import TokenBatch, _compare_source, _recorded
 from hqconv.verification.precompile import begun, kernel_tasks
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
-from hqconv.verification.token_batches import TokenBatch
 from hqconv.verification.tolerances import Tolerances, check_figures
 from tests.make.artifacts import make_source
 from tests.make.conversions import run

@@ -24,9 +24,8 @@ from hqconv.errors import HqconvError
 from hqconv.humming_layout import rank_slices
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification.files import check_files
+from hqconv.verification.files import check_files, check_manifest
 from hqconv.verification.result import CheckResult
-from hqconv.verification.sidecar_files import check_manifest
 from tests.make import small
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.damage import LAYER, Damaged, check_both_ways, found

@@ -20,10 +20,9 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid, tp_slices
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.verification import kernel as module
-from hqconv.verification.layer_inputs import LayerInputs
+from hqconv.verification.kernel import LayerInputs, Rounding
 from hqconv.verification.reference import Routing, moe_forwards
 from hqconv.verification.result import CheckResult
-from hqconv.verification.rounding import Rounding
 from hqconv.verification.run import _kernel_device
 from hqconv.verification.tolerances import KERNEL_ERROR, Tolerances, kind_of_inputs
 from scripts.shared import SCHEMAS

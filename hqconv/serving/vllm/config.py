@@ -1,8 +1,11 @@
-"""vLLM's quantization config of kernel artifacts: methods of the experts' layers and of the other layers."""
+"""vLLM's quantization config of kernel artifacts: methods of the experts' layers, quantization of the other layers."""
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,10 +13,12 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
 from hqconv.errors import RequestError
+from hqconv.schemas import artifact_names as names
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
@@ -21,7 +26,6 @@ from hqconv.serving.compatibility import check_machine, no_layer
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.vllm.layer_names import find_layer
 from hqconv.serving.vllm.limits import warn_of_untested
-from hqconv.serving.vllm.other_layers import dense_config
 from hqconv.serving.vllm.refusals import no_layers
 
 METHOD = "hqconv"
@@ -165,3 +169,48 @@ def _is_part_of_model() -> bool:
     """Return whether this process has only some of the model's layers, maybe without experts."""
     config = get_current_vllm_config_or_none()
     return config is None or config.parallel_config.pipeline_parallel_size > 1
+
+
+# Methods that take over a checkpoint of another method, in the order in which vLLM 0.33 tries them
+# (config/model.py, `_verify_quantization`).
+_OVERRIDES = (
+    *("auto_gptq", "gptq", "gptq_marlin", "auto_awq", "awq", "awq_marlin", "inc", "moe_wna16"),
+    *("modelopt", "modelopt_fp4", "modelopt_mxfp8", "mxfp8", "modelopt_mixed"),
+    *("mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8"),
+)
+
+
+def dense_config(document: Mapping[str, Any], location: ArtifactLocation, hf_config: Any) -> QuantizationConfig:
+    """Create vLLM's config of the source's `quantization_config`. Raises vLLM's errors for an unknown one."""
+    hf_config = _undrafted(location, hf_config)
+    config = {**document, **_heads(document, hf_config)}
+    method = str(config.get("quant_method", ""))
+    for name in _OVERRIDES:
+        override = get_quantization_config(name).override_quantization_method(config, None, hf_config=hf_config)
+        if override is not None:
+            method = override
+            break
+    found = get_quantization_config(method).from_config(config)
+    found.maybe_update_config(location.name, hf_config=hf_config, revision=location.revision)
+    return found
+
+
+def _undrafted(location: ArtifactLocation, hf_config: Any) -> Any:
+    """Config with the folder's own model_type: vLLM renames it for drafts, and methods are chosen by it."""
+    document = json.loads(location.fetch(names.CONFIG).read_text(encoding="utf-8"))
+    if hf_config is None or hf_config.model_type == document.get("model_type"):
+        return hf_config
+    own = copy.copy(hf_config)
+    own.model_type = document.get("model_type", hf_config.model_type)
+    return own
+
+
+def _heads(document: Mapping[str, Any], hf_config: Any) -> dict[str, int]:
+    """Entries that vLLM adds for compressed-tensors, so that scales of attention heads are cut for ranks."""
+    if document.get("quant_method") != "compressed-tensors" or hf_config is None:
+        return {}
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return {}
+    return {"total_num_heads": heads, "total_num_kv_heads": getattr(text, "num_key_value_heads", None) or heads}
