@@ -1,10 +1,9 @@
-"""Patterns of untrusted configs: real ones go on working, none takes longer than about a second."""
+"""Patterns of untrusted configs: they match as `re` matches, and none takes longer than its limit."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,34 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError
+from hqconv.formats import bounded_regex
 from hqconv.formats.bounded_regex import BoundedRegex
 from hqconv.formats.quant_config import declared_formats
 from tests.make.places import REPO
 
 AFTER = r"(?:(?<=\.)|(?=\.|$))"  # as transformers' matcher adds it
-EXPONENTIAL = [
-    "(?:[a-z.0-9_]+)+!",
-    "(a+)+b",
-    "(a*)*b",
-    "(a|a)*b",
-    "(a|ab)*c",
-    "(?:aa|a)*b",
-    "(.*)*x",
-    "(?:.*a){12}x",
-    "(x+x+)+y",
-    r"(\w+\s?)*$",
-    "^(([a-z])+.)+[A-Z]([a-z])+$",
-    "(?:a?){30}a{30}",
-    "a?" * 30 + "a" * 30,
-    "(?:aa|a)" * 40 + "b",
-    ".*" * 9 + "x",
-    "(?=(a+)+b)a",
-    r"(a*)\1b",
-    r".*(?P<x>a+)(?P=x)b",
-    r"(a)?(?(1)b|c)" + "a*" * 12 + "b",
-    "a" * 10_001,
-]
-POLYNOMIAL = ["a*a*a*b", ".*a.*a.*a.*b", r"(?:\.\w+)*.*x", "(?:a|b)*(?:a|c)*a*d", "[ab]*a[ab]*a[ab]*c"]
+SLOW = ["(?:a{1,1000}){1,1000}b", "((((a{1,100}){1,100}){1,100}){1,100})b"]
+LINEAR = ["(?:[a-z.0-9_]+)+!", "(a+)+b", "(a*)*b", "(a|a)*b", "(a|ab)*c", "(x+x+)+y", "^(([a-z])+.)+[A-Z]([a-z])+$"]
 HARMLESS = [
     ".*self_attn.*",
     ".*layers.*experts.*gate.*",
@@ -58,23 +37,34 @@ HARMLESS = [
 NAME = "model.language_model.model.layers.100.block_sparse_moe.experts.127.down_proj"
 
 
-@pytest.mark.parametrize("pattern", EXPONENTIAL)
+@pytest.mark.parametrize("pattern", SLOW)
 @pytest.mark.parametrize("is_anywhere", [False, True])
-def test_a_pattern_that_can_take_exponential_time_is_refused(pattern: str, is_anywhere: bool) -> None:
-    with pytest.raises(InputError, match="can take too long") as info:
-        BoundedRegex(pattern, "quantization_config.ignore", is_anywhere=is_anywhere)
+def test_a_pattern_that_takes_too_long_is_refused(
+    pattern: str, is_anywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_regex, "_SECONDS", 0.2)
+    regex = BoundedRegex(pattern, "quantization_config.ignore", is_anywhere=is_anywhere)
+    with pytest.raises(InputError, match="takes too long") as info:
+        regex.matches("a" * 3000)
     assert info.value.where == "quantization_config.ignore"
 
 
-@pytest.mark.parametrize("pattern", POLYNOMIAL)
-@pytest.mark.parametrize("text", ["a", "ab", ".a"])
-def test_polynomial_patterns_are_matched_on_names_of_a_bounded_length(pattern: str, text: str) -> None:
-    regex = BoundedRegex(pattern, "ignore")
-    begin = time.monotonic()
-    regex.matches((text * 100)[:150])
-    with pytest.raises(InputError, match="too long for a pattern"):
-        regex.matches(text * 50_000)
-    assert time.monotonic() - begin < 60
+def test_the_limit_is_on_all_names_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    regex = BoundedRegex(".*a.*a.*a.*b", "ignore")
+    monkeypatch.setattr(regex, "_seconds_left", 0.5)
+    with pytest.raises(InputError, match="takes too long"):
+        any(regex.matches("a" * 300) for _ in range(100_000))
+
+
+@pytest.mark.parametrize("pattern", LINEAR)
+def test_patterns_on_which_re_hangs_are_matched(pattern: str) -> None:
+    assert not BoundedRegex(pattern, "ignore").matches("a" * 60)
+
+
+@pytest.mark.parametrize("pattern", ["(", "a" * 10_001, r"\p{L}", "(?R)", "[[:alpha:]]"])
+def test_a_pattern_that_re_does_not_know_is_refused(pattern: str) -> None:
+    with pytest.raises(InputError, match="is no regular expression"):
+        BoundedRegex(pattern, "ignore")
 
 
 @pytest.mark.parametrize("pattern", HARMLESS)
@@ -86,15 +76,14 @@ def test_patterns_as_people_write_them_match_as_re_does(pattern: str, after: str
     assert BoundedRegex(pattern, "x", is_anywhere=True).matches(NAME) == bool(re.search(pattern, NAME))
 
 
-@settings(max_examples=300, deadline=2000)
-@given(st.text("ab|()*+?.{}2,", max_size=12))
-def test_any_pattern_is_refused_or_fast(pattern: str) -> None:
+@settings(max_examples=300, deadline=None)
+@given(st.text("aei|()*+?.{}2,[]\\\\", max_size=12), st.text("aei2,{}", max_size=8))
+def test_any_pattern_matches_as_re_does(pattern: str, name: str) -> None:
     try:
         regex = BoundedRegex(pattern, "ignore")
     except InputError:
         return
-    for name in ("a" * 64, "ab" * 32, "a" * 63 + "c"):
-        regex.matches(name)
+    assert regex.matches(name) == bool(re.match(pattern, name))
 
 
 def published_configs() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -119,16 +108,22 @@ def test_published_patterns_go_on_working() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["re:(a+)+!"]},
-        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["re:(a+)+!"]},
-        {"quant_method": "fp8", "modules_to_not_convert": ["(a+)+!"]},
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:(a+)+!": {}}},
-        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {"(a+)+!": {"bits": 8}}},
-        {"quant_method": "humming", "b_dtype": "uint4", "ignore": ["re:(a+)+!"]},
-        {"quant_method": "quark", "global_quant_config": {}, "exclude": ["re:(a+)+!"]},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["re:(?:a{1,1000}){1,1000}b"]},
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["re:(?:a{1,1000}){1,1000}b"]},
+        {"quant_method": "fp8", "modules_to_not_convert": ["(?:a{1,1000}){1,1000}b"]},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:(?:a{1,1000}){1,1000}b": {}}},
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 128,
+            "extra_config": {"(?:a{1,1000}){1,1000}b": {"bits": 8}},
+        },
+        {"quant_method": "humming", "b_dtype": "uint4", "ignore": ["re:(?:a{1,1000}){1,1000}b"]},
+        {"quant_method": "quark", "global_quant_config": {}, "exclude": ["re:(?:a{1,1000}){1,1000}b"]},
     ],
     ids=lambda config: config["quant_method"],
 )
-def test_every_method_refuses_such_a_pattern(config: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="can take too long"):
-        declared_formats(config, {})
+def test_every_method_refuses_such_a_pattern(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_regex, "_SECONDS", 0.2)
+    with pytest.raises(InputError, match="takes too long"):
+        declared_formats(config, {}).of("a" * 3000 + ".experts.0.down_proj")
