@@ -1,6 +1,6 @@
 """Encode experts in the target's schema: quantize, requantize, or pass codes through.
 
-The conversion and the weights check of `verify` both encode here, as the plan's `Encoding` says.
+The conversion and the weights check of `verify` both encode here, as the plan's `LayerEncoding` says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import Encoding
+from hqconv.planning.encoding import LayerEncoding
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.quantization.deferred_checks import deferring_checks, is_any
 from hqconv.quantization.direct_tensors import express, share_scale
@@ -54,7 +54,7 @@ def encode_batch(
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
-    encoding: Encoding,
+    encoding: LayerEncoding,
     device: torch.device,
     *,
     is_careful: bool = False,
@@ -85,7 +85,7 @@ def _check_later(
     layer: MoeLayer,
     experts: Sequence[int],
     done: Mapping[str, QuantizedStack],
-    encoding: Encoding,
+    encoding: LayerEncoding,
     failed_checks: torch.Tensor | None = None,
 ) -> EncodedBatch:
     """Return a batch whose values and deferred checks are checked in its `error_sums`."""
@@ -128,7 +128,7 @@ def _encode_unchecked(
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
-    encoding: Encoding,
+    encoding: LayerEncoding,
     device: torch.device,
 ) -> dict[str, QuantizedStack]:
     """Decode expert by expert, quantize as stacks; inside `deferring_checks` nothing waits for the device."""
@@ -153,7 +153,7 @@ def _encode_each(
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
-    encoding: Encoding,
+    encoding: LayerEncoding,
     device: torch.device,
 ) -> EncodedBatch:
     """Decode and encode expert by expert, with every check at once."""
@@ -170,7 +170,7 @@ def _encode_each(
     )
 
 
-def encode(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, Quantized]:
+def encode(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
     """Encode the projections of an expert that share their tensor-level scale, each at full size.
 
     Raises InputError where a weight is not finite or cannot be represented, and where gate and up have different
@@ -185,11 +185,11 @@ def encode(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str
     return {role: _with_bias(result, matrices[role], encoding) for role, result in results.items()}
 
 
-def _quantized(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, Quantized]:
+def _quantized(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
     return {role: stack.split()[0] for role, stack in _quantized_stacks([matrices], encoding).items()}
 
 
-def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: Encoding) -> dict[str, QuantizedStack]:
+def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: LayerEncoding) -> dict[str, QuantizedStack]:
     """Quantize the projections of several experts that share their tensor-level scale."""
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
@@ -207,7 +207,7 @@ def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: Enco
     return dict(zip(roles, done, strict=True))
 
 
-def _quantizer(encoding: Encoding, roles: Sequence[str]) -> Quantizer:
+def _quantizer(encoding: LayerEncoding, roles: Sequence[str]) -> Quantizer:
     """Return the quantizer of projections with the same input."""
     if encoding.importance is None:
         return Quantizer(encoding.quantizer)
@@ -224,13 +224,13 @@ def _scales_per(coded: CodedMatrix, group_size: int) -> torch.Tensor:
     return coded.scale.float().repeat_interleave(coded.group_k // group_size, dim=1)
 
 
-def _with_bias(result: Quantized, matrix: SourceMatrix, encoding: Encoding) -> Quantized:
+def _with_bias(result: Quantized, matrix: SourceMatrix, encoding: LayerEncoding) -> Quantized:
     """Add the bias, if there is one, in the parameter dtype."""
     bias = _bias(matrix, encoding)
     return result if bias is None else replace(result, tensors={**result.tensors, "bias": bias})
 
 
-def _bias(matrix: SourceMatrix, encoding: Encoding) -> torch.Tensor | None:
+def _bias(matrix: SourceMatrix, encoding: LayerEncoding) -> torch.Tensor | None:
     """Return the bias in the parameter dtype, if there is one. Raises InputError where it is not finite there."""
     if matrix.bias is None:
         return None
@@ -245,7 +245,7 @@ def _bias(matrix: SourceMatrix, encoding: Encoding) -> torch.Tensor | None:
     return kept.contiguous()
 
 
-def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: Encoding) -> None:
+def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: LayerEncoding) -> None:
     """Refuse weights that are not finite, before all else: under a shared scale a NaN spoils the partner's codes too.
 
     error_sums: by tensor name, of matrices that share their scale.
@@ -285,7 +285,7 @@ class PassedThrough:
         return Quantized(self.tensors, ErrorSums(error, power, is_direct=True, scale_change=change))
 
 
-def pass_through(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> dict[str, PassedThrough] | None:
+def pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, PassedThrough] | None:
     """Keep the source's codes; None where gate and up must share a scale and have different ones.
 
     Raises InputError where such codes must be kept, or where a scale to be rounded is out of range.
@@ -304,7 +304,7 @@ def pass_through(matrices: Mapping[str, SourceMatrix], encoding: Encoding) -> di
     return None
 
 
-def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: Encoding) -> PassedThrough:
+def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: LayerEncoding) -> PassedThrough:
     if not encoding.rounds_scales:
         return PassedThrough(express(coded, encoding.schema, encoding.param_dtype))
     rounded = round_to_param_dtype(coded, encoding.param_dtype, matrix.names)

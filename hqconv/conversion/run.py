@@ -33,7 +33,7 @@ from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.io.file_access import sha256_of
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import Encoding
+from hqconv.planning.encoding import LayerEncoding
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit, gemm_shapes
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
@@ -322,7 +322,7 @@ def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
     return all(packed_form(*matrix) == planned_packed_form(*matrix) for matrix in matrices)
 
 
-def _needs_kernels(encoding: Encoding) -> bool:
+def _needs_kernels(encoding: LayerEncoding) -> bool:
     """Return whether this encoding quantizes with Triton kernels on a GPU; kept or rounded codes need none."""
     return not encoding.is_coded or encoding.quantizer == MSE
 

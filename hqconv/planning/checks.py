@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hqconv.errors import RequestError
-from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, why_not_direct
 from hqconv.humming_layout.compatibility import nearest, why_not, why_overflow
 from hqconv.humming_layout.layer_config import fuses_exponents, needs_cuda
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_layers
+from hqconv.planning.source_schema import dtype_warnings, rounding_warnings
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.grid import Grid, check_grid
@@ -143,9 +144,9 @@ def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -
 
 def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...]:
     """Return warnings about a request that converts, but runs badly or loses what another option would keep."""
-    warnings = _rounding_warnings(experts, spec)
+    warnings = rounding_warnings(experts, spec)
     warnings += _search_warnings(experts, spec)
-    warnings += _dtype_warnings(experts, spec)
+    warnings += dtype_warnings(experts, spec)
     warnings += _activation_warnings(experts)
     if spec.layout == artifact_names.CHECKPOINT:
         warnings += _checkpoint_layout_warnings(experts, spec)
@@ -158,23 +159,6 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...
         warnings += [reason for one in kernel_specs for reason in _kernel_warnings(one)]
     warnings += missing_warnings(static_layers(experts, spec))
     return tuple(dict.fromkeys(warnings))
-
-
-def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Name a parameter dtype under which more layers would keep their codes and scales."""
-    if spec.encoding.round_scales:
-        return []
-    num_direct = {
-        dtype: sum(
-            not why_not_direct(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) for layer in experts.layers
-        )
-        for dtype in PARAM_DTYPES
-    }
-    return [
-        f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
-        for dtype, count in num_direct.items()
-        if count > num_direct[spec.param_dtype]
-    ]
 
 
 def _activation_warnings(experts: ExpertMap) -> list[str]:
@@ -206,22 +190,6 @@ def _kernel_warnings(kernel_spec: KernelSpec) -> Iterator[str]:
             "Humming's kernels for mxfp4 under int8 activations misread weights beside small negative ones where "
             "the exponents of a row lie more than 3 apart; verify counts them. Under fp8 activations they do not."
         )
-
-
-def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn of scales that are rounded without `round_scales`: where the schema's codes are the source's."""
-    dtype = spec.param_dtype
-    kinds = {
-        layer.format.scale_dtype
-        for layer in experts.layers
-        if not spec.keeps(layer.name)
-        and conversion_of(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) == DIRECT_ROUNDED
-    }
-    return [
-        f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "
-        f"by {LARGEST_CHANGE[dtype]:.2%} at most."
-        for kind in sorted(kinds)
-    ]
 
 
 def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:

@@ -1,7 +1,7 @@
 """Encoding of a MoE layer's matrices, decided from headers and options before any byte is read.
 
 `EncodingOptions` are the options that decide codes and scales beside the schema. One value of them travels from
-`ConversionOptions` to `ConversionSpec` to the `Encoding` of each layer; its methods alone say how the options appear in
+`ConversionOptions` to `ConversionSpec` to each layer's `LayerEncoding`; its methods alone say how the options appear in
 the manifest, the journal, the output folder's name and the summary.
 """
 
@@ -124,7 +124,7 @@ class EncodingOptions:
 
 
 @dataclass(frozen=True)
-class Encoding:
+class LayerEncoding:
     """Encoding of one layer's matrices.
 
     conversion: of `hqconv.formats.source_format`. must_be_direct: a matrix that cannot keep its codes is an error.
@@ -167,9 +167,9 @@ def encoding_of(
     *,
     layer: str,
     must_be_direct: bool = False,
-) -> Encoding:
+) -> LayerEncoding:
     """Return the encoding of the layer named `layer`, which is stored in the format `source`."""
-    return Encoding(
+    return LayerEncoding(
         schema,
         param_dtype,
         options,

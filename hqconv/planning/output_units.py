@@ -10,7 +10,7 @@ from typing import Any
 
 from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import Encoding
+from hqconv.planning.encoding import LayerEncoding
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import num_bits
@@ -65,7 +65,7 @@ class MoeLayerPlan:
     """
 
     layer: MoeLayer
-    encoding: Encoding
+    encoding: LayerEncoding
     files: tuple[OutFile, ...]
     forms: dict[str, KernelForm]
     grid: Grid = field(default_factory=Grid)

@@ -12,10 +12,9 @@ from hqconv.errors import RequestError
 from hqconv.humming_layout.layer_config import needs_cuda
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import Encoding, EncodingOptions, encoding_of
+from hqconv.planning.encoding import EncodingOptions, LayerEncoding, encoding_of
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16, InputSchema, resolve_inputs
@@ -39,7 +38,7 @@ class ConversionOptions:
     grid: Grid = field(default_factory=Grid)
     target: str | None = None
     cuda: str | None = None
-    layout: str = KERNEL
+    layout: str = artifact_names.KERNEL
     inputs: InputSchema = A16
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     overrides: tuple[Override, ...] = ()
@@ -123,7 +122,7 @@ class ConversionSpec:
         """Return whether one layer must keep the source's codes and scales."""
         return self.must_be_direct and layer not in self.renamed
 
-    def encoding_of(self, layer: MoeLayer) -> Encoding:
+    def encoding_of(self, layer: MoeLayer) -> LayerEncoding:
         """Return the encoding of one layer."""
         schema = self.kernel_spec_of(layer.name).schema
         return encoding_of(

@@ -17,7 +17,7 @@ from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import Encoding
+from hqconv.planning.encoding import LayerEncoding
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import Quantized
 from hqconv.schemas import artifact_names as names
@@ -57,7 +57,7 @@ class Original:
 
     source: Source
     layer: MoeLayer
-    encoding: Encoding
+    encoding: LayerEncoding
 
 
 class Job:
