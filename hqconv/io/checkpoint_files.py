@@ -11,9 +11,7 @@ from typing import Any
 
 from hqconv.errors import InputError, first_few
 from hqconv.io.safetensors_header import RepeatedKey, keep_repeats
-from hqconv.schemas import ascend
 from hqconv.schemas.artifact_names import CONFIG, INDEX, JOURNAL, MANIFEST, SINGLE
-from hqconv.schemas.model_config import text_config
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import (
     MAX_DOCUMENT_BYTES,
@@ -25,7 +23,8 @@ from hqconv.schemas.untrusted_files import (
 )
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
-QUANTIZATION_FILES = (HF_QUANT_CONFIG, ascend.DESCRIPTION)
+ASCEND_DESCRIPTION = "quant_model_description.json"
+QUANTIZATION_FILES = (HF_QUANT_CONFIG, ASCEND_DESCRIPTION)
 COPY_AGAIN = "Copy or download the checkpoint again."
 
 
@@ -72,26 +71,7 @@ def read_config(root: Path) -> dict[str, Any]:
     if not (root / CONFIG).is_file():
         what, remedy = f"The checkpoint has no {CONFIG}.", "Give the folder of a transformers model."
         raise InputError(what, where=str(root), found=listing(root), remedy=remedy)
-    return _read_document(root / CONFIG)
-
-
-def read_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the config's quantization_config, else ModelOpt's or Ascend's separate file; None without any."""
-    for candidate in (config, text_config(config)):
-        found = candidate.get("quantization_config")
-        if isinstance(found, dict):
-            return dict(found)
-        if found is not None:
-            what, where = "The checkpoint's quantization config is not an object.", "quantization_config"
-            remedy = f"Restore it in {CONFIG}; leave it out where nothing is quantized."
-            raise InputError(what, where=where, expected="an object or null", found=repr(found), remedy=remedy)
-    path = root / HF_QUANT_CONFIG
-    if path.is_file():
-        return _read_document(path)
-    path = root / ascend.DESCRIPTION
-    # Has an entry for every tensor, like an index.
-    document = _read_document(path, MAX_LIST_BYTES) if path.is_file() else {}
-    return ascend.ascend_quantization_config(text_config(config), document)
+    return read_document(root / CONFIG)
 
 
 def check_regular(root: Path) -> None:
@@ -108,7 +88,7 @@ def check_regular(root: Path) -> None:
             raise InputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
 
 
-def _read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
+def read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
     """Read a JSON object whose text a manifest can store."""
     document, _ = read_json(path, max_bytes=max_bytes)
     check_text(json.dumps(document, ensure_ascii=False), str(path))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hqconv.errors import InputError, NetworkError, first_few
+from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
 from hqconv.io.file_access import Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
@@ -22,10 +23,11 @@ from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer, View
 from hqconv.models.source_protocol import SourceFile
-from hqconv.schemas.artifact_names import INDEX, SINGLE
+from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
 from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.model_config import text_config
 from hqconv.schemas.tensors import TensorRef
-from hqconv.schemas.untrusted_files import open_regular
+from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +57,7 @@ class SafetensorsSource:
         checkpoint_files.check_regular(root)
         self.guard.look_if_there(name for name in hub.SMALL_FILES if name != INDEX or not self._has(SINGLE))
         self.config: dict[str, Any] = checkpoint_files.read_config(root)
-        self.quantization = checkpoint_files.read_quantization(root, self.config)
+        self.quantization = _quantization(root, self.config)
         weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root, self._has(SINGLE))
         names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
         if weight_map is not None:
@@ -268,3 +270,22 @@ def _cut(whole: torch.Tensor, view: View) -> torch.Tensor:
         rows = bits.size(0) // view.count
         bits = bits[view.index :: view.count] if view.interleaved else bits[view.index * rows :][:rows]
     return bits.contiguous().view(whole.dtype)
+
+
+def _quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the config's quantization_config, else ModelOpt's or Ascend's separate file; None without any."""
+    for candidate in (config, text_config(config)):
+        found = candidate.get("quantization_config")
+        if isinstance(found, dict):
+            return dict(found)
+        if found is not None:
+            what, where = "The checkpoint's quantization config is not an object.", "quantization_config"
+            remedy = f"Restore it in {CONFIG}; leave it out where nothing is quantized."
+            raise InputError(what, where=where, expected="an object or null", found=repr(found), remedy=remedy)
+    path = root / checkpoint_files.HF_QUANT_CONFIG
+    if path.is_file():
+        return checkpoint_files.read_document(path)
+    path = root / checkpoint_files.ASCEND_DESCRIPTION
+    # Has an entry for every tensor, like an index.
+    document = checkpoint_files.read_document(path, MAX_LIST_BYTES) if path.is_file() else {}
+    return ascend_quantization_config(text_config(config), document)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hqconv.errors import InputError, RequestError
+from hqconv.formats.ascend import ascend_quantization_config, patterns
 from hqconv.formats.quant_config import declared_formats
-from hqconv.schemas.ascend import ascend_quantization_config, patterns
 from hqconv.sources.opening import open_source
 from tests.make import conversions
 from tests.make.formats import write
