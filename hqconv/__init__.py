@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hqconv.api import convert, dequantize, inspect, load, plan, verify
     from hqconv.artifact.load import RankGemm
+    from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
-    from hqconv.conversion.run import ConversionReport
     from hqconv.errors import HqconvError
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.plan import ConversionPlan as Plan
@@ -43,7 +43,7 @@ __all__ = [
 ]
 _MODULES = {  # of names that are not functions of `api`
     "ConversionPlan": "planning.plan",
-    "ConversionReport": "conversion.run",
+    "ConversionReport": "conversion.convert",
     "HqconvError": "errors",
     "Progress": "conversion.progress",
     "RankGemm": "artifact.load",

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
-from hqconv.conversion.options import (
+from hqconv.conversion.option_values import (
     cache_use,
     check_modes,
     check_places,
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.load import RankGemm
+    from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport
-    from hqconv.conversion.run import ConversionReport
     from hqconv.planning.plan import ConversionPlan
     from hqconv.verification.result import VerificationReport
 
@@ -117,7 +117,7 @@ def convert(
     check_modes(resume=resume, overwrite=overwrite)
     cache, distributed = cache_use(cache_limit, keep_source=keep_source), distributed or in_team
     parsed = ConversionOptions.parse(**options)
-    from hqconv.conversion.run import convert as run  # all libraries are loaded before the work begins
+    from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
 
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=distributed)
     with open_source(src, revision, is_lazy=True) as source:
@@ -198,8 +198,8 @@ def verify(
     All faults of the artifact are in the report, also an unreliable manifest. Raises RequestError where `out` is no
     artifact or a check cannot run; opening the source raises RequestError, InputError or NetworkError.
     """
-    from hqconv.verification.run import VerifyOptions
-    from hqconv.verification.run import verify as run
+    from hqconv.verification.verify import VerifyOptions
+    from hqconv.verification.verify import verify as run
 
     resources = resources_of(device, max_memory, None, threads)
     options = VerifyOptions(

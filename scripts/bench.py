@@ -57,7 +57,8 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
     import hqconv
 
     if sink == "null":
-        from hqconv.conversion import input_scales, output_folder, run
+        from hqconv.conversion import collect_input_scales, output_folder
+        from hqconv.conversion import convert as convert_module
         from hqconv.io.durable_files import FileRecord
 
         class Nothing:
@@ -75,9 +76,9 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
             self._journal.remove()
 
         for owner, name, value in (
-            (input_scales, "UnitWriter", Nothing),
+            (collect_input_scales, "UnitWriter", Nothing),
             (output_folder.OutputFolder, "seal", forget),
-            (run, "sha256_of", lambda _: ""),  # of a manifest that is not written
+            (convert_module, "sha256_of", lambda _: ""),  # of a manifest that is not written
         ):
             setattr(owner, name, value)
     report = hqconv.convert(source, out, **words)

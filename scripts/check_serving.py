@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import resolve_schema
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 from scripts.engines import Engine, run_all
 from scripts.few_kernels import install
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write

@@ -27,7 +27,7 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 from scripts.quantizer_gains import relative_error, weights
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"

@@ -28,7 +28,7 @@ FLOORS = {
     "formats": 5,
     "models": 6,
     "serving.vllm.limits": 2,
-    "serving.engine": 7,
+    "serving.chosen_engine": 7,
     "planning": 8,
     "artifact": 9,
     "sources": 10,
@@ -61,7 +61,6 @@ ONLY_IN = {
     "huggingface_hub": ("hqconv.io.hub", "hqconv.io.hub_upload"),
     "vllm": (
         "hqconv.serving.vllm.config",
-        "hqconv.serving.vllm.config",
         "hqconv.serving.vllm.moe_method",
         "hqconv.serving.vllm.plugin",
         "hqconv.serving.vllm.tuning",
@@ -71,7 +70,7 @@ ONLY_IN = {
     "gguf": ("hqconv.io.gguf_header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
     "typer": ("hqconv.cli.app", "hqconv.cli.help_format", "hqconv.cli.output", "hqconv.cli.options"),
-    "rich": tuple(f"hqconv.cli.{name}" for name in ("render", "progress")),
+    "rich": tuple(f"hqconv.cli.{name}" for name in ("render", "progress_bar")),
 }
 # The two seams: words that name the kernel library's config and the engine, and the modules that may use them in code
 # (identifiers and strings; docstrings and comments aside).
@@ -79,7 +78,7 @@ SEAMS = {
     "layerconfig": ("hqconv.humming_layout",),
     "vllm": (
         "hqconv.serving.vllm",
-        "hqconv.serving.engine",  # the one place that chooses the engine
+        "hqconv.serving.chosen_engine",  # the one place that chooses the engine
         "hqconv.serving.warm.compile_kernels",  # imports what the engine requests of the kernel library
     ),
 }
@@ -95,23 +94,23 @@ LIGHT = (
     *("hqconv.humming_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     "hqconv.formats",
     *("hqconv.sources", "hqconv.artifact.reader"),
-    *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.compatibility"),
+    *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.server_compatibility"),
     *("hqconv.serving.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
     *(
         "hqconv.serving.vllm.plugin",
         "hqconv.serving.vllm.tuning",
         "hqconv.serving.vllm.limits",
-        "hqconv.serving.engine",
+        "hqconv.serving.chosen_engine",
     ),
     *(f"hqconv.serving.warm.{name}" for name in ("gpus", "kernel_store", "compile_kernels")),
-    *("hqconv.conversion.options", "hqconv.conversion.progress"),
+    *("hqconv.conversion.option_values", "hqconv.conversion.progress"),
     "hqconv.conversion.resources",
 )
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")
 # A server serves: planning, conversion, verification and reports stay out of its processes, also in functions.
 # `serving/warm` is no part of a server, its store of compiled kernels aside.
 SERVER_WITHOUT_VLLM = (
-    *("artifact_view", "artifact_location", "compatibility", "engine", "rank_file", "parameter_loader"),
+    *("artifact_view", "artifact_location", "server_compatibility", "chosen_engine", "rank_file", "parameter_loader"),
     *(
         "vllm.activations",
         "vllm.layer_names",
@@ -373,10 +372,10 @@ def test_imports_in_a_room_and_downwards_are_free() -> None:
         "hqconv": "def __getattr__(name):\n    from hqconv import api",
         "hqconv.api": "",
         "hqconv.cli.app": "from hqconv import api",
-        "hqconv.conversion.run": f"import {PLAN}, hqconv.errors\nfrom hqconv import __version__",
+        "hqconv.conversion.convert": f"import {PLAN}, hqconv.errors\nfrom hqconv import __version__",
         PLAN: "from hqconv.planning.output_units import OutputUnit\nfrom hqconv.schemas.weight_schema import T",
         "hqconv.planning.output_units": "from . import encoding",
-        "hqconv.planning.encoding": "import json",
+        "hqconv.planning.layer_encoding": "import json",
     }
     for rule in RULES:
         assert not check(rule, files, "hqconv")
@@ -396,13 +395,13 @@ def test_a_new_room_needs_a_row() -> None:
 @pytest.mark.parametrize(
     ("module", "statement", "is_wrong"),
     [
-        ("hqconv.verification.run", "import humming.ops", True),
+        ("hqconv.verification.verify", "import humming.ops", True),
         ("hqconv.layout_decoder.loops", "from humming import schema", True),
         (PLAN, "importlib.import_module('humming.schema')", True),
         ("hqconv.humming_layout.transform", "import humming.ops", False),
         ("hqconv.quantization.coded_matrix", "from numba import njit", True),
         ("hqconv.jit", "from numba import njit", False),
-        ("hqconv.conversion.run", "import rich.progress", True),
+        ("hqconv.conversion.convert", "import rich.progress", True),
         (PLAN, "import typer", True),
         ("hqconv.cli.render", "from rich.table import Table", False),
         (PLAN, "import richer", False),

@@ -30,7 +30,7 @@ from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.options import ENCODING_KEYS
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 
 @dataclass(frozen=True)

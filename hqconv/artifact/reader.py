@@ -22,8 +22,8 @@ from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.families import FAMILIES, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
-from hqconv.planning.encoding import EncodingOptions
 from hqconv.planning.importance import Importance, read_importance
+from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names as names

@@ -127,7 +127,7 @@ def verify(
     *, checks: str | None, layers: str | None, tokens: str, report: Path | None, json: bool, quiet: bool, **options: Any
 ) -> None:
     """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
-    from hqconv.cli.progress import ShownProgress
+    from hqconv.cli.progress_bar import ShownProgress
 
     write_page = report_commands.page_writer(options["out"], report, options["threads"])
     options |= {"checks": parse_checks(checks), "layers": parse_layers(layers), "tokens": parse_tokens(tokens)}

@@ -18,7 +18,7 @@ from hqconv.conversion.torchrun import is_distributed
 from hqconv.errors import OutputError, RequestError
 
 if TYPE_CHECKING:
-    from hqconv.conversion.run import ConversionReport
+    from hqconv.conversion.convert import ConversionReport
     from hqconv.planning.plan import ConversionPlan
 
 
@@ -33,7 +33,7 @@ def dry_run(options: dict[str, Any]) -> dict[str, Any]:
 
 def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
     """Convert with the options of `hqconv.convert`. Show progress and warnings unless `quiet`."""
-    from hqconv.cli.progress import ShownProgress
+    from hqconv.cli.progress_bar import ShownProgress
 
     nothing = interrupt.source_case(options["src"])
     interrupt.expect(nothing)

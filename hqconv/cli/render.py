@@ -12,14 +12,14 @@ from rich.table import Table
 
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli.output import printable_document
-from hqconv.cli.progress import human_bytes, human_seconds
+from hqconv.cli.progress_bar import human_bytes, human_seconds
 from hqconv.errors import NUM_SHOWN
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 

@@ -16,7 +16,7 @@ from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import LayerEncoding
+from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.quantization.deferred_checks import deferring_checks, is_any
 from hqconv.quantization.direct_tensors import express, share_scale

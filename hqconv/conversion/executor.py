@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hqconv.conversion.collect_input_scales import InputScales, create_unit_files
 from hqconv.conversion.devices import SLOT_STAGE as SLOTS
 from hqconv.conversion.devices import Lane, Slot, Slots, make_lane, using_lane
 from hqconv.conversion.encode import DeferredCheckError
 from hqconv.conversion.encode_batch import Batch, EncodedRuns, Piece, Run, encode_to_runs, split_runs, split_unit
 from hqconv.conversion.hub_prefetch import HubPrefetch
-from hqconv.conversion.input_scales import InputScales, create_unit_files
 from hqconv.conversion.journal import Destination, JournalEntry
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.progress import Meter

@@ -8,7 +8,7 @@ from typing import Any
 
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.quantization.quantize import ErrorSums
-from hqconv.schemas.content_sums import ContentSums
+from hqconv.schemas.sum_factors import ContentSums
 
 ContentSumsOfBatch = Mapping[tuple[str, str], Sequence[int]]
 

@@ -28,7 +28,7 @@ from hqconv.cpu_loops.arithmetic import (
     u32,
     u64,
 )
-from hqconv.cpu_loops.bit_codec import pack_row
+from hqconv.cpu_loops.bit_fields import pack_row
 from hqconv.jit import compiled
 
 GIVEN, BFLOAT16, E8M0 = range(3)  # group scales: read, or taken from each row's own ranges and rounded so

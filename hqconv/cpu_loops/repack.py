@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from hqconv.cpu_loops.arithmetic import prefetch
-from hqconv.cpu_loops.bit_codec import unpack_row
+from hqconv.cpu_loops.bit_fields import unpack_row
 from hqconv.jit import compiled
 
 

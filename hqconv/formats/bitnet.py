@@ -78,7 +78,7 @@ class BitNet(Encoding):
         import numpy as np
         import torch
 
-        from hqconv.cpu_loops import decode
+        from hqconv.cpu_loops import decoding
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import refuse
         from hqconv.quantization.deferred_checks import is_any
@@ -95,7 +95,7 @@ class BitNet(Encoding):
             packed = bit_codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
         else:
             out = np.empty((shape[0], shape[1] // 4), np.uint8)
-            is_ternary = decode.ternary_rows(stored.numpy(), out)
+            is_ternary = decoding.ternary_rows(stored.numpy(), out)
             packed = torch.from_numpy(out.view(np.int32))
         if not is_ternary:
             refuse("A weight is not ternary.", names.get("weight", ""), "2-bit codes 0, 1 and 2", "3")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.cpu_loops import arithmetic, bit_codec
+from hqconv.cpu_loops import arithmetic, bit_fields
 from hqconv.cpu_loops import repack as repack_loops
 from hqconv.cpu_loops.encoders import encoder
 from hqconv.cpu_loops.helper_threads import in_parts
@@ -146,7 +146,7 @@ def quant_weight(
 def _unpack(packed: Array, num_bits: int) -> Array:
     """uint32 codes of a [rows, bytes] array."""
     codes = np.empty((packed.shape[0], packed.shape[1] * 8 // num_bits), np.uint32)
-    bit_codec.unpack_rows(packed, num_bits, codes)
+    bit_fields.unpack_rows(packed, num_bits, codes)
     return codes
 
 
@@ -159,7 +159,7 @@ def pack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
         return inputs.new_empty(shape)
     codes = (inputs.contiguous().reshape(-1, inputs.size(-1)).numpy() & ((1 << num_bits) - 1)).astype(np.uint8)
     packed = np.empty((codes.shape[0], shape[-1] * 4), np.uint8)
-    bit_codec.pack_rows(codes, num_bits, packed)
+    bit_fields.pack_rows(codes, num_bits, packed)
     return torch.from_numpy(packed.view(np.int32)).reshape(shape)
 
 

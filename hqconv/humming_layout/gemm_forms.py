@@ -1,6 +1,6 @@
 """Forms of a GEMM, derived from its facts alone: packed and kernel tensors, layer config, flags. No Humming, no torch.
 
-A conversion compares both with Humming's own answers before it writes (`hqconv.conversion.run`), and with what its
+A conversion compares both with Humming's own answers before it writes (`hqconv.conversion.convert`), and with what its
 transform gives.
 
 Legend: N output rows and K input columns, in the kernel layout with their padding.

@@ -19,7 +19,7 @@ from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.options import MSE
 from hqconv.schemas.weight_schema import PARAM_DTYPES
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")

@@ -13,7 +13,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 _MODE = "static_tensor"
 _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."

@@ -10,7 +10,7 @@ from typing import Any
 
 from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import LayerEncoding
+from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import num_bits

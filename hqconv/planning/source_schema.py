@@ -23,7 +23,7 @@ from hqconv.formats.source_format import (
 )
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import EncodingOptions
+from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema
 

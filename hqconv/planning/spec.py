@@ -12,7 +12,7 @@ from hqconv.errors import RequestError
 from hqconv.humming_layout.layer_config import needs_cuda
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import EncodingOptions, LayerEncoding, encoding_of
+from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GpuTarget

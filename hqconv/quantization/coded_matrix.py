@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.cpu_loops import decode as decode_loops
+from hqconv.cpu_loops import decoding as decode_loops
 from hqconv.errors import InputError
 from hqconv.humming_layout import cpu_ops
 from hqconv.quantization import bit_codec

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from hqconv.cpu_loops.bit_codec import sum_rows
+from hqconv.cpu_loops.bit_fields import sum_rows
 from hqconv.cpu_loops.helper_threads import in_parts
-from hqconv.schemas.content_sums import factors
+from hqconv.schemas.sum_factors import factors
 from hqconv.schemas.weight_schema import WeightSchema
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hqconv.cpu_loops import decode
+from hqconv.cpu_loops import decoding
 from hqconv.cpu_loops.arithmetic import fold_rows
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.quantization import bit_codec
@@ -86,7 +86,7 @@ def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tenso
     def of(rows: slice) -> None:
         of_rows = [one[rows] if len(one) == num_rows else one for one in arrays]
         size = coded.group_k or num_columns
-        decode.rounding_sums(packed[rows], coded.num_bits, table, *of_rows, size, error_power[:, rows])
+        decoding.rounding_sums(packed[rows], coded.num_bits, table, *of_rows, size, error_power[:, rows])
 
     in_parts(of, num_rows, _ROWS)
     error, power = torch.from_numpy(fold_rows(error_power))

@@ -2,7 +2,7 @@
 
 The same choice on every device: errors are float64 sums in the folding order of `fold_sum`, candidates come in one
 order, and a candidate must beat round-to-nearest by a margin, so that another order of summing cannot make it worse.
-Candidates are elementwise and IEEE exact. A change of the candidates raises `planning.encoding.SEARCH_VERSION`.
+Candidates are elementwise and IEEE exact. A change of the candidates raises `planning.layer_encoding.SEARCH_VERSION`.
 Legend: E experts, N output rows, K input columns, R rows of scales, G groups along K.
 """
 

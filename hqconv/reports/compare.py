@@ -12,7 +12,7 @@ from hqconv.errors import InputError, RequestError, VerificationError, first_few
 from hqconv.io.safetensors_header import read_header
 from hqconv.reports.documents import Words, describe_artifact
 from hqconv.schemas import artifact_names as names
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 _SIZES = ("num_experts", "hidden_size", "intermediate_size", "gated")
 _NUM_WORST = 10  # layers and projections of one artifact

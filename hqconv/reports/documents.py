@@ -23,21 +23,21 @@ from hqconv.io.hub import Listing
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import EncodingOptions
+from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
-from hqconv.schemas.content_sums import SUMS
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.untrusted_files import read_json
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SHORTHAND, WeightSchema
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 from hqconv.sources.opening import locate_source, open_location
 
 Words = dict[str, Any]

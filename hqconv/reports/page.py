@@ -9,7 +9,7 @@ from typing import Any
 from hqconv.reports.documents import Words as Document
 from hqconv.reports.html import Part, details, environment, facts, heading, note, number, plots, section, size, table
 from hqconv.reports.page_document import GENERATOR, PROJECTIONS, ROLES, entropy_bits
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 _NO_CHECKS = (
     "No check was run for this page. `hqconv verify --report` runs all checks, `hqconv report --source` the check of "

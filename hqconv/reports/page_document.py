@@ -14,7 +14,7 @@ from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, OutputError, VerificationError
 from hqconv.reports.documents import Words, describe_artifact
 from hqconv.schemas.artifact_names import GEMMS
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 ROLES = tuple(PROJECTIONS)

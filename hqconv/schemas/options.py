@@ -1,7 +1,7 @@
 """Options of a conversion: one row each with name, type, default and help.
 
 The API's keyword arguments, the command line's options and the keys of recipes are generated from this table;
-`planning.options.ConversionOptions` holds the parsed values.
+`planning.spec.ConversionOptions` holds the parsed values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Row:
 
 
 class EncodingArguments(TypedDict, total=False):
-    """Options that decide codes and scales beside the schema: parsed by `planning.encoding.EncodingOptions`."""
+    """Options that decide codes and scales beside the schema: parsed by `planning.layer_encoding.EncodingOptions`."""
 
     round_scales: Annotated[
         bool, _Row("Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.", False)

@@ -16,7 +16,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 _SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
 

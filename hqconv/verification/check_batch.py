@@ -25,8 +25,8 @@ from hqconv.quantization.quantize import ErrorSums, quantize_stacks
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.check_expert import Job, Original, Outcome
 from hqconv.verification.comparison import differs, fingerprints
-from hqconv.verification.content_sums import expert_totals, stack_totals
 from hqconv.verification.figures import figures_of, measure_stack
+from hqconv.verification.recomputed_sums import expert_totals, stack_totals
 
 _BATCH_BYTES = 128 << 20  # of the source and the artifact: enough that Python costs little
 _MAX_READERS = 8

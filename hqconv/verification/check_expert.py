@@ -17,16 +17,16 @@ from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import LayerEncoding
+from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import Quantized
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.comparison import GemmPosition, compare, fingerprints
-from hqconv.verification.content_sums import Totals, expert_totals, stack_totals
 from hqconv.verification.figures import Figures, measure
 from hqconv.verification.fused_exponents import FusedExponents, folding_of, misread_code
+from hqconv.verification.recomputed_sums import Totals, expert_totals, stack_totals
 from hqconv.verification.result import Finding
 
 _CPU = torch.device("cpu")

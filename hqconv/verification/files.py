@@ -19,10 +19,10 @@ from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
-from hqconv.verification.input_scales import check_rank_scales
+from hqconv.verification.check_input_scales import check_rank_scales
 from hqconv.verification.rank_headers import SUFFIX, check_packed, check_ranks
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names, read_json
 

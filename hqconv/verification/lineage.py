@@ -12,8 +12,8 @@ from hqconv.artifact.manifest import Ancestor, Manifest
 from hqconv.artifact.reader import Artifact
 from hqconv.formats.source_format import DIRECT
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import SEARCH_VERSION, EncodingOptions
 from hqconv.planning.importance import Importance
+from hqconv.planning.layer_encoding import SEARCH_VERSION, EncodingOptions
 from hqconv.schemas.options import QUANTIZERS, RTN
 
 

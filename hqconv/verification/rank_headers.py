@@ -13,7 +13,7 @@ from hqconv.humming_layout.gemm_forms import KernelForm
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorSpec
-from hqconv.verification.input_scales import is_static
+from hqconv.verification.check_input_scales import is_static
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names
 
 SUFFIX = ".safetensors"

@@ -11,7 +11,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.quant_error import requantized_counts, scale_changes
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.encoding import SEARCH_VERSION
+from hqconv.planning.layer_encoding import SEARCH_VERSION
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.options import RTN

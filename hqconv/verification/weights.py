@@ -16,18 +16,18 @@ from hqconv.conversion.quant_error import relative_error
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import encoding_of
+from hqconv.planning.layer_encoding import encoding_of
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.check_batch import plan_staging, why_not
 from hqconv.verification.check_expert import Job, Original, Outcome
-from hqconv.verification.content_sums import against, check_content
+from hqconv.verification.check_input_scales import check_source_scales
 from hqconv.verification.figures import summarize
 from hqconv.verification.fused_exponents import folding_bytes
-from hqconv.verification.input_scales import check_source_scales
 from hqconv.verification.lineage import Lineage
+from hqconv.verification.recomputed_sums import against, check_content
 from hqconv.verification.recorded_errors import check_recorded, check_search
 from hqconv.verification.result import CheckResult, Finding
 from hqconv.verification.scheduling import each_expert, in_batches, worker_pool

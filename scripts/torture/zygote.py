@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import hqconv.cli.progress
+import hqconv.cli.progress_bar
 import hqconv.cli.render
 import hqconv.planning.output_units
 from hqconv.cli import app, interrupt

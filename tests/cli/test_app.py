@@ -25,12 +25,12 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.cli.progress import ShownProgress, human_bytes, human_seconds, line_of
-from hqconv.conversion import run as conversion
-from hqconv.conversion.options import default_out, parse_bytes
+from hqconv.cli.progress_bar import ShownProgress, human_bytes, human_seconds, line_of
+from hqconv.conversion import convert as conversion
+from hqconv.conversion.option_values import default_out, parse_bytes
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError
-from hqconv.planning.encoding import EncodingOptions
+from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas.gpu_target import GpuTarget, parse_target
 from hqconv.schemas.grid import Grid
@@ -373,7 +373,7 @@ def test_without_a_gpu_the_target_must_be_named(model: Path, tmp_path: Path, mon
 
 
 def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.conversion.options.has_driver", lambda: True)
+    monkeypatch.setattr("hqconv.conversion.option_values.has_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 9 - 3 * index))
@@ -579,7 +579,7 @@ def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
         def write(self, _: str) -> int:
             raise BrokenPipeError
 
-    monkeypatch.setattr("hqconv.cli.progress._PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hqconv.cli.progress_bar._PLAIN_INTERVAL_S", 0.0)
     half = Progress("a", 5, 10, 0, 0, 1)
     with ShownProgress(quiet=True) as progress:
         progress.update(half)

@@ -20,7 +20,7 @@ from hqconv import errors
 from hqconv.artifact.error_summary import over_limit
 from hqconv.cli import output
 from hqconv.cli.app import app
-from hqconv.conversion import run as conversion
+from hqconv.conversion import convert as conversion
 from hqconv.io.file_access import sha256_of
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hqconv import errors
 from hqconv.cli import app as cli
 from hqconv.cli.app import app
-from hqconv.conversion import run as conversion
+from hqconv.conversion import convert as conversion
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.stopping import environment

@@ -280,7 +280,7 @@ def test_nobody_who_reads_is_no_reason_to_stay() -> None:
 
 def test_a_terminal_gets_its_cursor_back() -> None:
     primary, secondary = pty.openpty()
-    code = "import os\nfrom hqconv.cli.progress import ShownProgress\n"
+    code = "import os\nfrom hqconv.cli.progress_bar import ShownProgress\n"
     code += "with ShownProgress(quiet=False):\n    os.write(1, b'go\\n')\n    time.sleep(60)"
     process = start("-c", LISTEN + code, stderr=secondary)
     os.close(secondary)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.cli.output import print_json, printable_document
-from hqconv.cli.progress import ShownProgress
+from hqconv.cli.progress_bar import ShownProgress
 from hqconv.conversion.progress import Progress
 from hqconv.errors import printable
 from tests.make.conversions import run

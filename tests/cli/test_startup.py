@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hqconv.conversion.options import has_driver
+from hqconv.conversion.option_values import has_driver
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 from tests.make.small import fp8_blocks, save

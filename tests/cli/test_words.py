@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.cli.app import app
 from hqconv.cli.options import OPTIONS, at_home
-from hqconv.cli.progress import line_of
+from hqconv.cli.progress_bar import line_of
 from hqconv.conversion.progress import Progress
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.schemas.gpu_target import GpuTarget
@@ -235,7 +235,7 @@ def test_quiet_verification_says_nothing_unless_something_is_wrong(model: Path, 
 
 
 def test_a_first_run_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
-    code = "import hqconv.jit as c\nfrom hqconv.cli.progress import ShownProgress\n"
+    code = "import hqconv.jit as c\nfrom hqconv.cli.progress_bar import ShownProgress\n"
     code += "with ShownProgress(quiet=False):\n    c.compiled(eval('lambda x: x + 1'))(1)"
     done = subprocess.run(
         [sys.executable, "-c", code],

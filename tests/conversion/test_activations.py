@@ -21,7 +21,7 @@ from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import open_artifact_view
 from hqconv.verification import kernel as module
 from hqconv.verification.result import CheckResult
-from hqconv.verification.run import _kernel_device, _sample
+from hqconv.verification.verify import _kernel_device, _sample
 from tests.make import small, standin
 from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
 
@@ -205,7 +205,7 @@ def test_where_all_are_known_by_name_only_the_check_says_so_before_it_begins(
         assert usable == found
         assert ("situ" in reason) == (found is None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("hqconv.verification.run._weights_device", lambda _: None)
+    monkeypatch.setattr("hqconv.verification.verify._weights_device", lambda _: None)
     with pytest.raises(RequestError, match=r"kernel check cannot run(.|\n)*known by name only: situ"):
         check(made("kimi, no beta")[1], None, "kernel")
 

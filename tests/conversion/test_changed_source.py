@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from hqconv.conversion import convert as conversion
 from hqconv.conversion import output_folder
-from hqconv.conversion import run as conversion
 from hqconv.conversion.progress import Progress
 from hqconv.errors import HqconvError, InputError, OutputError
 from hqconv.io import file_snapshot

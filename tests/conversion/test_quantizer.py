@@ -14,7 +14,7 @@ from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.cli.app import app
 from hqconv.errors import OutputError, RequestError, VerificationError
-from hqconv.planning.encoding import SEARCH_VERSION
+from hqconv.planning.layer_encoding import SEARCH_VERSION
 from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
 from tests.make.artifacts import digest_of, make_source
@@ -160,7 +160,7 @@ def test_a_conversion_is_not_resumed_by_another_search(
     """Which rtn knows nothing of."""
     found = {}
     for version in (SEARCH_VERSION, SEARCH_VERSION + 1):
-        monkeypatch.setattr("hqconv.planning.encoding.SEARCH_VERSION", version)
+        monkeypatch.setattr("hqconv.planning.layer_encoding.SEARCH_VERSION", version)
         for quantizer in ("rtn", "mse"):
             plan = hqconv.plan(src, schema="int4-g32", target="sm90", quantizer=quantizer)
             found[quantizer, version] = plan.fingerprint()["--quantizer"]

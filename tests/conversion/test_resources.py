@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hqconv
+from hqconv.conversion.convert import convert
 from hqconv.conversion.resources import (
     Resources,
     bounded_gpu,
@@ -18,7 +19,6 @@ from hqconv.conversion.resources import (
     plan_staging,
     working_bytes,
 )
-from hqconv.conversion.run import convert
 from hqconv.errors import InputError, RequestError
 from hqconv.io.durable_files import copy_whole
 from hqconv.models.expert_bytes import RawLayout
@@ -121,7 +121,7 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
     with monkeypatch.context() as patch:
         patch.setattr("hqconv.conversion.encode_batch.encode_batch", fail)
         patch.setattr("hqconv.conversion.resources.Resources.is_cuda", True)
-        patch.setattr("hqconv.conversion.run.check_kernels", lambda _: None)
+        patch.setattr("hqconv.conversion.convert.check_kernels", lambda _: None)
         patch.setattr("hqconv.conversion.resources._CUDA_BATCH_BYTES", 1)  # one expert at a time
         with pytest.raises(RequestError, match="GPU's memory is not enough"):
             run(model, out, "mxfp4")
@@ -171,7 +171,7 @@ def test_a_gpu_without_a_c_compiler_is_refused_before_anything_is_written(
     def fail(_: torch.device) -> None:
         raise RequestError("Triton cannot build the kernels.", where="cuda:0", remedy="Use --device cpu.")
 
-    monkeypatch.setattr("hqconv.conversion.run.check_kernels", fail)
+    monkeypatch.setattr("hqconv.conversion.convert.check_kernels", fail)
     source, plan = open_plan(write_qwen3_moe(tmp_path / "model"), "int4")
     gpu = Resources("cuda:0", 1 << 30, 2, max_gpu_bytes=1 << 30)
     with source, pytest.raises(RequestError, match="Triton cannot build"):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from hqconv.conversion import run as convert_module
+from hqconv.conversion import convert as convert_module
 from hqconv.conversion.progress import Progress
 from hqconv.errors import OutputError
 from hqconv.schemas.grid import ROUND_ROBIN, Grid

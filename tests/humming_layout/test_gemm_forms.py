@@ -175,7 +175,7 @@ def test_another_humming_is_noticed_before_anything_is_written(tmp_path: Path, m
         ("packed_form", other, CHECKPOINT, "in another way"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"hqconv.conversion.run.{name}", lambda *_, answer=answer: answer)
+            patch.setattr(f"hqconv.conversion.convert.{name}", lambda *_, answer=answer: answer)
             with pytest.raises(RequestError, match=what) as caught:
                 run(model, tmp_path / "out", "int4", layout=kind)
         assert "humming-kernels" in str(caught.value.found)

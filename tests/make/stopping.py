@@ -22,7 +22,7 @@ _PROGRESS_LINE = re.compile(r"(\w+: )?[\d.]+ [kMGT]?B of [\d.]+ [kMGT]?B  .*\(\d
 DRIVER = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
-import hqconv.cli.progress, hqconv.cli.render
+import hqconv.cli.progress_bar, hqconv.cli.render
 from hqconv.humming_layout.runtime import humming
 from hqconv.cli import app, interrupt
 from hqconv.schemas.grid import Grid

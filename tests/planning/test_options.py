@@ -9,7 +9,7 @@ import pytest
 
 import hqconv
 from hqconv.errors import RequestError
-from hqconv.planning.encoding import EncodingOptions
+from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.options import ENCODING_KEYS, EncodingArguments, conversion_options
 from tests.make.places import REPO

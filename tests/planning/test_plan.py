@@ -34,7 +34,7 @@ from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 from tests.make.conversions import open_plan, schema_of
 from tests.make.matrices import SCHEMAS
 from tests.make.models import MODELS, save_model

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hqconv.quantization.content_sums import compiled_row_sums, expert_sums, row_sums, sum_names
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.schemas.content_sums import ContentSums, factors, of_expert
+from hqconv.schemas.sum_factors import ContentSums, factors, of_expert
 from hqconv.schemas.weight_schema import resolve_schema
 
 DTYPES = {torch.uint8: (0, 255), torch.int16: (-(1 << 15), (1 << 15) - 1), torch.int32: (-(1 << 31), (1 << 31) - 1)}

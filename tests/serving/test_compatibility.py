@@ -19,10 +19,10 @@ from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.weight_schema import resolve_schema
-from hqconv.serving import compatibility
+from hqconv.serving import server_compatibility
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, open_artifact_view
-from hqconv.serving.compatibility import (
+from hqconv.serving.server_compatibility import (
     ServerLayer,
     check_dtype,
     check_flags,
@@ -333,10 +333,10 @@ def test_another_layout_of_humming_names_the_version_that_fits(here: dict[str, b
 
 
 def test_a_layer_without_experts_lists_those_that_have_some(view: ArtifactView) -> None:
-    error = refused_as(compatibility.no_layer(view, "model.layers.7.mlp.experts"))
+    error = refused_as(server_compatibility.no_layer(view, "model.layers.7.mlp.experts"))
     assert (error.expected, error.found) == (LAYER, "model.layers.7.mlp.experts")
     many = replace(view, layers={f"b{i}": view.layers[LAYER] for i in range(9)})
-    assert compatibility.no_layer(many, "x").expected == "b0, b1, b2 …"
+    assert server_compatibility.no_layer(many, "x").expected == "b0, b1, b2 …"
 
 
 def test_a_model_without_layers_and_a_deployment_without_kernels(view: ArtifactView) -> None:

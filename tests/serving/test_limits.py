@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from hqconv.schemas.grid import Grid
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 COMMANDS = {
     Grid(): "vllm serve out",

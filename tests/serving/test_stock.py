@@ -25,7 +25,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
 

@@ -23,7 +23,7 @@ from hqconv.formats.source_format import REQUANTIZED, conversion_of, why_not_dir
 from hqconv.io.gguf_header import read_header
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import takes_powers_of_two
+from hqconv.planning.layer_encoding import takes_powers_of_two
 from hqconv.schemas.weight_schema import PRESETS
 from hqconv.sources.gguf import GgufSource, open_with_gguf
 from hqconv.sources.safetensors import SafetensorsSource

@@ -15,7 +15,7 @@ from hqconv.api import open_source
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.reader import Artifact
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
-from hqconv.verification import run as run_module
+from hqconv.verification import verify as run_module
 from hqconv.verification.check_batch import plan_staging
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights

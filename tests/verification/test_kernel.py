@@ -17,7 +17,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification import run as module
+from hqconv.verification import verify as module
 from hqconv.verification.result import CheckResult, VerificationReport
 from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures
 from tests.make.conversions import run

@@ -13,9 +13,9 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.humming_layout.runtime import humming
 from hqconv.schemas.recipe import load_recipe
-from hqconv.verification import run as module
+from hqconv.verification import verify as module
 from hqconv.verification.result import CheckResult, VerificationReport
-from hqconv.verification.run import _kernel_device
+from hqconv.verification.verify import _kernel_device
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 

@@ -23,8 +23,8 @@ from hqconv.verification import kernel as module
 from hqconv.verification.kernel import LayerInputs, Rounding
 from hqconv.verification.reference import Routing, moe_forwards
 from hqconv.verification.result import CheckResult
-from hqconv.verification.run import _kernel_device
 from hqconv.verification.tolerances import KERNEL_ERROR, Tolerances, kind_of_inputs
+from hqconv.verification.verify import _kernel_device
 from scripts.shared import SCHEMAS
 from tests.make import standin
 from tests.make.conversions import kernel_spec_of, run

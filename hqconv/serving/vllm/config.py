@@ -22,8 +22,8 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
-from hqconv.serving.compatibility import check_machine, no_layer
 from hqconv.serving.parameter_loader import ParameterLoader
+from hqconv.serving.server_compatibility import check_machine, no_layer
 from hqconv.serving.vllm.layer_names import find_layer
 from hqconv.serving.vllm.limits import warn_of_untested
 from hqconv.serving.vllm.refusals import no_layers

@@ -20,7 +20,9 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
-from hqconv.serving.compatibility import (
+from hqconv.serving.parameter_loader import LoadTarget
+from hqconv.serving.rank_file import RankFile, open_rank_file
+from hqconv.serving.server_compatibility import (
     ServerLayer,
     check_dtype,
     check_flags,
@@ -29,8 +31,6 @@ from hqconv.serving.compatibility import (
     check_ranks,
     other_model,
 )
-from hqconv.serving.parameter_loader import LoadTarget
-from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.vllm.activations import agreed
 from hqconv.serving.vllm.refusals import check_inputs, check_redundant_experts, check_router, no_deployment
 from hqconv.serving.vllm.tuning import remembered

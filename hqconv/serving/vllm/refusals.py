@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hqconv.errors import HqconvError, RequestError
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
-from hqconv.serving.compatibility import ServerLayer, recut
+from hqconv.serving.server_compatibility import ServerLayer, recut
 
 
 def check_redundant_experts(view: ArtifactView, layer: ServerLayer) -> None:

@@ -21,7 +21,7 @@ from hqconv.layout_decoder.codes import has_loops
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.content_sums import SUMS, ContentSums, factors, of_expert
+from hqconv.schemas.sum_factors import SUMS, ContentSums, factors, of_expert
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.fused_exponents import is_folded
 from hqconv.verification.result import CheckResult

@@ -17,10 +17,10 @@ from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import json_bytes, read_manifest, sealed
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.sha256sums import sums_bytes
+from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, check_room, sort_by_shard
-from hqconv.conversion.input_scales import InputScales, read_input_scales
 from hqconv.conversion.journal import Destination
 from hqconv.conversion.output_folder import OutputFolder
 from hqconv.conversion.progress import Meter, Progress
@@ -33,14 +33,14 @@ from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.io.file_access import sha256_of
 from hqconv.models.source_protocol import Source
-from hqconv.planning.encoding import LayerEncoding
+from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit, gemm_shapes
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
 from hqconv.schemas.options import MSE
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hqconv.cpu_loops.arithmetic import fold_squares
-from hqconv.cpu_loops.bit_codec import unpack_row
+from hqconv.cpu_loops.bit_fields import unpack_row
 from hqconv.jit import compiled, inlined
 
 # Rows of the source that one pass of a transposition reads: the 16 words it writes per row are a cache line.

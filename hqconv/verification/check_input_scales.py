@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.input_scales import InputScales, reduce_scales
+from hqconv.conversion.collect_input_scales import InputScales, reduce_scales
 from hqconv.errors import HqconvError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source

@@ -20,7 +20,7 @@ from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
-from hqconv.serving.engine import ENGINE
+from hqconv.serving.chosen_engine import ENGINE
 from hqconv.serving.rank_file import RankFile
 
 
