@@ -35,7 +35,7 @@ class Case:
     schema: str = "int8"
 
 
-def _layers(weight: torch.Tensor, *caches: str) -> Parts:
+def _blocks(weight: torch.Tensor, *caches: str) -> Parts:
     """fp8 codes, and float32 scales [N / 128, K / 128]; and of a cache."""
     n, k = weight.shape
     parts = weight.float().reshape(n // 128, 128, k // 128, 128)
@@ -103,7 +103,7 @@ _V4 = {"q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 512, "qk_rope_head_di
 CASES = {
     "fp8": Case(
         "deepseek_v3",
-        {_LINEAR: _layers},
+        {_LINEAR: _blocks},
         configs.fp8_blocks(modules_to_not_convert=["lm_head", PLAIN]),
         _SIZES | _MLA | {"v_head_dim": 128, "intermediate_size": 256},
     ),
@@ -117,9 +117,9 @@ CASES = {
     "qwen3_5_moe_fp8": Case(
         "qwen3_5_moe",
         {
-            _QWEN + r"k_proj\.weight": lambda weight: _layers(weight, "output_scale"),
-            _QWEN + r"v_proj\.weight": lambda weight: _layers(weight, "output_scale"),
-            _QWEN + r"_proj\.weight": _layers,
+            _QWEN + r"k_proj\.weight": lambda weight: _blocks(weight, "output_scale"),
+            _QWEN + r"v_proj\.weight": lambda weight: _blocks(weight, "output_scale"),
+            _QWEN + r"_proj\.weight": _blocks,
         },
         configs.fp8_blocks(modules_to_not_convert=_QWEN_PLAIN),
         _SIZES | {"head_dim": 128, "shared_expert_intermediate_size": 256},

@@ -181,8 +181,8 @@ def layers_of(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
         words["method"] = type(method).__name__
         if words["method"] == "HqconvMoEMethod":
             stored = load_file(method.file.path)
-            held = {f"{method.layer.name}.{n}": p for n, p in layer.named_parameters() if n not in ROUTING}
-            words |= {"block": method.layer.name, "activation": layer.activation.value}
+            held = {f"{method.stored.name}.{n}": p for n, p in layer.named_parameters() if n not in ROUTING}
+            words |= {"block": method.stored.name, "activation": layer.activation.value}
             words |= {"limit": layer.swiglu_limit, "holds_its_file": held.keys() == stored.keys()}
             words["holds_its_file"] &= all(torch.equal(stored[name], held[name]) for name in stored)
         yield words

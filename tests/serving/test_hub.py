@@ -118,7 +118,7 @@ def test_a_rank_fetches_what_it_needs_and_nothing_else(
         stored = load_file(layer.quant_method.file.path)
         assert stored
         for param, tensor in layer.named_parameters():
-            found = stored[f"{layer.quant_method.layer.name}.{param}"]
+            found = stored[f"{layer.quant_method.stored.name}.{param}"]
             assert torch.equal(tensor.view(torch.uint8), found.view(torch.uint8))
 
 

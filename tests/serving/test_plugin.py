@@ -100,7 +100,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_holds_its_file(layer: Any) -> None:
-    stored, block = load_file(layer.quant_method.file.path), layer.quant_method.layer.name
+    stored, block = load_file(layer.quant_method.file.path), layer.quant_method.stored.name
     found = dict(layer.named_parameters())
     assert {f"{block}.{name}" for name in found} == set(stored)
     for name, param in found.items():
@@ -581,7 +581,7 @@ def test_names_follow_vllms_mappers(tmp_path: Path, sources: dict[str, Path]) ->
     config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
     config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"visual.": "vision."}))
     layer = build_layer(config, f"language_model.{LAYER}", **SIZES)
-    assert layer.quant_method.layer.name == LAYER
+    assert layer.quant_method.stored.name == LAYER
 
 
 def test_other_layers_are_the_sources_own_quantizations(
@@ -593,7 +593,7 @@ def test_other_layers_are_the_sources_own_quantizations(
     run(sources["bfloat16"], tmp_path / "out", "int8")
     config = open_config(tmp_path / "out")
     assert isinstance(config.get_quant_method(vllm_cpu.linear(), name), UnquantizedLinearMethod)
-    config.words["source_quantization_config"] = {**dense, "weight_block_size": [128, 128]}
+    config.config_dict["source_quantization_config"] = {**dense, "weight_block_size": [128, 128]}
     config.maybe_update_config(str(tmp_path / "out"))
     assert isinstance(config.get_quant_method(vllm_cpu.linear(), name), Fp8LinearMethod)
     assert config.weight_block_size == [128, 128]
