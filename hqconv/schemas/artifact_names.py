@@ -6,12 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hqconv.errors import RequestError
-from hqconv.schemas.gpu_target import GpuTarget, parse_target
-from hqconv.schemas.input_schema import A16, inputs_of
+from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.input_schema import A16
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
-from hqconv.schemas.weight_schema import WeightSchema
 
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of an artifact with layers that differ, or that are copied unchanged
@@ -115,18 +113,6 @@ def schemas_to_dict(kernel_spec: KernelSpec) -> dict[str, Any]:
 def target_to_dict(target: GpuTarget) -> dict[str, str]:
     """Return the GPU; `cuda` is present where the layout depends on it."""
     return {"target": target.name, **({} if target.cuda_name is None else {"cuda": target.cuda_name})}
-
-
-def kernel_spec_from_dict(document: Mapping[str, Any], schema: WeightSchema, param_dtype: str) -> KernelSpec:
-    """Read a kernel spec of `kernel_spec_to_dict`. Raises RequestError, KeyError or TypeError for anything else."""
-    name, fields = document["input_schema"], document.get("activation_schema")
-    if (fields is None) != (name == A16.name):
-        raise RequestError("Activations are named without their schema.", where="input_schema", found=name)
-    if not isinstance(fields, Mapping | None):
-        what, found = "The schema of activations is no object.", type(fields).__name__
-        raise RequestError(what, where="activation_schema", found=found)
-    inputs = A16 if fields is None else inputs_of(str(name), dict(fields), where="activation_schema")
-    return KernelSpec(schema, param_dtype, parse_target(document["target"], document.get("cuda")), inputs)
 
 
 def importance_to_dict(sha256: str) -> dict[str, str]:
