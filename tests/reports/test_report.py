@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.cli.app import app
+from hqconv.reports import page as page_module
 from hqconv.reports.html import figure, number, render_plot
 from hqconv.reports.page import heat_plot, lines_plot, page, ticks
 from hqconv.reports.page_document import entropy_bits, page_document
@@ -442,3 +443,8 @@ def test_figures() -> None:
 def test_programs_can_make_a_page(made: Path) -> None:
     verified = hqconv.verify(made, checks=["files"], device="cpu")
     assert "passed" in Page(page(page_document(made, verified.to_dict()))).text
+
+
+def test_scales_that_no_histogram_shows_are_counted() -> None:
+    used = {"scales": [(-3, 5), (0, 4)], "num_zero_scales": 2, "num_negative_scales": 3, "num_odd_scales": 1}
+    assert page_module._scales(used) == "12 scales, of which 2 zero, 3 negative, 1 not finite"
