@@ -44,7 +44,7 @@ def test_checks_that_are_judged_together_change_nothing(
     """As on a GPU: experts are decoded without a look at their values, and again where one look found something."""
     src = make_source(name, tmp_path / "source")
     monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
-    for conversion, options in list(conversions_of(name))[:2]:
+    for conversion, options in list(conversions_of(name))[:1]:
         recorded = Record(*RECORDED["cases"][f"{name}/{conversion}"])
         found = record(src, tmp_path / "out", options)
         if found.source != recorded.source and torch.__version__ != RECORDED["torch"]:
