@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from numba import njit
 from numba.core import event
+from numba.core.caching import IndexDataCacheFile
 
 Function = Callable[..., Any]
 _is_cached = [True]  # False once a loop could not be cached
@@ -31,13 +36,37 @@ def inlined(function: Function) -> Function:
     return _compile(function, inline="always")
 
 
+class CacheFile(IndexDataCacheFile):  # type: ignore[misc]
+    """Cache of one function on disk that several processes may fill at the same time.
+
+    numba numbers the data files. Two processes that compile different signatures at once both take the next number, and
+    the index then gives one signature the machine code of the other: a wrong result without any error. Here every data
+    file has a name of its own, so that such a race can only lose an entry.
+    """
+
+    def _data_name(self, number: int) -> str:
+        return str(self._data_name_pattern.format(number=uuid.uuid4().int))
+
+
 def _compile(function: Function, **options: Any) -> Function:
     try:
         done: Function = njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:  # "cannot cache function: no locator available"
+        cache: Any = done._cache  # type: ignore[attr-defined]
+        stamp = (cache._impl.locator.get_source_stamp(), _digest_of_loops())
+        cache._cache_file = CacheFile(cache._cache_path, cache._impl.filename_base, stamp)
+    except (AttributeError, RuntimeError):  # another numba; "cannot cache function: no locator available"
         _is_cached[0] = False
         done = njit(nogil=True, **options)(function)
     return done
+
+
+@functools.cache
+def _digest_of_loops() -> str:
+    """Digest of all sources of compiled functions: one that is inlined is a part of its callers' machine code."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("cpu_loops/*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class _Announcer(event.Listener):  # type: ignore[misc]

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
+from hqconv.cpu_loops import encoders
+from hqconv.jit import CacheFile
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -31,3 +34,28 @@ def test_a_read_only_home_and_installation(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "hqconv.json").is_file()
+
+
+@pytest.mark.parametrize("kind", [CacheFile, IndexDataCacheFile])
+def test_two_processes_that_compile_at_once_never_get_each_others_code(kind: type, tmp_path: Path) -> None:
+    """The second begins when the first has written its index, and ends before the first writes its data."""
+    first, second = (kind(str(tmp_path), "loop", "stamp") for _ in range(2))
+    second._load_index = dict  # it had looked before the first wrote
+    write = first._save_data
+
+    def late(name: str, data: str) -> None:
+        second.save("float32", "code for float32")
+        write(name, data)
+
+    first._save_data = late
+    first.save("uint16", "code for uint16")
+    found = {key: kind(str(tmp_path), "loop", "stamp").load(key) for key in ("uint16", "float32")}
+    is_right = all(code in (None, f"code for {key}") for key, code in found.items())
+    assert is_right == (kind is CacheFile)  # numba's own mixes them up
+    assert kind(str(tmp_path), "loop", "another stamp").load("float32") is None
+
+
+def test_every_loop_has_such_a_cache() -> None:
+    loops = [value for value in vars(encoders).values() if hasattr(value, "py_func")]
+    assert len(loops) > 3
+    assert all(isinstance(loop._cache._cache_file, CacheFile) for loop in loops)
