@@ -25,7 +25,7 @@ FETCHED = "fetched"
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A finished output unit: its files, its quantization errors, and the content sums of a MoE layer.
+    """A finished output unit: its files, its quantization errors, and the content sums of an MoE layer.
 
     sources: the SHA-256 of the source files that the unit was read from, where they were hashed.
     """

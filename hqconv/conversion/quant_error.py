@@ -1,4 +1,4 @@
-"""Quantization error of a MoE layer, over all its experts."""
+"""Quantization error of an MoE layer, over all its experts."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ same syntax and stops at a time limit. It takes ten times as long as `re`, so `r
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import warnings
@@ -22,11 +23,14 @@ _FUZZY = re.compile(r"\\.|\{(?!\d+(?:,\d*)?\}|,\d*\})", re.DOTALL)
 class BoundedRegex:
     """A regular expression of a config that is matched from the start of names, or anywhere, in bounded time.
 
-    after: what must follow a match, a regular expression of ours. Raises InputError for a pattern that is no regular
-    expression of Python's `re`.
+    after: what must follow a match, a regular expression of ours. is_glob: the pattern is `fnmatch.translate`'s, whose
+    repetitions are atomic: it takes linear time. Raises InputError for a pattern that is no regular expression of
+    Python's `re`.
     """
 
-    def __init__(self, pattern: str, where: str, *, after: str = "", is_anywhere: bool = False) -> None:
+    def __init__(
+        self, pattern: str, where: str, *, after: str = "", is_anywhere: bool = False, is_glob: bool = False
+    ) -> None:
         import regex
 
         self._where, self._shown, self._seconds_left = where, repr(pattern[:200]), _SECONDS
@@ -37,6 +41,7 @@ class BoundedRegex:
                 raise ValueError("[[: means a class of POSIX or a set of characters")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of sets in sets
+                re.compile(pattern)  # by itself: `a)|(?:b` is none, whatever stands around it
                 plain = re.compile(f"(?:{pattern}){after}" if after else pattern)  # `regex` knows more syntax
             text = _literal_braces(pattern)
             compiled = regex.compile(f"(?:{text}){after}" if after else text)
@@ -48,11 +53,13 @@ class BoundedRegex:
                 found=f"{self._shown}: {error}",
             ) from error
         self._match = compiled.search if is_anywhere else compiled.match
-        self._quick = (plain.search if is_anywhere else plain.match) if _is_quick(pattern, is_anywhere) else None
+        is_quick = is_glob or _is_quick(pattern, is_anywhere)
+        self._quick = (plain.search if is_anywhere else plain.match) if is_quick else None
+        self._max_quick = math.inf if is_glob else _MAX_QUICK
 
     def matches(self, name: str) -> bool:
         """Return True if the name matches. Raises InputError if the pattern's names take more than `_SECONDS`."""
-        if self._quick is not None and len(name) <= _MAX_QUICK:
+        if self._quick is not None and len(name) <= self._max_quick:
             return self._quick(name) is not None
         begin = time.thread_time()
         try:

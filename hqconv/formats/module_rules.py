@@ -83,7 +83,7 @@ def globbed_in(patterns: Iterable[str], where: str, with_parents: bool) -> Match
         if pattern.startswith("re:"):
             starts_and_regexes.append((start_of(pattern[3:]), BoundedRegex(pattern[3:], where)))
         else:
-            glob = BoundedRegex(fnmatch.translate(pattern), where)
+            glob = BoundedRegex(fnmatch.translate(pattern), where, is_glob=True)
             starts_and_regexes.append((re.split(r"[*?[]", pattern)[0], glob))
     searches = RegexSet(starts_and_regexes)
     is_named = cache(lambda name: name in exact or searches.match(name))

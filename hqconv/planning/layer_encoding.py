@@ -1,4 +1,4 @@
-"""Encoding of a MoE layer's matrices, decided from headers and options before any byte is read.
+"""Encoding of an MoE layer's matrices, decided from headers and options before any byte is read.
 
 `EncodingOptions` are the options that decide codes and scales beside the schema. One value of them travels from
 `ConversionOptions` to `ConversionSpec` to each layer's `LayerEncoding`; its methods alone say how the options appear in

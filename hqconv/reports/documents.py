@@ -255,14 +255,10 @@ def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
     units = [[(file.path, file.size_bytes) for file in unit.files] for unit in plan.units]
     if place is None:
         return sum(size for files in units for _, size in files) + plan.num_bytes_beside
-    missing = [files for files in units if any(_size(place / path) != size for path, size in files)]
+    missing = [files for files in units if any(_size_of(place, path, None) != size for path, size in files)]
     halves = (partial(place / path) for files in units for path, _ in files)
     num_bytes = sum(size for files in missing for _, size in files) + plan.num_bytes_beside
     return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
 
 
 def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
@@ -330,7 +326,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
             "copied": len(manifest.tensors.copied),
             "dropped": len(manifest.tensors.dropped),
         },
-        "blocks": layer_runs({name: _layer_to_dict(layer) for name, layer in layers.items()}),
+        "blocks": layer_runs({name: _stored_layer_to_dict(layer) for name, layer in layers.items()}),
         "conversion": dict(Counter(layer.conversion for layer in layers.values())),
         "quantization_error": summarize_errors(errors),
         "requantized": requantized(errors),
@@ -409,7 +405,7 @@ def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Words]:
     return {gemm: {"min": min(scales), "max": max(scales)} for gemm, scales in found.items()}
 
 
-def _layer_to_dict(layer: ManifestLayer) -> Words:
+def _stored_layer_to_dict(layer: ManifestLayer) -> Words:
     """Document of a layer of the manifest, with its source's format in one line."""
     try:
         source = SourceFormat.from_dict(layer.source_format).describe()

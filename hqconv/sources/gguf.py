@@ -158,9 +158,9 @@ def _can_decode(ggml_type: str) -> bool:
     import numpy as np
 
     gguf = library()
-    layer_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[ggml_type]][1]
+    block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[ggml_type]][1]
     try:
-        dequantize(np.zeros(layer_bytes, np.uint8), ggml_type)
+        dequantize(np.zeros(block_bytes, np.uint8), ggml_type)
     except NotImplementedError:
         return False
     return True

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hqconv.errors import InputError
 from hqconv.formats import bounded_regex
 from hqconv.formats.bounded_regex import BoundedRegex
+from hqconv.formats.module_rules import globbed_in
 from hqconv.formats.quant_config import declared_formats
 from tests.make.places import REPO
 
@@ -59,6 +60,18 @@ def test_the_limit_is_on_all_names_together(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("pattern", LINEAR)
 def test_patterns_on_which_re_hangs_are_matched(pattern: str) -> None:
     assert not BoundedRegex(pattern, "ignore").matches("a" * 60)
+
+
+def test_globs_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_regex, "_SECONDS", 0.0)
+    matches = globbed_in(["*a" * 40 + "*b", "*.[xy]?.*"], "ignore", False)
+    assert not matches("a" * 100_000)
+    assert matches("a.x1.b")
+
+
+def test_a_pattern_must_be_one_by_itself() -> None:
+    with pytest.raises(InputError, match="is no regular expression"):
+        BoundedRegex("a)|(?:b", "ignore", after=AFTER)
 
 
 @pytest.mark.parametrize("pattern", ["(", "a" * 10_001, r"\p{L}", "(?R)", "[[:alpha:]]"])

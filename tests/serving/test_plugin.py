@@ -394,7 +394,7 @@ def test_numbers_that_cannot_be_had_are_refused_before_a_parameter_exists(case: 
 
 
 def test_ranks_are_counted_as_vllm_counts_them(tmp_path: Path, sources: dict[str, Path]) -> None:
-    """Two tensor parallel ranks and two data parallel ones are four of a MoE layer; eight are eight."""
+    """Two tensor parallel ranks and two data parallel ones are four of an MoE layer; eight are eight."""
     for tp, dp in ((4, 2), (8, 1)):
         out = tmp_path / f"tp{tp}"
         run(sources["bfloat16"], out, "int8", Grid(tp=tp))
