@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hqconv.artifact.load import RankGemm
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
-    from hqconv.conversion.push import PushReport
+    from hqconv.conversion.push import PushReport, PushStep
     from hqconv.planning.plan import ConversionPlan
     from hqconv.verification.result import VerificationReport
 
@@ -242,19 +242,22 @@ def push(
     private: bool = False,
     branch: str | None = None,
     announce: Callable[[str], None] | None = None,
+    on_step: Callable[[PushStep, str], None] | None = None,
 ) -> PushReport:
-    """Push an artifact to a repo of the Hub, its manifest last; files that are there already are not sent again.
+    """Push an artifact to a repo of the Hub: files are uploaded first, then one commit replaces an older artifact.
 
     out: the artifact. repo: org/name, created if missing. private: create it as private. branch: None is the repo's
-    main one. announce: called with a sentence before each commit.
+    main one. announce: called with a sentence before each upload. on_step: called with the progress, and the commit
+    once it is made. Files that the repo holds already are not sent again.
 
-    Raises RequestError where `out` is no artifact or the Hub refuses, VerificationError where the artifact is not whole
-    or a file arrived with other bytes, OutputError where the repo holds foreign files, NetworkError.
+    Raises RequestError where `out` is no artifact or the Hub refuses, VerificationError where a file is not what the
+    manifest lists, OutputError where the repo holds foreign files or the artifact changes meanwhile, NetworkError.
+    Nothing is published then: until the commit the branch stays as it is.
     """
     from hqconv.conversion.push import push as run
     from hqconv.io.hub_upload import HubBranch
 
-    return run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
+    return run(Path(out), HubBranch(repo, branch), private=private, announce=announce, on_step=on_step)
 
 
 def load(

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,8 +18,11 @@ from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
 from hqconv.cli.output import discard_stdout, guarded, print_json, say
 from hqconv.conversion.torchrun import is_rank_zero
-from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
+from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, printable_line
 from hqconv.serving.warm.kernel_store import folder_beside
+
+if TYPE_CHECKING:
+    from hqconv.conversion.push import PushStep
 
 app = typer.Typer(
     cls=DocumentedGroup,
@@ -78,7 +81,7 @@ def convert(
     document = finished.to_dict()
     is_good = limit.is_kept(document)
     if push_options and is_good:
-        document["pushed"] = api.push(finished.out, **push_options, announce=None if quiet else say).to_dict()
+        document["pushed"] = _push(finished.out, quiet=quiet, is_new=True, **push_options)
     if json or not quiet:
         _print_result(document, json=json)
     _end(VerificationError, is_wrong=not is_good)
@@ -96,6 +99,18 @@ def _push_options(push_to: str | None, *, private: bool, branch: str | None) -> 
         raise RequestError("--private and --branch need a Hub repo.", remedy="Name the repo with --push-to.")
     is_wanted = push_to is not None and is_rank_zero()
     return {"repo": push_to, "private": private, "branch": branch} if is_wanted else {}
+
+
+def _push(out: Path, repo: str, *, quiet: bool, is_new: bool = False, **options: Any) -> dict[str, Any]:
+    """Push an artifact; return the report as a document. is_new: this command has just finished the artifact."""
+    folder = f"{printable_line(str(out))} holds a finished artifact." if is_new else ""
+    branch = options.get("branch")
+    name = printable_line(repo if branch is None else f"{repo}, branch {branch},")
+
+    def on_step(step: PushStep, commit: str) -> None:
+        interrupt.expect(interrupt.push_case(step.value, name, commit, folder))
+
+    return api.push(out, repo, **options, announce=None if quiet else say, on_step=on_step).to_dict()
 
 
 def _print(document: dict[str, Any], *, json: bool) -> None:
@@ -175,12 +190,12 @@ def warm(*, json: bool, **options: Any) -> None:
 @guarded
 @takes(api.push, "json", "quiet", is_artifact=True)
 def push(*, json: bool, quiet: bool, **options: Any) -> None:
-    """Upload an artifact to the Hugging Face Hub. The manifest is uploaded last."""
+    """Upload an artifact to the Hugging Face Hub. One commit replaces an older artifact."""
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    pushed = api.push(**options, announce=None if quiet else say)
+    pushed = _push(quiet=quiet, **options)
     if json or not quiet:
-        _print_result(pushed.to_dict(), json=json)
+        _print_result(pushed, json=json)
 
 
 @app.command(cls=GroupedCommand)

@@ -201,6 +201,17 @@ def kernel_cases(folder: Path) -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def push_case(step: str, repo: str, commit: str, artifact: str = "") -> Case:
+    """Message during a push. step: value of `PushStep`. artifact: a sentence about the folder, if it is new."""
+    again = "Run the same command again: uploaded files are not sent again."
+    texts = {
+        "started": f"{repo} holds no new commit. {again}",
+        "committing": f"The Hub was making the commit: {repo} holds either the old files or the new artifact. {again}",
+        "done": f"{repo} holds the artifact, at commit {commit}.",
+    }
+    return (" ".join(filter(None, ["Interrupted.", artifact, texts[step]])),)
+
+
 def page_cases(path: Path) -> tuple[Case, ...]:
     """Messages while a report is prepared; its file is written at the end."""
     page, name = str(path.resolve()), _name(path)

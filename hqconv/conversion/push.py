@@ -1,24 +1,34 @@
-"""Push an artifact to a repo of the Hub, its manifest last, so that a partial upload is not taken for an artifact.
+"""Push an artifact to a repo of the Hub: large files are uploaded first, then one commit changes the branch.
 
-The first commit removes the manifest of an older artifact in the repo, and the files that only that one lists. Other
-files are never removed.
+Every state of the branch holds the old artifact or the new one, each complete. The commit adds the new files and
+removes those that only the old artifact lists. Files of others are never removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import enum
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
-from hqconv.artifact.sha256sums import is_own_card
-from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, first_few
+from hqconv.artifact.sha256sums import is_own_card, sums_bytes
+from hqconv.errors import OutputError, RequestError, VerificationError, first_few
 from hqconv.io.file_access import sha256_of
-from hqconv.io.hub_upload import BranchFiles, HubBranch
+from hqconv.io.hub_upload import BranchFiles, FileToSend, HubBranch
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
 
-_MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of a commit; committed files are not sent again
+_MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of one upload; uploaded files are not sent again
+
+
+class PushStep(enum.Enum):
+    """Progress of a push, for a message about an interrupt."""
+
+    STARTED = "started"  # the repo may be created, the branch is unchanged
+    COMMITTING = "committing"  # the Hub has the request for the commit
+    DONE = "done"  # the branch holds the artifact
 
 
 @dataclass(frozen=True)
@@ -43,41 +53,82 @@ class PushReport:
 
 
 def push(
-    root: Path, repo: HubBranch, *, private: bool = False, announce: Callable[[str], None] | None = None
+    root: Path,
+    repo: HubBranch,
+    *,
+    private: bool = False,
+    announce: Callable[[str], None] | None = None,
+    on_step: Callable[[PushStep, str], None] | None = None,
 ) -> PushReport:
-    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`."""
-    manifest = read_manifest(root)
-    digests = _digests(root, manifest)
+    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`.
+
+    on_step: called with each step and, once it is known, the commit.
+    """
+    manifest = read_manifest(root, is_sealed=True)
+    files = _files_to_send(root, manifest)
+    tell = on_step or (lambda *_: None)
+    tell(PushStep.STARTED, "")
     repo.create(private=private)
     state = repo.state()
-    is_same = MANIFEST in state.files and state.files[MANIFEST].holds(root / MANIFEST, manifest.sha256)
-    before = set(digests) if is_same else _listed(repo, state)
-    _check_strays(repo, state, {*digests, *before})
-    # One that was edited there stays, one that was edited here is sent.
-    keeps_card = is_same and is_own_card(root, manifest)
-    missing = _missing(root, state, digests, keeps_card=keeps_card)
-    obsolete = sorted((before & state.files.keys()) - digests.keys())
-    if is_same and not missing:
-        return PushReport(str(root), repo.repo_id, repo.branch, state.commit, 0, 0, manifest.sha256)
-    if MANIFEST in state.files:
-        repo.commit("Take the old artifact away", {}, [MANIFEST, *obsolete])
-    for batch in _batches(root, missing):
-        if announce is not None:
-            announce(f"sending {len(batch)} files: {first_few(list(batch))}")
-        repo.commit(f"Add {len(batch)} files of an artifact", batch)
+    before = _listed(repo, state)
+    _check_strays(repo, state, {*before, *(file.name for file in files)})
+    is_same = files[-1].is_at(state.files.get(MANIFEST))
+    # A card that was edited on the Hub stays; a card that was edited here is sent.
+    keeps_card = is_same and CARD in state.files and is_own_card(root, manifest)
+    wanted = [file for file in files if file.name != CARD or not keeps_card]
+    missing = [file for file in wanted if not file.is_at(state.files.get(file.name))]
+    obsolete = sorted((before & state.files.keys()) - {file.name for file in files})
+    commit, num_bytes = state.commit, 0
+    if missing or obsolete:
+        operations = []
+        for batch in _batches(missing):
+            if announce is not None:
+                announce(f"sending {_count(batch)}: {first_few([file.name for file in batch])}")
+            operations += repo.prepare(batch)
+            num_bytes += sum(file.size_bytes for file in batch)
+        _check_same_artifact(root, manifest)
+        tell(PushStep.COMMITTING, "")
+        title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
+        commit = repo.commit(title, operations, obsolete, state.commit)
+        tell(PushStep.DONE, commit)
+        _check_arrived(repo, commit, wanted)
+    return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing), num_bytes, manifest.sha256)
+
+
+def published_manifest(repo: HubBranch) -> tuple[Manifest, str] | None:
+    """Return the manifest of the complete artifact in a repo's branch, and the branch's commit; None without one."""
+    if not repo.exists():
+        return None
     state = repo.state()
-    _check_arrived(repo, root, state, digests, keeps_card=keeps_card)
-    commit = repo.commit("Add the manifest: the artifact is whole", {MANIFEST: root / MANIFEST}, (), state.commit)
-    num_bytes = sum((root / name).stat().st_size for name in (*missing, MANIFEST))
-    return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing) + 1, num_bytes, manifest.sha256)
+    if MANIFEST not in state.files:
+        return None
+    try:
+        manifest = read_manifest(repo.read(MANIFEST, state.commit).parent, is_sealed=True, allow_links=True)
+    except (RequestError, VerificationError):  # of a newer hqconv, or damaged
+        return None
+    for name, entry in manifest.files.items():
+        remote = state.files.get(name)
+        if remote is None or (name != CARD and entry.sha256 != _remote_sha256(repo, state, name)):
+            return None  # people may edit the card
+    return manifest, state.commit
 
 
-def _digests(root: Path, manifest: Manifest) -> dict[str, str]:
-    """Return every file to send but the manifest, with its SHA-256; files that people may edit in their present state.
+def _remote_sha256(repo: HubBranch, state: BranchFiles, name: str) -> str:
+    """Return the SHA-256 of a file of the repo. A file outside of LFS is small, and is downloaded for its digest."""
+    remote = state.files[name]
+    return remote.digest if remote.is_lfs else sha256_of(repo.read(name, state.commit))
+
+
+def _count(batch: Sequence[FileToSend]) -> str:
+    return f"{len(batch)} files" if len(batch) > 1 else "1 file"
+
+
+def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:
+    """Return every file of the artifact, the manifest last. The manifest, SHA256SUMS and the card are in memory.
 
     Raises VerificationError where one is missing or has another size.
     """
-    digests = {}
+    files = []
     for name, entry in manifest.files.items():
         path = root / name
         found = "no such file" if not path.is_file() else f"{path.stat().st_size} bytes"
@@ -88,8 +139,32 @@ def _digests(root: Path, manifest: Manifest) -> dict[str, str]:
             )
             expected = f"{entry.size_bytes} bytes"
             raise VerificationError(what, where=str(path), expected=expected, found=found, remedy=remedy)
-        digests[name] = entry.sha256
-    return digests | {name: sha256_of(root / name) for name in (CARD, SUMS) if (root / name).is_file()}
+        if name != CARD:
+            files.append(FileToSend(name, entry.sha256, path))
+    if (root / CARD).is_file():
+        card = (root / CARD).read_bytes()
+        files.append(FileToSend(CARD, hashlib.sha256(card).hexdigest(), root / CARD, card))
+    if SUMS not in manifest.files:
+        sums = sums_bytes(manifest.files, manifest.sha256)
+        files.append(FileToSend(SUMS, hashlib.sha256(sums).hexdigest(), root / SUMS, sums))
+    _check_same_artifact(root, manifest)
+    return [*files, FileToSend(MANIFEST, manifest.sha256, root / MANIFEST, (root / MANIFEST).read_bytes())]
+
+
+def _check_same_artifact(root: Path, manifest: Manifest) -> None:
+    """Refuse to publish an artifact that was replaced since its manifest was read. Raises OutputError."""
+    try:
+        found = hashlib.sha256((root / MANIFEST).read_bytes()).hexdigest()
+    except OSError as error:
+        found = error.strerror or str(error)
+    if found != manifest.sha256:
+        raise OutputError(
+            "The artifact was replaced while it was pushed.",
+            where=str(root),
+            expected=f"manifest sha256 {manifest.sha256}",
+            found=found,
+            remedy="Nothing was published. Push again, when the conversion is done.",
+        )
 
 
 def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:
@@ -97,63 +172,46 @@ def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:
     if MANIFEST not in state.files:
         return set()
     try:
-        return {*read_manifest(repo.read(MANIFEST, state.commit).parent).files, SUMS}
+        manifest = read_manifest(repo.read(MANIFEST, state.commit).parent, allow_links=True)
     except (RequestError, VerificationError):  # of a newer hqconv, or damaged
-        return set()
+        return {MANIFEST}
+    return {*manifest.files, SUMS, MANIFEST}
 
 
 def _check_strays(repo: HubBranch, state: BranchFiles, known: set[str]) -> None:
     """Refuse a repo with foreign files, which would make the artifact fail its verification."""
-    strays = sorted(name for name in state.files if name not in {MANIFEST, *known} and name not in COMPANIONS)
+    strays = sorted(name for name in state.files if name not in known and name not in COMPANIONS)
     if strays:
         raise OutputError(
             "The repo holds files that are not the artifact's.",
-            where=repo.repo_id + (f", branch {repo.branch}" if repo.branch else ""),
+            where=str(repo),
             expected="an empty repo, or an artifact of hqconv",
             found=first_few(strays),
             remedy="Remove them, or push to another repo or branch.",
         )
 
 
-def _missing(root: Path, state: BranchFiles, digests: Mapping[str, str], *, keeps_card: bool) -> list[str]:
-    """Return the files that the repo lacks or has with other bytes; keeps_card: a card in the repo stays."""
-    return [
-        name
-        for name, sha256 in digests.items()
-        if name not in state.files
-        or not ((name == CARD and keeps_card) or state.files[name].holds(root / name, sha256))
-    ]
-
-
-def _batches(root: Path, names: list[str]) -> Iterator[dict[str, Path]]:
-    """Yield the files of each commit: the small ones first, so that a refusal of the Hub comes early."""
-    batch: dict[str, Path] = {}
+def _batches(files: Sequence[FileToSend]) -> Iterator[list[FileToSend]]:
+    """Yield the files of each upload: the small ones first, so that a refusal of the Hub comes early."""
+    batch: list[FileToSend] = []
     num_bytes = 0
-    for name in sorted(names, key=lambda name: (name.endswith(".safetensors"), name)):
-        size = (root / name).stat().st_size
-        if batch and (len(batch) >= _MAX_FILES or num_bytes + size > _MAX_BYTES):
+    for file in sorted(files, key=lambda file: (file.name.endswith(".safetensors"), file.name)):
+        if batch and (len(batch) >= _MAX_FILES or num_bytes + file.size_bytes > _MAX_BYTES):
             yield batch
-            batch, num_bytes = {}, 0
-        batch[name] = root / name
-        num_bytes += size
+            batch, num_bytes = [], 0
+        batch.append(file)
+        num_bytes += file.size_bytes
     if batch:
         yield batch
 
 
-def _check_arrived(
-    repo: HubBranch, root: Path, state: BranchFiles, digests: Mapping[str, str], *, keeps_card: bool
-) -> None:
-    """Check that the repo has every file of the manifest with the right bytes, before the manifest is sent."""
-    wrong = _missing(root, state, digests, keeps_card=keeps_card)
+def _check_arrived(repo: HubBranch, commit: str, files: Sequence[FileToSend]) -> None:
+    """Compare the commit's files with those that were sent, as the Hub lists them. Raises VerificationError."""
+    state = repo.state()
+    if state.commit != commit:  # somebody else's commit followed
+        return
+    wrong = [file.name for file in files if not file.is_at(state.files.get(file.name))]
     if wrong:
-        is_there = wrong[0] in state.files
-        what = (
-            "A file arrived with other bytes than the manifest lists." if is_there else "The repo did not take a file."
-        )
-        remedy = (
-            "Verify the artifact, then push again."
-            if is_there
-            else "Look for a .gitignore in the repo, then push again."
-        )
-        kind: type[HqconvError] = VerificationError if is_there else OutputError
-        raise kind(what, where=f"{repo.repo_id}: {first_few(wrong)}", remedy=remedy)
+        what = "The Hub lists other bytes for a file than were sent."
+        remedy = "Push again; if this stays so, tell the people who run the Hub."
+        raise VerificationError(what, where=f"{repo.repo_id}: {first_few(wrong)}", remedy=remedy)

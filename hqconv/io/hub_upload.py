@@ -1,4 +1,4 @@
-"""Upload to a Hugging Face Hub repo: the files of one of its branches, and commits to it.
+"""Upload to a Hugging Face Hub repo: the files of one of its branches, and one commit that changes all of them.
 
 huggingface_hub takes half a second to import, so that only functions import it; its exceptions become ours.
 """
@@ -6,14 +6,14 @@ huggingface_hub takes half a second to import, so that only functions import it;
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import HqconvError, NetworkError, RequestError
-from hqconv.io.hub import check_commit, translated
+from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, first_few
+from hqconv.io.hub import check_commit, status_of, translated
 
 _AGAIN = "Repeat the same command: what is there already is not sent again."
 
@@ -26,16 +26,59 @@ class RemoteFile:
     digest: str
     is_lfs: bool
 
-    def holds(self, path: Path, sha256: str) -> bool:
-        """Return True if the file has the bytes with this SHA-256; path: these bytes, read if git stores the file."""
-        if self.is_lfs:
-            return self.digest == sha256
-        return self.size_bytes == path.stat().st_size and self.digest == git_digest(path.read_bytes())
-
 
 def git_digest(data: bytes) -> str:
     """Compute git's SHA-1 of a file with these bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass(frozen=True)
+class FileToSend:
+    """One file of a commit that is prepared. sha256: of its bytes. data: the bytes; None: they are read from `path`."""
+
+    name: str
+    sha256: str
+    path: Path
+    data: bytes | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file. Raises OSError where it is missing."""
+        return self.path.stat().st_size if self.data is None else len(self.data)
+
+    def content(self) -> bytes:
+        """Return all bytes of a small file. Raises VerificationError where they do not have the digest."""
+        data = self.path.read_bytes() if self.data is None else self.data
+        self.check(hashlib.sha256(data).hexdigest())
+        return data
+
+    def check(self, found: str) -> None:
+        """Raise VerificationError if `found` is not the file's SHA-256."""
+        if found != self.sha256:
+            raise VerificationError(
+                "A file of the artifact has other bytes than the manifest lists.",
+                where=str(self.path),
+                expected=f"sha256 {self.sha256}",
+                found=f"sha256 {found}",
+                remedy="Nothing was published. Verify the artifact; convert again, or copy it from where it is whole.",
+            )
+
+    def is_at(self, remote: RemoteFile | None) -> bool:
+        """Return True if the repo holds these bytes already. A small file is read. Raises as `content`."""
+        if remote is None:
+            return False
+        if remote.is_lfs:
+            return remote.digest == self.sha256
+        return remote.size_bytes == self.size_bytes and remote.digest == git_digest(self.content())
+
+    def identity(self) -> tuple[int, ...]:
+        """Return the state of the file at `path`: it differs once the file is changed or replaced. Raises OSError."""
+        status = self.path.stat()
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _content_or_path(file: FileToSend) -> bytes | str:
+    return str(file.path) if file.data is None else file.data
 
 
 @dataclass(frozen=True)
@@ -52,6 +95,9 @@ class HubBranch:
     def __init__(self, repo_id: str, branch: str | None = None) -> None:
         self.repo_id, self.branch = repo_id, branch
 
+    def __str__(self) -> str:
+        return self.repo_id + (f", branch {self.branch}" if self.branch else "")
+
     def create(self, *, private: bool) -> None:
         """Create the repo and the branch if they are missing. With `private` a public repo raises RequestError."""
         from huggingface_hub import HfApi
@@ -65,6 +111,17 @@ class HubBranch:
                 raise RequestError(what, where=self.repo_id, expected="a private repo", remedy=remedy)
             if self.branch is not None:
                 api.create_branch(self.repo_id, branch=self.branch, exist_ok=True)
+
+    def exists(self) -> bool:
+        """Return True if the repo and the branch exist."""
+        from huggingface_hub import HfApi, errors
+
+        with self._explained():
+            try:
+                HfApi().model_info(self.repo_id, revision=self.branch)
+            except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+                return False
+            return True
 
     def state(self) -> BranchFiles:
         """Request the branch's last commit and its files. Raises InputError, too, for an invalid commit hash."""
@@ -85,20 +142,47 @@ class HubBranch:
         with self._explained():
             return Path(str(hf_hub_download(self.repo_id, name, revision=commit)))
 
-    def commit(
-        self, message: str, put: Mapping[str, Path], delete: Iterable[str] = (), parent: str | None = None
-    ) -> str:
-        """Create one commit that adds files of this machine at their paths and deletes others; return its hash.
+    def prepare(self, files: Sequence[FileToSend]) -> list[Any]:
+        """Send the bytes of large files, and read small ones; return the operations of a later `commit`.
+
+        No commit is made: nobody sees the files. Their bytes are hashed while the Hub library reads them.
+        Raises VerificationError where bytes do not have their digest, OutputError where a file changed meanwhile or
+        the repo ignores it.
+        """
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        before = {file.name: file.identity() for file in files if file.data is None}
+        with self._explained():
+            operations = [CommitOperationAdd(file.name, _content_or_path(file)) for file in files]
+            kwargs: Any = {"revision": self.branch, "free_memory": False}
+            HfApi().preupload_lfs_files(self.repo_id, operations, **kwargs)
+        ignored = [file.name for file, one in zip(files, operations, strict=True) if one._should_ignore]
+        if ignored:
+            what, remedy = "The repo ignores a file of the artifact.", "Look for a .gitignore in the repo."
+            raise OutputError(what, where=f"{self}: {first_few(ignored)}", remedy=remedy)
+        for file, operation in zip(files, operations, strict=True):
+            if operation._upload_mode == "lfs":
+                file.check(operation.upload_info.sha256.hex())
+            else:
+                operation.path_or_fileobj = file.content()
+            if file.name in before and before[file.name] != file.identity():
+                what, remedy = "A file changed while it was sent.", "Nothing was published. Push again."
+                raise OutputError(what, where=str(file.path), remedy=remedy)
+            if operation._upload_mode == "lfs":
+                operation.path_or_fileobj = b""  # no longer needed
+        return operations
+
+    def commit(self, message: str, operations: Sequence[Any], delete: Iterable[str], parent: str) -> str:
+        """Create one commit that adds prepared files and deletes others; return its hash.
 
         parent: the commit that the branch must still end with.
         """
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+        from huggingface_hub import CommitOperationDelete, HfApi
 
         with self._explained():
-            operations: list[Any] = [CommitOperationDelete(path_in_repo=name) for name in delete]
-            operations += [CommitOperationAdd(name, str(path)) for name, path in put.items()]
+            every = [*(CommitOperationDelete(path_in_repo=name, is_folder=False) for name in delete), *operations]
             kwargs: Any = {"revision": self.branch, "parent_commit": parent}
-            return str(HfApi().create_commit(self.repo_id, operations, commit_message=message, **kwargs).oid)
+            return str(HfApi().create_commit(self.repo_id, every, commit_message=message, **kwargs).oid)
 
     def _explained(self) -> AbstractContextManager[None]:
         return translated(self._explain)
@@ -106,8 +190,7 @@ class HubBranch:
     def _explain(self, error: Exception) -> HqconvError:
         from huggingface_hub import errors
 
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        where = self.repo_id + (f", branch {self.branch}" if self.branch else "")
+        status = status_of(error)
         found = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         if isinstance(error, errors.HFValidationError):
             what, remedy = "This is no valid name of a Hub repo.", "Give it as org/name."
@@ -119,5 +202,5 @@ class HubBranch:
         elif type(error) is ValueError and "metadata" in str(error):
             what, remedy = ("The Hub refuses the front matter of README.md.", "Mend it; people may edit the card.")
         else:
-            return NetworkError("The upload to the Hub failed.", where=where, found=found, remedy=_AGAIN)
-        return RequestError(what, where=where, found=found, remedy=remedy)
+            return NetworkError("The upload to the Hub failed.", where=str(self), found=found, remedy=_AGAIN)
+        return RequestError(what, where=str(self), found=found, remedy=remedy)

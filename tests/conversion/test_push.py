@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +19,10 @@ from typer.testing import CliRunner
 
 from hqconv.api import push
 from hqconv.cli.app import app
+from hqconv.conversion.push import PushStep
+from hqconv.conversion.push import push as run_push
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
-from hqconv.io.hub_upload import BranchFiles, HubBranch, git_digest
+from hqconv.io.hub_upload import HubBranch, git_digest
 from hqconv.schemas.grid import Grid
 from tests.make import hub_server
 from tests.make.conversions import assert_verified, run
@@ -56,24 +63,26 @@ def there(hub: UploadHub, number: int = -1, branch: str = "main") -> dict[str, b
 
 
 def assert_only_whole(hub: UploadHub, *artifacts: Path, branch: str = "main") -> None:
-    """Whatever anybody could have downloaded is one of these artifacts, or none."""
+    """Every commit holds one of these artifacts, complete and alone; the first commit of a repo is empty."""
     whole = [files_of(artifact) for artifact in artifacts]
     for number in range(len(hub.commits[branch])):
         found = there(hub, number, branch)
-        assert "hqconv.json" not in found or found in whole
+        assert found in whole or (number == 0 and not found)
 
 
-def test_the_manifest_comes_last(out: Path, hub: UploadHub) -> None:
+def test_one_commit_holds_all(out: Path, hub: UploadHub) -> None:
     said: list[str] = []
-    report = push(out, REPO, announce=said.append)
+    steps: list[tuple[PushStep, str]] = []
+    branch = HubBranch(REPO)
+    report = run_push(out, branch, announce=said.append, on_step=lambda step, commit: steps.append((step, commit)))
     assert there(hub) == files_of(out)
     assert_only_whole(hub, out)
-    assert hub.messages[-1].startswith("Add the manifest")
-    assert "hqconv.json" not in there(hub, -2)
+    assert (len(hub.messages), len(hub.commits["main"])) == (1, 2)
     assert (report.num_files, report.repo, report.branch) == (len(files_of(out)), REPO, None)
     assert report.num_bytes == sum(map(len, files_of(out).values()))
     assert report.commit == hub.oid("main")
-    assert len(said) == len(hub.messages) - 1
+    assert said == [f"sending {report.num_files} files: {said[0].partition(': ')[2]}"]
+    assert steps == [(PushStep.STARTED, ""), (PushStep.COMMITTING, ""), (PushStep.DONE, report.commit)]
 
 
 def test_what_is_downloaded_verifies(made: Path, out: Path, hub: UploadHub, tmp_path: Path) -> None:
@@ -96,39 +105,27 @@ def test_pushed_again_nothing_is_sent(out: Path, hub: UploadHub) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 50])
 def test_stopped_anywhere_and_pushed_again(
-    out: Path, hub: UploadHub, batch: int, monkeypatch: pytest.MonkeyPatch
+    made: Path, out: Path, hub: UploadHub, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused at the n-th object or commit; the next push goes on."""
+    """Refused at every request in turn: the branch holds the old artifact until it holds the new one."""
+    push(made / "old", REPO)
     monkeypatch.setattr("hqconv.conversion.push._MAX_FILES", batch)
+    sent = len(hub.sent)
     num_failed = 0
     while True:
-        hub.num_counted, hub.fail_at = 0, 4
+        hub.num_counted, hub.fail_at = 0, 2  # one object or commit succeeds each time
         try:
             push(out, REPO)
             break
         except HqconvError:
             num_failed += 1
-            assert "hqconv.json" not in there(hub)
+            assert there(hub) == files_of(made / "old")
             assert num_failed < 30
     assert there(hub) == files_of(out)
     assert num_failed > 1
-    assert len(hub.sent) == len(set(hub.sent))  # no object twice
-    assert_only_whole(hub, out)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("fail_at", [*range(1, 8), None])
-def test_another_artifact_over_an_old_one(made: Path, out: Path, hub: UploadHub, fail_at: int | None) -> None:
-    """Its files that the new one lacks go with its manifest, in one commit; killed, the repo holds no artifact."""
-    push(made / "old", REPO)
-    hub.num_counted, hub.fail_at = 0, fail_at
-    if fail_at is not None:
-        with pytest.raises(HqconvError):
-            push(out, REPO)
-        hub.fail_at = None
-    push(out, REPO)
-    assert there(hub) == files_of(out)
+    assert len(hub.sent) == len(set(hub.sent)) > sent  # no object twice
     assert_only_whole(hub, made / "old", out)
+    assert len(hub.messages) == 2
 
 
 def test_files_of_others_are_refused(made: Path, out: Path, hub: UploadHub) -> None:
@@ -162,27 +159,87 @@ def test_cards_that_people_edited(out: Path, hub: UploadHub) -> None:
     assert there(hub) == files_of(out)
 
 
-def test_a_damaged_artifact(out: Path, hub: UploadHub) -> None:
-    """A flipped bit shows when it has arrived, and no manifest follows; a missing file before anything is sent."""
-    path = out / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(VerificationError, match="other bytes than the manifest"):
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "config.json", "model.safetensors.index.json", "model.safetensors", "rank", "hqconv.json"],
+)
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_flipped_bit_is_never_published(made: Path, out: Path, hub: UploadHub, name: str, is_published: bool) -> None:
+    """Not in a small file, nor in a large one; neither over an older artifact nor into an empty repo."""
+    if is_published:
+        push(made / "old", REPO)
+    paths = sorted(out.glob("experts/*/*")) if name == "rank" else [out / name]
+    data = bytearray(paths[0].read_bytes())
+    data[data.index(b"version") if name == "hqconv.json" else len(data) // 2] ^= 1
+    paths[0].write_bytes(data)
+    if is_published and name == "model.safetensors":  # the repo has its right bytes: they are not sent
         push(out, REPO)
-    assert "hqconv.json" not in there(hub)
-    path.unlink()
-    before = len(hub.messages)
+        assert there(hub) == files_of(made / "new")
+        return
+    before = there(hub) if is_published else {}
+    with pytest.raises(VerificationError, match=r"other bytes than the manifest|not those that its digest|damaged"):
+        push(out, REPO)
+    assert (there(hub) if hub.commits else {}) == before
+
+
+def test_a_missing_file(out: Path, hub: UploadHub) -> None:
+    """It is seen before anything is sent."""
+    (out / "model.safetensors").unlink()
     with pytest.raises(VerificationError, match="not whole"):
         push(out, REPO)
-    assert len(hub.messages) == before
+    assert not hub.commits
 
 
-def test_a_repo_that_ignores_files(out: Path, hub: UploadHub) -> None:
-    hub.ignored = {"tokenizer.json"}
-    with pytest.raises(OutputError, match="did not take"):
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_artifact_that_is_replaced_meanwhile(
+    made: Path, out: Path, hub: UploadHub, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`convert --overwrite` exchanges the folder at some moment of the push: then nothing is published."""
+    monkeypatch.setattr("hqconv.conversion.push._MAX_FILES", 3)
+    push(made / "old", REPO)
+    said: list[str] = []
+
+    def exchange(words: str) -> None:
+        if len(said) == at:
+            shutil.move(out, out.with_name("before"))
+            shutil.copytree(made / "old", out)
+        said.append(words)
+
+    with pytest.raises((OutputError, VerificationError)):
+        push(out, REPO, announce=exchange)
+    assert len(said) > at
+    assert there(hub) == files_of(made / "old")
+
+
+def test_a_file_that_changes_while_it_is_sent(out: Path, hub: UploadHub) -> None:
+    """Its time is put back, and the server does not look."""
+    path = out / "model.safetensors"
+    status = path.stat()
+
+    def change() -> None:
+        with path.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"!")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    hub.on_batch, hub.checks_digests = change, False
+    with pytest.raises(OutputError, match="changed while it was sent"):
         push(out, REPO)
-    assert "hqconv.json" not in there(hub)
+    assert there(hub) == {}
+
+
+def test_a_repo_that_ignores_files(made: Path, out: Path, hub: UploadHub) -> None:
+    push(made / "old", REPO)
+    hub.ignored = {"config.json"}
+    with pytest.raises(OutputError, match="ignores a file"):
+        push(out, REPO)
+    assert there(hub) == files_of(made / "old")
+
+
+def test_sums_that_people_changed_are_written_anew(made: Path, out: Path, hub: UploadHub) -> None:
+    (out / "SHA256SUMS").write_text("wrong")
+    push(out, REPO)
+    assert there(hub) == files_of(made / "new")
 
 
 @pytest.mark.parametrize("is_private", [True, False])
@@ -199,29 +256,21 @@ def test_private(out: Path, tmp_path: Path, is_private: bool, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("status", "kind"), [(403, RequestError), (400, NetworkError), (412, RequestError)])
-def test_what_the_hub_refuses(
-    out: Path, hub: UploadHub, status: int, kind: type[HqconvError], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hqconv.conversion.push._MAX_FILES", 1)  # a commit comes before an object
+def test_what_the_hub_refuses(out: Path, hub: UploadHub, status: int, kind: type[HqconvError]) -> None:
     hub.fail_at, hub.status = 1, status
     with pytest.raises(kind) as caught:
         push(out, REPO)
     assert caught.value.remedy
 
 
-def test_somebody_else_pushes_meanwhile(made: Path, out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest comes only if the branch is what was looked at."""
-    real = HubBranch.state
+def test_somebody_else_pushes_meanwhile(out: Path, hub: UploadHub) -> None:
+    """The commit is made only on what was looked at."""
 
-    def state(self: HubBranch) -> BranchFiles:
-        found = real(self)
-        if hub.messages:
-            hub.commits["main"].append(hub.tree() | {"model.safetensors": hub.tree()["README.md"]})
-        return found
+    def other(_: str) -> None:
+        hub.commits["main"].append(hub.tree() | {"notes.txt": hub.tree()[".gitattributes"]})
 
-    monkeypatch.setattr(HubBranch, "state", state)
     with pytest.raises(RequestError, match="Somebody else changed the repo"):
-        push(out, REPO)
+        push(out, REPO, announce=other)
     assert "hqconv.json" not in there(hub)
 
 
@@ -249,6 +298,46 @@ def test_the_commands(made: Path, tmp_path: Path, hub: UploadHub) -> None:
     assert words["manifest_sha256"] == json.loads(done.stdout)["manifest_sha256"]
     done = CliRunner().invoke(app, ["convert", str(made / "src"), *common[:4], "--private"])
     assert done.exit_code == 2
+
+
+@pytest.mark.parametrize("moment", ["batch", "commit"])
+@pytest.mark.parametrize("is_converting", [False, True])
+def test_an_interrupt_tells_the_truth(
+    made: Path, out: Path, hub: UploadHub, tmp_path: Path, moment: str, is_converting: bool
+) -> None:
+    """While files are sent nothing is published; while the commit is made only the Hub knows."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go_on.wait(60)
+
+    setattr(hub, f"on_{moment}", hold)
+    push_words = ["push", str(out), REPO]
+    options = ["--schema", "int8", "--target", "sm90", "--device", "cpu", "--overwrite", "--push-to", REPO]
+    words = ["convert", str(made / "src"), "-o", str(out), *options] if is_converting else push_words
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_DISABLE_XET": "1"}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "hqconv", *words, "-q"], env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert held.wait(120)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    go_on.set()
+    assert process.returncode == 130
+    lines = [line for line in said.splitlines() if "Interrupted" in line]
+    assert len(lines) == 1
+    assert (f"{out} holds a finished artifact." in lines[0]) == is_converting
+    if moment == "batch":
+        assert f"{REPO} holds no new commit" in lines[0]
+        assert there(hub) == {}
+    else:
+        assert "either the old files or the new artifact" in lines[0]
+    hub.on_batch = hub.on_commit = None
+    push(out, REPO)
+    assert there(hub) == files_of(out)
+    assert len(hub.messages) == 1
 
 
 def test_gits_name_of_a_file() -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,6 +48,9 @@ class UploadHub:
         self.sent: list[str] = []
         self.private, self.ignored = private, set[str]()
         self.fail_at: int | None = None
+        self.on_batch: Callable[[], None] | None = None  # called when large files are about to be sent
+        self.on_commit: Callable[[], None] | None = None  # called when a commit is made, before its answer
+        self.checks_digests = True  # of sent objects
         self.status = 400
         self.num_counted = 0
         self.url = ""
@@ -112,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             if self._fails():
                 return
-            assert hashlib.sha256(body).hexdigest() == oid
+            assert not self.hub.checks_digests or hashlib.sha256(body).hexdigest() == oid
             self.hub.objects[oid] = body
             self.hub.sent.append(oid)
             self._answer(200, {})
@@ -170,6 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"files": files})
 
     def _batch(self, words: Any) -> None:
+        if self.hub.on_batch is not None:
+            self.hub.on_batch()
         objects = []
         for one in words["objects"]:
             actions = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}
@@ -198,6 +203,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.commits[revision].append(tree)
         self.hub.messages.append(header["value"]["summary"])
         oid = self.hub.oid(revision)
+        if self.hub.on_commit is not None:
+            self.hub.on_commit()
         self._answer(200, {"commitUrl": f"{self.hub.url}/org/name/commit/{oid}", "commitOid": oid})
 
     def _file(self, revision: str, name: str) -> None:
