@@ -47,10 +47,13 @@ class ManifestFacts:
     def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
         """Read the manifest. Raises RequestError or VerificationError as `read_manifest` does."""
         self.root, self.listing = root, listing
+        self.placed: dict[str, Path] = {}  # files of a repo that lie outside of `root`
         self.manifest = read_manifest(root, is_sealed=is_sealed)
 
     def fetched(self, path: str) -> Path:
         """Return a file's path on this machine; a file of a repo is downloaded first. Raises as `hub.fetch_file`."""
+        if path in self.placed:
+            return self.placed[path]
         return self.root / path if self.listing is None else self.listing.fetched(self.root, path)
 
     @cached_property
@@ -342,6 +345,7 @@ class Artifact(ManifestFacts):
 
     def forget(self, path: str) -> None:
         """Drop a file of a repo that will be removed here; no thread may be reading it."""
+        self.placed.pop(path, None)
         self._descriptors.drop(path)
 
     # --- tensors

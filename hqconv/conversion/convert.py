@@ -20,7 +20,7 @@ from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.executor import Executor
-from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, check_room, sort_by_shard
+from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.journal import Destination
 from hqconv.conversion.output_folder import OutputFolder
 from hqconv.conversion.progress import Meter, Progress
@@ -214,7 +214,7 @@ class _Conversion:
             )
         if begun["is_new"]:
             with MemberFolder(Path(begun["root"]), processes.rank) as folder:
-                self._run_units(folder, begun["done"])
+                self._run_units(folder, begun["done"], {})
             processes.send_finished(folder.entries)
         processes.receive("sealed")
         errors = _recorded_errors(self.source, self.plan, self.out)
@@ -229,18 +229,31 @@ class _Conversion:
         num_bytes = sum(file.size_bytes for unit in missing for file in unit.files)
         check_space(folder.root, num_bytes + self.plan.num_bytes_beside)
         self._check_cache(folder.done, num_bytes + self.plan.num_bytes_beside)
-        self._run_units(folder, list(folder.done))
+        digests = {name: sha256 for entry in folder.done.values() for name, sha256 in entry.sources.items()}
+        self._run_units(folder, list(folder.done), digests)
         for entry in () if self.processes is None else self.processes.receive_finished():
             folder.record(entry)
 
-    def _run_units(self, folder: Destination, done: Collection[str]) -> None:
-        """Convert the units that are not done, or this process's part of them."""
+    def _run_units(self, folder: Destination, done: Collection[str], digests: Mapping[str, str]) -> None:
+        """Convert the units that are not done, or this process's part of them.
+
+        digests: of the source's files that earlier runs hashed.
+        """
         missing, processes = self._missing(done), self.processes
-        prefetch = HubPrefetch(self.source, missing, self.cache, folder.journal, is_shared=processes is not None)
+        use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
+        prefetch = HubPrefetch(self.source, use, self.cache, is_shared=processes is not None)
         units = missing if processes is None else processes.take_next(missing)
         with bounded_gpu(self.resources):
             Executor(
-                self.source, folder, self.resources, self.staging, self.meter, self.profile, self.input_scales, prefetch
+                self.source,
+                folder,
+                self.resources,
+                self.staging,
+                self.meter,
+                self.profile,
+                self.input_scales,
+                prefetch,
+                digests,
             ).run(units)
 
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
@@ -251,8 +264,9 @@ class _Conversion:
     def _check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
         """Refuse to start where the Hub's cache has no room for the missing files. Raises as `check_room`."""
         if self.source.listing is not None:
-            use = replace(self.cache, keeps=self.cache.keeps or self.processes is not None)
-            check_room(self.source, self._missing(done), use, self.out, num_bytes_out)
+            policy = replace(self.cache, keeps=self.cache.keeps or self.processes is not None)
+            use = ShardUse.of(self.source, self._missing(done), keeps=policy.keeps)
+            check_room(self.source, use, policy, self.out, num_bytes_out)
 
     def _finish(self, folder: OutputFolder) -> None:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""

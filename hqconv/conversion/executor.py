@@ -79,7 +79,9 @@ class Executor:
         profile: StageProfile,
         scales: Mapping[str, InputScales],
         prefetch: HubPrefetch,
+        known: Mapping[str, str],
     ) -> None:
+        """known: name → SHA-256 of the source's files that earlier runs hashed."""
         self._scales, self._prefetch = scales, prefetch
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
@@ -101,7 +103,7 @@ class Executor:
         self._threads_per_lane = 1 if resources.is_cuda else resources.threads_per_lane
         self._helpers = Helpers(resources.num_threads) if self._threads_per_lane > 1 else None
         self._slots = Slots(staging, self._device, self._stages, profile)
-        self._integrity = SourceIntegrity(source, self._stages, profile, "finish")
+        self._integrity = SourceIntegrity(source, self._stages, profile, "finish", known)
         self._lock = threading.Lock()
         self._lanes = threading.local()
         self._jobs: list[_Job] = []
@@ -113,12 +115,12 @@ class Executor:
             jobs = (_Job(unit) for unit in units)
             job = next(jobs, None)
             while job is not None:
-                self._prefetch.wait_for(job.unit)
+                self._prefetch.wait_for(job.unit.name)
                 if job not in self._jobs:
                     self._stages.wait(self._may_open)
                     self._open(job)
                 ahead = next(jobs, None) if self._may_open() else None
-                if ahead is not None and self._prefetch.has_shards(ahead.unit):
+                if ahead is not None and self._prefetch.has_shards(ahead.unit.name):
                     self._open(ahead)
                 self._feed(job)
                 job = ahead or next(jobs, None)
@@ -287,7 +289,7 @@ class Executor:
         measured, digests = job.measured, self._integrity.digests(job.sources)
         entry = JournalEntry(job.unit.name, records, measured.errors(job.unit), measured.sums(), digests)
         self._folder.record(entry)
-        self._prefetch.release(job.unit)
+        self._prefetch.release(job.unit.name)
         job.is_done = True
         self._meter.finish(job.unit.name)
         self._stages.notify()

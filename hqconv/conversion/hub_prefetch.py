@@ -1,8 +1,8 @@
-"""Fetch the shards of a source on the Hub ahead of the units that need them, and delete each after its last use.
+"""Fetch the shards of a source on the Hub ahead of the work that needs them, and remove each after its last use.
 
-The Hub's cache holds at most `--cache-limit` of fetched shards; files that were in the cache before stay there. Tensors
-that are only copied are read by range requests, and need no file. With several processes each fetches the shards of its
-own units, and nothing is deleted.
+The shards lie in a folder of this process (`io.fetch_folder`), of at most `--cache-limit` bytes; files that the Hub's
+cache has are used from there, and stay. Tensors that are only copied are read by range requests, and need no file. With
+several processes each fetches the shards of its own units into the Hub's cache, and nothing is removed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from hqconv.conversion.journal import Journal
-from hqconv.conversion.stages import Stages
 from hqconv.errors import OutputError, RequestError
 from hqconv.io import hub
 from hqconv.io.durable_files import output_errors
+from hqconv.io.fetch_folder import FetchFolder
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 
@@ -29,14 +30,14 @@ _STOP_TIMEOUT_S = 2.0  # until cancelled downloads have noticed
 
 
 class StoppedError(Exception):
-    """Cancels a download because the conversion ends."""
+    """Cancels a download because the work ends."""
 
 
 @dataclass(frozen=True)
 class ShardUse:
-    """The shards that each unit is read from, in the order of the work.
+    """The shards that each unit of work is read from, in the order of the work.
 
-    of_unit: unit → names of shards. sizes: of the shards that must be fetched.
+    of_unit: name of an output unit or a layer → names of shards. sizes: of the shards that must be fetched.
     """
 
     of_unit: Mapping[str, tuple[str, ...]]
@@ -44,9 +45,20 @@ class ShardUse:
 
     @classmethod
     def of(cls, source: Source, units: Sequence[OutputUnit], *, keeps: bool) -> ShardUse:
-        """Collect the shards of each unit. keeps: also whole shards of copied tensors, as always for an artifact."""
+        """Collect the shards of each unit.
+
+        keeps: also whole shards of copied tensors, as always for an artifact.
+        """
         whole = keeps or source.guard.is_held
-        of_unit = {unit.name: _shards_of_unit(source, unit, whole) for unit in units}
+        return cls._of(source, {unit.name: _shards_of_unit(source, unit, whole) for unit in units})
+
+    @classmethod
+    def of_layers(cls, source: Source, layers: Iterable[MoeLayer]) -> ShardUse:
+        """Collect the shards of each MoE layer."""
+        return cls._of(source, {layer.name: _shards_of_layer(source, layer) for layer in layers})
+
+    @classmethod
+    def _of(cls, source: Source, of_unit: Mapping[str, tuple[str, ...]]) -> ShardUse:
         names = dict.fromkeys(name for of_one in of_unit.values() for name in of_one)
         sizes = {file.name: file.size_bytes for file in source.files if file.name in names}
         return cls(of_unit, {name: sizes[name] for name in names if not source.is_here(name)})
@@ -58,7 +70,7 @@ class ShardUse:
 
     @property
     def least_bytes(self) -> int:
-        """Largest size that must be in the cache at one time: every shard from its first to its last use."""
+        """Largest size that must be in the folder at one time: every shard from its first to its last use."""
         last = {name: number for number, of_one in enumerate(self.of_unit.values()) for name in of_one}
         held: dict[str, int] = {}
         most = 0
@@ -68,18 +80,30 @@ class ShardUse:
             held = {name: size for name, size in held.items() if last[name] > number}
         return most
 
-    def default_limit(self) -> int:
-        """Return the default cache limit: four of the largest shards, and at least `least_bytes`."""
-        return max(self.least_bytes, 4 * max(self.sizes.values(), default=0))
+    def limit(self, policy: CachePolicy) -> int:
+        """Return the bytes that the folder may hold: four of the largest shards by default, at least `least_bytes`.
+
+        Raises RequestError for a limit below `least_bytes`.
+        """
+        if policy.limit_bytes is None:
+            return max(self.least_bytes, 4 * max(self.sizes.values(), default=0))
+        if policy.limit_bytes < self.least_bytes and not policy.keeps:
+            what = "The cache limit is too small for the files that one group of tensors is made of."
+            expected, remedy = f"at least {self.least_bytes} bytes", "Give more, or leave the option out."
+            raise RequestError(what, where="--cache-limit", expected=expected, found=policy.limit_bytes, remedy=remedy)
+        return policy.limit_bytes
+
+
+def _shards_of_layer(source: Source, layer: MoeLayer) -> tuple[str, ...]:
+    refs = [ref for expert in range(layer.num_experts) for ref in layer.refs(expert)]
+    refs += [ref for of_gemm in layer.input_scales.refs.values() for ref in of_gemm]
+    return tuple(source.files[number].name for number in sorted({ref.file for ref in refs}))
 
 
 def _shards_of_unit(source: Source, unit: OutputUnit, whole: bool) -> tuple[str, ...]:
     if isinstance(unit, MoeLayerPlan):
-        layer = unit.layer
-        refs = [ref for expert in range(layer.num_experts) for ref in layer.refs(expert)]
-        refs += [ref for of_gemm in layer.input_scales.refs.values() for ref in of_gemm]
-    else:
-        refs = list(unit.refs) if whole else []
+        return _shards_of_layer(source, unit.layer)
+    refs = unit.refs if whole else ()
     return tuple(source.files[number].name for number in sorted({ref.file for ref in refs}))
 
 
@@ -97,10 +121,37 @@ def sort_by_shard(source: Source, units: Iterable[OutputUnit]) -> list[OutputUni
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """Limits for the Hub's cache. limit_bytes: None for the default; keeps: no fetched shard is deleted."""
+    """Limits for fetched shards. limit_bytes: None for the default; keeps: they stay, in the Hub's cache."""
 
     limit_bytes: int | None = None
     keeps: bool = False
+
+
+class Waiting(Protocol):
+    """A thread that waits for conditions, and is notified of changes: `Stages` of a conversion."""
+
+    def wait(self, holds: Callable[[], bool]) -> None:
+        """Wait until a condition holds."""
+        ...
+
+    def notify(self) -> None:
+        """Wake the thread: a condition may hold now."""
+        ...
+
+
+class _OwnWaiting:
+    """Waiting of a thread that has no stages."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def wait(self, holds: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(holds)
+
+    def notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 @dataclass(eq=False)
@@ -109,8 +160,8 @@ class _State:
 
     queue: deque[str]
     present: set[str] = field(default_factory=set)
-    fetched: set[str] = field(default_factory=set)  # by this conversion: may be deleted
-    held_bytes: int = 0  # of `fetched`, running downloads included
+    own: set[str] = field(default_factory=set)  # in the folder of this process: removed after the last use
+    held_bytes: int = 0  # of `own`, running downloads included
     users: dict[str, set[str]] = field(default_factory=dict)  # shard → unfinished units
     num_unfinished: int = 0  # units that were begun and are not finished
     awaited: tuple[str, ...] = ()  # the shards of the unit that waits
@@ -119,87 +170,79 @@ class _State:
 
 
 class HubPrefetch:
-    """Downloads of one conversion. Only the thread that owns the stages calls `wait_for`, `has_shards` and `stop`."""
+    """Downloads for one run of work. Only the thread that owns the work calls `start`, `wait_for` and `stop`."""
 
-    def __init__(
-        self,
-        source: Source,
-        units: Sequence[OutputUnit],
-        use: CachePolicy,
-        journal: Journal,
-        *,
-        is_shared: bool = False,
-    ) -> None:
-        """units: the missing ones, in the order of the work. is_shared: other processes work on them, too."""
-        self._source, self._journal, self._keeps = source, journal, use.keeps or is_shared
-        self._use = ShardUse.of(source, units, keeps=use.keeps)
-        limit = self._use.default_limit() if use.limit_bytes is None else use.limit_bytes
-        self._limit = 1 << 62 if self._keeps else limit
+    def __init__(self, source: Source, use: ShardUse, policy: CachePolicy, *, is_shared: bool = False) -> None:
+        """use: of the units, in the order of the work. is_shared: other processes work on them, too.
+
+        Raises RequestError for a limit that is too small.
+        """
+        self._source, self._use, self._keeps = source, use, policy.keeps or is_shared
+        self._limit = 1 << 62 if self._keeps else use.limit(policy)
         self._is_shared = is_shared
         self._changed = threading.Condition()
-        self._state = _State(deque(() if is_shared else self._use.sizes))
-        for unit, names in self._use.of_unit.items():
+        self._state = _State(deque(() if is_shared else use.sizes))
+        for unit, names in use.of_unit.items():
             for name in names:
                 self._state.users.setdefault(name, set()).add(unit)
-        self._take_over()
-        self._stages: Stages | None = None
+        self._folder: FetchFolder | None = None
+        self._waiting: Waiting = _OwnWaiting()
         self._threads: list[threading.Thread] = []
 
-    def _take_over(self) -> None:
-        """Take over the shards that an earlier run of this conversion fetched; delete those that no unit needs."""
-        if self._source.listing is None or self._keeps:
+    # --- the thread that owns the work
+
+    def start(self, waiting: Waiting | None = None) -> None:
+        """Start the downloads. waiting: of this thread, which is notified of each finished download.
+
+        Raises OutputError where the Hub's cache cannot be written.
+        """
+        if waiting is not None:
+            self._waiting = waiting
+        if self._source.listing is None or not self._use.sizes:
             return
-        for file in self._source.files:
-            if self._key(file.name) not in self._journal.fetched:
-                continue
-            if not self._source.is_here(file.name):
-                hub.remove_killed_downloads(self._source.root, self._source.listing.digests.get(file.name))
-            else:
-                self._state.fetched.add(file.name)
-                self._state.held_bytes += file.size_bytes
-                if file.name not in self._state.users:
-                    self._drop(file.name)
-
-    def _key(self, name: str) -> str:
-        listing = self._source.listing
-        assert listing is not None
-        return f"{listing.repo_id}@{listing.commit}/{name}"
-
-    # --- the thread that owns the stages
-
-    def start(self, stages: Stages) -> None:
-        """Start the downloads; `stages` is notified of each finished one."""
-        self._stages = stages
-        if self._source.listing is None:
-            return
+        if not self._keeps:
+            self._folder = FetchFolder(self._source.listing)
+            for name in self._folder.take_over(self._first_within_limit()):
+                self._hold(name)
         for number in range(_NUM_THREADS):
             thread = threading.Thread(target=self._work, name=f"hqconv-fetch_{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def has_shards(self, unit: OutputUnit) -> bool:
-        """Return whether all shards of a unit are in the cache."""
-        names = self._use.of_unit.get(unit.name, ())
+    def _first_within_limit(self) -> Iterator[str]:
+        """Yield the shards that are needed first, as many as the folder may hold."""
+        total = 0
+        for name, size in self._use.sizes.items():
+            total += size
+            if total > self._limit:
+                return
+            yield name
+
+    def has_shards(self, unit: str) -> bool:
+        """Return whether all shards of a unit are on this machine."""
+        names = self._use.of_unit.get(unit, ())
         return all(name in self._state.present or name not in self._use.sizes for name in names)
 
-    def wait_for(self, unit: OutputUnit) -> None:
-        """Wait until a unit's shards are in the cache. Raises the error of a failed download."""
+    def wait_for(self, unit: str) -> None:
+        """Wait until a unit's shards are on this machine. Raises the error of a failed download."""
         if self._source.listing is None:
             return
-        assert self._stages is not None
         with self._changed:
             self._state.num_unfinished += 1
-            self._state.awaited = self._use.of_unit[unit.name]
+            self._state.awaited = self._use.of_unit[unit]
             if self._is_shared:
-                self._state.queue.extend(n for n in self._use.of_unit[unit.name] if n in self._use.sizes)
+                self._state.queue.extend(n for n in self._use.of_unit[unit] if n in self._use.sizes)
             self._changed.notify_all()
-        self._stages.wait(lambda: self.has_shards(unit) or self._state.error is not None)
+        self._waiting.wait(lambda: self.has_shards(unit) or self._state.error is not None)
         if not self.has_shards(unit) and self._state.error is not None:
             raise self._state.error
         self._state.awaited = ()
 
     def stop(self) -> None:
-        """Start no more downloads, and cancel the running ones."""
+        """Start no more downloads, and cancel the running ones.
+
+        The folder is removed once all units are released; else the next run takes its files over.
+        """
         with self._changed:
             self._state.is_stopped = True
             self._changed.notify_all()
@@ -207,38 +250,44 @@ class HubPrefetch:
         with suppress(KeyboardInterrupt):
             for thread in self._threads:
                 thread.join(max(0.0, latest - time.monotonic()))
+        if self._folder is not None:
+            if any(self._state.users.values()):
+                self._folder.leave()
+            else:
+                self._folder.close()
 
     # --- any thread
 
-    def release(self, unit: OutputUnit) -> None:
-        """Delete the shards of a recorded unit that no other unit needs."""
+    def release(self, unit: str) -> None:
+        """Remove the shards of a finished unit that no other unit needs."""
         if self._source.listing is None:
             return
         with self._changed:
             self._state.num_unfinished -= 1
-            for name in self._use.of_unit[unit.name]:
+            for name in self._use.of_unit[unit]:
                 users = self._state.users[name]
-                users.discard(unit.name)
-                if not users and name in self._state.fetched and not self._keeps:
+                users.discard(unit)
+                if not users and name in self._state.own:
                     self._drop(name)
             self._changed.notify_all()
 
-    def _drop(self, name: str) -> None:
-        self._source.forget(name)
-        with suppress(OSError):  # the file only takes up space
-            hub.remove_cached_file(self._source.root, name)
-        self._state.fetched.discard(name)
-        self._state.held_bytes -= self._size(name)
+    def _hold(self, name: str) -> None:
+        self._state.own.add(name)
+        self._state.held_bytes += self._use.sizes[name]
 
-    def _size(self, name: str) -> int:
-        return next(file.size_bytes for file in self._source.files if file.name == name)
+    def _drop(self, name: str) -> None:
+        assert self._folder is not None
+        self._source.forget(name)
+        self._folder.remove(name)
+        self._state.own.discard(name)
+        self._state.held_bytes -= self._use.sizes[name]
 
     # --- the threads that fetch
 
     def _work(self) -> None:
         for name in self._next_shards():
             try:
-                self._source.fetch([name], self._check)
+                self._source.fetch([name], self._check, self._folder)
             except BaseException as error:  # noqa: BLE001 - raised by `wait_for`
                 with self._changed:
                     if self._state.error is None and not self._state.is_stopped:
@@ -247,8 +296,7 @@ class HubPrefetch:
                     self._changed.notify_all()
             else:
                 self._state.present.add(name)
-            assert self._stages is not None
-            self._stages.notify()
+            self._waiting.notify()
 
     def _check(self) -> None:
         if self._state.is_stopped:
@@ -262,42 +310,34 @@ class HubPrefetch:
                 if self._state.is_stopped:
                     return
                 name = self._state.queue.popleft()
-                self._record_fetch(name)
+                if name not in self._state.own and not self._keeps and not self._is_cached(name):
+                    self._hold(name)
             yield name
 
     def _may_fetch(self) -> bool:
         """Return whether the next shard fits. Shards are fetched in order: an awaited shard is never behind others."""
         if not self._state.queue:
             return False
-        would_be = self._state.held_bytes + self._use.sizes[self._state.queue[0]]
+        name = self._state.queue[0]
+        would_be = self._state.held_bytes + (0 if name in self._state.own else self._use.sizes[name])
         # Where no other unit is in work, no room will become free.
-        is_stuck = self._state.num_unfinished == 1 and self._state.queue[0] in self._state.awaited
+        is_stuck = self._state.num_unfinished == 1 and name in self._state.awaited
         return would_be <= self._limit or is_stuck
 
-    def _record_fetch(self, name: str) -> None:
-        """Record a download, unless the cache has the bytes already."""
+    def _is_cached(self, name: str) -> bool:
+        """Return True if the Hub's cache has the bytes: they are used from there."""
         listing = self._source.listing
         assert listing is not None
-        if self._keeps or hub.has_cached_bytes(self._source.root, name, listing.digests.get(name)):
-            return
-        self._journal.record_fetch(self._key(name))
-        self._state.fetched.add(name)
-        self._state.held_bytes += self._use.sizes[name]
+        return hub.has_cached_bytes(self._source.root, name, listing.digests.get(name))
 
 
-def check_room(source: Source, units: Sequence[OutputUnit], use: CachePolicy, out: Path, num_bytes_out: int) -> None:
-    """Refuse a cache limit or a disk that is too small for the units' shards; `num_bytes_out` are written to `out`.
+def check_room(source: Source, use: ShardUse, policy: CachePolicy, out: Path, num_bytes_out: int) -> None:
+    """Refuse a cache limit or a disk that is too small for the shards; `num_bytes_out` are written to `out`.
 
     Raises RequestError or OutputError.
     """
     assert source.listing is not None
-    needs = ShardUse.of(source, units, keeps=use.keeps)
-    limit = needs.default_limit() if use.limit_bytes is None else use.limit_bytes
-    if limit < needs.least_bytes and not use.keeps:
-        what = "The cache limit is too small for the files that one group of tensors is made of."
-        expected, remedy = f"at least {needs.least_bytes} bytes", "Give more, or leave the option out."
-        raise RequestError(what, where="--cache-limit", expected=expected, found=limit, remedy=remedy)
-    num_bytes = needs.total_bytes if use.keeps else min(needs.total_bytes, limit)
+    num_bytes = use.total_bytes if policy.keeps else min(use.total_bytes, use.limit(policy))
     sizes = source.listing.sizes
     num_bytes += sum(sizes[name] for name in source.other_files if not source.is_here(name))
     _check_disk(source.root, num_bytes, out, num_bytes_out)

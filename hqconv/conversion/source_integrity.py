@@ -6,7 +6,7 @@ The digests of an artifact must equal its manifest; with `--source-digests` the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from hqconv.conversion.encode_batch import Batch, Piece
@@ -20,11 +20,14 @@ from hqconv.planning.plan import ConversionPlan
 class SourceIntegrity:
     """The checked files of a source. Only the thread that feeds the stages calls `begin`."""
 
-    def __init__(self, source: Source, stages: Stages, profile: StageProfile, stage: str) -> None:
-        """Start with no checked files. stage: the stage whose threads hash."""
+    def __init__(
+        self, source: Source, stages: Stages, profile: StageProfile, stage: str, known: Mapping[str, str]
+    ) -> None:
+        """Start with no checked files. stage: the stage whose threads hash. known: digests that earlier runs took."""
         self._source, self._stages, self._profile, self._stage = source, stages, profile, stage
         self._started: set[str] = set()
         self._hashed: set[str] = set()
+        self._known = known
 
     def begin(self, item: Batch | Piece) -> set[str]:
         """Return the names of the files that an item is read from, and start to hash them, each once."""
@@ -32,11 +35,14 @@ class SourceIntegrity:
         for file in files if self._source.guard.is_hashing else ():
             if file.name not in self._started:
                 self._started.add(file.name)
-                self._stages.start(self._stage, file.size_bytes, self._hash, file.name)
+                if file.name in self._known and not self._source.is_here(file.name):  # a commit cannot change
+                    self._hashed.add(file.name)
+                else:
+                    self._stages.start(self._stage, file.size_bytes, self._hash, file.name)
         return {file.name for file in files}
 
     def _hash(self, name: str) -> None:
-        self._source.guard.prove(name, self._stages.check_cancelled)
+        take_digest(self._source, name, self._stages.check_cancelled)
         self._hashed.add(name)
         self._stages.notify()
 
@@ -64,11 +70,21 @@ class SourceIntegrity:
             raise
 
 
+def take_digest(source: Source, name: str, keep_on: Callable[[], object] | None = None) -> None:
+    """Hash a file of the source, where it lies on the Hub by range requests. Raises as `FileSnapshot.prove`."""
+    if source.is_here(name) or source.listing is None:
+        source.guard.prove(name, keep_on)
+        return
+    sha256 = source.listing.sha256(name, keep_on)
+    source.guard.compare(name, sha256)
+    source.guard.digests[name] = sha256
+
+
 def source_digests(source: Source, plan: ConversionPlan, entries: Iterable[JournalEntry]) -> dict[str, str]:
     """Return name → SHA-256 of every source file that was read; none where nothing is hashed.
 
     Files that an earlier run did not hash are hashed now. Raises InputError where two units were read from different
-    bytes, or as `Guard.prove`.
+    bytes, or as `take_digest`.
     """
     guard, digests = source.guard, dict[str, str]()
     if not guard.is_hashing:
@@ -82,7 +98,7 @@ def source_digests(source: Source, plan: ConversionPlan, entries: Iterable[Journ
     experts = plan.experts
     numbers = {source.tensors[name].file for name in (*experts.converted, *experts.copied)}
     for name in sorted({source.files[number].name for number in numbers} - digests.keys()):
-        guard.prove(name)
+        take_digest(source, name)
         digests[name] = guard.digests[name]
     return digests
 

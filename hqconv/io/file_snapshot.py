@@ -36,6 +36,7 @@ class FileSnapshot:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._placed: dict[str, Path] = {}
         self._seen: dict[str, os.stat_result] = {}
         self._listed: Mapping[str, ListedFile] | None = None
         self._keeps_digests = False
@@ -50,9 +51,18 @@ class FileSnapshot:
         """True if converted or copied files are hashed: for a new manifest, or to compare them with the source's."""
         return self.is_held or self._keeps_digests
 
+    def place(self, name: str, path: Path) -> None:
+        """Set the path of a file of a Hub repo that lies outside of `root`, and record its state."""
+        self._placed[name] = path
+        self.look(name)
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a file: below `root`, unless it was placed elsewhere."""
+        return self._placed.get(name, self._root / name)
+
     def look(self, name: str) -> os.stat_result:
         """Record a file's current state; call this before its bytes are read. Raises OSError for a missing file."""
-        status = (self._root / name).stat()
+        status = self.path_of(name).stat()
         return self._seen.setdefault(name, status)
 
     def has_seen(self, name: str) -> bool:
@@ -62,11 +72,12 @@ class FileSnapshot:
     def forget(self, name: str) -> None:
         """Drop the record of a file that will be removed, after its last comparison."""
         self._seen.pop(name, None)
+        self._placed.pop(name, None)
 
     def look_if_there(self, names: Iterable[str]) -> None:
         """Call `look` for each of the files that exists."""
         for name in names:
-            if (self._root / name).is_file():
+            if self.path_of(name).is_file():
                 self.look(name)
 
     def check_unchanged(self, names: Iterable[str] | None = None) -> None:
@@ -80,7 +91,7 @@ class FileSnapshot:
             if before is None:
                 continue
             try:
-                now = (self._root / name).stat()
+                now = self.path_of(name).stat()
             except OSError as error:
                 raise self._changed(name, before, error.strerror, _KEEP) from error
             if _identity(now) != _identity(before):
@@ -88,7 +99,7 @@ class FileSnapshot:
                 raise self._changed(name, before, _words(now), _ANEW if is_new else _KEEP)
 
     def _changed(self, name: str, before: os.stat_result, found: str | None, remedy: str) -> InputError:
-        what, where = "A file of the source changed during the conversion.", str(self._root / name)
+        what, where = "A file of the source changed during the conversion.", str(self.path_of(name))
         return InputError(what, where=where, expected=_words(before), found=found, remedy=remedy)
 
     # --- an artifact's files
@@ -133,9 +144,9 @@ class FileSnapshot:
         keep_on: as in `sha256_of`.
         """
         try:
-            sha256 = sha256_of(self._root / name, keep_on)
+            sha256 = sha256_of(self.path_of(name), keep_on)
         except OSError as error:
-            what, where = "A file of the source cannot be read.", str(self._root / name)
+            what, where = "A file of the source cannot be read.", str(self.path_of(name))
             remedy = _AGAIN if self.is_held else _KEEP
             raise InputError(what, where=where, found=error.strerror or error, remedy=remedy) from error
         self.compare(name, sha256)
@@ -153,7 +164,7 @@ class FileSnapshot:
         if name in COMPANIONS:
             return
         try:
-            found = f"{(self._root / name).stat().st_size} bytes"
+            found = f"{self.path_of(name).stat().st_size} bytes"
         except (OSError, ValueError) as error:  # the latter of names that no file has
             found = getattr(error, "strerror", None) or str(error)
         if found != f"{size_bytes} bytes":
@@ -166,14 +177,14 @@ class FileSnapshot:
     def _entry(self, name: str) -> ListedFile:
         assert self._listed is not None
         if name not in self._listed:
-            what, where = "The artifact's manifest does not list a file.", str(self._root / name)
+            what, where = "The artifact's manifest does not list a file.", str(self.path_of(name))
             expected = "none that is read but those, and README.md and its like"
             remedy = "Take away what is not the artifact's; if it is, copy or convert the artifact again."
             raise InputError(what, where=where, expected=expected, remedy=remedy)
         return self._listed[name]
 
     def _differs(self, name: str, expected: str, found: str) -> InputError:
-        what, where = "A file of the artifact is not what its manifest lists.", str(self._root / name)
+        what, where = "A file of the artifact is not what its manifest lists.", str(self.path_of(name))
         return InputError(what, where=where, expected=expected, found=found, remedy=_AGAIN)
 
 

@@ -7,13 +7,13 @@ requested here, not by its `HfFileSystem`, which downloads a whole file from a s
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
+import hashlib
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES
 
 _FIRST_BYTES = 1 << 15  # of a shard: most headers fit, so that one request is enough
+_HASHED_BYTES = 64 << 20  # of one request
 _TRIES = 4  # of a range whose transfer breaks off
 # Small files that opening a repo needs, besides headers.
 SMALL_FILES = (CONFIG, *checkpoint_files.QUANTIZATION_FILES, INDEX, MANIFEST, CARD)
@@ -115,6 +116,15 @@ class Listing:
                     raise
                 time.sleep(number)
         raise AssertionError
+
+    def sha256(self, name: str, keep_on: Callable[[], object] | None = None) -> str:
+        """Compute the SHA-256 of a file, read by range requests. keep_on: as in `sha256_of`. Raises as `fetch`."""
+        digest = hashlib.sha256()
+        for begin in range(0, self.sizes[name], _HASHED_BYTES):
+            digest.update(self.read(name, begin, min(begin + _HASHED_BYTES, self.sizes[name])))
+            if keep_on is not None:
+                keep_on()
+        return digest.hexdigest()
 
     def _read(self, name: str, begin: int, end: int) -> bytes:
         """Send one range request; close the connection early if the server sends the whole file."""
@@ -215,17 +225,26 @@ def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
     return Path(folder)
 
 
-def fetch_file(repo_id: str, commit: str, name: str, check: Callable[[], None] | None = None) -> Path:
-    """Return one file's path in the Hub cache; download the file if it is missing.
+def cache_folder() -> Path:
+    """Return the folder of the Hub cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def fetch_file(
+    repo_id: str, commit: str, name: str, check: Callable[[], None] | None = None, local_dir: Path | None = None
+) -> Path:
+    """Return one file's path in the Hub cache, or in the folder `local_dir`; download the file if it is missing.
 
     check: called between pieces of the download; its exception ends the download. No progress bar is shown then.
-    Raises as `fetch`, and OutputError where the cache is full or cannot be written.
+    Raises as `fetch`, and OutputError where the disk is full or cannot be written.
     """
     from huggingface_hub import hf_hub_download
 
     kwargs: dict[str, Any] = {} if check is None else {"tqdm_class": _silent_bar(check)}
     with explained(repo_id, commit):
-        path: Any = hf_hub_download(repo_id, name, revision=commit, **kwargs)
+        path: Any = hf_hub_download(repo_id, name, revision=commit, local_dir=local_dir, **kwargs)
     return Path(path)
 
 
@@ -314,57 +333,13 @@ def _patterns(names: Iterable[str]) -> list[str]:
 # --- files in the Hub cache
 
 # The cache keeps bytes in `blobs`, under their digest, and in `snapshots/<commit>` links to them under the files'
-# names; on a file system without links, the files themselves. The library removes whole revisions only.
+# names; on a file system without links, the files themselves.
 
 
 def has_cached_bytes(root: Path, name: str, digest: str | None) -> bool:
     """Return True if the cache has a file of the snapshot `root`, or its bytes under another name or commit."""
     blobs = root.parent.parent / "blobs"
     return (root / name).exists() or (digest is not None and os.path.lexists(blobs / digest))
-
-
-def remove_killed_downloads(root: Path, digest: str | None) -> None:
-    """Remove unfinished copies of a file that killed downloads left, unless another process downloads the file now.
-
-    Only copies that the library cannot continue are removed: newer versions give each download a separate name.
-    """
-    repo = root.parent.parent
-    left = [] if digest is None else list((repo / "blobs").glob(f"{digest}.*.incomplete"))
-    lock = repo.parent / ".locks" / repo.name / f"{digest}.lock"
-    if not left or not lock.is_file():
-        return
-    with lock.open("rb") as file, suppress(OSError):  # the library holds its lock, or the file system has no locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in left:
-            path.unlink(missing_ok=True)
-
-
-def remove_cached_file(root: Path, name: str) -> None:
-    """Remove a file of the snapshot `root`, and its bytes if no other name or commit has them. Raises OSError."""
-    path = root / name
-    if not path.is_symlink():
-        path.unlink(missing_ok=True)
-        return
-    blob = Path(os.path.normpath(path.parent / path.readlink()))
-    if blob.is_symlink():  # newer versions of the library may store bytes once for all repos, and count the users
-        from huggingface_hub import scan_cache_dir
-
-        cache: Any = scan_cache_dir(root.parents[2])
-        of_path = [f for repo in cache.repos for r in repo.revisions for f in r.files if f.file_path == path]
-        cache.delete_files(*of_path).execute()
-        return
-    path.unlink()
-    if blob.parent == root.parent.parent / "blobs" and not _is_linked(root.parent, blob):
-        blob.unlink(missing_ok=True)
-
-
-def _is_linked(snapshots: Path, blob: Path) -> bool:
-    """Return True if a snapshot has a link to these bytes."""
-    for folder, _, names in os.walk(snapshots):
-        for path in (Path(folder) / name for name in names):
-            if path.is_symlink() and Path(os.path.normpath(path.parent / path.readlink())) == blob:
-                return True
-    return False
 
 
 # --- errors of the Hub library

@@ -6,7 +6,7 @@ artifact's ordinary shards. A damaged artifact is a damaged input, also for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.formats.registry import UNUSED_PARTS
 from hqconv.formats.source_format import LAID_OUT, SourceFormat
 from hqconv.humming_layout.layer_config import fuses_exponents
+from hqconv.io.fetch_folder import FetchFolder
 from hqconv.io.hub import Listing
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
@@ -73,6 +74,14 @@ class ArtifactSource(SafetensorsSource):
         """Close the files of the checkpoint and of the artifact."""
         super().close()
         self.artifact.close()
+
+    def fetch(
+        self, names: Iterable[str], check: Callable[[], None] | None = None, into: FetchFolder | None = None
+    ) -> None:
+        """Download missing files of a repo; see `SafetensorsSource.fetch`."""
+        wanted = list(names)
+        super().fetch(wanted, check, into)
+        self.artifact.placed |= {name: self.guard.path_of(name) for name in wanted if self.guard.has_seen(name)}
 
     def forget(self, name: str) -> None:
         """Read a file from the Hub again, as its copy will be removed."""

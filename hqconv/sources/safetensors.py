@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from hqconv.errors import InputError, NetworkError, first_few
 from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
+from hqconv.io.fetch_folder import FetchFolder
 from hqconv.io.file_access import Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.safetensors_header import parse_header, read_header
@@ -131,17 +132,23 @@ class SafetensorsSource:
         """Return True if a file is on this machine and is read from there."""
         return self.listing is None or self.guard.has_seen(name)
 
-    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None) -> None:
-        """Download missing files of a repo to the Hub cache; any thread may call it. Nothing happens for a folder.
+    def fetch(
+        self, names: Iterable[str], check: Callable[[], None] | None = None, into: FetchFolder | None = None
+    ) -> None:
+        """Download missing files of a repo; any thread may call it. Nothing happens for a folder.
 
-        check: as in `hub.fetch_file`. Raises as `open_source`, and InputError if a file does not match its header.
+        check: as in `hub.fetch_file`. into: the folder for files that the Hub cache does not have; None for the cache.
+        Raises as `open_source`, and InputError if a file does not match its header.
         """
         for name in names:
             if self.listing is None or self.is_here(name):
                 continue
-            path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check)
+            if into is None or hub.has_cached_bytes(self.root, name, self.listing.digests.get(name)):
+                path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check)
+            else:
+                path = into.fetch(name, check)
             self._check_fetched(name, path)
-            self.guard.look(name)
+            self.guard.place(name, path)
 
     def _check_fetched(self, name: str, path: Path) -> None:
         expected, found = self._size(name), path.stat().st_size
@@ -241,13 +248,13 @@ class SafetensorsSource:
         self.close()
 
     def _open_file(self, name: str) -> int:
-        descriptor, before = open_regular(self.root / name), self.guard.look(name)
+        descriptor, before = open_regular(self.guard.path_of(name)), self.guard.look(name)
         status = os.fstat(descriptor)
         if (status.st_size, status.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             os.close(descriptor)
             raise InputError(
                 "The file changed since its header was read.",
-                where=str(self.root / name),
+                where=str(self.guard.path_of(name)),
                 expected=f"{before.st_size} bytes, mtime {before.st_mtime_ns} ns",
                 found=f"{status.st_size} bytes, mtime {status.st_mtime_ns} ns",
                 remedy=_KEEP,
@@ -255,7 +262,7 @@ class SafetensorsSource:
         return descriptor
 
     def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
-        where = f"{self.root / self.files[ref.file].name}, tensor {ref.name!r}"
+        where = f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}"
         return InputError(what, where=where, found=found, remedy=_KEEP)
 
 

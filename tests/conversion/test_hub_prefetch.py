@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -17,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download
 
 import hqconv
-from hqconv.conversion.journal import Journal
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError
 from hqconv.io import hub
 from hqconv.schemas.artifact_names import JOURNAL
@@ -84,10 +84,15 @@ def shards(cache: Path) -> set[str]:
     return {name for name in cached(cache) if name.endswith(".safetensors")}
 
 
-def blob_bytes(cache: Path) -> int:
-    """Of all weights in the cache, those on their way too; a file may go while it is looked at."""
+def own(cache: Path) -> set[str]:
+    """Shards in the folders of processes of hqconv."""
+    return {path.name for path in cache.glob(".hqconv/*/*/*.safetensors")}
+
+
+def weight_bytes(cache: Path) -> int:
+    """Size of all weights, also of running downloads; a file may be removed meanwhile."""
     total = 0
-    for path in cache.glob("models--*/blobs/*"):
+    for path in [*cache.glob("models--*/blobs/*"), *cache.glob(".hqconv/**/*")]:
         with suppress(FileNotFoundError):
             size = path.stat().st_size
             total += size if size > 100_000 else 0
@@ -96,6 +101,13 @@ def blob_bytes(cache: Path) -> int:
 
 def size_of(server: LocalHub, *layers: int) -> int:
     return sum((server.folder / shard(layer)).stat().st_size for layer in layers)
+
+
+def assert_removed(cache: Path) -> None:
+    """No shard is left: neither in the cache nor in a folder of hqconv."""
+    assert not shards(cache)
+    assert weight_bytes(cache) == 0
+    assert not (cache / ".hqconv").exists()
 
 
 class Watch:
@@ -108,7 +120,7 @@ class Watch:
     def look(self, name: str) -> None:
         if name.endswith(".safetensors"):
             with self._lock:
-                there = blob_bytes(self.cache)
+                there = weight_bytes(self.cache)
                 self.most = max(self.most, there + (self.server.folder / name).stat().st_size)
 
 
@@ -138,8 +150,7 @@ def test_the_cache_never_holds_more_than_it_may(
     assert 0 < watch.most <= limit
     whole = [name for name in server.whole if name.endswith(".safetensors")]
     assert sorted(whole) == [shard(layer) for layer in range(NUM_LAYERS)]  # not the one without experts
-    assert not shards(cache)
-    assert blob_bytes(cache) == 0
+    assert_removed(cache)
     assert "tokenizer.json" in cached(cache)
 
 
@@ -231,7 +242,7 @@ def test_what_fails_on_the_way_can_be_resumed(
     with pytest.raises(HqconvError) as caught:
         run(tmp_path / "out", cache_limit=size_of(server, 0))
     assert type(caught.value) is kind
-    assert shards(cache) <= {shard(3)}
+    assert own(cache) <= {shard(3)}
     assert not (tmp_path / "out" / "hqconv.json").exists()
     server.mend()
     server.before = None
@@ -240,7 +251,7 @@ def test_what_fails_on_the_way_can_be_resumed(
     assert report.num_groups_resumed >= 3
     assert not {shard(0), shard(1), shard(2)} & set(server.whole)
     assert without_manifest(tmp_path / "out") == expected
-    assert not shards(cache)
+    assert_removed(cache)
 
 
 def test_another_commit_is_not_resumed(server: LocalHub, tmp_path: Path) -> None:
@@ -327,67 +338,108 @@ def test_a_kill_loses_nothing(
     assert without_manifest(tmp_path / "out") == expected
     again = [name for name in server.whole if name.endswith(".safetensors") and first[name]]
     assert set(again) <= {shard(3), shard(4)}, "what came whole the first time is not fetched again"
-    assert not shards(cache)
-    leftovers = [p for p in (cache / "models--org--name/blobs").iterdir() if "incomplete" in p.name]
-    assert not leftovers
+    assert_removed(cache)
 
 
-def test_a_resumed_run_drops_what_an_earlier_one_fetched(
-    server: LocalHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also a shard whose groups were all done when the kill came between the journal and the cache."""
-    with monkeypatch.context() as patch:
-        patch.setattr(hub, "remove_cached_file", lambda *_: None)
-        gone = {"X_Error_Code": "EntryNotFound"}
-        server.before = lambda name: server.fail(f"/{shard(5)}$", 404, **gone) if name == shard(4) else None
-        with pytest.raises(InputError):
-            run(tmp_path / "out", cache_limit=size_of(server, 0))
-    left = shards(cache)
-    assert {shard(0), shard(1)} <= left
-    server.mend()
-    server.before = None
-    server.whole.clear()
-    run(tmp_path / "out", cache_limit=size_of(server, 0), resume=True)
-    assert not shards(cache)
-    assert not left & set(server.whole)
-
-
-def test_less_room_than_an_earlier_run_took(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
-) -> None:
-    """What is needed first is not there, and what is there fills the cache: it must come all the same."""
+def killed_with_shards(server: LocalHub, cache: Path, out: Path) -> None:
+    """Kill a conversion that waits for shard 2, and has fetched shards 3 and 4."""
     go_on = threading.Event()
     server.before = lambda name: go_on.wait(60) and None if name == shard(2) else None
-    one = Process(server, cache, tmp_path / "out", "--cache-limit", str(4 * size_of(server, 0)))
+    one = Process(server, cache, out, "--cache-limit", str(4 * size_of(server, 0)))
     started = time.monotonic()
-    while not shards(cache) >= {shard(3), shard(4)} and time.monotonic() - started < 60:
+    while not own(cache) >= {shard(3), shard(4)} and time.monotonic() - started < 60:
         time.sleep(0.05)
     one.process.kill()
     one.process.communicate(timeout=60)
     go_on.set()
     server.before = None
-    assert shard(2) not in shards(cache)
-    assert shards(cache) >= {shard(3), shard(4)}
-    run(tmp_path / "out", cache_limit=size_of(server, 0), resume=True)
+    assert shard(2) not in own(cache)
+    assert own(cache) >= {shard(3), shard(4)}
+
+
+def test_a_resumed_run_takes_over_fetched_shards(
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    """Only complete shards; the others are removed."""
+    killed_with_shards(server, cache, tmp_path / "out")
+    (path,) = cache.glob(f".hqconv/*/*/{shard(3)}")
+    path.write_bytes(path.read_bytes()[:-1])
+    server.whole.clear()
+    run(tmp_path / "out", cache_limit=4 * size_of(server, 0), resume=True)
     assert without_manifest(tmp_path / "out") == expected
-    assert not shards(cache)
+    assert shard(4) not in server.whole
+    assert shard(3) in server.whole
+    assert_removed(cache)
 
 
-def test_the_journal_knows_what_was_fetched(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.begin({"a": 1})
-    for name in ("org/name@c/x", "org/name@c/x", "org/name@c/y"):
-        journal.record_fetch(name)
-    journal.close()
-    assert (tmp_path / JOURNAL).read_text().count("@c/x") == 1
-    again = Journal(tmp_path)
-    assert again.fetched == {"org/name@c/x", "org/name@c/y"}
-    again.restart()
-    again.begin({"b": 2})
-    again.close()
-    last = Journal(tmp_path)
-    assert (last.identity, last.fetched) == ({"b": 2}, {"org/name@c/x", "org/name@c/y"})
-    last.close()
+def test_less_room_than_an_earlier_run_took(
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    """The first shard is missing, and the others would fill the folder: they are removed."""
+    killed_with_shards(server, cache, tmp_path / "out")
+    watch = Watch(server, cache)
+    run(tmp_path / "out", cache_limit=size_of(server, 0), resume=True)
+    assert watch.most <= size_of(server, 0)
+    assert without_manifest(tmp_path / "out") == expected
+    assert_removed(cache)
+
+
+def test_left_folders_of_other_models_are_removed_after_a_day(server: LocalHub, cache: Path, tmp_path: Path) -> None:
+    """Folders in use stay, however old."""
+    kept = []
+    for age_s, is_used in ((100_000, False), (100_000, True), (1_000, False)):
+        folder = cache / ".hqconv" / f"org--other@{age_s}{is_used}" / "0"
+        folder.mkdir(parents=True)
+        (folder / "x").write_text("x")
+        lock = folder.with_name("0.lock")
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR)
+        os.utime(lock, (time.time() - age_s,) * 2)
+        if is_used:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        kept.append((folder, descriptor))
+    run(tmp_path / "out")
+    assert [(folder / "x").exists() for folder, _ in kept] == [False, True, True]
+    for _, descriptor in kept:
+        os.close(descriptor)
+
+
+def test_conversions_of_one_model_at_once(
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    """Neither removes a shard that the other reads."""
+    server.before = lambda name: time.sleep(0.1 if name.startswith("layer-") else 0)
+    outs = [tmp_path / f"out-{number}" for number in range(3)]
+    limit = str(2 * size_of(server, 0))
+    every = [Process(server, cache, out, "--cache-limit", limit, "--source-digests") for out in outs]
+    for one in every:
+        _, said = one.process.communicate(timeout=300)
+        assert one.process.returncode == 0, said
+    for out in outs:
+        assert without_manifest(out) == expected
+    assert_removed(cache)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_digests_of_shards_that_are_removed(
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], is_resumed: bool
+) -> None:
+    """`--source-digests`: of every shard that was read, also of one that has no experts and is read by ranges."""
+    options: dict[str, Any] = {"cache_limit": size_of(server, 0), "source_digests": True}
+    if is_resumed:
+        gone = {"X_Error_Code": "EntryNotFound"}
+        server.before = lambda name: server.fail(f"/{shard(4)}$", 404, **gone) if name == shard(3) else None
+        with pytest.raises(InputError):
+            run(tmp_path / "out", **options)
+        server.mend()
+        server.before = None
+        server.whole.clear()
+    run(tmp_path / "out", **options, resume=is_resumed)
+    assert without_manifest(tmp_path / "out") == expected
+    files = conversions.manifest(tmp_path / "out")["source"]["files"]
+    assert len(files) == NUM_LAYERS + 1
+    assert all(file["sha256"] == digest_of(server.folder / file["name"]) for file in files)
+    assert not is_resumed or shard(0) not in server.whole
+    assert_removed(cache)
 
 
 # --- other ways to convert ---------------------------------------------------------------------------------
@@ -427,36 +479,12 @@ def test_a_team_shares_what_is_fetched(
 # --- the cache ---------------------------------------------------------------------------------------------
 
 
-def test_bytes_that_another_commit_has_too_stay(server: LocalHub, cache: Path) -> None:
-    root = Path(snapshot_download(NAME))
-    other = root.with_name("f" * 40)
-    other.mkdir()
-    (other / "same.safetensors").symlink_to((root / shard(0)).readlink())
-    blob = (root / shard(0)).resolve()
-    hub.remove_cached_file(root, shard(0))
-    assert not (root / shard(0)).exists()
-    assert blob.exists()
-    hub.remove_cached_file(other, "same.safetensors")
-    assert not blob.exists()
-    assert (root / shard(1)).exists()
-
-
 def test_a_cache_without_links(tmp_path: Path) -> None:
     root = tmp_path / "models--org--name" / "snapshots" / COMMIT
     root.mkdir(parents=True)
+    assert not hub.has_cached_bytes(root, "a", None)
     (root / "a").write_text("x")
     assert hub.has_cached_bytes(root, "a", None)
-    hub.remove_cached_file(root, "a")
-    assert not hub.has_cached_bytes(root, "a", None)
-
-
-def test_a_link_to_elsewhere_loses_the_link_alone(tmp_path: Path) -> None:
-    root = tmp_path / "models--org--name" / "snapshots" / COMMIT
-    root.mkdir(parents=True)
-    (tmp_path / "mine").write_text("x")
-    (root / "a").symlink_to(tmp_path / "mine")
-    hub.remove_cached_file(root, "a")
-    assert (tmp_path / "mine").exists()
 
 
 def test_manifests_name_the_commit_and_verify(server: LocalHub, tmp_path: Path, model: Path) -> None:
