@@ -183,6 +183,8 @@ def verify(
     threads: int | None = None,
     revision: str | None = None,
     max_error: float | None = None,
+    cache_limit: str | int | None = None,
+    keep_source: bool = False,
     progress: Callable[[str, Progress], None] | None = None,
 ) -> VerificationReport:
     """Verify an artifact: its files, its weights, and the production kernel on them; against its `source`, if given.
@@ -193,7 +195,8 @@ def verify(
     the kernel the first, the middle and the last. tokens: batch sizes for the kernel. device: auto, cpu, cuda or
     cuda:N; the kernel needs a GPU of the artifact's target. max_memory: "4GiB" or bytes, of the experts at work.
     threads: workers; None: all processors. max_error: the largest relative error that a projection may have, recorded
-    or measured; larger ones are findings. progress: called with `files` or `weights` and how far that check is.
+    or measured; larger ones are findings. cache_limit, keep_source: as of `convert`, for a source on the Hub, whose
+    shards are fetched while others are checked. progress: called with `files` or `weights` and how far that check is.
 
     All faults of the artifact are in the report, also an unreliable manifest. Raises RequestError where `out` is no
     artifact or a check cannot run; opening the source raises RequestError, InputError or NetworkError.
@@ -201,7 +204,7 @@ def verify(
     from hqconv.verification.verify import VerifyOptions
     from hqconv.verification.verify import verify as run
 
-    resources = resources_of(device, max_memory, None, threads)
+    resources, cache = resources_of(device, max_memory, None, threads), cache_use(cache_limit, keep_source=keep_source)
     options = VerifyOptions(
         checks=None if checks is None else tuple(checks),
         layers=None if layers is None else frozenset(layers),
@@ -211,6 +214,7 @@ def verify(
         max_memory_bytes=resources.max_memory_bytes,
         source=None if source is None else str(source),
         max_error=max_error,
+        cache=cache,
         progress=progress,
     )
     is_folder = not is_repo_id(str(out))
@@ -218,7 +222,7 @@ def verify(
         what, remedy = "A revision is of a source.", "Name the source, or leave the revision out."
         raise RequestError(what, where="--revision", found=revision, remedy=remedy)
     root, listing = (Path(out), None) if is_folder else open_repo(str(out), revision if source is None else None)
-    with nullcontext(None) if source is None else open_source(source, revision) as opened:
+    with nullcontext(None) if source is None else open_source(source, revision, is_lazy=True) as opened:
         return run(root, opened, options, listing)
 
 

@@ -29,6 +29,8 @@ def report(
     max_memory: str | int = "4GiB",
     threads: int | None = None,
     revision: str | None = None,
+    cache_limit: str | None = None,
+    keep_source: bool = False,
 ) -> Document:
     """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
 
@@ -48,8 +50,9 @@ def report(
     interrupt.expect(*interrupt.page_cases(place))
     verification = None
     if source is not None or revision is not None:
-        resources: Document = {"device": device, "max_memory": max_memory, "threads": threads}
-        verification = api.verify(root, source, checks=["weights"], revision=revision, **resources)
+        resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
+        resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
+        verification = api.verify(root, source, checks=["weights"], **resources)
     return write_report(root, place, verification, sample=sample, threads=threads)
 
 
@@ -111,6 +114,8 @@ def compare(
     max_memory: str | int = "4GiB",
     threads: int | None = None,
     revision: str | None = None,
+    cache_limit: str | None = None,
+    keep_source: bool = False,
 ) -> Document:
     """Compare two artifacts of one model; see docs/usage.md.
 
@@ -127,6 +132,7 @@ def compare(
     if source is None and revision is None:
         return document
     resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
+    resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
     return compare_artifacts(roots, [_measure(root, source, resources) for root in roots])
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -172,12 +172,15 @@ class _State:
 class HubPrefetch:
     """Downloads for one run of work. Only the thread that owns the work calls `start`, `wait_for` and `stop`."""
 
-    def __init__(self, source: Source, use: ShardUse, policy: CachePolicy, *, is_shared: bool = False) -> None:
+    def __init__(self, source: Source | None, use: ShardUse, policy: CachePolicy, *, is_shared: bool = False) -> None:
         """use: of the units, in the order of the work. is_shared: other processes work on them, too.
+
+        Nothing is fetched, and nothing waits, without a source or for a folder.
 
         Raises RequestError for a limit that is too small.
         """
         self._source, self._use, self._keeps = source, use, policy.keeps or is_shared
+        self._listing = None if source is None else source.listing
         self._limit = 1 << 62 if self._keeps else use.limit(policy)
         self._is_shared = is_shared
         self._changed = threading.Condition()
@@ -198,10 +201,10 @@ class HubPrefetch:
         """
         if waiting is not None:
             self._waiting = waiting
-        if self._source.listing is None or not self._use.sizes:
+        if self._listing is None or not self._use.sizes:
             return
         if not self._keeps:
-            self._folder = FetchFolder(self._source.listing)
+            self._folder = FetchFolder(self._listing)
             for name in self._folder.take_over(self._first_within_limit()):
                 self._hold(name)
         for number in range(_NUM_THREADS):
@@ -225,13 +228,13 @@ class HubPrefetch:
 
     def wait_for(self, unit: str) -> None:
         """Wait until a unit's shards are on this machine. Raises the error of a failed download."""
-        if self._source.listing is None:
+        if self._listing is None:
             return
         with self._changed:
             self._state.num_unfinished += 1
-            self._state.awaited = self._use.of_unit[unit]
+            self._state.awaited = self._use.of_unit.get(unit, ())
             if self._is_shared:
-                self._state.queue.extend(n for n in self._use.of_unit[unit] if n in self._use.sizes)
+                self._state.queue.extend(n for n in self._state.awaited if n in self._use.sizes)
             self._changed.notify_all()
         self._waiting.wait(lambda: self.has_shards(unit) or self._state.error is not None)
         if not self.has_shards(unit) and self._state.error is not None:
@@ -260,11 +263,11 @@ class HubPrefetch:
 
     def release(self, unit: str) -> None:
         """Remove the shards of a finished unit that no other unit needs."""
-        if self._source.listing is None:
+        if self._listing is None:
             return
         with self._changed:
             self._state.num_unfinished -= 1
-            for name in self._use.of_unit[unit]:
+            for name in self._use.of_unit.get(unit, ()):
                 users = self._state.users[name]
                 users.discard(unit)
                 if not users and name in self._state.own:
@@ -277,6 +280,7 @@ class HubPrefetch:
 
     def _drop(self, name: str) -> None:
         assert self._folder is not None
+        assert self._source is not None
         self._source.forget(name)
         self._folder.remove(name)
         self._state.own.discard(name)
@@ -285,6 +289,7 @@ class HubPrefetch:
     # --- the threads that fetch
 
     def _work(self) -> None:
+        assert self._source is not None
         for name in self._next_shards():
             try:
                 self._source.fetch([name], self._check, self._folder)
@@ -326,12 +331,33 @@ class HubPrefetch:
 
     def _is_cached(self, name: str) -> bool:
         """Return True if the Hub's cache has the bytes: they are used from there."""
-        listing = self._source.listing
-        assert listing is not None
-        return hub.has_cached_bytes(self._source.root, name, listing.digests.get(name))
+        assert self._source is not None
+        assert self._listing is not None
+        return hub.has_cached_bytes(self._source.root, name, self._listing.digests.get(name))
 
 
-def check_room(source: Source, use: ShardUse, policy: CachePolicy, out: Path, num_bytes_out: int) -> None:
+@contextmanager
+def fetched_layers(source: Source | None, layers: Iterable[MoeLayer], policy: CachePolicy) -> Iterator[HubPrefetch]:
+    """Fetch the shards of MoE layers of a source ahead of the work inside, which waits for and releases each layer.
+
+    Nothing is fetched of a folder, or without a source. Raises RequestError or OutputError as `check_room`.
+    """
+    if source is None or source.listing is None:
+        yield HubPrefetch(source, ShardUse({}, {}), policy)
+        return
+    use = ShardUse.of_layers(source, layers)
+    check_room(source, use, policy)
+    prefetch = HubPrefetch(source, use, policy)
+    try:
+        prefetch.start()
+        yield prefetch
+    finally:
+        prefetch.stop()
+
+
+def check_room(
+    source: Source, use: ShardUse, policy: CachePolicy, out: Path | None = None, num_bytes_out: int = 0
+) -> None:
     """Refuse a cache limit or a disk that is too small for the shards; `num_bytes_out` are written to `out`.
 
     Raises RequestError or OutputError.
@@ -340,7 +366,7 @@ def check_room(source: Source, use: ShardUse, policy: CachePolicy, out: Path, nu
     num_bytes = use.total_bytes if policy.keeps else min(use.total_bytes, use.limit(policy))
     sizes = source.listing.sizes
     num_bytes += sum(sizes[name] for name in source.other_files if not source.is_here(name))
-    _check_disk(source.root, num_bytes, out, num_bytes_out)
+    _check_disk(source.root, num_bytes, out or source.root, num_bytes_out)
 
 
 def _check_disk(cache: Path, num_bytes: int, out: Path, num_bytes_out: int) -> None:

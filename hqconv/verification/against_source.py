@@ -13,7 +13,7 @@ from hqconv import __version__
 from hqconv.artifact.manifest import ManifestSource, SourceFileEntry
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
-from hqconv.errors import HqconvError
+from hqconv.errors import HqconvError, NetworkError
 from hqconv.io.file_access import sha256_of
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
@@ -54,6 +54,7 @@ def check_source(
         if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS) and not path.endswith(".safetensors")
     }
     compare_names("files copied from the source", "file", others, source.other_files, result)
+    source.fetch(sorted(others.intersection(source.other_files)))
     for path in sorted(others.intersection(source.other_files)):
         expected, found = sha256_of(source.root / path), artifact.manifest.files[path].sha256
         if expected != found:
@@ -116,11 +117,18 @@ def _check_digests(
         for sha256 in dict.fromkeys((file.sha256, file.hub_sha256))
         if file.name in found and sha256 is not None
     ]
-    digests = pool.map(lambda name: sha256_of(source.root / name), [name for name, _ in listed])
+    digests = pool.map(lambda name: _digest_of(source, name), [name for name, _ in listed])
     for (name, sha256), digest in zip(listed, digests, strict=True):
         if sha256 != digest:
             where, what = (f"{names.MANIFEST}: source, file {name}", "The source is not the one that was converted.")
             result.add(where, what, f"sha256 {sha256}", f"sha256 {digest}")
+
+
+def _digest_of(source: Source, name: str) -> str:
+    """Return a file's SHA-256: of the local file, else as the Hub lists it, else of bytes read by ranges."""
+    if source.is_here(name) or source.listing is None:
+        return sha256_of(source.root / name)
+    return source.listing.digests.get(name) or source.listing.sha256(name)
 
 
 def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckResult, *, is_own: bool) -> None:
@@ -189,6 +197,8 @@ def _differing(
     try:
         artifact.read(place[0], ours.data, place[1].offset_bytes + start)
         source.read_into(ref, theirs.data, start)
+    except NetworkError:
+        raise
     except HqconvError as error:
         return error
     wrong = np.flatnonzero(ours != theirs)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.collect_input_scales import InputScales, reduce_scales
-from hqconv.errors import HqconvError
+from hqconv.errors import HqconvError, NetworkError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
@@ -51,6 +51,8 @@ def check_source_scales(
                 continue  # a missing layer is reported by the check of its weights
             try:
                 expected = reduce_scales(source, sources[layer.name], pool)
+            except NetworkError:
+                raise
             except HqconvError as error:
                 result.add(f"source: {error.where}", error.what, error.expected, error.found)
                 continue

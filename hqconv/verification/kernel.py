@@ -19,6 +19,7 @@ from safetensors import safe_open
 from hqconv.artifact.load import load_rank
 from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
+from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.errors import first_few
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.humming_layout.fused_moe import (
@@ -64,8 +65,11 @@ def check_kernel(
     tokens: Iterable[int],
     device: torch.device,
     num_threads: int = 1,
+    cache: CachePolicy | None = None,
 ) -> CheckResult:
     """Run the kernel on the chosen layers; `num_threads` threads prefetch experts.
+
+    cache: limits for the shards of a source on the Hub.
 
     `measured[layer]` gets `kernel` (relative error against the decoded weights over all batches: the worst of the
     summed output and each rank's activated intermediate), `channel` (the same for the worst single channel),
@@ -79,15 +83,25 @@ def check_kernel(
     of_kind = {k.inputs: Tolerances.of(k.inputs, artifact.param_dtype) for k in artifact.spec.kernel_specs}
     result.notes += [limits.note() for limits in of_kind.values()]
     of_source = {} if source is None else {layer.name: layer for layer in source.map_experts().layers}
-    unknown: list[str] = []
-    with ThreadPoolExecutor(num_threads, "hqconv-verify", partial(_begin_thread, device)) as pool:
-        for layer in layers:
-            entry, activation = artifact.layers[layer], artifact.activation_of(layer)
-            if not is_known(activation, entry.gated):
-                unknown.append(f"{layer}: {activation.describe()}")
-                continue
+    known, unknown = [], []
+    for layer in layers:
+        activation = artifact.activation_of(layer)
+        if is_known(activation, artifact.layers[layer].gated):
+            known.append(layer)
+        else:
+            unknown.append(f"{layer}: {activation.describe()}")
+    wanted = [of_source[layer] for layer in known if layer in of_source]
+    with (
+        ThreadPoolExecutor(num_threads, "hqconv-verify", partial(_begin_thread, device)) as pool,
+        fetched_layers(source, wanted, cache or CachePolicy()) as fetched,
+    ):
+        for layer in known:
+            entry = artifact.layers[layer]
+            if layer in of_source:
+                fetched.wait_for(layer)
             batches = [make_batch(artifact, layer, count, device) for count in tokens]
             measured = _measure(artifact, layer, batches, source, of_source, pool)
+            fetched.release(layer)
             result.measured[layer] = measured
             recorded = {p: _recorded(e) for p, e in entry.quantization_error.items()}
             check_figures(result, layer, measured, of_kind[artifact.kernel_spec_of(layer).inputs], recorded)
@@ -131,7 +145,7 @@ def _measure(
     measured = exact | {f"rounded_{key}": value for figures in rounded for key, value in figures.items()}
     if inputs is not None and inputs.static:
         measured["clipped"] = inputs.clipped({"w13": everything.x, "w2": expected[0][1]})
-    if source is not None:
+    if source is not None and layer in of_source:
         original = source_experts(source, of_source[layer], device, pool)
         measured |= _compare_source(activation, everything, expected[0][0], decoded, original)
     return {**measured, "routed_by": batches[0].routed_by}

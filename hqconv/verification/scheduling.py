@@ -15,7 +15,6 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.progress import Meter, metered
 from hqconv.verification.check_batch import BatchedJob, BatchStaging, SharedState
 from hqconv.verification.check_expert import Job, Outcome
-from hqconv.verification.result import CheckResult
 
 Done = TypeVar("Done")
 Judged = tuple[Job, list[Outcome]]
@@ -43,37 +42,53 @@ def _told(done: Iterable[Done], meter: Meter | None, count: Callable[[Done], tup
     return metered(done, meter, name_and_count)
 
 
-def each_expert(
-    jobs: Iterable[Job], pool: ThreadPoolExecutor, num_workers: int, meter: Meter | None
-) -> Iterator[Judged]:
-    """Check experts one by one; yield each job with the outcomes of its experts."""
-    tasks = ((job, expert) for job in jobs for expert in range(job.layer.num_experts))
-    done = _told(
-        ahead(pool, lambda task: task[0].run(task[1]), tasks, 2 * num_workers), meter, lambda one: (one[0][0], 1)
-    )
-    for job, of_layer in itertools.groupby(done, key=lambda found: found[0][0]):
-        yield job, [outcome for _, outcome in of_layer]
+class OneByOne:
+    """Checks of single experts in the threads of a pool."""
+
+    def __init__(self, pool: ThreadPoolExecutor, num_workers: int, meter: Meter | None) -> None:
+        self._pool, self._num_workers, self._meter = pool, num_workers, meter
+
+    def judge(self, jobs: Iterable[Job]) -> Iterator[Judged]:
+        """Check the experts of jobs; yield each job with the outcomes of its experts."""
+        tasks = ((job, expert) for job in jobs for expert in range(job.layer.num_experts))
+        found_ahead = ahead(self._pool, lambda task: task[0].run(task[1]), tasks, 2 * self._num_workers)
+        done = _told(found_ahead, self._meter, lambda one: (one[0][0], 1))
+        for job, of_layer in itertools.groupby(done, key=lambda found: found[0][0]):
+            yield job, [outcome for _, outcome in of_layer]
+
+    def note(self) -> str:
+        """Describe the device of the checks."""
+        return "on the CPU"
 
 
-def in_batches(
-    jobs: Iterable[Job], staging: BatchStaging, pool: ThreadPoolExecutor, result: CheckResult, meter: Meter | None
-) -> Iterator[Judged]:
-    """Check batches on a device, and repeat on the CPU, one by one, the experts that need it."""
-    shared, num_again, num_all = SharedState(), 0, 0
-    batched = (BatchedJob(job, staging, shared) for job in jobs)
-    tasks = ((one, experts) for one in batched for experts in one.batches())
-    with worker_pool(staging.num_readers) as readers:
-        found_ahead = ahead(readers, lambda task: task[0].run(task[1]), tasks, 2 * staging.num_readers)
-        done = _told(found_ahead, meter, lambda one: (one[0][0].job, len(one[0][1])))
-        for one, of_layer in itertools.groupby(done, key=lambda found: found[0][0]):
-            first = [outcome for _, outcomes in of_layer for outcome in outcomes]
-            again = pool.map(one.job.run, [expert for expert, found in enumerate(first) if found is None])
-            outcomes = [found if found is not None else next(again) for found in first]
-            num_again, num_all = num_again + first.count(None), num_all + len(first)
-            yield one.job, outcomes
-    repeated = f"; {num_again} of {num_all} experts again on the CPU" if num_again else ""
-    repeated += f", some after {shared.errors[0]}" if shared.errors else ""
-    result.notes.append(f"on {staging.device}{repeated}")
+class InBatches:
+    """Checks of batches on a device; the experts that need it are checked again on the CPU, one by one."""
+
+    def __init__(self, staging: BatchStaging, pool: ThreadPoolExecutor, meter: Meter | None) -> None:
+        self._staging, self._pool, self._meter = staging, pool, meter
+        self._shared = SharedState()
+        self._num_again = self._num_all = 0
+
+    def judge(self, jobs: Iterable[Job]) -> Iterator[Judged]:
+        """Check the experts of jobs; yield each job with the outcomes of its experts."""
+        batched = (BatchedJob(job, self._staging, self._shared) for job in jobs)
+        tasks = ((one, experts) for one in batched for experts in one.batches())
+        with worker_pool(self._staging.num_readers) as readers:
+            found_ahead = ahead(readers, lambda task: task[0].run(task[1]), tasks, 2 * self._staging.num_readers)
+            done = _told(found_ahead, self._meter, lambda one: (one[0][0].job, len(one[0][1])))
+            for one, of_layer in itertools.groupby(done, key=lambda found: found[0][0]):
+                first = [outcome for _, outcomes in of_layer for outcome in outcomes]
+                again = self._pool.map(one.job.run, [expert for expert, found in enumerate(first) if found is None])
+                outcomes = [found if found is not None else next(again) for found in first]
+                self._num_again += first.count(None)
+                self._num_all += len(first)
+                yield one.job, outcomes
+
+    def note(self) -> str:
+        """Describe the device of the checks, and the experts that were checked again."""
+        repeated = f"; {self._num_again} of {self._num_all} experts again on the CPU" if self._num_again else ""
+        repeated += f", some after {self._shared.errors[0]}" if self._shared.errors else ""
+        return f"on {self._staging.device}{repeated}"
 
 
 Item = TypeVar("Item")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 
 from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.artifact.reader import Artifact, ManifestFacts
+from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.io.hub import Listing
@@ -70,6 +71,7 @@ class VerifyOptions:
     max_memory_bytes: int
     source: str | None  # name of the source in the report
     max_error: float | None = None  # of a projection; None for any
+    cache: CachePolicy = field(default_factory=CachePolicy)  # for the shards of a source on the Hub
     progress: Callable[[str, Progress], None] | None = None  # called with the check's name, one call at a time
 
 
@@ -233,7 +235,7 @@ def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) 
         return CheckResult("weights", skipped=obstacle)
     limits = (options.layers, options.num_threads, options.max_memory_bytes)
     meter = _meter("weights", artifact, options)
-    return check_weights(artifact, source, *limits, _weights_device(options.device), meter)
+    return check_weights(artifact, source, *limits, _weights_device(options.device), meter, options.cache)
 
 
 def _kernel(
@@ -248,7 +250,7 @@ def _kernel(
     chosen = _sample(artifact, layers, options)
     finish()
     with torch.cuda.device(device):
-        result = check_kernel(artifact, source, chosen, options.tokens, device, options.num_threads)
+        result = check_kernel(artifact, source, chosen, options.tokens, device, options.num_threads, options.cache)
     result.notes.append(
         f"{len(chosen)} of {len(layers)} layers, batches of {', '.join(map(str, options.tokens))} tokens"
     )

@@ -6,11 +6,12 @@ artifact's weights is measured on the decoded weights; the decoder shares no cod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from hqconv.artifact.reader import Artifact
+from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import relative_error
 from hqconv.errors import HqconvError, RequestError, VerificationError
@@ -30,7 +31,7 @@ from hqconv.verification.lineage import Lineage
 from hqconv.verification.recomputed_sums import against, check_content
 from hqconv.verification.recorded_errors import check_recorded, check_search
 from hqconv.verification.result import CheckResult, Finding
-from hqconv.verification.scheduling import each_expert, in_batches, worker_pool
+from hqconv.verification.scheduling import InBatches, OneByOne, worker_pool
 
 
 def check_weights(
@@ -41,8 +42,11 @@ def check_weights(
     max_memory_bytes: int,
     device: torch.device | None = None,
     meter: Meter | None = None,
+    cache: CachePolicy | None = None,
 ) -> CheckResult:
     """Decode the MoE layers of `indices` (None: all) and compare them with the source, if it is given.
+
+    cache: limits for the shards of a source on the Hub, which are fetched while other layers are checked.
 
     With a `device`, experts are checked there in batches, and experts with faults again on the CPU; the findings are
     the same. `measured[layer][projection]` holds the error figures, or without a source figures of the decoded
@@ -57,24 +61,33 @@ def check_weights(
         _working_bytes(b, artifact.schema_of(b.name), artifact.spec.encoding.quantizer) + folding_bytes(artifact, b)
         for b in layers
     )
-    if source is not None:
-        check_source_scales(artifact, layers, source, sources or {}, result)
     need = max(needs, default=1)
     _check_memory(need, max_memory_bytes)
     shards = artifact.shards()
     if device is not None and (obstacle := _obstacle(artifact, sources, device)):
         result.notes.append(f"{device} cannot be used: {obstacle}")
         device = None
-    jobs = (_job(artifact, layer, source, sources, shards) for layer in layers)
     staging = None if device is None else plan_staging(device, num_threads, max_memory_bytes - need)
     left_bytes = max_memory_bytes - (0 if staging is None else staging.host_bytes)
     num_workers = max(1, min(num_threads, left_bytes // need))
-    with worker_pool(num_workers) as pool:
-        one_by_one = each_expert(jobs, pool, num_workers, meter)
-        judged = one_by_one if staging is None else in_batches(jobs, staging, pool, result, meter)
-        for job, outcomes in judged:
-            _conclude(job, outcomes, result)
-    result.notes += [*(["on the CPU"] if staging is None else []), *_misread_notes(result)]
+    of_source = [sources[layer.name] for layer in layers if layer.name in sources] if sources else []
+    with worker_pool(num_workers) as pool, fetched_layers(source, of_source, cache or CachePolicy()) as fetched:
+        checks = OneByOne(pool, num_workers, meter) if staging is None else InBatches(staging, pool, meter)
+
+        def jobs() -> Iterator[Job]:
+            for layer in layers:
+                if sources is not None and source is not None and layer.name in sources:
+                    fetched.wait_for(layer.name)
+                    check_source_scales(artifact, [layer], source, sources, result)
+                yield _job(artifact, layer, source, sources, shards)
+
+        # Of a source on the Hub each layer is concluded before the next is awaited: its shards make room.
+        is_streamed = source is not None and source.listing is not None
+        for group in ([job] for job in jobs()) if is_streamed else [jobs()]:
+            for job, outcomes in checks.judge(group):
+                _conclude(job, outcomes, result)
+                fetched.release(job.layer.name)
+    result.notes += [checks.note(), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {len(artifact.layers)} layers"
     result.notes.insert(0, f"{looked_at} {against(artifact, layers, source)}")
     return result

@@ -14,6 +14,7 @@ from hqconv.cli.app import app
 
 REQUIRED = "required"
 JSON, QUIET = {"--json": False}, {"--quiet -q": False}
+FETCHED = {"--cache-limit": None, "--keep-source": False}
 WORK = {"--device": "auto", "--max-memory": "4GiB", "--threads": None}
 
 COMMANDS: dict[str, dict[str, Any]] = {
@@ -36,8 +37,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--expert-placement": "linear",
         "--redundant-experts": 0,
         "--revision": None,
-        "--cache-limit": None,
-        "--keep-source": False,
+        **FETCHED,
         "--push-to": None,
         "--private": False,
         "--branch": None,
@@ -61,6 +61,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--tokens": "1,17,256",
         "--max-error": None,
         "--report": None,
+        **FETCHED,
         **WORK,
         **JSON,
         **QUIET,
@@ -72,11 +73,21 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--out -o": None,
         "--overwrite": False,
         "--sample": None,
+        **FETCHED,
         **WORK,
         **JSON,
         **QUIET,
     },
-    "compare": {"OUT1": REQUIRED, "OUT2": REQUIRED, "--source": None, "--revision": None, **WORK, **JSON, **QUIET},
+    "compare": {
+        "OUT1": REQUIRED,
+        "OUT2": REQUIRED,
+        "--source": None,
+        "--revision": None,
+        **FETCHED,
+        **WORK,
+        **JSON,
+        **QUIET,
+    },
     "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **JSON},
     "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **JSON, **QUIET},
     "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **JSON},

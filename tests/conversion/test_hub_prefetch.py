@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 from huggingface_hub import hf_hub_download
+from typer.testing import CliRunner
 
 import hqconv
+from hqconv.cli.app import app
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError
 from hqconv.io import hub
 from hqconv.schemas.artifact_names import JOURNAL
@@ -485,6 +487,69 @@ def test_a_cache_without_links(tmp_path: Path) -> None:
     assert not hub.has_cached_bytes(root, "a", None)
     (root / "a").write_text("x")
     assert hub.has_cached_bytes(root, "a", None)
+
+
+# --- verify and compare ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_verify_streams_its_source(server: LocalHub, cache: Path, tmp_path: Path, model: Path, num_shards: int) -> None:
+    """Each shard is fetched once, within the limit, and removed; the report is that of a local source."""
+    run(tmp_path / "out")
+    server.whole.clear()
+    watch, limit = Watch(server, cache), num_shards * size_of(server, 0)
+    report = hqconv.verify(tmp_path / "out", NAME, cache_limit=limit, threads=2)
+    assert report.passed
+    assert 0 < watch.most <= limit
+    assert sorted(name for name in server.whole if name.startswith("layer-")) == [shard(n) for n in range(NUM_LAYERS)]
+    assert_removed(cache)
+    local = hqconv.verify(tmp_path / "out", model, threads=2)
+    assert [result.measured for result in report.results] == [result.measured for result in local.results]
+    server.whole.clear()
+    hqconv.verify(tmp_path / "out", NAME, layers=[2], checks=["weights"])
+    assert [name for name in server.whole if name.startswith("layer-")] == [shard(2)]
+
+
+def test_verify_finds_another_source(server: LocalHub, cache: Path, tmp_path: Path) -> None:
+    """A weight that the commit has, and the artifact was not made of."""
+    run(tmp_path / "out")
+    path = server.folder / shard(3)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+    report = hqconv.verify(tmp_path / "out", NAME, cache_limit=size_of(server, 0), threads=2)
+    weights = next(result for result in report.results if result.name == "weights")
+    assert not report.passed
+    assert all("layers.3." in finding.where for finding in weights.findings)
+    assert weights.findings
+    assert_removed(cache)
+
+
+def test_a_verification_that_fails_on_the_way(
+    server: LocalHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error, not a finding; the next verification takes over the fetched shards."""
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    run(tmp_path / "out")
+    server.fail(f"/resolve/.*{shard(4)}$", 503)
+    with pytest.raises(NetworkError):
+        hqconv.verify(tmp_path / "out", NAME, checks=["weights"], threads=2)
+    server.mend()
+    assert hqconv.verify(tmp_path / "out", NAME, checks=["weights"], threads=2).passed
+    assert_removed(cache)
+    with pytest.raises(RequestError, match="cache limit is too small"):
+        hqconv.verify(tmp_path / "out", NAME, checks=["weights"], cache_limit=1000)
+
+
+def test_compare_streams_its_source(server: LocalHub, cache: Path, tmp_path: Path) -> None:
+    run(tmp_path / "one")
+    conversions.run(NAME, tmp_path / "two", "int8")  # type: ignore[arg-type]
+    watch = Watch(server, cache)
+    words = ["compare", tmp_path / "one", tmp_path / "two", "--source", NAME, "--cache-limit", size_of(server, 0)]
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    assert 0 < watch.most <= size_of(server, 0)
+    assert_removed(cache)
 
 
 def test_manifests_name_the_commit_and_verify(server: LocalHub, tmp_path: Path, model: Path) -> None:

@@ -166,7 +166,7 @@ def test_the_device_is_the_one_asked_for(make: Callable[..., Path], src: Path, m
     used: list[torch.device | None] = []
 
     def look(*words: Any) -> CheckResult:
-        used.append(words[-2])
+        used.append(words[5])
         return CheckResult("weights")
 
     monkeypatch.setattr(run_module, "check_weights", look)
