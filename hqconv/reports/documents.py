@@ -18,7 +18,7 @@ from hqconv.errors import OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.humming_layout.compatibility import why_not
 from hqconv.io.checkpoint_files import readable
-from hqconv.io.durable_files import check_space, partial
+from hqconv.io.durable_files import check_space, partial, size_of
 from hqconv.io.hub import Listing
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
@@ -287,7 +287,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
     manifest = read_manifest(root)
     layers, errors = manifest.blocks, manifest.errors()
     altered = None if manifest.alteration is None else manifest.alteration.what
-    missing = _missing(root, manifest, listing)
+    missing = manifest.missing_files(lambda name: _size_of(root, name, listing))
     source, *before = ({"name": one.source.name, "revision": one.source.revision} for one in manifest.steps)
     return {
         "kind": "artifact",
@@ -342,20 +342,11 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
     }
 
 
-def _missing(root: Path, manifest: Manifest, listing: Listing | None) -> list[str]:
-    """Files that are missing or have another size; people may edit the card."""
-    return [
-        name
-        for name, entry in manifest.files.items()
-        if (size := _size_of(root, name, listing)) is None or (name != artifact_names.CARD and size != entry.size_bytes)
-    ]
-
-
 def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
     """Size in bytes of a file of the folder or of the repo; None if there is none."""
     if listing is not None:
         return listing.sizes.get(name)
-    return (root / name).stat().st_size if (root / name).is_file() else None
+    return size_of(root / name)
 
 
 def describe_unfinished(root: Path) -> Words:

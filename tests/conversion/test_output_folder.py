@@ -522,3 +522,92 @@ def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
         with pytest.raises(OutputError), opened(out, **modes):
             pass
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+# --- finished, with rests of what was replaced ---------------------------------------------------------------
+
+
+def killed_twice(tmp_path: Path, rest: str) -> Path:
+    """A replacement killed after the exchange, and a second one in its first moment: its journal is still empty."""
+    out = finished(tmp_path / "out", "a.safetensors", content=b"new")
+    side = side_folder(out)
+    if rest == "nothing":
+        side.mkdir()
+    else:
+        finished(side, "a.safetensors", "b.safetensors", content=b"old")
+        if rest == "half of the old one":
+            (side / "a.safetensors").unlink()
+    (side / ".gitattributes").write_text("* -text")
+    (side / JOURNAL).write_bytes(b"")
+    return out
+
+
+RESTS = ["nothing", "the old one", "half of the old one"]
+
+
+@pytest.mark.parametrize("rest", RESTS)
+def test_a_finished_artifact_is_recognised_beside_an_empty_journal(rest: str, tmp_path: Path) -> None:
+    out = killed_twice(tmp_path, rest)
+    with OutputFolder(out, IDENTITY, PATHS) as folder:
+        assert folder.start(1000, resume=True, difference=lambda _: None) is False
+        assert folder.warnings == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(out) == [".gitattributes", "a.safetensors", "hqconv.json"]
+    assert b"new" in (out / "a.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("rest", RESTS)
+def test_another_request_goes_on_beside_an_empty_journal(rest: str, tmp_path: Path) -> None:
+    """It was to replace the artifact that is there, and was killed before it said so."""
+    out = killed_twice(tmp_path, rest)
+    with OutputFolder(out, IDENTITY, PATHS) as folder:
+        assert folder.start(1000, resume=True, difference=lambda _: "schema_name") is True
+        record_group(folder, "a.safetensors", b"newest")
+        folder.seal(manifest_of(folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(out) == [".gitattributes", "a.safetensors", "hqconv.json"]
+    assert b"newest" in (out / "a.safetensors").read_bytes()
+
+
+def test_a_file_of_the_user_beside_an_empty_journal_stays(tmp_path: Path) -> None:
+    out = killed_twice(tmp_path, "the old one")
+    (side_folder(out) / "photo.jpg").write_bytes(b"mine")
+    with OutputFolder(out, IDENTITY, PATHS) as folder:
+        assert folder.start(1000, resume=True) is False
+        assert "did not make" in folder.warnings[0]
+    assert files_of(side_folder(out)) == ["photo.jpg"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "a folder"])
+def test_an_artifact_without_its_files_is_not_called_finished(damage: str, tmp_path: Path) -> None:
+    """And what is left of the old one stays."""
+    out = killed_twice(tmp_path, "the old one")
+    (out / "a.safetensors").unlink()
+    if damage == "cut":
+        (out / "a.safetensors").write_bytes(b"x")
+    elif damage == "a folder":
+        (out / "a.safetensors").mkdir()
+    before = files_of(tmp_path)
+    with (
+        OutputFolder(out, IDENTITY, PATHS) as folder,
+        pytest.raises(OutputError, match="missing or has another size") as caught,
+    ):
+        folder.start(1000, resume=True)
+    assert "out/a.safetensors" in caught.value.where
+    assert caught.value.found == ("1 bytes" if damage == "cut" else "no such file")
+    assert "--overwrite" in caught.value.remedy
+    assert files_of(tmp_path) == before
+
+
+def test_the_journal_of_a_finished_artifact_goes_when_it_is_replaced(tmp_path: Path) -> None:
+    """Killed after sealing, and the replacement after it had begun: both have a journal."""
+    out = finished(tmp_path / "out", "a.safetensors", content=b"old")
+    with opened(out, overwrite=True):
+        pass
+    (out / JOURNAL).write_bytes((side_folder(out) / JOURNAL).read_bytes())
+    with opened(out, resume=True) as folder:
+        record_group(folder, "a.safetensors", b"new")
+        folder.seal(manifest_of(folder))
+        assert folder.warnings == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(out) == ["a.safetensors", "hqconv.json"]

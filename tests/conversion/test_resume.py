@@ -72,6 +72,36 @@ def test_a_killed_conversion_is_resumed_to_the_same_bytes(
     assert counts(out)[1] == done  # what the journal had was not made again
 
 
+def test_an_artifact_that_is_finished_is_kept_whatever_two_kills_left(
+    driver: Driver, whole: tuple[dict[str, str], int], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert driver.convert(out) == 0
+    side = tmp_path / ".out.hqconv"
+    side.mkdir()
+    shutil.copy(out / "hqconv.json", side)
+    (side / JOURNAL).touch()
+    assert driver.convert(out, resume=True) == 0
+    assert snapshot(out) == whole[0]
+    assert not side.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_an_artifact_without_a_rank_file_is_not_said_to_be_finished(damage: str, src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(src, out, "mxfp4", GRID)
+    victim = sorted(out.glob("experts/*/*.safetensors"))[1]
+    if damage == "cut":
+        os.truncate(victim, 1000)
+    else:
+        victim.unlink()
+    with pytest.raises(OutputError, match="A file of the finished artifact") as caught:
+        run(src, out, "mxfp4", GRID, resume=True)
+    assert caught.value.where == str(victim)
+    assert (caught.value.exit_code, "--overwrite" in caught.value.remedy) == (4, True)
+    assert not run(src, out, "mxfp4", GRID, overwrite=True).was_finished
+
+
 # --- in this process ---------------------------------------------------------------------------------------
 
 
