@@ -12,6 +12,7 @@ from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
 from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
+from hqconv.conversion.journal import parse_entry
 from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import OutputError, RequestError, VerificationError
@@ -355,18 +356,10 @@ def describe_unfinished(root: Path) -> Words:
     return {
         "kind": "unfinished",
         "folder": str(root),
-        "num_groups_done": sum(_is_group(line) for line in lines),
+        "num_groups_done": sum(parse_entry(line) is not None for line in lines),
         "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
         "or --overwrite to start anew.",
     }
-
-
-def _is_group(line: bytes) -> bool:
-    """Return whether a journal line records a finished output unit; half a line of a killed run does not."""
-    try:
-        return "group" in json.loads(line)
-    except (ValueError, TypeError, RecursionError):
-        return False
 
 
 def _config_of(root: Path) -> Words:

@@ -9,6 +9,7 @@ import _thread
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from hqconv.conversion import convert as convert_module
 from hqconv.conversion.progress import Progress
 from hqconv.errors import OutputError
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
-from tests.make.conversions import manifest, run
+from tests.make.conversions import manifest, open_plan, run
 from tests.make.killing import Driver, counts
 from tests.make.models import save_model
 from tests.make.tensors import snapshot
@@ -123,6 +124,12 @@ def run_until(src: Path, out: Path, num_groups: int, schema: str = "mxfp4", **wo
         run(src, out, schema, words.pop("grid", GRID), progress=stop, **words)
 
 
+def num_units(src: Path) -> int:
+    source, plan = open_plan(src, "mxfp4", GRID)
+    source.close()
+    return len(plan.units)
+
+
 @pytest.mark.usefixtures("several_shards")
 def test_finished_groups_are_reported_as_resumed(src: Path, whole: tuple[dict[str, str], int], tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -154,6 +161,21 @@ def test_a_finished_file_damaged_in_between_is_made_again(
     else:
         victim.unlink()
     assert run(src, out, "mxfp4", GRID, resume=True).num_groups_resumed == 1
+    assert snapshot(out) == whole[0]
+
+
+@pytest.mark.usefixtures("several_shards")
+@pytest.mark.parametrize("pattern", [rb'"relative_error": 0\.\d', rb'"weight": "[0-9a-f]', rb'"worst_expert": \d'])
+def test_altered_figures_of_a_journal_do_not_reach_the_manifest(
+    pattern: bytes, src: Path, whole: tuple[dict[str, str], int], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_until(src, out, num_units(src) - 1)
+    journal = out / JOURNAL
+    data, count = re.subn(pattern, lambda found: found[0][:-1] + bytes([found[0][-1] ^ 1]), journal.read_bytes())
+    assert count
+    journal.write_bytes(data)
+    assert run(src, out, "mxfp4", GRID, resume=True).num_groups_resumed < num_units(src) - 1
     assert snapshot(out) == whole[0]
 
 
