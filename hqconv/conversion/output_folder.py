@@ -104,7 +104,7 @@ class OutputFolder:
             of_side, of_out = self._open_journals(side, unused)
             is_begun = of_side is not None and of_side.identity is not None
             if resume and not is_begun and is_artifact(self.out):
-                if of_side is None or difference(read_manifest(self.out)) is None:
+                if of_side is None or difference(read_manifest(self.out, is_sealed=True)) is None:
                     self._keep_artifact(side, of_side, of_out, difference)
                     return False
                 self._discard_old(side)  # another request began to replace this artifact, and goes on
@@ -304,9 +304,10 @@ class OutputFolder:
 def check_finished(out: Path, difference: Callable[[Manifest], str | None]) -> Manifest:
     """Read the manifest of a finished artifact, and check that its request is this one and its files have their sizes.
 
-    difference: as for `OutputFolder.start`. Raises OutputError for another request, or for missing or cut files.
+    difference: as for `OutputFolder.start`. Raises OutputError for another request, or for missing or cut files,
+    VerificationError for a damaged or altered manifest.
     """
-    manifest = read_manifest(out)
+    manifest = read_manifest(out, is_sealed=True)
     key = difference(manifest)
     if key is not None:
         raise OutputError(
