@@ -32,7 +32,7 @@ from hqconv.io.durable_files import (
     sync_folders,
     write_whole,
 )
-from hqconv.io.file_access import Descriptors, sha256_of
+from hqconv.io.file_access import CloseError, Descriptors, sha256_of
 from hqconv.planning.output_units import OutFile
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_journal
 
@@ -404,7 +404,7 @@ class UnitWriter:
 
     def publish(self) -> None:
         """Give the flushed files their final names, and flush the folders."""
-        self._descriptors.close()
+        self._close()
         for file in self._files:
             path = self._root / file.path
             with output_errors(path):
@@ -412,9 +412,17 @@ class UnitWriter:
         with output_errors(self._root):
             sync_folders(self._root, {(self._root / file.path).parent for file in self._files})
 
+    def _close(self) -> None:
+        try:
+            self._descriptors.close()
+        except CloseError as error:
+            with output_errors(self._root / error.key):
+                raise
+
     def abandon(self) -> None:
         """Remove the partial files."""
-        self._descriptors.close()
+        with suppress(OutputError):  # the error that ended the work is the one to tell
+            self._close()
         for path in self._paths.values():
             path.unlink(missing_ok=True)
 
