@@ -114,7 +114,7 @@ def build_manifest(
     facts, experts = _facts(source, plan), plan.experts
     of_files = [replace(file, **_digests(source, file.name, digests)) for file in facts["source"].files]
     facts["source"] = replace(facts["source"], files=of_files)
-    parent = read_manifest(source.root) if source.guard.is_held else None
+    parent = read_manifest(source.root, is_sealed=True) if source.guard.is_held else None
     return Manifest(
         **facts,
         derived_from=None if parent is None else [parent.as_ancestor(), *parent.ancestors],

@@ -12,7 +12,7 @@ import os
 import stat
 import types
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -427,6 +427,17 @@ class Manifest(Entry):
     def errors(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return layer name → projection → the JSON object of its quantization error."""
         return {name: layer.errors() for name, layer in self.blocks.items()}
+
+    def missing_files(self, size_of: Callable[[str], int | None]) -> list[str]:
+        """Return the listed files that are missing or have another size; people may edit the model card.
+
+        size_of: returns the bytes of a file of the artifact, None where there is none.
+        """
+        return [
+            name
+            for name, entry in self.files.items()
+            if (size := size_of(name)) is None or (name != artifact_names.CARD and size != entry.size_bytes)
+        ]
 
     def as_ancestor(self) -> Ancestor:
         """Return this artifact's entry for the `derived_from` of an artifact that is converted from it."""

@@ -17,7 +17,7 @@ from hqconv.artifact.manifest import ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.humming_layout.compatibility import why_not
-from hqconv.io.file_access import Descriptors, sha256_of
+from hqconv.io.file_access import CloseError, Descriptors, sha256_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.families import FAMILIES, Family
@@ -260,6 +260,7 @@ def _humming_errors(layer: str) -> Iterator[None]:
         raise _impossible(layer, f"Humming: {type(error).__name__}: {error}") from error
 
 
+_SEE_DISK = "See to the disk or the network that the file lies on, then run the same command again."
 Header = tuple[dict[str, TensorRef], dict[str, str]]
 Tensors: TypeAlias = "dict[str, NDArray[Any]]"
 
@@ -290,8 +291,12 @@ class Artifact(ManifestFacts):
         self.close()
 
     def close(self) -> None:
-        """Close the files that were read."""
-        self._descriptors.close()
+        """Close the files that were read. Raises VerificationError where the system refuses."""
+        try:
+            self._descriptors.close()
+        except CloseError as error:
+            what, where = "A file of the artifact cannot be closed.", str(self.root / error.key)
+            raise VerificationError(what, where=where, found=error.strerror, remedy=_SEE_DISK) from error
 
     def header(self, path: str) -> Header:
         """Return tensors and metadata of one file of the artifact, read once.

@@ -132,7 +132,7 @@ def _weight_rows(measured: Document) -> TableRows:
         for projection, figures in projections.items()
         if isinstance(figures, Mapping) and "relative_error" in figures
     ]
-    rows.sort(key=lambda row: -row[2]["relative_error"])
+    rows.sort(key=lambda row: -_rank(row[2]["relative_error"]))
     headers = ("layer", "projection", "relative error", "SQNR (dB)", "cosine", "worst group")
     return headers, [
         (layer, projection, *(_number(f.get(key)) for key in ("relative_error", "sqnr_db", "cosine", "worst_group")))
@@ -141,7 +141,7 @@ def _weight_rows(measured: Document) -> TableRows:
 
 
 def _kernel_rows(measured: Document) -> TableRows:
-    layers = sorted(measured, key=lambda layer: -measured[layer]["kernel"])
+    layers = sorted(measured, key=lambda layer: -_rank(measured[layer]["kernel"]))
     headers = (
         *("layer", "kernel vs decoded", "vs rounded activations", "worst channel", "output vs source"),
         "tokens routed by",
@@ -157,6 +157,11 @@ def _kernel_rows(measured: Document) -> TableRows:
         )
         for layer in layers[:NUM_ROWS_SHOWN]
     ]
+
+
+def _rank(error: float | None) -> float:
+    """Sort key of an error: an error that is no number, as of weights that are NaN, is the worst."""
+    return math.inf if error is None or math.isnan(error) else error
 
 
 def _number(value: Any) -> str:

@@ -38,14 +38,14 @@ def report(
     OUT.report.html in the current folder. sample: experts per layer whose codes are counted. overwrite_page: replace an
     existing file of any kind. The other parameters are those of `hqconv.verify`.
 
-    Raises OutputError where the page cannot be written, RequestError, VerificationError, and what opening the source
-    raises.
+    Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
+    the one of its own digest, and what opening the source raises.
     """
     from hqconv.artifact.manifest import read_manifest
     from hqconv.reports.page_document import page_place
 
     root = Path(out)
-    read_manifest(root)  # refuse a folder without an artifact before any work
+    read_manifest(root, is_sealed=True)  # refuse a folder without a whole artifact before any work
     place = page_place(root, page, overwrite=overwrite_page)
     interrupt.expect(*interrupt.page_cases(place))
     verification = None
@@ -123,7 +123,7 @@ def compare(
     of taken from the manifests. The other parameters are those of `hqconv.verify`.
 
     Raises RequestError for a folder without an artifact or for different models, VerificationError for a damaged
-    artifact or one that does not match the source, and the errors of opening the source.
+    artifact, an altered manifest, or an artifact that does not match the source, and the errors of opening the source.
     """
     from hqconv.reports.compare import compare as compare_artifacts
 

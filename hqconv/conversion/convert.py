@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.build import Measured, artifact_config, build_manifest, first_difference, with_file
 from hqconv.artifact.error_summary import requantized, scale_changes
-from hqconv.artifact.manifest import json_bytes, read_manifest, sealed
+from hqconv.artifact.manifest import json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
@@ -22,7 +23,7 @@ from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.journal import Destination
-from hqconv.conversion.output_folder import OutputFolder
+from hqconv.conversion.output_folder import OutputFolder, check_finished
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.source_integrity import source_digests
@@ -185,7 +186,8 @@ class _Conversion:
         if not resume:
             self._check_cache((), num_bytes_out)
         with OutputFolder(self.out, identity, plan.paths) as folder:
-            is_new = folder.start(num_bytes_out, resume=resume, overwrite=overwrite)
+            difference = partial(first_difference, source, plan)
+            is_new = folder.start(num_bytes_out, resume=resume, overwrite=overwrite, difference=difference)
             num_resumed = len(folder.done) if is_new else len(plan.units)
             if processes is not None:
                 begun = {"is_new": is_new, "root": str(folder.root), "done": list(folder.done)}
@@ -382,13 +384,5 @@ def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
 
 
 def _recorded_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[str, dict[str, Any]]:
-    """Read the errors from a finished artifact. Raises OutputError where another request made the artifact."""
-    manifest = read_manifest(out)
-    key = first_difference(source, plan, manifest)
-    if key is not None:
-        raise OutputError(
-            f"The output folder holds a finished artifact that differs from this request in: {key}.",
-            where=str(out),
-            remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
-        )
-    return manifest.errors()
+    """Read the errors from a finished artifact. Raises OutputError where another request made it, or it lacks files."""
+    return check_finished(out, partial(first_difference, source, plan)).errors()

@@ -1,12 +1,14 @@
 """The journal of an unfinished conversion: its identity, finished output units, fetched files, and the process at work.
 
-One JSON document a line. The file is locked while a process works on the folder.
+One JSON document a line, with a checksum as its last key; a line without the right checksum is never used. The file is
+locked while a process works on the folder.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -21,6 +23,26 @@ from hqconv.schemas.artifact_names import JOURNAL, is_member_journal
 from hqconv.schemas.untrusted_files import what_instead
 
 FETCHED = "fetched"
+_CHECKSUM = "checksum"
+_CHECKSUM_FIELD = f', "{_CHECKSUM}": "'.encode()
+
+
+def encode_line(document: Mapping[str, Any]) -> bytes:
+    """Return a journal line, without its newline: the JSON object with the SHA-256 of all bytes before `checksum`."""
+    body = json.dumps(document).encode().removesuffix(b"}")
+    return body + _CHECKSUM_FIELD + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+def decode_line(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a journal line, without its checksum; None for a line that was altered or has none."""
+    body, _, checksum = line.rpartition(_CHECKSUM_FIELD)
+    if checksum != hashlib.sha256(body).hexdigest().encode() + b'"}':
+        return None
+    try:
+        document = json.loads(body + b"}")
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
 
 
 @dataclass(frozen=True)
@@ -61,15 +83,25 @@ class JournalEntry:
 
 
 def parse_identity(path: Path, line: bytes) -> dict[str, Any]:
-    """Parse a journal's first line: the identity of the conversion. Raises OutputError for an unreadable line."""
+    """Parse a journal's first line: the identity of the conversion.
+
+    An older hqconv wrote no checksums: of its journal only the identity is used. Raises OutputError for a line that is
+    unreadable or altered.
+    """
+    identity = decode_line(line)
     try:
-        return dict(json.loads(line))
+        identity = identity or dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
+        identity = None
+    if identity is None or _CHECKSUM in identity:
         raise OutputError(
             "The journal of an unfinished conversion cannot be read.",
             where=str(path),
+            expected="the line of a conversion, as it was written",
+            found="other bytes",
             remedy="Start anew in another folder with -o, or remove this one.",
-        ) from None
+        )
+    return identity
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
@@ -79,31 +111,26 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 def parse_entry(line: bytes) -> JournalEntry | None:
-    """Parse the line of a finished unit; None for any other line."""
+    """Parse the line of a finished unit; None for any other line, and for an altered one."""
+    document = decode_line(line)
     try:
-        entry = JournalEntry.from_dict(json.loads(line))
-        return entry if entry._is_typed else None
-    except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
+        entry = None if document is None else JournalEntry.from_dict(document)
+        return entry if entry is not None and entry._is_typed else None
+    except (AttributeError, KeyError, TypeError):
         return None
 
 
 def parse_fetch(line: bytes) -> str | None:
-    """Parse the line of a fetched file; None for any other line."""
-    try:
-        name = json.loads(line)[FETCHED]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+    """Parse the line of a fetched file; None for any other line, and for an altered one."""
+    name = (decode_line(line) or {}).get(FETCHED)
     return name if isinstance(name, str) else None
 
 
 def last_process(lines: list[bytes]) -> str:
     """Describe the process that began to work on the folder last."""
-    for line in reversed(lines):
-        try:
-            document = json.loads(line)
-            return f"process {int(document['process'])} on {document['host']}"
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+    for document in map(decode_line, reversed(lines)):
+        if document is not None and {"process", "host"} <= document.keys():
+            return f"process {document['process']} on {document['host']}"
     return "a process that has just begun"
 
 
@@ -273,7 +300,7 @@ class Journal:
     def _append(self, document: dict[str, Any]) -> None:
         with output_errors(self.path):
             os.lseek(self._descriptor, 0, os.SEEK_END)
-            line = memoryview(json.dumps(document).encode() + b"\n")
+            line = memoryview(encode_line(document) + b"\n")
             while line:
                 line = line[os.write(self._descriptor, line) :]
             os.fsync(self._descriptor)

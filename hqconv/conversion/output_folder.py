@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import is_artifact, read_manifest
+from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
 from hqconv.artifact.sha256sums import are_sums, is_own_card
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
 from hqconv.errors import HqconvError, OutputError, first_few
@@ -27,11 +27,12 @@ from hqconv.io.durable_files import (
     output_errors,
     partial,
     settle,
+    size_of,
     sync_above,
     sync_folders,
     write_whole,
 )
-from hqconv.io.file_access import Descriptors, sha256_of
+from hqconv.io.file_access import CloseError, Descriptors, sha256_of
 from hqconv.planning.output_units import OutFile
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_journal
 
@@ -44,6 +45,10 @@ def side_folder(out: Path) -> Path:
 def parked_folder(out: Path) -> Path:
     """Return the folder of the old artifact during an exchange, on file systems without an atomic one."""
     return out.with_name(f".{out.name}.hqconv-old")
+
+
+def _no_difference(_: Manifest) -> None:
+    return None
 
 
 class OutputFolder:
@@ -76,25 +81,37 @@ class OutputFolder:
 
     # --- taking the folder -----------------------------------------------------------------------------------
 
-    def start(self, num_bytes: int, *, resume: bool = False, overwrite: bool = False) -> bool:
+    def start(
+        self,
+        num_bytes: int,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        difference: Callable[[Manifest], str | None] = _no_difference,
+    ) -> bool:
         """Take the folder for this conversion, which will write `num_bytes`; True if there is work to do.
 
-        False where `resume` finds a finished artifact; leftovers of its conversion are removed.
-        Raises OutputError where the folder is in use or the disk too small, where `resume` finds another conversion,
-        where foreign files would be lost, or where another process is at work on the folder.
+        False where `resume` finds a finished artifact; leftovers of its conversion are removed. difference: the first
+        key in which a finished artifact's manifest differs from the request; None if the request made the artifact.
+        Raises OutputError where the folder is in use or the disk too small, where `resume` finds another conversion or
+        an artifact that lacks files, where foreign files would be lost, or where another process is at work on the
+        folder.
         """
         side = side_folder(self.out)
         if self.out.exists() and not self.out.is_dir():
             raise cannot_use(self.out, "a file")
         with ExitStack() as unused:
             of_side, of_out = self._open_journals(side, unused)
+            is_begun = of_side is not None and of_side.identity is not None
+            if resume and not is_begun and is_artifact(self.out):
+                if of_side is None or difference(read_manifest(self.out, is_sealed=True)) is None:
+                    self._keep_artifact(side, of_side, of_out, difference)
+                    return False
+                self._discard_old(side)  # another request began to replace this artifact, and goes on
             if of_side is not None:
                 self._take_up(side, of_side, resume=resume, overwrite=overwrite)
-            elif is_artifact(self.out) and resume:
-                self._try_to_discard(side)
-                if of_out is not None:
+                if of_out is not None and is_artifact(self.out):  # of the finished artifact, which is replaced
                     of_out.remove()
-                return False
             elif is_artifact(self.out):
                 if not overwrite:
                     raise cannot_use(self.out, "a finished artifact")
@@ -154,6 +171,18 @@ class OutputFolder:
         # else the run was killed before it recorded its identity
         self.root, self._journal, self._replaces = root, journal, replaces
         journal.begin(self._identity)
+
+    def _keep_artifact(
+        self, side: Path, of_side: Journal | None, of_out: Journal | None, difference: Callable[[Manifest], str | None]
+    ) -> None:
+        """Leave a finished artifact of the same request, and remove the rest of the one that it replaced.
+
+        of_side, of_out: the journals that killed runs left; neither has anything to resume.
+        """
+        check_finished(self.out, difference)
+        self._try_to_discard(side, of_side)
+        if of_out is not None:
+            of_out.remove()
 
     def _start_anew(self, root: Path, journal: Journal) -> None:
         """Remove the files of an unfinished conversion that its journal lists."""
@@ -241,10 +270,14 @@ class OutputFolder:
                 what = "A finished file was removed or cut meanwhile."
                 raise OutputError(what, where=str(path), remedy="Run the same command with --resume.")
 
-    def _try_to_discard(self, side: Path) -> None:
-        """Remove the old artifact; after the exchange a failure is only a warning."""
+    def _try_to_discard(self, side: Path, journal: Journal | None = None) -> None:
+        """Remove the old artifact, then an empty journal beside it; after the exchange a failure is only a warning."""
         try:
             self._discard_old(side)
+            if journal is not None:
+                journal.remove()
+                with suppress(OSError):  # not empty: foreign files appeared meanwhile
+                    side.rmdir()
         except OutputError as error:
             self.warnings.append(f"The old artifact could not be removed from {side}: {error.found}.")
         else:
@@ -266,6 +299,34 @@ class OutputFolder:
             with suppress(OSError):  # not empty: foreign files appeared meanwhile
                 side.rmdir()
             sync_above(side)
+
+
+def check_finished(out: Path, difference: Callable[[Manifest], str | None]) -> Manifest:
+    """Read the manifest of a finished artifact, and check that its request is this one and its files have their sizes.
+
+    difference: as for `OutputFolder.start`. Raises OutputError for another request, or for missing or cut files,
+    VerificationError for a damaged or altered manifest.
+    """
+    manifest = read_manifest(out, is_sealed=True)
+    key = difference(manifest)
+    if key is not None:
+        raise OutputError(
+            f"The output folder holds a finished artifact that differs from this request in: {key}.",
+            where=str(out),
+            remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
+        )
+    with output_errors(out):
+        missing = manifest.missing_files(lambda name: size_of(out / name))
+        if missing:
+            found = size_of(out / missing[0])
+            raise OutputError(
+                "A file of the finished artifact is missing or has another size.",
+                where=first_few([str(out / name) for name in missing]),
+                expected=f"{manifest.files[missing[0]].size_bytes} bytes",
+                found="no such file" if found is None else f"{found} bytes",
+                remedy="Convert again with --overwrite, or copy the file again from where it is whole.",
+            )
+    return manifest
 
 
 def unfinished_folder(out: Path) -> Path | None:
@@ -343,7 +404,7 @@ class UnitWriter:
 
     def publish(self) -> None:
         """Give the flushed files their final names, and flush the folders."""
-        self._descriptors.close()
+        self._close()
         for file in self._files:
             path = self._root / file.path
             with output_errors(path):
@@ -351,9 +412,17 @@ class UnitWriter:
         with output_errors(self._root):
             sync_folders(self._root, {(self._root / file.path).parent for file in self._files})
 
+    def _close(self) -> None:
+        try:
+            self._descriptors.close()
+        except CloseError as error:
+            with output_errors(self._root / error.key):
+                raise
+
     def abandon(self) -> None:
         """Remove the partial files."""
-        self._descriptors.close()
+        with suppress(OutputError):  # the error that ended the work is the one to tell
+            self._close()
         for path in self._paths.values():
             path.unlink(missing_ok=True)
 

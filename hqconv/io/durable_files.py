@@ -123,6 +123,11 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
     return FileRecord(name, num_bytes, digest.hexdigest())
 
 
+def size_of(path: Path) -> int | None:
+    """Return the bytes of a regular file; None where there is none."""
+    return path.stat().st_size if path.is_file() else None
+
+
 def is_whole(root: Path, record: FileRecord) -> bool:
     """Return True if a file of the folder exists with its recorded size and digest."""
     path = root / record.path

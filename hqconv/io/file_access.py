@@ -80,6 +80,14 @@ def open_limit() -> int:
     return max(_LEAST, min(_MOST, (soft - _OTHERS) // _SHARE))
 
 
+class CloseError(OSError):
+    """The system refused to close a file of a pool. key: of that file, which need not be the file in use."""
+
+    def __init__(self, error: OSError, key: str) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.key = key
+
+
 class Descriptors:
     """A pool of at most `limit` open files of one owner, by key; any thread may use it.
 
@@ -98,7 +106,10 @@ class Descriptors:
 
     @contextmanager
     def using(self, key: str) -> Iterator[int]:
-        """Open a descriptor, or reuse it, until the block ends. Raises ValueError for a closed pool."""
+        """Open a descriptor, or reuse it, until the block ends.
+
+        Raises ValueError for a closed pool, CloseError where another file cannot be closed.
+        """
         with self._lock:
             if self._is_closed:
                 raise ValueError(f"{key}: use of a file whose owner is closed")
@@ -117,20 +128,35 @@ class Descriptors:
     def _make_room(self) -> None:
         idle = [key for key in self._open if not self._num_users.get(key)]
         for key in idle[: max(0, len(self._open) - self._limit + 1)]:
-            os.close(self._open.pop(key))
+            self._close(key)
+
+    def _close(self, key: str) -> None:
+        try:
+            os.close(self._open.pop(key))  # also after an error Linux has closed it
+        except OSError as error:
+            raise CloseError(error, key) from error
 
     def drop(self, key: str) -> None:
-        """Close one file, if it is open; nobody may be using it."""
+        """Close one file, if it is open; nobody may be using it. Raises CloseError."""
         with self._lock:
             if key in self._open:
-                os.close(self._open.pop(key))
+                self._close(key)
 
     def close(self) -> None:
-        """Close all files; nobody may be using one, and none may be opened again."""
+        """Close all files; nobody may be using one, and none may be opened again.
+
+        Raises CloseError for the first file that cannot be closed, after all others are closed.
+        """
+        errors = []
         with self._lock:
             self._is_closed = True
             while self._open:
-                os.close(self._open.popitem()[1])
+                try:
+                    self._close(next(iter(self._open)))
+                except CloseError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 _CHUNK_BYTES = 1 << 20  # a smaller one is no faster, and takes Python's global lock more often

@@ -100,14 +100,14 @@ def _size(root: Path, path: str) -> int:
         _check_link(root, full)
     try:
         descriptor = open_regular(full)
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
     except OSError as error:
         what, found = "A file of the source cannot be read.", error.strerror or str(error)
         remedy = "Mend its permissions, or leave it out of the source."
         raise InputError(what, where=str(full), found=found, remedy=remedy) from error
-    try:
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
 
 
 def _read_card(root: Path) -> bytes:

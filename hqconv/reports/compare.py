@@ -29,7 +29,7 @@ def compare(roots: Sequence[Path], measured: Sequence[Measured] | None = None) -
     Raises RequestError if one is no artifact, or they are of different models; VerificationError if one is
     damaged. Reads no weights.
     """
-    manifests = [read_manifest(root) for root in roots]
+    manifests = [read_manifest(root, is_sealed=True) for root in roots]
     described = [describe_artifact(root) for root in roots]
     _check_models(roots, manifests)
     errors = [_recorded(one) for one in manifests] if measured is None else [_measured(one) for one in measured]

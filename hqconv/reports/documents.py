@@ -12,13 +12,14 @@ from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
 from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
+from hqconv.conversion.journal import parse_entry
 from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.humming_layout.compatibility import why_not
 from hqconv.io.checkpoint_files import readable
-from hqconv.io.durable_files import check_space, partial
+from hqconv.io.durable_files import check_space, partial, size_of
 from hqconv.io.hub import Listing
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
@@ -287,7 +288,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
     manifest = read_manifest(root)
     layers, errors = manifest.blocks, manifest.errors()
     altered = None if manifest.alteration is None else manifest.alteration.what
-    missing = _missing(root, manifest, listing)
+    missing = manifest.missing_files(lambda name: _size_of(root, name, listing))
     source, *before = ({"name": one.source.name, "revision": one.source.revision} for one in manifest.steps)
     return {
         "kind": "artifact",
@@ -342,20 +343,11 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
     }
 
 
-def _missing(root: Path, manifest: Manifest, listing: Listing | None) -> list[str]:
-    """Files that are missing or have another size; people may edit the card."""
-    return [
-        name
-        for name, entry in manifest.files.items()
-        if (size := _size_of(root, name, listing)) is None or (name != artifact_names.CARD and size != entry.size_bytes)
-    ]
-
-
 def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
     """Size in bytes of a file of the folder or of the repo; None if there is none."""
     if listing is not None:
         return listing.sizes.get(name)
-    return (root / name).stat().st_size if (root / name).is_file() else None
+    return size_of(root / name)
 
 
 def describe_unfinished(root: Path) -> Words:
@@ -364,18 +356,10 @@ def describe_unfinished(root: Path) -> Words:
     return {
         "kind": "unfinished",
         "folder": str(root),
-        "num_groups_done": sum(_is_group(line) for line in lines),
+        "num_groups_done": sum(parse_entry(line) is not None for line in lines),
         "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
         "or --overwrite to start anew.",
     }
-
-
-def _is_group(line: bytes) -> bool:
-    """Return whether a journal line records a finished output unit; half a line of a killed run does not."""
-    try:
-        return "group" in json.loads(line)
-    except (ValueError, TypeError, RecursionError):
-        return False
 
 
 def _config_of(root: Path) -> Words:

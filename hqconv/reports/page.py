@@ -65,7 +65,7 @@ def _weights(measured: Mapping[str, Any]) -> list[Part]:
         for role, one in roles.items()
         if isinstance(one, Mapping) and "relative_error" in one
     ]
-    rows.sort(key=lambda row: -row[2] if isinstance(row[2], float) else 0.0)
+    rows.sort(key=lambda row: -row[2] if isinstance(row[2], float) else -math.inf)  # no number: the worst
     headers = ("layer", "projection", "relative error", "SQNR (dB)", "cosine", "worst scale group")
     title = "Decoded weights against the source"
     if len(rows) <= _NUM_SHOWN:

@@ -46,7 +46,7 @@ def page_document(
     document |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
     may_fail = verification is not None and not verification["passed"]
     try:
-        manifest = read_manifest(root)
+        manifest = read_manifest(root, is_sealed=not may_fail)
         document["artifact"] = describe_artifact(root) | _at_home(document["name"], manifest)
         document["blocks"] = [_layer(name, layer, manifest) for name, layer in manifest.blocks.items()]
         document["provenance"] = _provenance(manifest)

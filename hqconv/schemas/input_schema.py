@@ -9,6 +9,7 @@ from typing import Any
 from hqconv.errors import RequestError
 from hqconv.schemas.config_files import read_toml
 from hqconv.schemas.suggestions import meant
+from hqconv.schemas.untrusted_files import unicode_name
 
 A_DTYPES = ("float8e4m3", "float8e5m2", "float8e3m4", "int8", "int4", "float4e2m1", "float4e0m3")
 INPUT_SCALE_DTYPES = ("float32", "float8e8m0", "float8e4m3")
@@ -116,7 +117,7 @@ def resolve_inputs(text: str) -> InputSchema:
     """
     if text.endswith(".toml"):
         path = Path(text)
-        return inputs_of(path.stem, read_toml(path, "input schema's file"), where=str(path))
+        return inputs_of(unicode_name(path.stem), read_toml(path, "input schema's file"), where=str(path))
     if text in NAMED_INPUTS:
         return NAMED_INPUTS[text]
     known = f"{', '.join(NAMED_INPUTS)}, or a .toml file"

@@ -23,6 +23,11 @@ _KINDS = (
 )
 
 
+def unicode_name(name: str) -> str:
+    """Return the name of a file or folder as text that UTF-8 holds: a byte of another encoding becomes `\\xe9`."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def what_instead(mode: int) -> str | None:
     """Name the kind of a file that is not regular by its `st_mode`: `a pipe`; None for a regular file."""
     if stat.S_ISREG(mode):

@@ -16,6 +16,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas.config_files import SCHEMAS, or_shipped, read_toml
 from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 from hqconv.schemas.suggestions import meant
+from hqconv.schemas.untrusted_files import unicode_name
 
 PARAM_DTYPES = ("bfloat16", "float16")
 _SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
@@ -279,7 +280,7 @@ def load_schema(path: Path) -> WeightSchema:
     if re.fullmatch(r"int[1-8]", document["b_dtype"]):
         document["b_dtype"] = "u" + document["b_dtype"]
     document.setdefault("weight_scale_type", _implied_scale_type(document))
-    return WeightSchema(name=path.stem, **document)
+    return WeightSchema(name=unicode_name(path.stem), **document)
 
 
 def _implied_scale_type(document: dict[str, Any]) -> str:

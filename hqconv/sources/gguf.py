@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import InputError, RequestError
+from hqconv.io.checkpoint_files import check_text
 from hqconv.io.gguf_header import library, read_header
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
@@ -131,6 +132,7 @@ def _gguf_files(root: Path) -> list[Path]:
     paths = sorted(root.glob("*.gguf"))
     names = {path.name for path in paths}
     for name in sorted(names):
+        check_text(name, str(root))
         if "{" in name or "}" in name:  # braces are placeholders in the names that a manifest records
             raise InputError("A GGUF file's name has braces.", where=name, remedy="Rename the file.")
         match = _SPLIT.fullmatch(name)

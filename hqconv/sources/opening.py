@@ -177,5 +177,5 @@ def own_target(source: Source) -> GpuTarget | None:
     """Return the target that an artifact in the kernel layout was made for; None for any other source."""
     if not is_artifact(source.root):
         return None
-    manifest = read_manifest(source.root)
+    manifest = read_manifest(source.root, is_sealed=True)
     return manifest.kernel_spec.target if manifest.is_kernel else None

@@ -7,8 +7,9 @@ The weight files are chosen as in transformers: `model.safetensors` if present, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -16,7 +17,7 @@ from hqconv.errors import InputError, NetworkError, first_few
 from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
 from hqconv.io.fetch_folder import FetchFolder
-from hqconv.io.file_access import Descriptors, adjoining, fill
+from hqconv.io.file_access import CloseError, Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.io.sidecar_files import SidecarFiles
@@ -28,7 +29,7 @@ from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.model_config import text_config
 from hqconv.schemas.tensors import TensorRef
-from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, open_regular
+from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, open_regular, unicode_name
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from hqconv.formats.decode_matrix import SourceMatrix
 
 _NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
+_SEE_DISK = "See to the disk or the network that the file lies on, then run the same command with --resume."
 _KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
 
@@ -52,7 +54,7 @@ class SafetensorsSource:
         Raises InputError where files are broken, missing or contradict each other, NetworkError where the Hub fails.
         """
         self.root, self.repo_id = root, repo_id
-        self.name = root.resolve().name if repo_id is None else repo_id.split("/")[1]
+        self.name = unicode_name(root.resolve().name) if repo_id is None else repo_id.split("/")[1]
         self.revision = None if repo_id is None else root.name
         self.listing, self.guard = listing, FileSnapshot(root)
         checkpoint_files.check_regular(root)
@@ -163,7 +165,8 @@ class SafetensorsSource:
     def forget(self, name: str) -> None:
         """Read a file of a repo from the Hub again, as its copy will be removed; no read of it may be under way."""
         self.guard.forget(name)
-        self._descriptors.drop(name)
+        with self._closing():
+            self._descriptors.drop(name)
 
     # --- experts
 
@@ -228,7 +231,7 @@ class SafetensorsSource:
                 view[:], data = data[: len(view)], data[len(view) :]
             return
         try:
-            with self._descriptors.using(name) as descriptor:
+            with self._closing(), self._descriptors.using(name) as descriptor:
                 reached = fill(descriptor, views, offset)
         except OSError as error:
             raise self._read_error(refs[0], "A file of the source cannot be read.", error.strerror) from error
@@ -238,14 +241,16 @@ class SafetensorsSource:
             raise self._read_error(ref, what, f"end of file at byte {reached}")
 
     def close(self) -> None:
-        """Close the files; no read may be under way, and none may follow."""
-        self._descriptors.close()
+        """Close the files; no read may be under way, and none may follow. Raises InputError."""
+        with self._closing():
+            self._descriptors.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        with suppress(*((InputError,) if any(error) else ())):  # the first error is the one to tell
+            self.close()
 
     def _open_file(self, name: str) -> int:
         descriptor, before = open_regular(self.guard.path_of(name)), self.guard.look(name)
@@ -260,6 +265,15 @@ class SafetensorsSource:
                 remedy=_KEEP,
             )
         return descriptor
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Turn the error of a file that cannot be closed into an InputError."""
+        try:
+            yield
+        except CloseError as error:
+            what, where = "A file of the source cannot be closed.", str(self.root / error.key)
+            raise InputError(what, where=where, found=error.strerror, remedy=_SEE_DISK) from error
 
     def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
         where = f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}"

@@ -263,6 +263,28 @@ def test_a_look_at_a_damaged_artifact_ends_with_1(made: Path, tmp_path: Path) ->
     assert refused("inspect", out, code=1)["what"] == "The artifact has lost its manifest."
 
 
+def test_every_reader_sees_an_altered_manifest(model: Path, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made, out)
+    manifest = out / "hqconv.json"
+    manifest.write_text(re.sub(r'("relative_error": 0\.)\d', r"\g<1>0", manifest.read_text()))
+    page = tmp_path / "page.html"
+    for command in (
+        ("compare", out, made),
+        ("compare", made, out),
+        ("report", out, "-o", page),
+        ("report", out, "--source", model, "-o", page),
+        ("convert", model, "-o", out, *OPTIONS, "--resume"),
+        ("warm", out, "--gpu", "h200"),
+    ):
+        assert "not those that its digest was made of" in refused(*command, code=1)["what"], command
+    assert not page.exists()
+    for checks in ("files", "weights", "files,weights"):
+        words = answer("verify", out, "--checks", checks, "--device", "cpu", code=1)
+        found = [finding["what"] for check in words["checks"].values() for finding in check["findings"]]
+        assert len([what for what in found if "not those that its digest was made of" in what]) == 1
+
+
 def test_a_look_at_an_edited_card_is_0(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path / "out")
     (tmp_path / "out/README.md").write_text("mine")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -65,6 +66,28 @@ def test_verify_prints_json_whatever_it_measures(tmp_path: Path) -> None:
     report = strictly(done.stdout)
     assert report["passed"] is False
     assert report["checks"]["weights"]["findings"]
+
+
+@pytest.mark.parametrize("schema", ["int4", "fp8-block", "nvfp4"])
+def test_scales_that_are_no_numbers_are_shown_as_findings(schema: str, tmp_path: Path) -> None:
+    """In text, in JSON and on the page; the projection without a figure is the first of the table."""
+    model = write_qwen3_moe(tmp_path / "model", num_layers=1)
+    run(model, tmp_path / "out", schema)
+    path = next((tmp_path / "out/experts").rglob("*.safetensors"))
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    kernel = load_file(path)
+    name = f"{LAYER}.w2_weight_scale"
+    kernel[name] = kernel[name].float().fill_(math.nan).to(kernel[name].dtype)
+    save_file(kernel, path, metadata)
+    page = tmp_path / "page.html"
+    words = ["verify", str(tmp_path / "out"), "--source", str(model), "--device", "cpu", "--report", str(page)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1, done.output
+    assert re.search(r"down \(w2\)\s.*\s-\s.*\n.*(gate|up) \(w", done.stdout), done.stdout
+    assert strictly(CliRunner().invoke(app, [*words[:-2], "--json"]).stdout)["passed"] is False
+    rows = re.findall(r"<tr>.*?</tr>", page.read_text().partition("Decoded weights against the source")[2], re.DOTALL)
+    assert "down (w2)" in rows[1]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +250,13 @@ def test_a_process_that_is_still_at_work_keeps_the_folder(tmp_path: Path) -> Non
 
 def test_a_journal_of_another_conversion_is_not_taken_over(tmp_path: Path) -> None:
     unfinished(tmp_path)
-    lines = (tmp_path / member_journal(1)).read_text().replace('"1"', '"2"', 1)
-    (tmp_path / member_journal(1)).write_text(lines)
+    (tmp_path / member_journal(1)).rename(tmp_path / "lines")
+    with closing(Journal(tmp_path, member_journal(1))) as other:
+        other.begin({**IDENTITY, "version": "2"})
+    lines = (tmp_path / "lines").read_bytes().split(b"\n", 1)
+    (tmp_path / "lines").unlink()
+    with (tmp_path / member_journal(1)).open("ab") as file:
+        file.write(lines[1])
     with OutputFolder(tmp_path, IDENTITY, ["a.safetensors"]) as folder:
         folder.start(100, resume=True)
         assert not folder.done

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hqconv.conversion import journal as journal_module
-from hqconv.conversion.journal import JournalEntry
+from hqconv.conversion.journal import JournalEntry, encode_line
 from hqconv.conversion.output_folder import OutputFolder, UnitWriter, parked_folder, side_folder, unfinished_folder
 from hqconv.errors import OutputError
 from hqconv.io import durable_files
@@ -168,14 +168,74 @@ def test_a_journal_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes
         b"\xff\xfe",
     ],
 )
-def test_a_line_that_makes_no_sense_is_skipped(tmp_path: Path, line: bytes) -> None:
+@pytest.mark.parametrize("is_whole", [False, True], ids=["as it is", "with a checksum"])
+def test_a_line_that_makes_no_sense_is_skipped(tmp_path: Path, line: bytes, is_whole: bool) -> None:
     with opened(tmp_path) as folder:
         record_group(folder, "a.safetensors")
         with (tmp_path / JOURNAL).open("ab") as file:
-            file.write(line + b"\n")
+            file.write((encode_line(json.loads(line)) if is_whole and line[-1:] == b"}" else line) + b"\n")
         record_group(folder, "b.safetensors")
     with opened(tmp_path, resume=True) as again:
         assert list(again.done) == ["a.safetensors", "b.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"0.1", b"0.2"), (b'"size_bytes": ', b'"size_bytes": 1'), (b'"sha256": "', b'"sha256": "0')]
+)
+def test_an_altered_line_is_not_used(tmp_path: Path, old: bytes, new: bytes) -> None:
+    unfinished(tmp_path, *PATHS[:2])
+    journal = tmp_path / JOURNAL
+    lines = journal.read_bytes().split(b"\n")
+    lines[2] = lines[2].replace(old, new, 1)
+    journal.write_bytes(b"\n".join(lines))
+    with opened(tmp_path, resume=True) as again:
+        assert list(again.done) == [PATHS[1]]
+
+
+def test_no_flipped_bit_of_a_journal_is_believed(tmp_path: Path) -> None:
+    unfinished(tmp_path, PATHS[0])
+    journal = tmp_path / JOURNAL
+    data = journal.read_bytes()
+    with opened(tmp_path, resume=True) as whole:
+        entry = whole.done[PATHS[0]]
+    for position in range(0, len(data), 3):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << position % 8
+        journal.write_bytes(flipped)
+        if position <= data.index(b"\n"):  # the identity, or its end
+            with pytest.raises(OutputError), opened(tmp_path, resume=True):
+                pass
+            continue
+        with opened(tmp_path, resume=True) as folder:
+            assert folder.done in ({}, {PATHS[0]: entry})
+
+
+def test_lines_without_a_checksum_are_converted_again(tmp_path: Path) -> None:
+    """A journal of an older hqconv: its first line decides about --resume, its units are not used."""
+    unfinished(tmp_path, *PATHS[:2])
+    journal = tmp_path / JOURNAL
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    without = [{key: value for key, value in line.items() if key != "checksum"} for line in lines]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in without))
+    with opened(tmp_path, resume=True) as again:
+        assert again.done == {}
+        record_group(again, PATHS[2])
+    with opened(tmp_path, resume=True) as again:
+        assert list(again.done) == [PATHS[2]]
+    with pytest.raises(OutputError, match="differs from this one in: schema"):
+        opened(tmp_path, {**IDENTITY, "schema": "b"}, resume=True).__enter__()
+
+
+@pytest.mark.parametrize("modes", [{"resume": True}, {"overwrite": True}])
+def test_an_altered_identity_is_refused(tmp_path: Path, modes: dict[str, bool]) -> None:
+    """By --overwrite too: it says which files may be removed."""
+    unfinished(tmp_path, PATHS[0])
+    journal = tmp_path / JOURNAL
+    journal.write_bytes(journal.read_bytes().replace(b'"b.safetensors"', b'"c.safetensors"', 1))
+    before = files_of(tmp_path)
+    with pytest.raises(OutputError, match="cannot be read"), opened(tmp_path, **modes):
+        pass
+    assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("key", IDENTITY)
@@ -522,3 +582,92 @@ def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
         with pytest.raises(OutputError), opened(out, **modes):
             pass
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+# --- finished, with rests of what was replaced ---------------------------------------------------------------
+
+
+def killed_twice(tmp_path: Path, rest: str) -> Path:
+    """A replacement killed after the exchange, and a second one in its first moment: its journal is still empty."""
+    out = finished(tmp_path / "out", "a.safetensors", content=b"new")
+    side = side_folder(out)
+    if rest == "nothing":
+        side.mkdir()
+    else:
+        finished(side, "a.safetensors", "b.safetensors", content=b"old")
+        if rest == "half of the old one":
+            (side / "a.safetensors").unlink()
+    (side / ".gitattributes").write_text("* -text")
+    (side / JOURNAL).write_bytes(b"")
+    return out
+
+
+RESTS = ["nothing", "the old one", "half of the old one"]
+
+
+@pytest.mark.parametrize("rest", RESTS)
+def test_a_finished_artifact_is_recognised_beside_an_empty_journal(rest: str, tmp_path: Path) -> None:
+    out = killed_twice(tmp_path, rest)
+    with OutputFolder(out, IDENTITY, PATHS) as folder:
+        assert folder.start(1000, resume=True, difference=lambda _: None) is False
+        assert folder.warnings == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(out) == [".gitattributes", "a.safetensors", "hqconv.json"]
+    assert b"new" in (out / "a.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("rest", RESTS)
+def test_another_request_goes_on_beside_an_empty_journal(rest: str, tmp_path: Path) -> None:
+    """It was to replace the artifact that is there, and was killed before it said so."""
+    out = killed_twice(tmp_path, rest)
+    with OutputFolder(out, IDENTITY, PATHS) as folder:
+        assert folder.start(1000, resume=True, difference=lambda _: "schema_name") is True
+        record_group(folder, "a.safetensors", b"newest")
+        folder.seal(manifest_of(folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(out) == [".gitattributes", "a.safetensors", "hqconv.json"]
+    assert b"newest" in (out / "a.safetensors").read_bytes()
+
+
+def test_a_file_of_the_user_beside_an_empty_journal_stays(tmp_path: Path) -> None:
+    out = killed_twice(tmp_path, "the old one")
+    (side_folder(out) / "photo.jpg").write_bytes(b"mine")
+    with OutputFolder(out, IDENTITY, PATHS) as folder:
+        assert folder.start(1000, resume=True) is False
+        assert "did not make" in folder.warnings[0]
+    assert files_of(side_folder(out)) == ["photo.jpg"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "a folder"])
+def test_an_artifact_without_its_files_is_not_called_finished(damage: str, tmp_path: Path) -> None:
+    """And what is left of the old one stays."""
+    out = killed_twice(tmp_path, "the old one")
+    (out / "a.safetensors").unlink()
+    if damage == "cut":
+        (out / "a.safetensors").write_bytes(b"x")
+    elif damage == "a folder":
+        (out / "a.safetensors").mkdir()
+    before = files_of(tmp_path)
+    with (
+        OutputFolder(out, IDENTITY, PATHS) as folder,
+        pytest.raises(OutputError, match="missing or has another size") as caught,
+    ):
+        folder.start(1000, resume=True)
+    assert "out/a.safetensors" in caught.value.where
+    assert caught.value.found == ("1 bytes" if damage == "cut" else "no such file")
+    assert "--overwrite" in caught.value.remedy
+    assert files_of(tmp_path) == before
+
+
+def test_the_journal_of_a_finished_artifact_goes_when_it_is_replaced(tmp_path: Path) -> None:
+    """Killed after sealing, and the replacement after it had begun: both have a journal."""
+    out = finished(tmp_path / "out", "a.safetensors", content=b"old")
+    with opened(out, overwrite=True):
+        pass
+    (out / JOURNAL).write_bytes((side_folder(out) / JOURNAL).read_bytes())
+    with opened(out, resume=True) as folder:
+        record_group(folder, "a.safetensors", b"new")
+        folder.seal(manifest_of(folder))
+        assert folder.warnings == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(out) == ["a.safetensors", "hqconv.json"]

@@ -9,6 +9,7 @@ import _thread
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from hqconv.conversion import convert as convert_module
 from hqconv.conversion.progress import Progress
 from hqconv.errors import OutputError
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
-from tests.make.conversions import manifest, run
+from tests.make.conversions import manifest, open_plan, run
 from tests.make.killing import Driver, counts
 from tests.make.models import save_model
 from tests.make.tensors import snapshot
@@ -72,6 +73,36 @@ def test_a_killed_conversion_is_resumed_to_the_same_bytes(
     assert counts(out)[1] == done  # what the journal had was not made again
 
 
+def test_an_artifact_that_is_finished_is_kept_whatever_two_kills_left(
+    driver: Driver, whole: tuple[dict[str, str], int], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert driver.convert(out) == 0
+    side = tmp_path / ".out.hqconv"
+    side.mkdir()
+    shutil.copy(out / "hqconv.json", side)
+    (side / JOURNAL).touch()
+    assert driver.convert(out, resume=True) == 0
+    assert snapshot(out) == whole[0]
+    assert not side.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_an_artifact_without_a_rank_file_is_not_said_to_be_finished(damage: str, src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(src, out, "mxfp4", GRID)
+    victim = sorted(out.glob("experts/*/*.safetensors"))[1]
+    if damage == "cut":
+        os.truncate(victim, 1000)
+    else:
+        victim.unlink()
+    with pytest.raises(OutputError, match="A file of the finished artifact") as caught:
+        run(src, out, "mxfp4", GRID, resume=True)
+    assert caught.value.where == str(victim)
+    assert (caught.value.exit_code, "--overwrite" in caught.value.remedy) == (4, True)
+    assert not run(src, out, "mxfp4", GRID, overwrite=True).was_finished
+
+
 # --- in this process ---------------------------------------------------------------------------------------
 
 
@@ -91,6 +122,12 @@ def run_until(src: Path, out: Path, num_groups: int, schema: str = "mxfp4", **wo
 
     with pytest.raises(StopHereError):
         run(src, out, schema, words.pop("grid", GRID), progress=stop, **words)
+
+
+def num_units(src: Path) -> int:
+    source, plan = open_plan(src, "mxfp4", GRID)
+    source.close()
+    return len(plan.units)
 
 
 @pytest.mark.usefixtures("several_shards")
@@ -124,6 +161,21 @@ def test_a_finished_file_damaged_in_between_is_made_again(
     else:
         victim.unlink()
     assert run(src, out, "mxfp4", GRID, resume=True).num_groups_resumed == 1
+    assert snapshot(out) == whole[0]
+
+
+@pytest.mark.usefixtures("several_shards")
+@pytest.mark.parametrize("pattern", [rb'"relative_error": 0\.\d', rb'"weight": "[0-9a-f]', rb'"worst_expert": \d'])
+def test_altered_figures_of_a_journal_do_not_reach_the_manifest(
+    pattern: bytes, src: Path, whole: tuple[dict[str, str], int], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_until(src, out, num_units(src) - 1)
+    journal = out / JOURNAL
+    data, count = re.subn(pattern, lambda found: found[0][:-1] + bytes([found[0][-1] ^ 1]), journal.read_bytes())
+    assert count
+    journal.write_bytes(data)
+    assert run(src, out, "mxfp4", GRID, resume=True).num_groups_resumed < num_units(src) - 1
     assert snapshot(out) == whole[0]
 
 

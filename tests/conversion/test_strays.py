@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import hqconv
 from hqconv.api import describe_plan
+from hqconv.cli.app import app
 from hqconv.conversion.progress import Progress
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError
+from tests.make.conversions import assert_verified, manifest
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
@@ -228,3 +232,30 @@ def test_places_that_no_file_can_have(model: Path, tmp_path: Path) -> None:
         with pytest.raises(HqconvError) as caught:
             hqconv.convert(model, out, **OPTIONS)
         assert caught.value.exit_code == 4
+
+
+LATIN_1 = os.fsdecode(b"caf\xe9")
+
+
+def test_folders_and_schema_files_with_names_in_another_encoding(model: Path, tmp_path: Path) -> None:
+    """Source, output and schema file: the manifest has the name's bytes written out."""
+    src, out = tmp_path / LATIN_1 / f"model {LATIN_1}", tmp_path / f"out {LATIN_1}"
+    shutil.copytree(model, src)
+    file = tmp_path / f"{LATIN_1}.toml"
+    file.write_text('b_dtype = "uint4"\nweight_scale_group_size = 64\n')
+    options = {**OPTIONS, "schema": str(file)}
+    hqconv.convert(src, out, **options)
+    words = manifest(out)
+    assert (words["source"]["name"], words["schema_name"]) == (r"model caf\xe9", r"caf\xe9")
+    assert hqconv.convert(src, out, **options, resume=True).was_finished
+    assert_verified(out, src)
+    assert hqconv.inspect(out)["source"]["name"] == r"model caf\xe9"
+    hqconv.convert(out, tmp_path / "again", **{**OPTIONS, "schema": "source"})
+    for command in (
+        ["report", str(out), "-o", str(tmp_path / f"{LATIN_1}.html")],
+        ["compare", str(out), str(tmp_path / "again")],
+        ["convert", str(src), "--schema", str(file), "--target", "sm90", "--dry-run"],
+        ["convert", str(src), "--schema", str(file), "--target", "sm90", "--dry-run", "--json"],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hqconv.artifact.error_summary import summarize_errors
 from hqconv.artifact.manifest import read_manifest
 from hqconv.cli import render
 from hqconv.cli.app import app
+from hqconv.conversion.journal import Journal, JournalEntry
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError, VerificationError
 from hqconv.reports.documents import describe_schemas, layer_runs
@@ -314,7 +316,10 @@ def test_inspect_names_files_that_are_not_what_they_were(action: str, made: Path
 
 
 def test_inspect_unfinished(tmp_path: Path) -> None:
-    (tmp_path / ".hqconv-progress.jsonl").write_text('{"identity": 1}\n{"group": "a"}\n{"group": "b"}\n')
+    with closing(Journal(tmp_path)) as journal:
+        journal.begin({"identity": 1})
+        for unit in ("a", "b"):
+            journal.record(JournalEntry(unit, [], {}))
     words = inspect(str(tmp_path))
     assert (words["kind"], words["num_groups_done"]) == ("unfinished", 2)
     stdout = succeed("inspect", tmp_path)

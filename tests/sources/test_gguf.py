@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -558,9 +559,10 @@ def test_a_type_that_cannot_be_decoded(model: Path, tensors: dict[str, Stack]) -
     assert refused(model, InputError, re.escape(name)).found == "Q8_K"
 
 
-def test_a_name_that_a_manifest_cannot_record(model: Path) -> None:
-    (model / "model-Q4_K_M.gguf").rename(model / "{expert}.gguf")
-    refused(model, InputError, "expert")
+@pytest.mark.parametrize(("name", "what"), [(b"{expert}.gguf", "has braces"), (b"caf\xe9.gguf", "no valid Unicode")])
+def test_a_name_that_a_manifest_cannot_record(name: bytes, what: str, model: Path) -> None:
+    (model / "model-Q4_K_M.gguf").rename(model / os.fsdecode(name))
+    assert what in refused(model, InputError, "expert|model$").what
 
 
 def test_numbers_that_are_none(model: Path, tensors: dict[str, Stack], tmp_path: Path) -> None:

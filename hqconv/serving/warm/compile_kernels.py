@@ -59,7 +59,7 @@ def warm(
 
     started = time.monotonic()
     num_jobs = (os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()) or 1
-    with Artifact(Path(out)) as artifact:
+    with Artifact(Path(out), is_sealed=True) as artifact:
         if not artifact.manifest.is_kernel:
             what, remedy = "The checkpoint layout has no kernels of its own.", "Convert with --layout kernel."
             raise RequestError(what, where=str(out), remedy=remedy)
