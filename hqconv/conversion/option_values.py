@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hqconv.conversion.torchrun import local_rank
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas import artifact_names
-from hqconv.schemas.gpu_target import GpuTarget, parse_target
+from hqconv.schemas.gpu_target import COMPUTE_CAPABILITY, GpuTarget, known_gpus, parse_target
 from hqconv.schemas.weight_schema import SOURCE
 from hqconv.sources.opening import own_target
 
@@ -97,9 +97,10 @@ def choose_target(options: ConversionOptions, source: Source, device: str) -> Gp
     raise RequestError(
         "The target GPU must be named.",
         where="--target",
-        expected="the GPU that will serve, such as sm90",
+        expected=f"the GPU that will serve, by its name or architecture: {known_gpus()}",
         found="no option, and no CUDA device here to take it from",
-        remedy="Add --target sm90 (H100, H200): the kernel layout depends on the GPU.",
+        remedy=f"Add for example --target h100 or --target sm90. Of another GPU, `{COMPUTE_CAPABILITY}` shows the "
+        "architecture: 9.0 is sm90.",
     )
 
 

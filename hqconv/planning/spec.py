@@ -29,8 +29,8 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, res
 class ConversionOptions:
     """Parsed conversion options: weight schema, parallel grid, GPU target, activations, encoding, overrides.
 
-    schema, dtype: None for the source's own. target: sm75 …, None for the GPU of this machine. cuda: the version of the
-    serving machine's compiler, None where the layout does not depend on it.
+    schema, dtype: None for the source's own. target: a GPU's name or sm75 …, None for the GPU of this machine. cuda:
+    the version of the serving machine's compiler, None where the layout does not depend on it.
     """
 
     schema: WeightSchema | None
@@ -57,6 +57,7 @@ class ConversionOptions:
         if "schema" not in arguments:
             raise TypeError("missing 1 required keyword-only argument: 'schema'")
         values: dict[str, Any] = {name: option.default for name, option in known.items()} | arguments
+        values = {name: known[name].canonical(value) for name, value in values.items()}
         given = cast(ConversionArguments, values)
         inputs = given["input_schema"]
         return cls(
