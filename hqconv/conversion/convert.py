@@ -39,7 +39,7 @@ from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
-from hqconv.schemas.options import MSE
+from hqconv.schemas.options import ENCODING_KEYS, MSE
 from hqconv.serving.chosen_engine import ENGINE
 
 
@@ -79,6 +79,8 @@ class ConversionReport:
             **fields,
             "out": str(self.out),
             "schema": spec.schema.name,
+            "otherwise": spec.otherwise(),
+            "left_blocks": list(self.plan.experts.left),
             "layout": spec.layout,
             "target": spec.target.name,
             "dtype": spec.param_dtype,
@@ -367,14 +369,28 @@ def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
+# Manifest key → the command line's name of what decides it.
+_OPTION_OF = {
+    **{key: f"--{key.replace('_', '-')}" for key in ("tp", "ep", "layout", "dtype", "target", "cuda", "input_schema")},
+    **{key: f"--{key.replace('_', '-')}" for key in ("expert_placement", "redundant_experts", *ENCODING_KEYS)},
+    **dict.fromkeys(("schema_name", "weight_schema"), "--schema"),
+    "left_blocks": "--config",
+    "source": "SRC",
+}
+
+
 def _recorded_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[str, dict[str, Any]]:
     """Read the errors from a finished artifact. Raises OutputError where another request made the artifact."""
     manifest = read_manifest(out)
-    key = first_difference(source, plan, manifest)
-    if key is not None:
+    difference = first_difference(source, plan, manifest)
+    if difference is not None:
+        key, expected, found = difference
+        option = _OPTION_OF.get(key, key)
         raise OutputError(
-            f"The output folder holds a finished artifact that differs from this request in: {key}.",
+            f"The output folder holds a finished artifact that differs from this request in: {key} ({option}).",
             where=str(out),
+            expected=expected,
+            found=found,
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
         )
     return manifest.errors()

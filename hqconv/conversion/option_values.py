@@ -104,13 +104,15 @@ def choose_target(options: ConversionOptions, source: Source, device: str) -> Gp
     )
 
 
-def default_out(name: str, schema: str, spec: ConversionSpec) -> Path:
-    """Return `./<model>-<schema>[-tpT][-epP]` with unusual options: layout, quantizer, activations, target, dtype.
+def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str = "") -> Path:
+    """Return `./<model>-<schema>[-<recipe>][-tpT][-epP]` with unusual options: layout, quantizer, activations, …
 
-    Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits.
+    Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits. overridden_by: see
+    `ConversionPlan`.
     """
     grid, inputs, is_kernel = spec.grid, spec.inputs.name, spec.layout == artifact_names.KERNEL
     parts = {
+        overridden_by: overridden_by != "",
         f"tp{grid.tp}": is_kernel and grid.tp > 1,
         f"ep{grid.ep}": is_kernel and grid.ep > 1,
         artifact_names.CHECKPOINT: not is_kernel,
@@ -152,7 +154,7 @@ def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
         return Path(out)
     spec = planned.spec
     name = SOURCE if spec.must_be_direct else spec.schema.name
-    return default_out(planned.source.name, name, spec)
+    return default_out(planned.source.name, name, spec, planned.overridden_by)
 
 
 def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:

@@ -21,7 +21,7 @@ from hqconv.schemas.input_schema import A16, InputSchema, resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import ConversionArguments, conversion_options
-from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.overrides import LayerChoice, Override, group_by_schema
 from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, resolve_schema
 
 
@@ -118,6 +118,10 @@ class ConversionSpec:
     def kernel_spec_of(self, layer: str) -> KernelSpec:
         """Return the kernel spec of one layer."""
         return self.of_layers.get(layer, self.kernel_spec)
+
+    def otherwise(self) -> dict[str, list[str]]:
+        """Return the layers that differ from `kernel_spec`, by schema and activations: see `group_by_schema`."""
+        return group_by_schema((name, one.schema.name, one.inputs.name) for name, one in self.of_layers.items())
 
     def keeps(self, layer: str) -> bool:
         """Return whether one layer must keep the source's codes and scales."""

@@ -101,6 +101,7 @@ def _override(path: Path, number: int, section: Mapping[str, Any]) -> Override:
             schema == LEFT,
         ),
         where=where,
+        recipe=path.stem,
     )
 
 

@@ -21,6 +21,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.verification.against_source import other_source
 from hqconv.verification.check_batch import plan_staging, why_not
 from hqconv.verification.check_expert import Job, Original, Outcome
 from hqconv.verification.check_input_scales import check_source_scales
@@ -29,7 +30,7 @@ from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.lineage import Lineage
 from hqconv.verification.recomputed_sums import against, check_content
 from hqconv.verification.recorded_errors import check_recorded, check_search
-from hqconv.verification.result import CheckResult, Finding
+from hqconv.verification.result import NO_EXPERT, CheckResult, Finding
 from hqconv.verification.scheduling import each_expert, in_batches, worker_pool
 
 
@@ -72,8 +73,17 @@ def check_weights(
     with worker_pool(num_workers) as pool:
         one_by_one = each_expert(jobs, pool, num_workers, meter)
         judged = one_by_one if staging is None else in_batches(jobs, staging, pool, result, meter)
+        num_experts, num_wrong = 0, 0
         for job, outcomes in judged:
             _conclude(job, outcomes, result)
+            num_experts += len(outcomes)
+            num_wrong += sum(bool(outcome.findings) for outcome in outcomes)
+    if source is not None:
+        another = other_source(Lineage.of(artifact, source).made.source, source)
+        if another is None and num_wrong == num_experts > 1:
+            another = Finding("--source", NO_EXPERT, "the source's weights, quantized", f"{num_wrong} experts differ")
+        if another is not None:
+            result.put_first(another)
     result.notes += [*(["on the CPU"] if staging is None else []), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {len(artifact.layers)} layers"
     result.notes.insert(0, f"{looked_at} {against(artifact, layers, source)}")
