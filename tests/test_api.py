@@ -57,8 +57,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("max_gpu_memory", "much", "--max-gpu-memory"),
     ("device", "tpu", "--device"),
     ("device", torch.device("meta"), "--device"),
-    ("target", "h100", "--target"),
-    ("target", 90, "--target"),
+    ("target", "h10", "--target"),
+    ("target", 91, "--target"),
     ("schema", "int99", "--schema"),
 ]
 

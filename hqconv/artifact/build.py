@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +22,7 @@ from hqconv.artifact.manifest import (
     TensorAccounting,
     read_manifest,
 )
+from hqconv.errors import differences
 from hqconv.io.durable_files import FileRecord
 from hqconv.io.file_access import blob_sha256
 from hqconv.models.source_protocol import Source
@@ -155,21 +156,29 @@ def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
     )
 
 
-def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> str | None:
-    """Return the first key in which a finished artifact's manifest differs from one of this source and plan."""
+def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> tuple[str, str, str] | None:
+    """Return the first key in which a finished artifact's manifest differs from one of this source and plan.
+
+    Beside the key: texts of the artifact's value and of the one that a new conversion would have.
+    """
     facts = _facts(source, plan)
     for key in (one.name for one in fields(Manifest) if one.name in facts):
         found, expected = getattr(manifest, key), facts[key]
         if key == "source":  # a conversion may leave out the digests of its files
             found = replace(found, files=[replace(f, sha256=None, hub_sha256=None) for f in found.files])
         if found != expected:
-            return key
+            return key, *differences(_plain(found), _plain(expected))
     for unit in plan.layers:
         own, layer = _override(unit.name, plan.spec), manifest.blocks.get(unit.name)
         for key in OVERRIDE_KEYS:
-            if getattr(layer, key, None) != own.get(key):
-                return f"{key} of {unit.name}"
+            if (found := getattr(layer, key, None)) != own.get(key):
+                return f"{key} of {unit.name}", *differences(found, own.get(key))
     return None
+
+
+def _plain(value: Any) -> Any:
+    """Return the JSON value of a manifest field."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _layer(unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], spec: ConversionSpec) -> ManifestLayer:

@@ -21,10 +21,11 @@ from typing import Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin,
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.gpu_target import parse_target
+from hqconv.schemas.gpu_target import target_of_record
 from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE, Grid
 from hqconv.schemas.input_schema import A16, inputs_of
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import MAX_DOCUMENT_BYTES, MAX_LIST_BYTES, found_at, parse_json, read_regular
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -418,7 +419,7 @@ class Manifest(Entry):
                 what = "Activations are named without their schema."
                 raise RequestError(what, where="input_schema", found=name)
             inputs = A16 if numbers is None else inputs_of(name, numbers, where="activation_schema")
-            return KernelSpec(schema, self.dtype, parse_target(of.target or "", of.cuda), inputs)
+            return KernelSpec(schema, self.dtype, target_of_record(of.target or "", of.cuda), inputs)
         except (RequestError, TypeError) as error:
             key = getattr(error, "where", "activation_schema").removeprefix("--")
             expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
@@ -497,12 +498,13 @@ def _read(root: Path, path: Path) -> tuple[bytes, Any]:
             remedy="Run the `hqconv convert` command that wrote it once more, with --resume.",
         )
     if not path.is_file():
+        close = "" if root.is_dir() else close_file(root, is_folder=True)
         raise RequestError(
             "This is not an hqconv artifact.",
             where=str(root),
             expected=f"a folder with {artifact_names.MANIFEST}",
             found=found_at(path) if root.is_dir() else "no such folder",
-            remedy="Give the OUT of `hqconv convert`; where the manifest is lost, convert again.",
+            remedy=f"{close} Give the OUT of `hqconv convert`; where the manifest is lost, convert again.".strip(),
         )
     try:
         raw = read_regular(path, MAX_LIST_BYTES)

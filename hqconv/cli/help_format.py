@@ -1,4 +1,4 @@
-"""Help pages with options under headings, and JSON documents for wrong command lines under --json."""
+"""Help pages with options under headings, and messages of hqconv for wrong command lines."""
 
 from __future__ import annotations
 
@@ -9,40 +9,50 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hqconv.cli.output import print_error
+from hqconv.cli.output import print_error, say
 from hqconv.errors import RequestError
+from hqconv.schemas.suggestions import close_to
 
 # Typer does not export UsageError and may contain its own Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class DocumentedGroup(TyperGroup):
-    """Group of all commands. A wrong command line with --json also prints a JSON document."""
+    """Group of all commands. A wrong command line is one message of hqconv, with --json also a JSON document."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options before the command name."""
-        with _documented(list(args)):
+        with _as_request_error(list(args)):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Find the command, parse its options and run it."""
-        with _documented([*getattr(ctx, "_protected_args", ()), *ctx.args]):
+        with _as_request_error([*getattr(ctx, "_protected_args", ()), *ctx.args]):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _documented(args: list[str]) -> Iterator[None]:
-    """Print usage errors of Typer also as a JSON document, if the arguments contain --json."""
+def _as_request_error(args: list[str]) -> Iterator[None]:
+    """Print a usage error of Typer as a message of hqconv, under --json also as a document; exit with 2."""
     try:
         yield
     except _UsageError as error:
+        wrong = _request_error(error, args)
+        say(f"error: {wrong.message()}")
         if "--json" in args:
-            found: Any = error
-            path = "hqconv" if found.ctx is None else found.ctx.command_path
-            what, remedy = "The command line is wrong.", f"`{path} --help` lists the options."
-            wrong = RequestError(what, where=path, found=found.format_message(), remedy=remedy)
-            print_error(wrong, RequestError.exit_code)
-        raise
+            print_error(wrong, wrong.exit_code)
+        raise typer.Exit(wrong.exit_code) from None
+
+
+def _request_error(error: Any, args: list[str]) -> RequestError:
+    """Return the RequestError for a usage error: its command, its option, and the option that was probably meant."""
+    path = " ".join(["hqconv", *(args[:1] if error.ctx is None else error.ctx.command_path.split()[1:])])
+    found, close = error.format_message().replace("Value error, ", ""), ""
+    if (unknown := getattr(error, "option_name", None)) is not None and hasattr(error, "possibilities"):
+        found, close = f"No such option: {unknown}", close_to(str(unknown), error.possibilities or ())
+    listed = "commands" if path == "hqconv" else "options"
+    remedy = f"{close} `{path} --help` lists the {listed}.".strip()
+    return RequestError("The command line is wrong.", where=path, found=found, remedy=remedy)
 
 
 class GroupedCommand(TyperCommand):

@@ -94,7 +94,11 @@ OPTIONS: dict[str, Option] = {
     "max_error": Option(
         float | None, "Fail with exit code 1 if any projection's relative error exceeds this value, e.g. 0.15."
     ),
-    "gpu": Option(str | None, "GPU model of the server: h200, h100 … or FILE.json.  [default: GPU of this machine]"),
+    "gpu": Option(
+        str | None,
+        "GPU of the server: t4, a100, l40s, h200, b200 … or FILE.json.  [default: GPU of this machine]",
+        settings={"autocompletion": _names_of(lambda: [*gpu_target.GPUS])},
+    ),
     "kernels": Option(
         Path | None, "Output folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
     ),
@@ -131,20 +135,27 @@ OPTIONS: dict[str, Option] = {
 def _conversion_option(option: ConversionOption) -> Option:
     """Return the command line's form of an option of the API."""
     kind: Any = option.plain_type
-    if option.choices:
+    more: dict[str, Any] = {}
+    if option.choices and not option.aliases:
         kind = Literal[option.choices]
+    elif option.choices:  # the API reads the aliases
+        choices = [*option.choices, *option.aliases]
+        more = {"metavar": f"<{'|'.join(option.choices)}>", "autocompletion": _names_of(lambda: choices)}
     elif option.is_path:
         kind = Path
-    flags = (f"--{option.name.replace('_', '-')}",) if kind is bool else ()  # no --no-…
-    settings = {**(_ANY_PATH if option.is_path else {}), **_SETTINGS.get(option.name, {})}
+    own = (f"--{option.name.replace('_', '-')}",) if kind is bool else ()  # no --no-…
+    flags: tuple[str, ...] = _FLAGS.get(option.name, own)
+    settings = {**(_ANY_PATH if option.is_path else {}), **more, **_SETTINGS.get(option.name, {})}
     return Option(kind | None if option.default is None else kind, option.help, flags, settings=settings)
 
 
+# The server's names of the same options.
+_FLAGS = {"tp": ("--tp", "--tensor-parallel-size"), "ep": ("--ep", "--expert-parallel-size")}
 # Limits and shell completion of conversion options.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "schema": {"autocompletion": _names_of(lambda: [*weight_schema.PRESETS, weight_schema.SOURCE])},
     "input_schema": {"autocompletion": _names_of(lambda: [*input_schema.NAMED_INPUTS])},
-    "target": {"autocompletion": _names_of(lambda: [f"sm{number}" for number in gpu_target.TARGETS])},
+    "target": {"autocompletion": _names_of(lambda: [*gpu_target.GPUS, *(f"sm{sm}" for sm in gpu_target.TARGETS)])},
     "tp": _AT_LEAST_ONE,
     "ep": _AT_LEAST_ONE,
     "redundant_experts": {"min": 0},

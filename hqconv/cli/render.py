@@ -20,6 +20,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.serving.chosen_engine import ENGINE
+from hqconv.verification.result import OF_ANOTHER_SOURCE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 
@@ -97,13 +98,15 @@ def _first(check: Document) -> str:
 
 
 def _findings(console: Console, findings: list[Document]) -> None:
-    for finding in findings[:NUM_FINDINGS_SHOWN]:
+    is_other = bool(findings) and findings[0]["what"] in OF_ANOTHER_SOURCE
+    num_shown = 1 if is_other else NUM_FINDINGS_SHOWN
+    for finding in findings[:num_shown]:
         console.print(f"  ✗ {finding['where']}: {finding['what']}")
         for label in ("expected", "found"):
             if finding[label]:
                 console.print(f"      {label}: {finding[label]}")
-    if len(findings) > NUM_FINDINGS_SHOWN:
-        console.print(f"  … {len(findings) - NUM_FINDINGS_SHOWN} more; --json lists all")
+    if len(findings) > num_shown:
+        console.print(f"  … {len(findings) - num_shown} more{' that follow from it' * is_other}; --json lists all")
 
 
 def show_push(console: Console, document: Document) -> None:
@@ -119,8 +122,8 @@ def show_push(console: Console, document: Document) -> None:
 def _tables(checks: Document) -> Iterable[tuple[str, TableRows]]:
     weights = checks.get("weights", {}).get("measured", {})
     kernel = checks.get("kernel", {}).get("measured", {})
-    if weights:
-        yield ("weights, decoded from the kernel layout, against the source (worst first)", _weight_rows(weights))
+    if (rows := _weight_rows(weights))[1]:  # without a source there are no errors to show
+        yield "weights, decoded from the kernel layout, against the source (worst first)", rows
     if kernel:
         yield "kernel, relative errors (worst first)", _kernel_rows(kernel)
 
@@ -364,6 +367,7 @@ def _show_summary(console: Console, document: Document) -> None:
         console,
         (
             ("schema", f"{document['schema']}, {document['layout']} layout"),
+            ("but", otherwise_text(document)),
             ("conversion", conversion_text(document)),
             ("quantizer", quantizer_text(document)),
             ("requantized", requantized_text(document["requantized"])),
@@ -381,7 +385,7 @@ def _show_summary(console: Console, document: Document) -> None:
     console.print(f"\nsha256 of hqconv.json: {document['manifest_sha256']}")
     out = shlex.quote(document["out"])
     console.print(f"The artifact is in {document['out']}; see it with: hqconv inspect {out}")
-    if document["serve_command"]:
+    if document["serve_command"] and not document.get("over_max_error"):
         console.print(f"Serve it with: {document['serve_command']}")
     if "pushed" in document:
         show_push(console, document["pushed"])

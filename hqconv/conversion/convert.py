@@ -15,7 +15,7 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.build import Measured, artifact_config, build_manifest, first_difference, with_file
 from hqconv.artifact.error_summary import requantized, scale_changes
-from hqconv.artifact.manifest import json_bytes, sealed
+from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
@@ -23,7 +23,7 @@ from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.journal import Destination
-from hqconv.conversion.output_folder import OutputFolder, check_finished
+from hqconv.conversion.output_folder import Difference, OutputFolder, check_finished
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.source_integrity import source_digests
@@ -40,7 +40,7 @@ from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
-from hqconv.schemas.options import MSE
+from hqconv.schemas.options import ENCODING_KEYS, MSE
 from hqconv.serving.chosen_engine import ENGINE
 
 
@@ -80,6 +80,8 @@ class ConversionReport:
             **fields,
             "out": str(self.out),
             "schema": spec.schema.name,
+            "otherwise": spec.otherwise(),
+            "left_blocks": list(self.plan.experts.left),
             "layout": spec.layout,
             "target": spec.target.name,
             "dtype": spec.param_dtype,
@@ -186,7 +188,7 @@ class _Conversion:
         if not resume:
             self._check_cache((), num_bytes_out)
         with OutputFolder(self.out, identity, plan.paths) as folder:
-            difference = partial(first_difference, source, plan)
+            difference = partial(_difference, source, plan)
             is_new = folder.start(num_bytes_out, resume=resume, overwrite=overwrite, difference=difference)
             num_resumed = len(folder.done) if is_new else len(plan.units)
             if processes is not None:
@@ -383,6 +385,25 @@ def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
+# Manifest key → the command line's name of what decides it.
+_OPTION_OF = {
+    **{key: f"--{key.replace('_', '-')}" for key in ("tp", "ep", "layout", "dtype", "target", "cuda", "input_schema")},
+    **{key: f"--{key.replace('_', '-')}" for key in ("expert_placement", "redundant_experts", *ENCODING_KEYS)},
+    **dict.fromkeys(("schema_name", "weight_schema"), "--schema"),
+    "left_blocks": "--config",
+    "source": "SRC",
+}
+
+
+def _difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> Difference | None:
+    """Return the first difference between a finished artifact and this request, with the option that decides it."""
+    difference = first_difference(source, plan, manifest)
+    if difference is None:
+        return None
+    key, expected, found = difference
+    return f"{key} ({_OPTION_OF.get(key, key)})", expected, found
+
+
 def _recorded_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[str, dict[str, Any]]:
     """Read the errors from a finished artifact. Raises OutputError where another request made it, or it lacks files."""
-    return check_finished(out, partial(first_difference, source, plan)).errors()
+    return check_finished(out, partial(_difference, source, plan)).errors()

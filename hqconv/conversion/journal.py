@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from hqconv.errors import OutputError
+from hqconv.errors import OutputError, differences
 from hqconv.io.durable_files import FileRecord, output_errors, sync_above, sync_folder
 from hqconv.schemas.artifact_names import JOURNAL, is_member_journal
 from hqconv.schemas.untrusted_files import what_instead
@@ -135,21 +135,25 @@ def last_process(lines: list[bytes]) -> str:
 
 
 def compare_identities(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume another conversion, naming the first difference."""
+    """Refuse to resume another conversion, naming the first difference and both values."""
     for key in {**now, **before}:  # in their own order: options before what follows from them
         if before.get(key) != now.get(key):
+            expected, found = differences(_parsed(before.get(key)), _parsed(now.get(key)))
             raise OutputError(
                 f"The unfinished conversion differs from this one in: {key}.",
                 where=str(root),
-                expected=_short(before.get(key)),
-                found=_short(now.get(key)),
+                expected=expected,
+                found=found,
                 remedy="Repeat the first command with --resume, or start anew with --overwrite.",
             )
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + " …"
+def _parsed(value: Any) -> Any:
+    """Return the value of an option, which an identity holds as JSON text; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)

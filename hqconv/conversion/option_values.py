@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hqconv.conversion.torchrun import local_rank
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas import artifact_names
-from hqconv.schemas.gpu_target import GpuTarget, parse_target
+from hqconv.schemas.gpu_target import COMPUTE_CAPABILITY, GpuTarget, known_gpus, parse_target
 from hqconv.schemas.weight_schema import SOURCE
 from hqconv.sources.opening import own_target
 
@@ -97,19 +97,22 @@ def choose_target(options: ConversionOptions, source: Source, device: str) -> Gp
     raise RequestError(
         "The target GPU must be named.",
         where="--target",
-        expected="the GPU that will serve, such as sm90",
+        expected=f"the GPU that will serve, by its name or architecture: {known_gpus()}",
         found="no option, and no CUDA device here to take it from",
-        remedy="Add --target sm90 (H100, H200): the kernel layout depends on the GPU.",
+        remedy=f"Add for example --target h100 or --target sm90. Of another GPU, `{COMPUTE_CAPABILITY}` shows the "
+        "architecture: 9.0 is sm90.",
     )
 
 
-def default_out(name: str, schema: str, spec: ConversionSpec) -> Path:
-    """Return `./<model>-<schema>[-tpT][-epP]` with unusual options: layout, quantizer, activations, target, dtype.
+def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str = "") -> Path:
+    """Return `./<model>-<schema>[-<recipe>][-tpT][-epP]` with unusual options: layout, quantizer, activations, …
 
-    Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits.
+    Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits. overridden_by: see
+    `ConversionPlan`.
     """
     grid, inputs, is_kernel = spec.grid, spec.inputs.name, spec.layout == artifact_names.KERNEL
     parts = {
+        overridden_by: overridden_by != "",
         f"tp{grid.tp}": is_kernel and grid.tp > 1,
         f"ep{grid.ep}": is_kernel and grid.ep > 1,
         artifact_names.CHECKPOINT: not is_kernel,
@@ -151,7 +154,7 @@ def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
         return Path(out)
     spec = planned.spec
     name = SOURCE if spec.must_be_direct else spec.schema.name
-    return default_out(planned.source.name, name, spec)
+    return default_out(planned.source.name, name, spec, planned.overridden_by)
 
 
 def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:

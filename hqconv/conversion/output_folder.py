@@ -47,6 +47,11 @@ def parked_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.hqconv-old")
 
 
+# The first difference between a finished artifact and a request: its key, the artifact's value, the request's value.
+Difference = tuple[str, str, str]
+DifferenceOf = Callable[[Manifest], Difference | None]
+
+
 def _no_difference(_: Manifest) -> None:
     return None
 
@@ -87,7 +92,7 @@ class OutputFolder:
         *,
         resume: bool = False,
         overwrite: bool = False,
-        difference: Callable[[Manifest], str | None] = _no_difference,
+        difference: DifferenceOf = _no_difference,
     ) -> bool:
         """Take the folder for this conversion, which will write `num_bytes`; True if there is work to do.
 
@@ -173,7 +178,7 @@ class OutputFolder:
         journal.begin(self._identity)
 
     def _keep_artifact(
-        self, side: Path, of_side: Journal | None, of_out: Journal | None, difference: Callable[[Manifest], str | None]
+        self, side: Path, of_side: Journal | None, of_out: Journal | None, difference: DifferenceOf
     ) -> None:
         """Leave a finished artifact of the same request, and remove the rest of the one that it replaced.
 
@@ -301,18 +306,21 @@ class OutputFolder:
             sync_above(side)
 
 
-def check_finished(out: Path, difference: Callable[[Manifest], str | None]) -> Manifest:
+def check_finished(out: Path, difference: DifferenceOf) -> Manifest:
     """Read the manifest of a finished artifact, and check that its request is this one and its files have their sizes.
 
     difference: as for `OutputFolder.start`. Raises OutputError for another request, or for missing or cut files,
     VerificationError for a damaged or altered manifest.
     """
     manifest = read_manifest(out, is_sealed=True)
-    key = difference(manifest)
-    if key is not None:
+    differs = difference(manifest)
+    if differs is not None:
+        key, expected, other = differs
         raise OutputError(
             f"The output folder holds a finished artifact that differs from this request in: {key}.",
             where=str(out),
+            expected=expected,
+            found=other,
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
         )
     with output_errors(out):

@@ -23,6 +23,7 @@ from hqconv.io import checkpoint_files
 from hqconv.io.safetensors_header import header_length
 from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
+from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES
 
 _FIRST_BYTES = 1 << 15  # of a shard: most headers fit, so that one request is enough
@@ -41,7 +42,8 @@ def no_repo(src: str) -> RequestError:
     """Return the error for a source that is neither a folder nor a repo's name."""
     expected = "a model folder or a Hub repo id (org/name)"
     found = "a file" if Path(src).exists() else "no such path"
-    return RequestError("The checkpoint cannot be opened.", where=src, expected=expected, found=found)
+    remedy = close_file(Path(src), is_folder=True)
+    return RequestError("The checkpoint cannot be opened.", where=src, expected=expected, found=found, remedy=remedy)
 
 
 # --- files of a commit

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,11 @@ def _check_length(path: str) -> None:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The result of planning. `other_files`, of `other_bytes` together, are copied unchanged."""
+    """The result of planning. `other_files`, of `other_bytes` together, are copied unchanged.
+
+    overridden_by: name of the recipe whose overrides make layers differ, `mixed` for overrides without a recipe; ""
+    where no override changes a layer.
+    """
 
     source: SourceFacts
     spec: ConversionSpec
@@ -123,6 +128,7 @@ class ConversionPlan:
     other_files: tuple[str, ...]
     other_bytes: int
     warnings: tuple[str, ...]
+    overridden_by: str = ""
 
     @property
     def layers(self) -> tuple[MoeLayerPlan, ...]:
@@ -193,15 +199,19 @@ class ConversionPlan:
                 digest.update(f"{file.path}\0{file.size_bytes}\0".encode() + file.header)
         spec = self.spec
         options = {
-            "--schema": spec.schema.humming_fields(),
+            "--schema": {"name": spec.schema.name, **spec.schema.humming_fields()},
             "--dtype": spec.param_dtype,
             "--target, --cuda": str(spec.target),
-            "--tp, --ep or the placement": vars(spec.grid),
+            "--tp": spec.grid.tp,
+            "--ep": spec.grid.ep,
+            "--expert-placement": spec.grid.placement,
+            "--redundant-experts": spec.grid.redundant,
             "--layout": spec.layout,
-            "--input-schema": spec.inputs.humming_fields(),
+            "--input-schema": {"name": spec.inputs.name, **spec.inputs.humming_fields()},
             **spec.encoding.identity(),
             "the overrides": {
-                name: artifact_names.kernel_spec_to_dict(kernel_spec) for name, kernel_spec in spec.of_layers.items()
+                layer: {"schema": one.schema.name, **artifact_names.kernel_spec_to_dict(one)}
+                for layer, one in spec.of_layers.items()
             },
         }
         document = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
@@ -224,7 +234,10 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
     plan = make_plan(source, experts, spec)
     if not options.allow_unserved:
         refuse_unserved(plan.experts, spec)
-    return plan
+    if not (options.overrides and (spec.of_layers or left)):
+        return plan
+    recipes = dict.fromkeys(re.sub(r"[^\w.-]+", "-", one.recipe) for one in options.overrides)
+    return replace(plan, overridden_by="-".join(filter(None, recipes)) or "mixed")
 
 
 def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> ConversionPlan:

@@ -21,7 +21,7 @@ from hqconv.schemas.input_schema import A16, InputSchema, resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import ConversionArguments, conversion_options
-from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.overrides import LayerChoice, Override, group_by_schema
 from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, resolve_schema
 
 
@@ -29,8 +29,8 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, res
 class ConversionOptions:
     """Parsed conversion options: weight schema, parallel grid, GPU target, activations, encoding, overrides.
 
-    schema, dtype: None for the source's own. target: sm75 …, None for the GPU of this machine. cuda: the version of the
-    serving machine's compiler, None where the layout does not depend on it.
+    schema, dtype: None for the source's own. target: a GPU's name or sm75 …, None for the GPU of this machine. cuda:
+    the version of the serving machine's compiler, None where the layout does not depend on it.
     """
 
     schema: WeightSchema | None
@@ -57,6 +57,7 @@ class ConversionOptions:
         if "schema" not in arguments:
             raise TypeError("missing 1 required keyword-only argument: 'schema'")
         values: dict[str, Any] = {name: option.default for name, option in known.items()} | arguments
+        values = {name: known[name].canonical(value) for name, value in values.items()}
         given = cast(ConversionArguments, values)
         inputs = given["input_schema"]
         return cls(
@@ -117,6 +118,10 @@ class ConversionSpec:
     def kernel_spec_of(self, layer: str) -> KernelSpec:
         """Return the kernel spec of one layer."""
         return self.of_layers.get(layer, self.kernel_spec)
+
+    def otherwise(self) -> dict[str, list[str]]:
+        """Return the layers that differ from `kernel_spec`, by schema and activations: see `group_by_schema`."""
+        return group_by_schema((name, one.schema.name, one.inputs.name) for name, one in self.of_layers.items())
 
     def keeps(self, layer: str) -> bool:
         """Return whether one layer must keep the source's codes and scales."""

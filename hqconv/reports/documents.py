@@ -35,6 +35,7 @@ from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.overrides import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.untrusted_files import read_json
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SHORTHAND, WeightSchema
@@ -109,14 +110,6 @@ def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
             dtype for dtype in PARAM_DTYPES if not ENGINE.checkpoint_layout_obstacle(schema, dtype)
         ],
     }
-
-
-def otherwise(named: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
-    """Layers (name, schema, input schema) whose schemas differ from the usual ones, grouped by schemas."""
-    found: dict[str, list[str]] = {}
-    for layer, schema, inputs in named:
-        found.setdefault(f"{schema}, {inputs} activations", []).append(layer)
-    return found
 
 
 def describe_source(checkpoint: Source) -> Words:
@@ -201,7 +194,7 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
         "family": experts.family,
         "family_chosen_because": experts.chosen_because,
         "schema": schema_to_dict(spec.schema, spec.param_dtype),
-        "otherwise": otherwise((n, k.schema.name, k.inputs.name) for n, k in spec.of_layers.items()),
+        "otherwise": spec.otherwise(),
         "left_blocks": list(experts.left),
         "layout": spec.layout,
         "target": spec.target.name,
@@ -295,7 +288,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         "folder": str(root),
         **({} if repo_id is None else {"repo": repo_id, "commit": root.name}),
         "schema": schema_to_dict(manifest.kernel_spec.schema, manifest.dtype),
-        "otherwise": otherwise(
+        "otherwise": group_by_schema(
             (name, layer.schema_name or "", layer.input_schema or "")
             for name, layer in layers.items()
             if layer.is_overridden

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
+from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import read_regular
 
 _MAX_BYTES = 1 << 20  # far more than people write
 
 
-def read_toml(path: Path, called: str) -> dict[str, Any]:
+def read_toml(path: Path, called: str, shipped_names: Iterable[str] = ()) -> dict[str, Any]:
     """Read a TOML file. `called`: its kind, as in the middle of a sentence: `recipe`, `schema file`.
 
+    shipped_names: files of the package, one of which may have been meant by a name that does not exist.
     Raises RequestError for a file that is not regular (without waiting for it), cannot be read, is larger than 1 MiB,
     no UTF-8, no TOML, or nested too deeply.
     """
@@ -24,6 +27,11 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
         return tomllib.loads(read_regular(path, _MAX_BYTES).decode())
     except RecursionError as error:
         raise _unreadable(path, called, "it is nested too deeply") from error
+    except FileNotFoundError as error:
+        remedy = close_file(path, shipped_names)
+        if called == "recipe":
+            remedy = f"{remedy} `hqconv schemas --recipes` lists the recipes of the package.".strip()
+        raise _unreadable(path, called, error.strerror or error, remedy=remedy) from error
     except OSError as error:
         expected = f"at most {_MAX_BYTES} bytes" if error.errno == errno.EFBIG else ""
         raise _unreadable(path, called, error.strerror or error, expected) from error
@@ -31,8 +39,8 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
         raise _unreadable(path, called, error) from error
 
 
-def _unreadable(path: Path, called: str, found: object, expected: str = "") -> RequestError:
-    return RequestError(f"The {called} cannot be read.", where=str(path), expected=expected, found=found)
+def _unreadable(path: Path, called: str, found: object, expected: str = "", remedy: str = "") -> RequestError:
+    return RequestError(f"The {called} cannot be read.", where=str(path), expected=expected, found=found, remedy=remedy)
 
 
 SCHEMAS = Path(__file__).parent / "configs"

@@ -1,15 +1,93 @@
-"""The serving GPU: its architecture, and its CUDA compiler where a layout depends on it."""
+"""The serving GPU: models by name, architectures, and the CUDA compiler where a layout depends on it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hqconv.errors import RequestError
+from hqconv.schemas.suggestions import close_to
 
-# SM versions whose kernel layouts are known: T4, A100, A10 and RTX 30, L40S and RTX 40, H100 and H200, B200, B300,
-# RTX 50 and RTX PRO 6000, DGX Spark. Humming knows others (87, 107, 110), which are not tested here.
+# SM versions whose kernel layouts are known. Humming knows others (87, 107, 110), which are not tested here.
 TARGETS = (75, 80, 86, 89, 90, 100, 103, 120, 121)
+COMPUTE_CAPABILITY = "nvidia-smi --query-gpu=name,compute_cap --format=csv"
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """A GPU model: architecture, memory in decimal gigabytes, and the name that CUDA's driver reports.
+
+    figures: number of SMs, boost clock and memory clock in kHz, width of the memory bus in bits, L2 cache in MiB; from
+    public data sheets, compared with a device for the H200 alone. None where they are not known here.
+    """
+
+    sm_version: int
+    memory_gb: int
+    driver_name: str
+    figures: tuple[int, int, int, int, int] | None = None
+
+
+# Values of `--target` and of `warm --gpu`.
+GPUS = {
+    "t4": GpuModel(75, 16, "Tesla T4", (40, 1590000, 5001000, 256, 4)),
+    "a100": GpuModel(80, 80, "NVIDIA A100-SXM4-80GB", (108, 1410000, 1593000, 5120, 40)),
+    "a100-40gb": GpuModel(80, 40, "NVIDIA A100-SXM4-40GB", (108, 1410000, 1215000, 5120, 40)),
+    "a100-pcie": GpuModel(80, 80, "NVIDIA A100 80GB PCIe", (108, 1410000, 1512000, 5120, 40)),
+    "a800": GpuModel(80, 80, "NVIDIA A800-SXM4-80GB"),
+    "a30": GpuModel(80, 24, "NVIDIA A30", (56, 1440000, 1215000, 3072, 24)),
+    "a10": GpuModel(86, 24, "NVIDIA A10", (72, 1695000, 6251000, 384, 6)),
+    "a10g": GpuModel(86, 24, "NVIDIA A10G"),
+    "a40": GpuModel(86, 48, "NVIDIA A40", (84, 1740000, 7251000, 384, 6)),
+    "rtx-a6000": GpuModel(86, 48, "NVIDIA RTX A6000", (84, 1800000, 8001000, 384, 6)),
+    "rtx-3090": GpuModel(86, 24, "NVIDIA GeForce RTX 3090", (82, 1695000, 9751000, 384, 6)),
+    "l4": GpuModel(89, 24, "NVIDIA L4", (58, 2040000, 6251000, 192, 48)),
+    "l40": GpuModel(89, 48, "NVIDIA L40", (142, 2490000, 9001000, 384, 96)),
+    "l40s": GpuModel(89, 48, "NVIDIA L40S", (142, 2520000, 9001000, 384, 96)),
+    "l20": GpuModel(89, 48, "NVIDIA L20"),
+    "rtx-6000-ada": GpuModel(89, 48, "NVIDIA RTX 6000 Ada Generation"),
+    "rtx-4090": GpuModel(89, 24, "NVIDIA GeForce RTX 4090", (128, 2520000, 10501000, 384, 72)),
+    "h100": GpuModel(90, 80, "NVIDIA H100 80GB HBM3", (132, 1980000, 2619000, 5120, 50)),
+    "h100-pcie": GpuModel(90, 80, "NVIDIA H100 PCIe", (114, 1755000, 1593000, 5120, 50)),
+    "h100-nvl": GpuModel(90, 94, "NVIDIA H100 NVL"),
+    "h800": GpuModel(90, 80, "NVIDIA H800"),
+    "h20": GpuModel(90, 96, "NVIDIA H20", (78, 1980000, 2619000, 6144, 60)),
+    "h200": GpuModel(90, 141, "NVIDIA H200", (132, 1980000, 3201000, 6144, 60)),
+    "gh200": GpuModel(90, 96, "NVIDIA GH200 480GB"),
+    "b200": GpuModel(100, 180, "NVIDIA B200", (148, 1965000, 3996000, 7680, 126)),
+    "gb200": GpuModel(100, 186, "NVIDIA GB200", (152, 2062000, 3996000, 8192, 126)),
+    "b300": GpuModel(103, 288, "NVIDIA B300 SXM6 AC"),
+    "gb300": GpuModel(103, 288, "NVIDIA GB300"),
+    "rtx-5090": GpuModel(120, 32, "NVIDIA GeForce RTX 5090", (170, 2407000, 14001000, 512, 96)),
+    "rtx-pro-6000": GpuModel(
+        120, 96, "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (188, 2617000, 14001000, 512, 128)
+    ),
+    "rtx-pro-6000-server": GpuModel(120, 96, "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+    "dgx-spark": GpuModel(121, 128, "NVIDIA GB10"),
+}
+# Other names that people write.
+_ALSO = {"rtx-6000-pro": "rtx-pro-6000", "gb10": "dgx-spark", "a6000": "rtx-a6000", "a100-80gb": "a100"}
+_ARCHITECTURE = re.compile(r"(?:(?:sm|compute)[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))[af]?")
+
+
+def gpu_named(text: str) -> str | None:
+    """Return the name in `GPUS` of `H100`, `NVIDIA H200`, `RTX 4090` or the driver's own name; None for others."""
+    plain = _plain(text)
+    names = {_plain(name): name for name in GPUS} | {_plain(also): name for also, name in _ALSO.items()}
+    return names.get(plain) or {_plain(gpu.driver_name): name for name, gpu in GPUS.items()}.get(plain)
+
+
+def _plain(name: str) -> str:
+    """Return a GPU's name without its maker, form factor, spaces and hyphens."""
+    words = re.split(r"[\s_-]+", name.strip().lower())
+    dropped = ("nvidia", "geforce", "tesla", "sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hbm3")
+    return "".join(word for word in words if word not in dropped)
+
+
+def known_gpus(sm_versions: Iterable[int] = TARGETS) -> str:
+    """Return the names of GPUs of some architectures, for messages: `t4 (sm75); a100, a30 (sm80)`."""
+    of_each = ((sm, [name for name, gpu in GPUS.items() if gpu.sm_version == sm]) for sm in sm_versions)
+    return "; ".join(f"{', '.join(names)} (sm{sm})" for sm, names in of_each)
 
 
 @dataclass(frozen=True)
@@ -39,13 +117,33 @@ class GpuTarget:
 
 
 def parse_target(text: str, cuda: str | None = None) -> GpuTarget:
-    """Parse `sm75` … `sm121` and, if given, `13.0`. Raises RequestError for anything else."""
-    match = re.fullmatch(r"sm(\d{2,3})", str(text))
-    if match is None or int(match[1]) not in TARGETS:
-        remedy = f"Write sm{text}." if re.fullmatch(r"\d{2,3}", str(text)) else "An H100 or H200 is sm90."
-        what, known = ("The target is not a GPU architecture that is known.", ", ".join(f"sm{n}" for n in TARGETS))
-        raise RequestError(what, where="--target", expected=known, found=text, remedy=remedy)
-    return GpuTarget(int(match[1]), None if cuda is None else parse_cuda(cuda))
+    """Parse a GPU's name (`h200`), or its architecture: `sm90`, `SM90`, `sm_90a`, `9.0`; and, if given, CUDA `13.0`.
+
+    Raises RequestError for anything else.
+    """
+    text = str(text)
+    name, match = gpu_named(text), _ARCHITECTURE.fullmatch(text.strip().lower())
+    number = GPUS[name].sm_version if name else int(match[1] or match[2] + match[3]) if match else 0
+    if number in TARGETS:
+        return GpuTarget(number, None if cuda is None else parse_cuda(cuda))
+    plain = text.strip().lower()
+    close = close_to(plain, [name for name in GPUS if name[:1] == plain[:1]])
+    raise RequestError(
+        "The target is not a GPU architecture that is known.",
+        where="--target",
+        expected=f"a GPU's name or its architecture: {known_gpus()}",
+        found=text,
+        remedy=f"{close} Of another GPU, `{COMPUTE_CAPABILITY}` shows the architecture: 9.0 is sm90.".strip(),
+    )
+
+
+def target_of_record(name: str, cuda: str | None = None) -> GpuTarget:
+    """Return the target that a manifest records, `sm90` and no other spelling. Raises RequestError."""
+    found = parse_target(name, cuda)
+    if found.name != name:
+        what = "The target is not a GPU architecture that is known."
+        raise RequestError(what, where="--target", expected=found.name, found=name)
+    return found
 
 
 def parse_cuda(text: str) -> tuple[int, int]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict, get_args, get_origin, get_type_hints
 
+from hqconv.errors import RequestError
 from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN
 from hqconv.schemas.input_schema import InputSchema
@@ -26,11 +27,15 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class _Row:
-    """Help and default of one option, inside its type. choices: its values, where they are few."""
+    """Help and default of one option, inside its type. choices: its values, where they are few.
+
+    aliases: other spellings of choices.
+    """
 
     help: str
     default: Any = None
     choices: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     in_recipes: bool = True
     is_flag: bool = True
 
@@ -68,14 +73,17 @@ class ConversionArguments(EncodingArguments, total=False):
     target: Annotated[
         str | None,
         _Row(
-            "Serving GPU, sm75 … sm121.  [default: the CUDA device of this machine; with "
-            "--schema source the target of "
-            "an artifact; --layout checkpoint needs none]"
+            "Serving GPU: its name (t4, a100, l40s, h200, b200 …) or architecture (sm75 … sm121).  [default: the CUDA "
+            "device of this machine; with --schema source the target of an artifact; --layout checkpoint needs none]"
         ),
     ]
     dtype: Annotated[
         str | None,
-        _Row("Parameter dtype of the served model.  [default: dtype of the checkpoint]", choices=PARAM_DTYPES),
+        _Row(
+            "Parameter dtype of the served model, also bf16 or fp16.  [default: dtype of the checkpoint]",
+            choices=PARAM_DTYPES,
+            aliases={"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
+        ),
     ]
     tp: Annotated[int, _Row("Tensor-parallel size.", 1)]
     ep: Annotated[int, _Row("Expert-parallel size.", 1)]
@@ -114,6 +122,7 @@ class ConversionOption:
     help: str
     default: Any
     choices: tuple[str, ...]
+    aliases: Mapping[str, str]
     in_recipes: bool
     is_flag: bool
 
@@ -132,6 +141,19 @@ class ConversionOption:
         """True for a file's path that cannot be a name."""
         return Path in get_args(self.annotation) and not self.is_schema
 
+    def canonical(self, value: Any) -> Any:
+        """Return the choice that another spelling stands for; values of options without aliases unchanged.
+
+        Raises RequestError for text that is neither a choice nor an alias.
+        """
+        if not self.aliases or not isinstance(value, str):
+            return value
+        plain = value.lower()
+        if (found := self.aliases.get(plain, plain)) not in self.choices:
+            what, expected = "The option does not know this value.", ", ".join((*self.choices, *self.aliases))
+            raise RequestError(what, where=f"--{self.name.replace('_', '-')}", expected=expected, found=value)
+        return found
+
     @property
     def plain_type(self) -> type:
         """The type in a TOML file: bool, int or str."""
@@ -147,6 +169,6 @@ def conversion_options() -> Mapping[str, ConversionOption]:
         hint = get_args(hints[name])[0] if get_origin(hints[name]) is Required else hints[name]
         annotation, row = get_args(hint)
         found[name] = ConversionOption(
-            name, annotation, row.help, row.default, row.choices, row.in_recipes, row.is_flag
+            name, annotation, row.help, row.default, row.choices, row.aliases, row.in_recipes, row.is_flag
         )
     return found

@@ -22,12 +22,16 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Override:
-    """A choice for some layers, by a pattern of their names (`blocks`) or by runs of layer numbers (`layers`)."""
+    """A choice for some layers, by a pattern of their names (`blocks`) or by runs of layer numbers (`layers`).
+
+    where: place in a recipe, for messages. recipe: name of the recipe, for the default name of the output.
+    """
 
     blocks: str | None
     layers: tuple[tuple[int, int], ...]
     choice: LayerChoice
     where: str
+    recipe: str = ""
 
     def matches(self, layer_of: Mapping[str, int]) -> list[str]:
         """Return the names that the override is for, of `layer_of`: name → number. Raises RequestError if none."""
@@ -65,6 +69,14 @@ def _known(layers: Iterable[int]) -> str:
 
 def _counted(number: int, last: int) -> int:
     return number if number >= 0 else last + 1 + number
+
+
+def group_by_schema(named: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
+    """Return `fp8, a16 activations` → names, of layers (name, schema, input schema) that differ from the usual ones."""
+    found: dict[str, list[str]] = {}
+    for layer, schema, inputs in named:
+        found.setdefault(f"{schema}, {inputs} activations", []).append(layer)
+    return found
 
 
 def assign(overrides: Sequence[Override], layer_of: Mapping[str, int]) -> dict[str, LayerChoice]:

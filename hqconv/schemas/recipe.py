@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.config_files import SCHEMAS, read_toml, shipped
+from hqconv.schemas.config_files import RECIPES, SCHEMAS, read_toml, shipped
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.options import conversion_options
 from hqconv.schemas.overrides import LayerChoice, Override
@@ -49,7 +49,7 @@ def load_recipe(path: Path) -> Recipe:
     Relative paths of schemas and of other files are looked up in the recipe's folder. Raises RequestError for a file
     that cannot be read, and for unknown keys.
     """
-    document = read_toml(path, "recipe")
+    document = read_toml(path, "recipe", [name.removesuffix(".toml") for name in shipped(RECIPES)])
     sections = document.pop(_SECTION, [])
     known = {name: option for name, option in conversion_options().items() if option.in_recipes}
     for key, value in document.items():
@@ -101,6 +101,7 @@ def _override(path: Path, number: int, section: Mapping[str, Any]) -> Override:
             schema == LEFT,
         ),
         where=where,
+        recipe=path.stem,
     )
 
 

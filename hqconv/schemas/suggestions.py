@@ -1,10 +1,12 @@
-"""Suggestions for unknown schema names: the known schema that was most likely meant."""
+"""Suggestions for unknown names of schemas, GPUs, recipes and files: the known name that was most likely meant."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 from hqconv.errors import RequestError
 
@@ -45,8 +47,26 @@ def meant(text: str, known: Iterable[str], find: Callable[[str], object]) -> str
     if name is None:
         guesses = (plain, plain.replace("int-", "int"))
         name = next((guess for guess in guesses if guess != text and _is_name(guess, find)), None)
-    close = difflib.get_close_matches(plain, [*known], 1, _CLOSE) if name is None else [name]
+    return close_to(plain, known) if name is None else f"Did you mean {name}?"
+
+
+def close_to(text: str, known: Iterable[str]) -> str:
+    """Return `Did you mean mxfp4?` for the known name most like `text`; "" where none is close."""
+    close = difflib.get_close_matches(text, [*known], 1, _CLOSE)
     return f"Did you mean {close[0]}?" if close else ""
+
+
+def close_file(path: Path, shipped: Iterable[str] = (), *, is_folder: bool = False) -> str:
+    """Return `Did you mean recipes/x.toml?` for a missing TOML file or folder; "" where no name is close.
+
+    shipped: names that the package has. The other names are those beside `path`.
+    """
+    names = {name.removesuffix(".toml"): name for name in shipped}
+    with suppress(OSError, ValueError):
+        beside = sorted(path.parent.iterdir() if is_folder else path.parent.glob("*.toml"))
+        names |= {one.name.removesuffix(".toml"): str(one) for one in beside if one.is_dir() == is_folder}
+    close = difflib.get_close_matches(path.name.removesuffix(".toml"), names, 1, _CLOSE)
+    return f"Did you mean {names[close[0]]}?" if close else ""
 
 
 def _is_name(text: str, find: Callable[[str], object]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.config_files import SCHEMAS, or_shipped, read_toml
+from hqconv.schemas.config_files import SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 from hqconv.schemas.suggestions import meant
 from hqconv.schemas.untrusted_files import unicode_name
@@ -264,7 +264,7 @@ def _named(text: str) -> WeightSchema | None:
 
 def load_schema(path: Path) -> WeightSchema:
     """Read a schema from a TOML file with Humming's field names; unknown keys are refused."""
-    document = read_toml(path, "schema file")
+    document = read_toml(path, "schema file", shipped(SCHEMAS))
     types = {f.name: f.type for f in fields(WeightSchema) if f.name != "name"}
     if "b_dtype" not in document:
         raise RequestError("The schema file names no weight type.", where=str(path), expected="b_dtype = …")

@@ -21,7 +21,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers
 from hqconv.verification.lineage import Lineage
-from hqconv.verification.result import CheckResult, compare_names
+from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding, compare_names
 
 CHUNK_BYTES = 8 << 20
 
@@ -34,6 +34,8 @@ def check_source(
     For the source of an ancestor artifact, layers and tensors are compared as far as they are the same.
     """
     lineage = Lineage.of(artifact, source)
+    if (another := other_source(lineage.made.source, source)) is not None:
+        result.put_first(another)
     _check_identity(lineage.made.source, source, pool, result)
     try:
         experts = as_converted(artifact, source.map_experts(), source.tensors)
@@ -77,6 +79,19 @@ def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None
     if found not in digests:
         expected = f"sha256 {hashlib.sha256(made).hexdigest()}"
         result.add(where, "The model card is not of this manifest and the source's card.", expected, found)
+
+
+def other_source(recorded: ManifestSource, source: Source) -> Finding | None:
+    """Return the finding for a source that has none of the recorded files; None if it has one of them."""
+    found = {file.name: (file.size_bytes, file.header_sha256) for file in source.files}
+    if any(found.get(file.name) == (file.size_bytes, file.header_sha256) for file in recorded.files):
+        return None
+    names_and_sizes = (
+        (recorded.name, [file.size_bytes or 0 for file in recorded.files]),
+        (source.repo_id or source.name, [file.size_bytes for file in source.files]),
+    )
+    texts = (f"{name}: {len(sizes)} weight files, {sum(sizes)} bytes" for name, sizes in names_and_sizes)
+    return Finding("--source", OTHER_SOURCE, *texts)
 
 
 def _check_identity(recorded: ManifestSource, source: Source, pool: ThreadPoolExecutor, result: CheckResult) -> None:

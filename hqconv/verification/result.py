@@ -11,6 +11,9 @@ from typing import Any
 from hqconv.schemas import untrusted_files
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
+OTHER_SOURCE = "The source is another one than the artifact was converted from."
+NO_EXPERT = "No expert has the source's weights: the source is probably another model, or another version of it."
+OF_ANOTHER_SOURCE = (OTHER_SOURCE, NO_EXPERT)  # other findings of a check follow from these
 MAX_PER_KIND = 50  # listed findings of one kind; a damaged layer has as many as it has experts
 
 
@@ -46,6 +49,11 @@ class CheckResult:
         if self.findings:
             return FAIL
         return SKIPPED if self.skipped else PASS
+
+    def put_first(self, finding: Finding) -> None:
+        """Put a finding before all others, which follow from it."""
+        self.findings.insert(0, finding)
+        self._place_of_rest = {what: place + 1 for what, place in self._place_of_rest.items()}
 
     def add(self, where: str, what: str, expected: object = "", found: object = "") -> None:
         """Add one finding. Of one kind (`what`) MAX_PER_KIND are listed, then one line counts the rest."""

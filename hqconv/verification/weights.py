@@ -22,6 +22,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.verification.against_source import other_source
 from hqconv.verification.check_batch import plan_staging, why_not
 from hqconv.verification.check_expert import Job, Original, Outcome
 from hqconv.verification.check_input_scales import check_source_scales
@@ -30,7 +31,7 @@ from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.lineage import Lineage
 from hqconv.verification.recomputed_sums import against, check_content
 from hqconv.verification.recorded_errors import check_recorded, check_search
-from hqconv.verification.result import CheckResult, Finding
+from hqconv.verification.result import NO_EXPERT, CheckResult, Finding
 from hqconv.verification.scheduling import InBatches, OneByOne, worker_pool
 
 
@@ -71,6 +72,7 @@ def check_weights(
     left_bytes = max_memory_bytes - (0 if staging is None else staging.host_bytes)
     num_workers = max(1, min(num_threads, left_bytes // need))
     of_source = [sources[layer.name] for layer in layers if layer.name in sources] if sources else []
+    num_experts, num_wrong = 0, 0
     with worker_pool(num_workers) as pool, fetched_layers(source, of_source, cache or CachePolicy()) as fetched:
         checks = OneByOne(pool, num_workers, meter) if staging is None else InBatches(staging, pool, meter)
 
@@ -87,10 +89,25 @@ def check_weights(
             for job, outcomes in checks.judge(group):
                 _conclude(job, outcomes, result)
                 fetched.release(job.layer.name)
+                num_experts += len(outcomes)
+                num_wrong += sum(bool(outcome.findings) for outcome in outcomes)
+    if source is not None:
+        _name_other_source(artifact, source, num_experts, num_wrong, result)
     result.notes += [checks.note(), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {len(artifact.layers)} layers"
     result.notes.insert(0, f"{looked_at} {against(artifact, layers, source)}")
     return result
+
+
+def _name_other_source(
+    artifact: Artifact, source: Source, num_experts: int, num_wrong: int, result: CheckResult
+) -> None:
+    """Add as first finding that the source is not the artifact's, where its files or all of its experts differ."""
+    another = other_source(Lineage.of(artifact, source).made.source, source)
+    if another is None and num_wrong == num_experts > 1:
+        another = Finding("--source", NO_EXPERT, "the source's weights, quantized", f"{num_wrong} experts differ")
+    if another is not None:
+        result.put_first(another)
 
 
 def _check_memory(need: int, max_memory_bytes: int) -> None:

@@ -27,14 +27,16 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.cli.progress_bar import ShownProgress, human_bytes, human_seconds, line_of
 from hqconv.conversion import convert as conversion
-from hqconv.conversion.option_values import default_out, parse_bytes
+from hqconv.conversion.option_values import default_out, parse_bytes, place_of
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionSpec
-from hqconv.schemas.gpu_target import GpuTarget, parse_target
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS
+from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.formats import write
 from tests.make.places import REPO
@@ -53,8 +55,8 @@ OPTIONS = {
         "--importance",
         "--target",
         "--dtype",
-        "--tp",
-        "--ep",
+        "--tp --tensor-parallel-size",
+        "--ep --expert-parallel-size",
         "--expert-placement",
         "--redundant-experts",
         "--layout",
@@ -207,16 +209,6 @@ def test_sizes_that_are_none(text: str) -> None:
         parse_bytes(text)
 
 
-def test_targets() -> None:
-    assert [parse_target(f"sm{sm}").sm_version for sm in (75, 90, 120)] == [75, 90, 120]
-    assert parse_target("sm100", "13.2") == GpuTarget(100, (13, 2))
-    for text in ("sm70", "sm87", "sm110", "sm9", "90a", "sm90a", "H100", ""):
-        with pytest.raises(RequestError, match="--target"):
-            parse_target(text)
-    with pytest.raises(RequestError, match=r"Write sm90\."):
-        parse_target("90")
-
-
 def test_default_out() -> None:
     """Artifacts that differ have different names, and usual ones short ones."""
 
@@ -231,6 +223,51 @@ def test_default_out() -> None:
     assert name(sm=80, dtype="float16", grid=Grid(2)) == "m-mxfp4-tp2-sm80-float16"
     assert name(sm=100, cuda=(12, 9), inputs=NAMED_INPUTS["mxfp8"]) == "m-mxfp4-act-mxfp8-sm100-cuda12.9"
     assert name("int4", encoding=EncodingOptions(quantizer="mse")) == "m-int4-mse"
+
+
+def test_the_default_name_says_that_layers_differ(tmp_path: Path) -> None:
+    """A recipe's name is in it, if its overrides change a layer; other overrides are `mixed`."""
+    model = write_qwen3_moe(tmp_path / "m", num_layers=3)
+
+    def name(**options: Any) -> str:
+        return place_of(hqconv.plan(model, target="sm90", **options), None).name
+
+    def recipe(file: str, text: str) -> Any:
+        (tmp_path / file).write_text(text)
+        return load_recipe(tmp_path / file).overrides
+
+    ends = recipe("ends in 8.toml", '[[override]]\nlayers = "0, -1"\nschema = "fp8"\n')
+    none = recipe("plain.toml", '[[override]]\nlayers = "0"\nschema = "mxfp4"\n')
+    left = recipe("left.toml", '[[override]]\nlayers = "0"\nschema = "none"\n')
+    assert name(schema="mxfp4") == "m-mxfp4"
+    assert name(schema="mxfp4", overrides=ends, tp=2) == "m-mxfp4-ends-in-8-tp2"
+    assert name(schema="int4", overrides=ends) == "m-int4-ends-in-8"
+    assert name(schema="mxfp4", overrides=none) == "m-mxfp4"
+    assert name(schema="mxfp4", overrides=left) == "m-mxfp4-left"
+    own = [Override("*.0.*", (), LayerChoice(resolve_schema("int8")), "a test")]
+    assert name(schema="mxfp4", overrides=own) == "m-mxfp4-mixed"
+
+
+def test_a_recipe_does_not_take_the_name_of_the_plain_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_qwen3_moe(tmp_path / "m", num_layers=3)
+    monkeypatch.chdir(tmp_path)
+    assert call("convert", "m", "--schema", "mxfp4", "--target", "sm90", "-q").exit_code == 0
+    shown = call("convert", "m", "--config", "ends-in-8-bits")
+    assert shown.exit_code == 0
+    assert "but fp8, a16 activations in 2 layers" in " ".join(shown.stdout.split())
+    assert "The artifact is in m-mxfp4-ends-in-8-bits" in shown.stdout
+    again = call("convert", "m", "--config", "ends-in-8-bits", "--overwrite", "--json")
+    words = json.loads(again.stdout)
+    first, last = (f"model.layers.{i}.mlp.experts" for i in (0, 2))
+    assert (words["otherwise"], words["left_blocks"]) == ({"fp8, a16 activations": [first, last]}, [])
+
+
+def test_an_artifact_over_the_error_limit_is_not_recommended(model: Path, tmp_path: Path) -> None:
+    over = convert(model, tmp_path / "over", "--max-error", "0.01")
+    good = convert(model, tmp_path / "good", "--max-error", "0.9")
+    assert (over.exit_code, good.exit_code) == (1, 0)
+    assert "Serve it with" not in over.stdout
+    assert "Serve it with" in good.stdout
 
 
 # --- convert -----------------------------------------------------------------------------------------------
@@ -338,8 +375,9 @@ def corrupt(model: Path, folder: Path) -> Path:
     [
         (("--schema", "int9"), "no schema named 'int9'"),
         (("--tp", 3), "TP sizes that work: 1, 2, 4"),
-        (("--target", "90"), "Write sm90."),
-        (("--target", "sm87"), "expected: sm75, sm80"),
+        (("--target", "h10"), "Did you mean h100?"),
+        (("--target", "sm87"), "b200, gb200 (sm100)"),
+        (("--dtype", "bf15"), "bfloat16, float16, bf16, fp16"),
         (("--target", "sm75"), "--dtype float16"),
         (("--target", "sm100", "--dtype", "float16"), "--cuda 13.0"),
         (("--cuda", "13"), "such as 13.0"),
@@ -369,7 +407,8 @@ def test_without_a_gpu_the_target_must_be_named(model: Path, tmp_path: Path, mon
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = call("convert", model, "-o", tmp_path / "out", "--schema", "int4")
     assert result.exit_code == 2
-    assert "the kernel layout depends on the GPU" in result.stderr
+    for text in ("t4 (sm75)", "b200, gb200 (sm100)", "rtx-pro-6000", "--target h100", "nvidia-smi", "9.0 is sm90"):
+        assert text in result.stderr
 
 
 def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,6 +675,47 @@ def test_verify_passes_and_says_what_it_did(model: Path, made: Path) -> None:
     alone = call("verify", made, "--device", "cpu", "--checks", "files,weights", "--layers", "0")
     assert alone.exit_code == 0
     assert alone.stdout.splitlines()[-1] == "PASS  files, weights, without the source"
+    assert "against the source" not in alone.stdout  # no table without rows
+
+
+def of_other_sizes(folder: Path) -> Path:
+    return write_qwen3_moe(folder, num_layers=3, intermediate_size=256)
+
+
+def with_other_weights(folder: Path) -> Path:
+    return write_qwen3_moe(folder, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("make", "checks", "what"),
+    [
+        (of_other_sizes, "files,weights", "The source is another one than the artifact was converted from."),
+        (of_other_sizes, "weights", "The source is another one than the artifact was converted from."),
+        (with_other_weights, "weights", "No expert has the source's weights"),
+    ],
+)
+def test_another_source_is_said_first_and_in_short(
+    make: Any, checks: str, what: str, made: Path, tmp_path: Path
+) -> None:
+    other = make(tmp_path / "other")
+    command = ("verify", made, "--source", other, "--device", "cpu", "--checks", checks)
+    shown = call(*command)
+    found = [line for line in shown.stdout.splitlines() if line.startswith("  ✗")]
+    assert shown.exit_code == 1
+    assert [line.startswith(f"  ✗ --source: {what}") for line in found] == [True] * (checks.count(",") + 1)
+    assert "more that follow from it; --json lists all" in shown.stdout
+    first = json.loads(call(*command, "--json").stdout)["checks"]["weights"]["findings"]
+    assert first[0]["what"].startswith(what)
+    assert len(first) > 3
+
+
+def test_one_damaged_file_of_the_source_is_not_another_source(model: Path, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    data = bytearray((tmp_path / "model" / "model.safetensors").read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 1000] = bytes(1000)
+    (tmp_path / "model" / "model.safetensors").write_bytes(data)
+    shown = call("verify", made, "--source", tmp_path / "model", "--device", "cpu", "--checks", "weights")
+    assert (shown.exit_code, "--source:" in shown.stdout) == (1, False)
 
 
 def test_verify_names_the_damage_and_exits_with_1(model: Path, made: Path, tmp_path: Path) -> None:

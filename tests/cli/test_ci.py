@@ -298,7 +298,8 @@ def test_a_finished_artifact_is_resumed_with_0(model: Path, made: Path) -> None:
     said = call("convert", model, "-o", made, *OPTIONS, "--resume").stdout
     assert "the artifact was already finished: nothing to do" in " ".join(said.split())
     other = refused("convert", model, "-o", made, *OPTIONS, "--tp", 2, "--resume", code=4)
-    assert "differs from this request in: tp" in other["what"]
+    assert "differs from this request in: tp (--tp)." in other["what"]
+    assert (other["expected"], other["found"]) == ("1", "2")
 
 
 # --- the largest error -------------------------------------------------------------------------------------

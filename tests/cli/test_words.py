@@ -73,6 +73,75 @@ def test_names_of_others_lead_to_schemas() -> None:
         assert words.split(" ")[0] in PRESETS
 
 
+# --- command lines, names and files ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "where", "text"),
+    [
+        ("convert", "hqconv convert", "Missing argument 'SRC'"),
+        ("convrt x", "hqconv", "No such command 'convrt'. Did you mean 'convert'?"),
+        ("convert x --schmea y", "hqconv convert", "Did you mean --schema? `hqconv convert --help` lists the options."),
+        ("warm x --gpus y", "hqconv warm", "Did you mean --gpu?"),
+        ("convert x --tp", "hqconv convert", "requires an argument"),
+        ("convert x --tp 0", "hqconv convert", "greater than or equal to 1"),
+        (
+            "convert x --layout up",
+            "hqconv convert",
+            "Invalid value for '--layout': 'up' is not one of 'kernel', 'checkpoint'",
+        ),
+        ("inspect x y", "hqconv inspect", "unexpected extra argument"),
+        ("--nonsense", "hqconv", "No such option: --nonsense"),
+    ],
+)
+def test_a_wrong_command_line_is_a_message_like_others(typed: str, where: str, text: str) -> None:
+    done = CliRunner().invoke(app, typed.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: The command line is wrong.\n  where: {where}\n  found: ")
+    assert text in done.stderr
+    assert "what to do: " in done.stderr
+    assert "Usage:" not in done.stderr
+    assert "Value error" not in done.stderr
+    as_json = CliRunner().invoke(app, [*typed.split(), "--json"])
+    assert as_json.exit_code == 2
+    assert '"kind": "error"' in as_json.stdout
+
+
+def test_the_servers_names_of_options(model: Path, tmp_path: Path) -> None:
+    options = ["--schema", "mxfp4", "--target", "H200", "--dtype", "FP16", "-o", str(tmp_path / "x")]
+    ranks = ["--tensor-parallel-size", "2", "--expert-parallel-size", "2"]
+    assert CliRunner().invoke(app, ["convert", str(model), *options, *ranks]).exit_code == 0
+    made = manifest(tmp_path / "x")
+    assert (made["target"], made["dtype"], made["tp"], made["ep"]) == ("sm90", "float16", 2, 2)
+    run(model, tmp_path / "y", "mxfp4", dtype="bf16", target="9.0")
+    assert (manifest(tmp_path / "y")["target"], manifest(tmp_path / "y")["dtype"]) == ("sm90", "bfloat16")
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('schema = "mxfp4"\ntarget = "l40s"\ndtype = "half"\n')
+    assert (
+        CliRunner().invoke(app, ["convert", str(model), "--config", str(recipe), "-o", str(tmp_path / "z")]).exit_code
+        == 0
+    )
+    assert (manifest(tmp_path / "z")["target"], manifest(tmp_path / "z")["dtype"]) == ("sm89", "float16")
+
+
+def test_files_that_are_almost_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "nightly.toml").write_text('schema = "mxfp4"\n')
+    for typed, meant in (
+        (["--config", "ends-in-8bits"], "Did you mean ends-in-8-bits?"),
+        (["--config", "recipes/nigthly.toml"], "Did you mean recipes/nightly.toml?"),
+        (["--config", "zzz"], "what to do: `hqconv schemas --recipes` lists"),
+        (["--schema", "w3-g46.toml"], "Did you mean w3-g64.toml?"),
+    ):
+        done = CliRunner().invoke(app, ["convert", str(model), *typed])
+        assert done.exit_code == 2
+        assert meant in done.stderr
+    for command in (["inspect", f"{model}l"], ["verify", f"{model}l"]):
+        done = CliRunner().invoke(app, command)
+        assert (done.exit_code, f"Did you mean {model}?" in done.stderr) == (2, True)
+
+
 # --- sources -----------------------------------------------------------------------------------------------
 
 

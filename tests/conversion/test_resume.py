@@ -23,6 +23,8 @@ from hqconv.conversion import convert as convert_module
 from hqconv.conversion.progress import Progress
 from hqconv.errors import OutputError
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
+from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import manifest, open_plan, run
 from tests.make.killing import Driver, counts
 from tests.make.models import save_model
@@ -30,6 +32,7 @@ from tests.make.tensors import snapshot
 
 JOURNAL = ".hqconv-progress.jsonl"
 GRID = Grid(2, 2)
+FP8_AT_THE_END = [Override(None, ((-1, -1),), LayerChoice(resolve_schema("fp8")), "a test")]
 
 
 @pytest.fixture(scope="module")
@@ -209,34 +212,50 @@ def changed_config(src: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "difference"),
     [
-        ({"schema": "int4-g32"}, "--schema"),
-        ({"grid": Grid(1, 2)}, "--tp, --ep or the placement"),
-        ({"grid": Grid(2, 2, ROUND_ROBIN)}, "--tp, --ep or the placement"),
-        ({"grid": Grid(), "layout": "checkpoint"}, "--tp, --ep or the placement"),
-        ({"dtype": "float16"}, "--dtype"),
-        ({"quantizer": "mse"}, "--quantizer"),
+        ({"schema": "int4-g32"}, ("--schema", "mxfp4", "int4-g32")),
+        ({"grid": Grid(1, 2)}, ("--tp", "2", "1")),
+        ({"grid": Grid(2, 4)}, ("--ep", "2", "4")),
+        ({"grid": Grid(2, 2, ROUND_ROBIN)}, ("--expert-placement", "linear", "round_robin")),
+        ({"grid": Grid(2, 2, redundant=2)}, ("--redundant-experts", "0", "2")),
+        ({"grid": Grid(), "layout": "checkpoint"}, ("--tp", "2", "1")),
+        ({"input_schema": "int8"}, ("--input-schema", "a16", "int8")),
+        ({"dtype": "float16"}, ("--dtype", "bfloat16", "float16")),
+        ({"quantizer": "mse"}, ("--quantizer", "quantizer nothing", "quantizer mse")),
+        ({"overrides": FP8_AT_THE_END}, ("the overrides", "model.layers.2.mlp.experts nothing", '"schema": "fp8"')),
     ],
     ids=str,
 )
-def test_another_request_is_not_resumed(words: dict[str, Any], difference: str, src: Path, tmp_path: Path) -> None:
+def test_another_request_is_not_resumed(
+    words: dict[str, Any], difference: tuple[str, str, str], src: Path, tmp_path: Path
+) -> None:
+    """The message names the option, and both of its values."""
+    key, first, second = difference
     out = tmp_path / "out"
     run_until(src, out, 1)
     before = snapshot(out)
     request = {"schema": "mxfp4", "grid": GRID, **words}
-    with pytest.raises(OutputError, match=f"differs from this one in: {difference}") as caught:
+    with pytest.raises(OutputError, match=f"differs from this one in: {key}") as caught:
         run(src, out, request.pop("schema"), request.pop("grid"), resume=True, **request)
     assert caught.value.exit_code == 4
+    assert first in caught.value.expected
+    assert second in caught.value.found
+    assert len(caught.value.expected + caught.value.found) < 300
     assert snapshot(out) == before
 
 
 @pytest.mark.parametrize(
-    ("change", "difference"), [(changed_source, "source files"), (changed_config, "source config")]
+    ("change", "difference", "found"),
+    [
+        (changed_source, "source files", "model-00001-of-00010.safetensors: mtime_ns 1"),
+        (changed_config, "source config", "routed_scaling_factor 9.0"),
+    ],
 )
-def test_another_source_is_not_resumed(change: Any, difference: str, src: Path, tmp_path: Path) -> None:
+def test_another_source_is_not_resumed(change: Any, difference: str, found: str, src: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_until(src, out, 1)
-    with pytest.raises(OutputError, match=f"differs from this one in: {difference}"):
+    with pytest.raises(OutputError, match=f"differs from this one in: {difference}") as caught:
         run(change(src, tmp_path), out, "mxfp4", GRID, resume=True)
+    assert caught.value.found == found
 
 
 def test_other_versions_do_not_resume(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,7 +407,7 @@ def test_the_fingerprint_follows_everything_that_decides_bytes() -> None:
     assert base == plan_of(synthetic()).fingerprint()
     different = {
         "--schema": plan_of(synthetic(), "int4"),
-        "--tp, --ep or the placement": plan_of(synthetic(), grid=Grid(ep=2)),
+        "--ep": plan_of(synthetic(), grid=Grid(ep=2)),
         "--layout": plan_of(synthetic(), layout="checkpoint"),
         "--dtype": plan_of(synthetic(), param_dtype="float16"),
     }

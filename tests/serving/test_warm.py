@@ -125,17 +125,26 @@ def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError
     odd = tmp_path / "gpu.json"
     odd.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_count": "many"}))
     other = tmp_path / "other.json"
-    other.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 120}))
+    other.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 110}))
+    apart = tmp_path / "apart.json"
+    apart.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 120}))
     return {
         "a folder of others": ({"kernels": stray}, OutputError, "thesis.tex"),
         "no GPU": ({"gpu": None}, RequestError, "no GPU here"),
         "unknown": ({"gpu": "gtx9000"}, RequestError, "no such GPU"),
         "nonsense": ({"gpu": str(odd)}, RequestError, "makes no sense"),
-        "another architecture": ({"gpu": str(other)}, RequestError, "makes no sense"),
+        "no architecture": ({"gpu": str(other)}, RequestError, "makes no sense"),
+        "another architecture": ({"gpu": str(apart)}, RequestError, "a GPU of sm90: h100, h100-pcie, h20, h200"),
+        "a name of another": ({"gpu": "B200"}, RequestError, "found: b200, sm100"),
+        "a name without figures": ({"gpu": "gh200"}, RequestError, "gpu.json"),
+        "almost a name": ({"gpu": "h2000"}, RequestError, r"Did you mean h200\?"),
     }
 
 
-@pytest.mark.parametrize("case", ["a folder of others", "no GPU", "unknown", "nonsense", "another architecture"])
+REFUSED = ("a folder of others", "no GPU", "unknown", "nonsense", "no architecture", "another architecture")
+
+
+@pytest.mark.parametrize("case", [*REFUSED, "a name of another", "a name without figures", "almost a name"])
 def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> None:
     import torch
 
@@ -179,10 +188,29 @@ def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         compute_settings(False)
 
 
+def test_every_name_of_a_target_is_a_gpu_to_compile_for(compiler: Any) -> None:
+    """On every architecture; figures that are not known come from a file."""
+    from hqconv.schemas.gpu_target import GPUS
+
+    assert set(KNOWN) < set(GPUS)
+    for name in ("t4", "a100", "a10", "l4", "l40s", "h100", "h20", "h200", "b200", "gb200", "rtx-pro-6000"):
+        gpu = choose_gpu(name.upper(), GPUS[name].sm_version)
+        assert (gpu, gpu.sm_version) == (KNOWN[name], GPUS[name].sm_version)
+        words = {**WORDS, "sm_version": gpu.sm_version, "a_dtype": "float16", "c_dtype": "float16"}
+        with standing_in(gpu):
+            assert gemm_kernels(words, ComputeSettings(INDEXED))
+
+
+@pytest.mark.parametrize(("name", "tops"), [("h100", 1071), ("a100", 312), ("t4", 32.5), ("l40s", 183), ("b200", 2382)])
+def test_throughput_is_that_of_the_data_sheet(name: str, tops: float) -> None:
+    """Dense FP16 tensor core TFLOPS at boost clock, with accumulation in float32."""
+    assert KNOWN[name].facts().tensorcore_tops["float16"] == pytest.approx(tops, rel=0.01)
+
+
 @pytest.mark.full
 def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> None:
     found = {}
-    for name, gpu in KNOWN.items():
+    for name, gpu in ((name, KNOWN[name]) for name in ("h200", "h100", "h20")):
         with standing_in(gpu):
             found[name] = {kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(INDEXED))}
     assert found["h200"] == found["h100"] != found["h20"]

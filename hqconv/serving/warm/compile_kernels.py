@@ -47,10 +47,11 @@ def warm(
 ) -> dict[str, Any]:
     """Compile the kernels that vLLM requests when it serves an artifact, into a sibling folder. No GPU needed.
 
-    out: an artifact in the kernel layout; only its headers are read. gpu: the server's: h200, h100 …, or a JSON file of
-    facts; None: the one here. kernels: the folder; None is `OUT-kernels`. jobs: compilers at once; None: as many as
-    processors. announce: callback with a line about the next step. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE,
-    VLLM_HUMMING_USE_F16_ACCUM and VLLM_BATCH_INVARIANT. Kernels of the same compiler that are there stay.
+    out: an artifact in the kernel layout; only its headers are read. gpu: the server's: a name such as h200 or l40s, or
+    a JSON file of facts; None: the one here. kernels: the folder; None is `OUT-kernels`. jobs: compilers at once; None:
+    as many as processors. announce: callback with a line about the next step. As vLLM does, it heeds
+    VLLM_HUMMING_MOE_GEMM_TYPE, VLLM_HUMMING_USE_F16_ACCUM and VLLM_BATCH_INVARIANT. Kernels of the same compiler that
+    are there stay.
 
     Returns a document: the folder, the GPU, and counts. Raises RequestError if the artifact has no kernels, the GPU is
     not its target's, or there is no compiler; VerificationError of a damaged artifact; OutputError.

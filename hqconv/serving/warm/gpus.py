@@ -14,12 +14,37 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.humming_layout.kernel_sources import current_device
+from hqconv.schemas.gpu_target import GPUS, gpu_named
+from hqconv.schemas.suggestions import close_to
 
 # Of an architecture: FP16 tensor core operations per SM and clock, threads per SM, bytes of shared memory that a block
-# may ask for, and of L1. As `csrc/device_info.cpp` of Humming 0.1.19 has them, and CUDA's programming guide.
-_ARCHITECTURES = {90: (4096, 2048, 232448, 256 << 10)}
-# Tensor core throughput over that of FP16, on sm90.
-_RATIOS = {"float16": 1, "bfloat16": 1, "float8e4m3": 2, "float8e5m2": 2, "int8": 2, "int4": 4}
+# may ask for, and KiB of L1. As `csrc/device_info.cpp` of Humming 0.1.19 has them, and CUDA's programming guide.
+_ARCHITECTURES = {
+    75: (1024, 1024, 65536, 96),
+    80: (2048, 2048, 166912, 192),
+    86: (1024, 1536, 101376, 128),
+    89: (1024, 1536, 101376, 128),
+    90: (4096, 2048, 232448, 256),
+    100: (8192, 2048, 232448, 256),
+    103: (8192, 2048, 232448, 256),
+    120: (1024, 1536, 101376, 128),
+    121: (1024, 1536, 101376, 128),
+}
+# Tensor core throughput over that of FP16, and the first architecture that has it; in `device_info.cpp`, too.
+_RATIOS = {
+    "float16": (1, 75),
+    "bfloat16": (1, 80),
+    "float8e3m4": (2, 100),
+    "float8e4m3": (2, 89),
+    "float8e5m2": (2, 89),
+    "float6e2m3": (2, 100),
+    "float6e3m2": (2, 100),
+    "float4e0m3": (4, 100),
+    "float4e2m1": (4, 100),
+    "int8": (2, 75),
+    "int4": (4, 75),
+}
+_HALF_RATE_FLOATS = (75, 86, 89)
 _REGISTERS_PER_SM, _THREADS_PER_BLOCK, _SMEM_PER_BLOCK = 65536, 1024, 49152
 
 
@@ -41,8 +66,9 @@ class Gpu:
 
     def facts(self) -> SimpleNamespace:
         """Attributes of Humming's `DeviceInfo` of that GPU, computed as in its `csrc/device_info.cpp`."""
-        operations, threads, smem, l1 = _ARCHITECTURES[self.sm_version]
+        operations, threads, smem, l1_kib = _ARCHITECTURES[self.sm_version]
         tops = self.sm_count * operations * self.sm_clock_khz / 1e9
+        slow = 2 if self.sm_version in _HALF_RATE_FLOATS else 1
         major, minor = divmod(self.sm_version, 10)
         return SimpleNamespace(
             **self.to_dict(),
@@ -54,35 +80,54 @@ class Gpu:
             max_threads_per_sm=threads,
             max_registers_per_sm=_REGISTERS_PER_SM,
             l2_cache_size_mb=self.l2_cache_size / 2**20,
-            l1_cache_size=l1,
-            l1_cache_size_kb=l1 / 2**10,
+            l1_cache_size=l1_kib << 10,
+            l1_cache_size_kb=float(l1_kib),
             default_smem_size=_SMEM_PER_BLOCK,
             max_smem_size=smem,
             max_smem_size_kb=smem / 2**10,
             memory_bandwidth_gbps=self.memory_clock_khz * 2 * self.memory_bus_width / 8.0 / 1e6,
-            tensorcore_tops={name: tops * ratio for name, ratio in _RATIOS.items()},
+            tensorcore_tops={
+                name: tops * ratio / (1 if name.startswith("int") else slow)
+                for name, (ratio, first) in _RATIOS.items()
+                if self.sm_version >= first
+            },
         )
 
 
-# Nominal figures of the makers' data sheets. `scripts/check_warm.py` compares them with a GPU that is present.
+# `scripts/check_warm.py` compares the figures with a GPU that is present.
 KNOWN = {
-    "h200": Gpu("NVIDIA H200", 90, 132, 1980000, 3201000, 6144, 60 << 20),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 90, 132, 1980000, 2619000, 5120, 50 << 20),
-    "h100-pcie": Gpu("NVIDIA H100 PCIe", 90, 114, 1755000, 1593000, 5120, 50 << 20),
-    "h20": Gpu("NVIDIA H20", 90, 78, 1980000, 2619000, 6144, 60 << 20),
+    name: Gpu(model.driver_name, model.sm_version, *model.figures[:4], model.figures[4] << 20)
+    for name, model in GPUS.items()
+    if model.figures is not None
 }
+_OWN_FACTS = "`python -m hqconv.serving.warm.gpus > gpu.json` on the server writes its GPU's figures: --gpu gpu.json."
 
 
 def choose_gpu(text: str | None, sm_version: int) -> Gpu:
-    """Return the GPU of `--gpu`: a known name, a JSON file of facts, or None for the GPU of this machine.
+    """Return the GPU of `--gpu`: a name of `GPUS`, a JSON file of facts, or None for the GPU of this machine.
 
-    Raises RequestError if there is none, or it is not of the target `sm_version`.
+    Raises RequestError if there is none, its figures are not known, or it is not of the target `sm_version`.
     """
-    gpu = _here(sm_version) if text is None else KNOWN.get(text.lower()) or _read(Path(text))
+    name = None if text is None else gpu_named(text)
+    if name is not None and GPUS[name].sm_version != sm_version:
+        raise _other_architecture(name, GPUS[name].sm_version, sm_version)
+    if name is not None and name not in KNOWN:
+        what = "The figures of this GPU are not known to hqconv."
+        raise RequestError(what, where="--gpu", expected=_names(sm_version), found=name, remedy=_OWN_FACTS)
+    gpu = KNOWN[name] if name is not None else _here(sm_version) if text is None else _read(Path(text))
     if gpu.sm_version != sm_version:
-        what, expected = "The artifact is for another GPU architecture.", f"a GPU of sm{sm_version}"
-        raise RequestError(what, where="--gpu", expected=expected, found=f"{gpu.name}, sm{gpu.sm_version}")
+        raise _other_architecture(gpu.name, gpu.sm_version, sm_version)
     return gpu
+
+
+def _other_architecture(name: str, found: int, sm_version: int) -> RequestError:
+    what, expected = "The artifact is for another GPU architecture.", f"a GPU of sm{sm_version}: {_names(sm_version)}"
+    return RequestError(what, where="--gpu", expected=expected, found=f"{name}, sm{found}")
+
+
+def _names(sm_version: int) -> str:
+    """Return the names of GPUs of an architecture whose figures are known, and the way for others."""
+    return ", ".join([*(n for n, gpu in KNOWN.items() if gpu.sm_version == sm_version), "or a JSON file of facts"])
 
 
 def _here(sm_version: int) -> Gpu:
@@ -93,8 +138,8 @@ def _here(sm_version: int) -> Gpu:
         raise RequestError(
             "There is no GPU here to compile for.",
             where="--gpu",
-            expected=f"one of {', '.join(n for n, g in KNOWN.items() if g.sm_version == sm_version)}",
-            remedy="Name the server's GPU, or give a file that `python -m hqconv.serving.warm.gpus` wrote there.",
+            expected=_names(sm_version),
+            remedy=f"Name the server's GPU with --gpu. {_OWN_FACTS}",
         ) from error
 
 
@@ -111,7 +156,7 @@ def _read(path: Path) -> Gpu:
         gpu = Gpu(**{field.name: document[field.name] for field in fields(Gpu)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         what, found = "There is no such GPU.", f"{path} ({type(error).__name__}: {error})"
-        remedy = "Write the facts with `python -m hqconv.serving.warm.gpus` on a machine that has the GPU."
+        remedy = f"{close_to(str(path).lower(), KNOWN)} {_OWN_FACTS}".strip()
         raise RequestError(what, where="--gpu", expected=known, found=found, remedy=remedy) from error
     numbers = [value for name, value in gpu.to_dict().items() if name != "name"]
     if not all(type(value) is int and value > 0 for value in numbers) or gpu.sm_version not in _ARCHITECTURES:
