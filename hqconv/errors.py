@@ -57,6 +57,11 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:NUM_SHOWN]) + more
 
 
+def plural(count: int, noun: str, several: str | None = None) -> str:
+    """Format a number of things: `1 file`, `2 files`. several: the plural of a noun that takes more than an s."""
+    return f"{count} {noun if count == 1 else several or f'{noun}s'}"
+
+
 class HqconvError(Exception):
     """One readable message: what, where, what was expected, what was found, what to do next.
 

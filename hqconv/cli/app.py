@@ -15,7 +15,7 @@ from hqconv import api
 from hqconv.cli import convert_command, interrupt, report_commands
 from hqconv.cli.convert_command import profile_writer
 from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
-from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
+from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
 from hqconv.cli.output import discard_stdout, guarded, print_json, say
 from hqconv.conversion.torchrun import is_rank_zero
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
@@ -42,15 +42,10 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(
-    api.convert,
-    *("config", "dry_run", "profile", "json", "quiet", "max_error", "push_to", "private", "branch"),
-    optional=("schema",),
-)
+@takes(api.convert, *("dry_run", "profile", "json", "quiet", "max_error", "push_to", "private", "branch"))
 def convert(
     *,
     context: typer.Context,
-    config: Path | None,
     dry_run: bool,
     profile: Path | None,
     json: bool,
@@ -64,7 +59,7 @@ def convert(
     """Quantize the experts of a checkpoint and write an artifact."""
     push_options = _push_options(push_to, private=private, branch=branch)
     limit = convert_command.MaxError(max_error)
-    options |= recipe_options(config, context)
+    options = without_defaults(options, context)
     if dry_run:
         planned = convert_command.dry_run(options)
         _print(planned, json=json)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,9 +17,9 @@ import typer
 
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
-from hqconv.schemas.config_files import RECIPES, or_shipped, shipped
+from hqconv.schemas.config_files import RECIPES, shipped
 from hqconv.schemas.options import ConversionOption, conversion_options
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.recipe import no_schema
 
 
 @dataclass(frozen=True)
@@ -167,18 +167,16 @@ _ARTIFACT = Option(
 
 
 def takes(
-    function: Callable[..., Any], *own: str, is_artifact: bool = False, optional: Collection[str] = ()
+    function: Callable[..., Any], *own: str, is_artifact: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the parameters of an API function, callbacks aside, and its `own` ones, all as keywords.
 
-    `is_artifact`: its `out` is an artifact to look at, not a place to write to. `optional`: what it may go without,
-    though the function may not.
+    `is_artifact`: its `out` is an artifact to look at, not a place to write to.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         found = [p for p in inspect.signature(function).parameters.values() if p.name in OPTIONS]
         parameters = [_parameter(p.name, p.default, is_artifact) for p in found]
-        parameters = [p.replace(default=None) if p.name in optional else p for p in parameters]
         parameters += [_parameter(n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in own]
         if "context" in inspect.signature(command).parameters:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -238,22 +236,16 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def recipe_options(config: Path | None, context: typer.Context) -> dict[str, Any]:
-    """Options of a recipe that were not given on the command line, and its overrides.
+def without_defaults(options: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+    """Leave out options of a conversion that were not given on the command line: a recipe may have them.
 
-    Raises RequestError as `load_recipe`, and where neither names a schema.
+    Raises RequestError if there is neither a schema nor a recipe.
     """
 
     def is_given(name: str) -> bool:
         source = context.get_parameter_source(name)
         return source is not None and source.name != "DEFAULT"
 
-    found: dict[str, Any] = {}
-    if config is not None:
-        recipe = load_recipe(or_shipped(config, RECIPES))
-        found = {name: value for name, value in recipe.options.items() if not is_given(name)}
-        found["overrides"] = recipe.overrides
-    if not is_given("schema") and "schema" not in found:
-        what, expected = "No schema is named.", "--schema NAME, or a recipe that names one"
-        raise RequestError(what, where="--schema", expected=expected, remedy="`hqconv schemas` shows them.")
-    return found
+    if options["config"] is None and not is_given("schema"):
+        raise no_schema()
+    return {name: value for name, value in options.items() if name not in conversion_options() or is_given(name)}

@@ -67,6 +67,11 @@ class ConversionReport:
     warnings: tuple[str, ...] = field(default=())
     profile: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """Name the artifact and its size; the rest is in `to_dict`."""
+        text = f"{self.plan.spec.schema.name}, {self.num_blocks} layers, {self.num_ranks} ranks"
+        return f"<ConversionReport {str(self.out)!r}: {text}, {self.num_bytes_out} bytes in {self.seconds:.1f} s>"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON document."""
         spec = self.plan.spec

@@ -20,6 +20,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.options import CHECKS
 from hqconv.verification.check_batch import why_not
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
@@ -54,7 +55,6 @@ def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: flo
     return result
 
 
-CHECKS = ("files", "weights", "kernel")
 _MAX_TOKENS = 999_999
 
 
