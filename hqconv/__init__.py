@@ -7,9 +7,11 @@ give; see docs/api.md. Nothing is loaded before it is asked for.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # the caller decides about records: docs/api.md
 
 if TYPE_CHECKING:
     from hqconv.api import convert, dequantize, inspect, load, plan, push, verify

@@ -6,6 +6,7 @@ Importing this module loads no torch; a function that needs it does.
 from __future__ import annotations
 
 import inspect as inspect_module
+import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from hqconv.conversion.push import PushReport
     from hqconv.planning.plan import ConversionPlan
     from hqconv.verification.result import VerificationReport
+
+_LOG = logging.getLogger(__name__)
 
 
 P = ParamSpec("P")
@@ -135,6 +138,7 @@ def convert(
         with without_gc():
             planned = plan_conversion(parsed, source, target)
         place = check_places(source.root, place_of(planned, out))
+        _LOG.info("Planned %r for %s, target %s.", planned, place, target)
         if on_plan is not None:
             on_plan(planned, place)
         return run(
@@ -264,7 +268,10 @@ def push(
     from hqconv.conversion.push import push as run
     from hqconv.io.hub_upload import HubBranch
 
-    return run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
+    _LOG.info("Push of %s to %s begins.", out, repo)
+    pushed = run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
+    _LOG.info("Push is complete: %d files, %d bytes, commit %s.", pushed.num_files, pushed.num_bytes, pushed.commit)
+    return pushed
 
 
 def load(

@@ -124,6 +124,13 @@ OPTIONS: dict[str, Option] = {
     "profile": Option(
         Path | None, "Write the time spent in each stage to this file, as JSON.", ("--profile",), settings=_ANY_PATH
     ),
+    "verbose": Option(bool, "Log the work on stderr: stages, units, downloads, retries, devices.", ("--verbose", "-v")),
+    "log_file": Option(
+        Path | None,
+        "Append the log, with the files that are read and written, to this file.",
+        ("--log-file",),
+        settings=_ANY_PATH,
+    ),
     "quiet": Option(bool, "Print errors only, plus the output of --json and --dry-run.", ("--quiet", "-q")),
 }
 
@@ -152,13 +159,14 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 OPTIONS |= {name: _conversion_option(option) for name, option in conversion_options().items() if option.is_flag}
 # Headings of the help; options without one stand first.
 _RANKS = ("tp", "ep", "expert_placement", "redundant_experts")
+_SHARED = ("json", "quiet", "verbose", "log_file")  # options of every command
 _GROUPS = {
     "Quantization and layout": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
     "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
     "Parallelism": _RANKS,
     "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
     "Existing output": ("resume", "overwrite", "dry_run"),
-    "Output": ("json", "quiet", "profile", "report"),
+    "Output": (*_SHARED, "profile", "report"),
 }
 # Help texts that differ for one command.
 _ARTIFACT = Option(
@@ -169,7 +177,7 @@ _ARTIFACT = Option(
 def takes(
     function: Callable[..., Any], *own: str, is_artifact: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the parameters of an API function, callbacks aside, and its `own` ones, all as keywords.
+    """Give a command the parameters of an API function, callbacks aside, its `own` and the shared ones, as keywords.
 
     `is_artifact`: its `out` is an artifact to look at, not a place to write to.
     """
@@ -177,7 +185,7 @@ def takes(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         found = [p for p in inspect.signature(function).parameters.values() if p.name in OPTIONS]
         parameters = [_parameter(p.name, p.default, is_artifact) for p in found]
-        parameters += [_parameter(n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in own]
+        parameters += [_parameter(n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in (*own, *_SHARED)]
         if "context" in inspect.signature(command).parameters:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.append(inspect.Parameter("context", kind, annotation=typer.Context))

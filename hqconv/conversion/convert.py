@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -41,6 +42,8 @@ from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
 from hqconv.schemas.options import MSE
 from hqconv.serving.chosen_engine import ENGINE
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,9 @@ def convert(
         raise
     if processes is not None:
         processes.leave()
-    return conversion.report(outcome, time.monotonic() - started)
+    report = conversion.report(outcome, time.monotonic() - started)
+    _LOG.info("%s %r.", "Done:" if outcome.is_new else "The artifact was finished before:", report)
+    return report
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,8 @@ class _Conversion:
     def _run_units(self, folder: Destination, done: Collection[str]) -> None:
         """Convert the units that are not done, or this process's part of them."""
         missing, processes = self._missing(done), self.processes
+        lanes = f"{self.staging.num_lanes} workers with at most {self.staging.num_experts} experts each"
+        _LOG.info("Conversion of %d units begins, %d were done before; %s.", len(missing), len(done), lanes)
         prefetch = HubPrefetch(self.source, missing, self.cache, folder.journal, is_shared=processes is not None)
         units = missing if processes is None else processes.take_next(missing)
         with bounded_gpu(self.resources):
@@ -262,6 +269,7 @@ class _Conversion:
     def _finish(self, folder: OutputFolder) -> None:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
         source, plan = self.source, self.plan
+        _LOG.info("Sidecar files, manifest and model card are written.")
         sidecar_files = write_sidecar_files(source, plan, folder.root)
         measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
         records = [record for unit in plan.units for record in folder.done[unit.name].files]

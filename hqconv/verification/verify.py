@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -30,6 +31,8 @@ from hqconv.verification.result import CheckResult, VerificationReport
 from hqconv.verification.scheduling import layer_bytes
 from hqconv.verification.tolerances import kind_of_inputs
 from hqconv.verification.weights import check_weights
+
+_LOG = logging.getLogger(__name__)
 
 MAX_ERROR = "max_error"
 
@@ -105,8 +108,10 @@ def verify(
             for check in CHECKS:
                 if check in asked:
                     started = time.monotonic()
+                    _LOG.info("Check %s of %s begins.", check, report.root)
                     report.results.append(_run(check, runs[check]))
                     report.seconds[check] = time.monotonic() - started
+                    _LOG.info("%r in %.1f s.", report.results[-1], report.seconds[check])
         if options.max_error is not None:
             weights = next((result for result in report.results if result.name == "weights"), None)
             limit = options.max_error

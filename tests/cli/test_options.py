@@ -13,7 +13,7 @@ import typer
 from hqconv.cli.app import app
 
 REQUIRED = "required"
-JSON, QUIET = {"--json": False}, {"--quiet -q": False}
+SHARED = {"--json": False, "--quiet -q": False, "--verbose -v": False, "--log-file": None}
 WORK = {"--device": "auto", "--max-memory": "4GiB", "--threads": None}
 
 COMMANDS: dict[str, dict[str, Any]] = {
@@ -49,8 +49,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--dry-run": False,
         "--profile": None,
         **WORK,
-        **JSON,
-        **QUIET,
+        **SHARED,
     },
     "verify": {
         "OUT": REQUIRED,
@@ -62,8 +61,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--max-error": None,
         "--report": None,
         **WORK,
-        **JSON,
-        **QUIET,
+        **SHARED,
     },
     "report": {
         "OUT": REQUIRED,
@@ -73,14 +71,13 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--overwrite": False,
         "--sample": None,
         **WORK,
-        **JSON,
-        **QUIET,
+        **SHARED,
     },
-    "compare": {"OUT1": REQUIRED, "OUT2": REQUIRED, "--source": None, "--revision": None, **WORK, **JSON, **QUIET},
-    "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **JSON},
-    "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **JSON, **QUIET},
-    "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **JSON},
-    "schemas": {"--recipes": False, **JSON},
+    "compare": {"OUT1": REQUIRED, "OUT2": REQUIRED, "--source": None, "--revision": None, **WORK, **SHARED},
+    "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **SHARED},
+    "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **SHARED},
+    "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **SHARED},
+    "schemas": {"--recipes": False, **SHARED},
 }
 
 
