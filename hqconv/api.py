@@ -274,6 +274,41 @@ def push(
     return pushed
 
 
+def collect_importance(
+    model: str | Path,
+    text: str | Path,
+    columns: str | Path,
+    *,
+    num_tokens: int = 65536,
+    context_length: int = 512,
+    device: str = "auto",
+    revision: str | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Make an importance file: run a text through a model in transformers and average the experts' squared inputs.
+
+    model: a model folder or a Hub repo id (at `revision`) that transformers can run. text: a text file like those that
+    the model will see. columns: the file to write; for every MoE layer `<layer>.w13` [H] and `<layer>.w2` [I], float32.
+    num_tokens: tokens of the text that are read. context_length: tokens of one batch. device: auto, cpu, cuda or
+    cuda:N, which must hold the whole model. announce: called with a sentence before the model runs.
+
+    Returns a document. Raises RequestError where transformers is missing or cannot run the model, OutputError where
+    `columns` exists, InputError or NetworkError for the model.
+    """
+    from hqconv.conversion.collect_importance import collect_importance as run
+
+    return run(
+        str(model),
+        Path(text),
+        Path(columns),
+        num_tokens=num_tokens,
+        context_length=context_length,
+        device=choose_device(device),
+        revision=revision,
+        announce=announce or (lambda _: None),
+    )
+
+
 def load(
     path: str | Path,
     *,

@@ -49,7 +49,9 @@ def test_nothing_says_to_install_hqconv_from_an_index() -> None:
 
 def test_messages_name_the_versions_of_the_extras() -> None:
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for name, module in (("gguf", "io/gguf_header.py"), ("bitsandbytes", "formats/bitsandbytes.py")):
+    files = {"gguf": "io/gguf_header.py", "bitsandbytes": "formats/bitsandbytes.py"}
+    files["importance"] = "conversion/collect_importance.py"
+    for name, module in files.items():
         assert f"Run: pip install '{extras[name][0]}'." in (REPO / "hqconv" / module).read_text()
 
 

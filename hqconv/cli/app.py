@@ -182,6 +182,17 @@ def push(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
+@takes(api.collect_importance)
+def importance(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Make a file for convert --importance from a text. Needs transformers."""
+    interrupt.expect(interrupt.source_case(options["model"]))
+    document = api.collect_importance(**options, announce=None if quiet else say)
+    if json or not quiet:
+        _print_result(document, json=json)
+
+
+@app.command(cls=GroupedCommand)
+@guarded
 @takes(api.inspect)
 def inspect(*, json: bool, quiet: bool, **options: Any) -> None:
     """Describe a model folder, a Hub repo or an artifact."""

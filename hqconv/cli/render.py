@@ -13,7 +13,7 @@ from rich.table import Table
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli.output import printable_document
 from hqconv.cli.progress_bar import human_bytes, human_seconds
-from hqconv.errors import NUM_SHOWN
+from hqconv.errors import NUM_SHOWN, plural
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
 from hqconv.schemas.activation import Activation
@@ -441,6 +441,13 @@ def _show_unfinished(console: Console, document: Document) -> None:
     )
 
 
+def _show_importance(console: Console, document: Document) -> None:
+    """Print the result of `hqconv importance`."""
+    tensors, tokens = plural(document["num_tensors"], "tensor"), plural(document["num_tokens"], "token")
+    console.print(f"{document['out']}: {tensors} from {tokens}")
+    console.print(f"Use it with: hqconv convert … --quantizer mse --importance {shlex.quote(document['out'])}")
+
+
 def _show_warm(console: Console, document: Document) -> None:
     """Print the result of `hqconv warm`."""
     left_out = ", ".join(document["activations_left_out"])
@@ -496,6 +503,7 @@ _SHOW = {
     "comparison": show_comparison,
     "warm": _show_warm,
     "push": show_push,
+    "importance": _show_importance,
 }
 
 

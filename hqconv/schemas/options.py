@@ -49,8 +49,8 @@ class EncodingArguments(TypedDict, total=False):
     importance: Annotated[
         str | Path | None,
         _Row(
-            "FILE.safetensors with the weight of each input column's error, for the quantizer mse "
-            "(scripts/make_importance.py)."
+            "FILE.safetensors with the weight of each input column's error, for the quantizer mse. `hqconv importance` "
+            "makes it."
         ),
     ]
 

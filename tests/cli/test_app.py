@@ -40,7 +40,9 @@ from tests.make.formats import write
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
 
+SHARED = {"--json", "--quiet -q", "--verbose -v", "--log-file"}
 OPTIONS = {
+    "importance": {"model", "--text", "--out -o", "--tokens", "--context", "--device", "--revision"},
     "convert": {
         "src",
         "--schema",
@@ -174,7 +176,7 @@ def test_the_options_are_frozen() -> None:
     assert set(commands) == set(OPTIONS)
     for name, expected in OPTIONS.items():
         found = {" ".join(p.opts) for p in commands[name].params}
-        assert found - {"--help -h", "-h --help"} == expected
+        assert found - {"--help -h", "-h --help"} == expected | SHARED
 
 
 def test_help_and_version() -> None:

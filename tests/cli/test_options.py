@@ -76,6 +76,16 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "compare": {"OUT1": REQUIRED, "OUT2": REQUIRED, "--source": None, "--revision": None, **WORK, **SHARED},
     "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **SHARED},
     "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **SHARED},
+    "importance": {
+        "MODEL": REQUIRED,
+        "--text": REQUIRED,
+        "--out -o": REQUIRED,
+        "--tokens": 65536,
+        "--context": 512,
+        "--device": "auto",
+        "--revision": None,
+        **SHARED,
+    },
     "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **SHARED},
     "schemas": {"--recipes": False, **SHARED},
 }
