@@ -12,7 +12,7 @@ from rich.table import Table
 
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli.output import printable_document
-from hqconv.cli.progress_bar import human_bytes, human_seconds
+from hqconv.cli.progress_bar import human_bytes, human_rate, human_seconds
 from hqconv.errors import NUM_SHOWN, plural
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
@@ -353,7 +353,7 @@ def _file_rows(document: Document) -> list[tuple[str, int, str]]:
 def _show_summary(console: Console, document: Document) -> None:
     """Print the summary of a finished conversion."""
     resumed = document["num_groups_resumed"]
-    speed = "" if resumed else f"{document['num_bytes_in'] / 1e9 / max(document['seconds'], 1e-9):.2f} GB/s, "
+    speed = "" if resumed else f"{human_rate(document['num_bytes_in'] / max(document['seconds'], 1e-9))}, "
     ratio = document["num_bytes_out"] / max(document["num_bytes_in"], 1)
     print_facts(
         console,
